@@ -444,9 +444,9 @@ def test_equal_pairs_are_left_out(
 def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokenizer: Any) -> None:
     row = {"prompt": [USER, BAD, USER], "completion": [GOOD]}
     sample = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "a.jsonl", [row])).train[0]
-    assert sum(sample["loss_mask"]) == 2  # the digit and the end
+    assert sum(sample["sequences"][0][1]) == 2  # the digit and the end
     whole = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "b.jsonl", [{"text": "1=1"}])).train[0]
-    assert (len(whole["input_ids"]), sum(whole["loss_mask"])) == (5, 4)
+    assert [(len(ids), sum(mask)) for ids, mask in whole["sequences"]] == [(5, 4)]
 
 
 def test_unpaired_preferences_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -571,7 +571,7 @@ def test_statistics_count_lengths_shares_and_the_fill_of_micro_batches(
     paths = [write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:1])]
     sources = [{"path": path, "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
     data = load(tokenizer, DEMONSTRATIONS, train=sources, too_long="drop", budget=16)
-    found = describe_data(data, seed=0, batch_size=4, ranks=1, budget=16)
+    found = describe_data(data, tokenizer, seed=0, batch_size=4, ranks=1, budget=16)
     first = found.sources[0]
     assert (first.examples, first.too_long, first.tokens, first.share) == (3, 1, 21, 0.75)
     assert (first.shortest, first.median, first.longest, first.measured) == (5, 7, 9, 3)
@@ -579,7 +579,7 @@ def test_statistics_count_lengths_shares_and_the_fill_of_micro_batches(
     assert found.packing is not None
     assert found.packing.micro_batches == 2 and found.packing.fill == pytest.approx(26 / 32)
     assert (
-        "3 examples, 75% of the draws, 1 too long and left out, 21 tokens, 5 to 9 each, median 7"
-        in found.line()
+        "3 examples, 75% of the draws, 1 too long and left out, 21 tokens, 6 of them trained, 5 to 9 each, median 7"
+        in found.lines()[0]
     )
-    assert found.line().endswith("micro-batches are 81% full")
+    assert found.lines()[0].endswith("micro-batches are 81% full")

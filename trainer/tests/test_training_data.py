@@ -73,7 +73,7 @@ def test_empty_lines_are_no_damage(tmp_path: Path, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("prompt", ["1+2=", "<s>1+2=", "<s><s>1+2=", "1+2=</s>"])
 def test_a_prompt_has_exactly_one_bos_and_no_eos(tokenizer: Any, prompt: str) -> None:
-    ids = encode_prompt(tokenizer, prompt)
+    ids = encode_prompt(support.chat_format(tokenizer), prompt)
     assert (ids[0], ids.count(support.BOS), ids.count(support.EOS)) == (support.BOS, 1, 0)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "1+2="
 
@@ -82,7 +82,7 @@ def test_a_tokenizer_without_bos_adds_none() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.bos_token = None
     tokenizer.backend_tokenizer.post_processor = None
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+2=")) == "1+2="
+    assert tokenizer.decode(encode_prompt(support.chat_format(tokenizer), "1+2=")) == "1+2="
 
 
 def test_samples_keep_what_their_line_says(dataset: ExampleDataset) -> None:

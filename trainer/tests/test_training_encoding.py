@@ -48,29 +48,35 @@ def chatty() -> Any:
     return tokenizer
 
 
+def single(sequences: list[Any]) -> Any:
+    """The only sequence of an example."""
+    (sequence,) = sequences
+    return sequence
+
+
 def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
     return str(tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained]))
 
 
 @pytest.mark.parametrize("answer", ["3", "3</s>", "3</s></s>"])
 def test_an_answer_ends_with_one_trained_eos(tokenizer: Any, answer: str) -> None:
-    ids, mask = encode_completion(tokenizer, "<s>1+2=", answer)
+    ids, mask = single(encode_completion(support.chat_format(tokenizer), "<s>1+2=", answer))
     assert (ids.count(BOS), ids.count(EOS), ids[0], ids[-1]) == (1, 1, BOS, EOS)
     assert trained_text(tokenizer, ids, mask) == "3</s>"
 
 
 def test_all_turns_of_the_assistant_are_trained(chatty: Any) -> None:
-    ids, mask = encode_chat(chatty, CHAT)
+    ids, mask = single(encode_chat(support.chat_format(chatty), CHAT))
     assert chatty.decode(ids) == "<s>+12=34</s>+5=678</s>"
     assert trained_text(chatty, ids, mask) == "34</s>678</s>"
-    ids, mask = encode_completion(chatty, CHAT[:3], "9")
+    ids, mask = single(encode_completion(support.chat_format(chatty), CHAT[:3], "9"))
     assert trained_text(chatty, ids, mask) == "9</s>"
 
 
 @pytest.mark.parametrize(
     ("change", "whole"),
     [
-        (("</s>", "</s>0"), "<s>+12=34</s>"),  # what follows the end is cut off
+        (("</s>", "</s>0"), "<s>+12=34</s>"),  # a text behind the end is cut off
         (("</s>", ""), "<s>+12=34</s>"),  # an end that is missing is added
         (("{% for", "<s>{% for"), "<s>+12=34</s>"),  # a template that writes its own beginning
     ],
@@ -78,13 +84,13 @@ def test_all_turns_of_the_assistant_are_trained(chatty: Any) -> None:
 def test_a_chat_begins_and_ends_once(change: tuple[str, str], whole: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace(*change, 1)
-    ids, mask = encode_chat(tokenizer, CHAT[:2])
+    ids, mask = single(encode_chat(support.chat_format(tokenizer), CHAT[:2]))
     assert tokenizer.decode(ids) == whole
     assert mask[-1]
 
 
 def test_a_prompt_of_messages_ends_where_the_answer_begins(chatty: Any) -> None:
-    assert chatty.decode(encode_prompt(chatty, CHAT[:3])) == "<s>+12=34</s>+5="
+    assert chatty.decode(encode_prompt(support.chat_format(chatty), CHAT[:3])) == "<s>+12=34</s>+5="
 
 
 @pytest.mark.parametrize(
@@ -105,11 +111,12 @@ def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template
         support.read_dataset(DEMONSTRATIONS, tmp_path / "rows.jsonl", tokenizer)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_turns_follow_prompts_with_another_past() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
-    with pytest.raises(BatchError, match="rewrites what comes before message"):
-        encode_chat(tokenizer, CHAT)
+    sequences = encode_chat(support.chat_format(tokenizer), CHAT)
+    texts = [(tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) for ids, mask in sequences]
+    assert texts == [("<s>1+12=34</s>", "34</s>"), ("<s>3+12=34</s>+5=678</s>", "678</s>")]
 
 
 def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
@@ -122,7 +129,7 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="no end-of-sequence token to train"):
-        encode_completion(tokenizer, "1=", "1")
+        encode_completion(support.chat_format(tokenizer), "1=", "1")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +139,12 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
         ({"prompt": "1=", "answer": {"is": 1}}, "needs a text or a number as 'answer'; it has {'is': 1}"),
         ({"messages": "hello"}, "no list of objects with 'role' and 'content'"),
         ({"messages": CHAT[:1]}, "no turn of the 'assistant'"),
-        ({"messages": [{"role": "user"}]}, "no list of objects"),
+        ({"messages": [{"role": "user"}]}, "has 'messages' whose message 1 has no text as 'content'"),
+        ({"messages": [CHAT[0], {"content": "1"}]}, "message 2 has no 'role' and 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "that is no text: 'image'"),
+        ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "no text as 'content', but 1"),
         ({"answer": "1"}, "needs a text 'prompt'; it has None"),
+        ({"prompt": "1=", "answer": "1", "weight": 0.5}, "has weight = 0.5, which no setting reads"),
     ],
 )
 def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> None:
@@ -227,36 +238,37 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
 def test_tools_and_marks_reach_the_template(example: dict[str, Any], whole: str, trained: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = CALLING
-    ids, mask = encode_demonstration(tokenizer, example)
+    ids, mask = single(encode_demonstration(support.chat_format(tokenizer), example))
     assert (tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) == (whole, trained)
 
 
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        ({"messages": [user("1"), assistant("8 9 2")]}, "drops 'content' of a turn of 'assistant'"),
-        ({"messages": [user("1"), assistant("2", reasoning_content="5")]}, "drops 'reasoning_content'"),
+        ({"messages": [user("1"), assistant("8 9 2")]}, r"drops 'content' \('8 9 2'\) of message 2"),
+        ({"messages": [user("1"), assistant("2", reasoning_content="5")]}, "drops 'reasoning'"),
         ({"messages": [user("1"), assistant("2", weight=0)]}, "no turn of the assistant to train"),
         ({"messages": [user("1"), assistant("2", weight=0.5)]}, "weight = 0.5"),
         ({"messages": [user("1") | {"trainable": True}, assistant("2")]}, "only the assistant's are trained"),
         ({"messages": [user("1"), assistant("2")], "tools": ["search"]}, "no list of schemas"),
         ({"messages": [user("1"), assistant("2")], "tools": "search"}, "are no JSON"),
-        ({"prompt": "1=", "answer": "2", "tools": [{}]}, "tools need chat messages"),
-        ({"prompt": [user("1"), assistant("2")], "answer": "3"}, "ends with a turn of the assistant"),
+        ({"prompt": "1=", "answer": "2", "tools": [{}]}, "has 'tools' and a text; they need chat messages"),
     ],
 )
 def test_text_lost_by_rendering_is_refused(example: dict[str, Any], message: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = CALLING
     with pytest.raises(BatchError, match=message):
-        encode_demonstration(tokenizer, example)
+        encode_demonstration(support.chat_format(tokenizer), example)
 
 
 def test_templates_unable_to_render_are_refused(chatty: Any) -> None:
     chat = {"messages": CHAT, "tools": [{"name": "search"}]}
     with pytest.raises(BatchError, match="has 'tools', which the chat template does not show"):
-        encode_demonstration(chatty, chat)
+        encode_demonstration(support.chat_format(chatty), chat)
     named = support.make_tokenizer()
     named.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
-    with pytest.raises(ConfigError, match="the chat templates 'tool_use', 'rag' and none called 'default'"):
-        encode_demonstration(named, {"messages": CHAT})
+    with pytest.raises(
+        ConfigError, match="no chat template 'default'; set data.chat_template to 'tool_use' or 'rag'"
+    ):
+        encode_demonstration(support.chat_format(named), {"messages": CHAT})

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.rewards.functions import load_callable
@@ -42,7 +43,7 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
     tokenizer = example.make_tokenizer()
     problem = example.Problem(9, 95)
     batch = example.make_batch([problem], tokenizer)
-    prompt = encode_prompt(tokenizer, problem.prompt)
+    prompt = encode_prompt(ChatFormat(tokenizer=tokenizer), problem.prompt)
     ids = batch.input_ids.tolist()
     assert ids[: len(prompt)] == prompt
     assert batch.loss_mask.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
@@ -75,7 +76,10 @@ def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(ex
     workflow = MultiTurnWorkflow(
         environment=lambda: calculator(tokenizer), reward=TextReward(integer_match, tokenizer)
     )
-    data = {"prompt_ids": encode_prompt(tokenizer, problem.prompt), "answer": problem.answer}
+    data = {
+        "prompt_ids": encode_prompt(ChatFormat(tokenizer=tokenizer), problem.prompt),
+        "answer": problem.answer,
+    }
     batch = asyncio.run(workflow.arun_episode(Scripted(), data, 0))
     assert batch is not None
     assert batch.input_ids.tolist() == expected.input_ids.tolist()

@@ -17,6 +17,7 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.datasets import ExampleDataset
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
@@ -52,7 +53,13 @@ def read_dataset(
     kind: ExampleKind, path: Path, tokenizer: Any, limit: int | None = None, drop: bool = False
 ) -> ExampleDataset:
     """The encoded examples of a file."""
-    return ExampleDataset(kind, open_source(DataSource(path=str(path))), tokenizer, limit, drop)
+    source = open_source(DataSource(path=str(path)))
+    return ExampleDataset(kind, source, chat_format(tokenizer), limit, drop)
+
+
+def chat_format(tokenizer: Any) -> ChatFormat:
+    """The tokenizer's chat template and its end token."""
+    return ChatFormat(tokenizer=tokenizer, ends=frozenset({tokenizer.eos_token_id} - {None}))
 
 
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

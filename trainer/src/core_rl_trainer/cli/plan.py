@@ -32,6 +32,9 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     for role in plan.roles:
         if role.ranks:
             console.print(_ranks(role))
+    for text in plan.data.preview:
+        console.print("[bold]first example[/], trained tokens in ⟦ ⟧:")
+        console.print(text, markup=False, soft_wrap=True)
     for remark in plan.remarks:
         console.print(f"[yellow]remark:[/] {escape(remark)}", soft_wrap=True)
     console.print(

@@ -87,8 +87,8 @@ class NumberedBatches(Iterator[list[Sample]]):
 
 
 def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
-    """One sequence for each sample, with ``loss_mask [T]``."""
-    return _packed([(sample["input_ids"], sample["loss_mask"]) for sample in samples])
+    """The sequences of all samples, with ``loss_mask [T]``."""
+    return _packed([sequence for sample in samples for sequence in sample["sequences"]])
 
 
 def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from torch.utils.data import Dataset
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.chat_template import ChatFormat
+from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
 from core_rl_trainer.data.order import FilteredOrder, MixedOrder, Order, ShuffledOrder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ExampleDataset", "MixedDataset", "SampleDataset", "StreamedDataset"]
 
@@ -36,6 +32,8 @@ class SampleDataset(Dataset[Sample]):
     """Tokens of the longest sequence, at most."""
     largest_unit: int
     """Tokens of the most that stays in one micro-batch: a sequence, or a pair."""
+    most_sequences: int = 1
+    """The most sequences of a sample, as far as they are known."""
     left_out: int = 0
     """Examples that are too long, so far."""
 
@@ -76,21 +74,21 @@ class ExampleDataset(SampleDataset):
         self,
         kind: ExampleKind,
         examples: Examples,
-        tokenizer: PreTrainedTokenizerBase,
+        chat_format: ChatFormat,
         limit: int | None = None,
         drop: bool = False,
         first: int = 0,
     ) -> None:
-        samples = _without_ties(kind, examples, _encoded(kind, examples, tokenizer))
+        samples = _without_ties(kind, examples, _encoded(kind, examples, chat_format))
         sizes = {number: kind.size(sample) for number, sample in samples.items()}
         lengths = {number: size.longest for number, size in sizes.items()}
         kept = _within_limit(kind, examples, lengths, limit, drop)
         self.left_out = len(samples) - len(kept)
         self._samples = [{"index": first + index, **samples[n]} for index, n in enumerate(kept)]
-        self._longest = array("Q", (sizes[n].longest for n in kept))
-        self._units = array("Q", (sizes[n].unit for n in kept))
-        self.longest = max(self._longest)
-        self.largest_unit = max(self._units)
+        self._sizes = [sizes[n] for n in kept]
+        self.longest = max(size.longest for size in self._sizes)
+        self.largest_unit = max(size.largest_unit for size in self._sizes)
+        self.most_sequences = max(len(size.units) for size in self._sizes)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -102,7 +100,7 @@ class ExampleDataset(SampleDataset):
         return ShuffledOrder(len(self), seed)
 
     def size(self, index: int) -> Size:
-        return Size(longest=self._longest[index], unit=self._units[index])
+        return self._sizes[index]
 
 
 class StreamedDataset(SampleDataset):
@@ -116,14 +114,14 @@ class StreamedDataset(SampleDataset):
         self,
         kind: ExampleKind,
         examples: Examples,
-        tokenizer: PreTrainedTokenizerBase,
+        chat_format: ChatFormat,
         limit: int,
         budget: int,
         drop: bool = False,
         first: int = 0,
     ) -> None:
         _require_some(kind, examples)
-        self._kind, self._examples, self._tokenizer = kind, examples, tokenizer
+        self._kind, self._examples, self._chat_format = kind, examples, chat_format
         self._drop, self._first = drop, first
         self.longest, self.largest_unit = limit, budget
         self._drawn: dict[int, Sample] = {}
@@ -153,10 +151,9 @@ class StreamedDataset(SampleDataset):
 
     def _encode(self, index: int) -> Sample:
         try:
-            example = _checked(self._kind, self._examples, index)
+            return _encode(self._kind, self._examples, index, self._chat_format)
         except BatchError as error:
             raise BatchError(f"{self._examples.origin}: {error}") from error
-        return _encode(self._kind, self._examples, index, example, self._tokenizer)
 
     def accepts(self, index: int) -> bool:
         """Whether the example is short enough; it is kept until it is fetched."""
@@ -164,14 +161,14 @@ class StreamedDataset(SampleDataset):
         if self._kind.is_tie(sample):
             return self._skip_tie(index)
         size = self._kind.size(sample)
-        if size.longest <= self.longest and size.unit <= self.largest_unit:
+        if size.longest <= self.longest and size.largest_unit <= self.largest_unit:
             self._drawn[index], self._skipped = sample, 0
             return True
         new = index not in self._too_long
         self._too_long.add(index)
         self.left_out, self._skipped = len(self._too_long), self._skipped + 1
         most = self.longest if size.longest > self.longest else self.largest_unit
-        text = f"{self._examples.label(index)} has {max(size.longest, size.unit)} tokens, and {most} fit"
+        text = f"{self._examples.label(index)} has {size.largest_unit} tokens, and {most} fit"
         if not self._drop or self._skipped > len(self):
             raise BatchError(f"{self._examples.origin}: {text}; shorten it, or set data.too_long=drop")
         if new and f"{self.left_out}".rstrip("0") == "1":  # 1, 10, 100, …
@@ -201,6 +198,7 @@ class MixedDataset(SampleDataset):
         self._ends = list(accumulate(len(part) for part in parts))
         self.longest = max(part.longest for part in parts)
         self.largest_unit = max(part.largest_unit for part in parts)
+        self.most_sequences = max(part.most_sequences for part in parts)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -228,19 +226,16 @@ class MixedDataset(SampleDataset):
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-def _encoded(kind: ExampleKind, examples: Examples, tokenizer: PreTrainedTokenizerBase) -> dict[int, Sample]:
+def _encoded(kind: ExampleKind, examples: Examples, chat_format: ChatFormat) -> dict[int, Sample]:
     """All samples by number; damaged examples are named together."""
     _require_some(kind, examples)
     samples: dict[int, Sample] = {}
     problems: list[str] = []
     for index in range(len(examples)):
         try:
-            example = _checked(kind, examples, index)
+            samples[index] = _encode(kind, examples, index, chat_format)
         except BatchError as error:
             problems.append(str(error))
-            continue
-        if not problems:
-            samples[index] = _encode(kind, examples, index, example, tokenizer)
     raise_all(BatchError, examples.origin, problems, most=SHOWN)
     return samples
 
@@ -261,22 +256,17 @@ def _without_ties(kind: ExampleKind, examples: Examples, samples: dict[int, Samp
     return {number: sample for number, sample in samples.items() if number not in equal}
 
 
-def _checked(kind: ExampleKind, examples: Examples, index: int) -> Example:
-    """One example; `BatchError` with its label when it is damaged."""
+def _encode(kind: ExampleKind, examples: Examples, index: int, chat_format: ChatFormat) -> Sample:
+    """The sample of one example; `BatchError` with its label when it is damaged, `ConfigError` with its source."""
     example = examples[index]
     if (problem := kind.check(example)) is not None:
         raise BatchError(f"{examples.label(index)} {problem}")
-    return example
-
-
-def _encode(
-    kind: ExampleKind, examples: Examples, index: int, example: Example, tokenizer: PreTrainedTokenizerBase
-) -> Sample:
-    """The sample of one example; an error names it."""
     try:
-        return kind.encode(tokenizer, example)
-    except (BatchError, ConfigError) as error:
-        raise type(error)(f"{examples.origin}: {examples.label(index)}: {error}") from error
+        return kind.encode(chat_format, example)
+    except BatchError as error:
+        raise BatchError(f"{examples.label(index)}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{examples.origin}: {examples.label(index)}: {error}") from error
 
 
 def _require_some(kind: ExampleKind, examples: Examples) -> None:

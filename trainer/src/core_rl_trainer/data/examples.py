@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
+
+from core_rl_trainer.data.messages import message_problem
 
 __all__ = [
     "Example",
@@ -47,20 +49,28 @@ class Examples(ABC):
 def check_prompt(example: Example) -> str | None:
     """A ``prompt``: a text, or chat messages."""
     prompt = example.get("prompt")
-    if _is_text(prompt) or _is_chat(prompt):
+    if _is_text(prompt):
         return None
+    if isinstance(prompt, list) and prompt:
+        problem = _chat_problem(prompt)
+        return problem and f"has messages as 'prompt' {problem}"
     return f"needs a text 'prompt'; it has {prompt!r}"
 
 
 def check_demonstration(example: Example) -> str | None:
     """A ``prompt`` and an ``answer``, or chat ``messages`` with a turn of the assistant, or a ``text`` alone."""
     messages = example.get("messages")
+    if example.get("weight") not in (None, 1):
+        return (
+            f"has weight = {example['weight']!r}, which no setting reads: sources have weights (data.train.weight) and "
+            "messages do; remove the column, or rename it"
+        )
     if messages is None:
         if example.get("prompt") is None and _is_text(example.get("text")):
             return None
         return check_prompt(example) or _answer_problem(example)
-    if not _is_chat(messages):
-        return f"has 'messages' that are no list of objects with 'role' and 'content': {messages!r}"
+    if (problem := _chat_problem(messages)) is not None:
+        return f"has 'messages' {problem}"
     if not any(message["role"] == "assistant" for message in messages):
         return "has no turn of the 'assistant' in its 'messages': nothing to train"
     return None
@@ -114,18 +124,12 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, Mapping)
-            and _is_text(message.get("role"))
-            and (isinstance(message.get("content"), str) or _calls_tools(message))
-            for message in value
-        )
-    )
+    return isinstance(value, list) and bool(value) and not any(map(message_problem, value))
 
 
-def _calls_tools(message: Mapping[str, Any]) -> bool:
-    """Whether a message without content calls tools, as OpenAI's format has it."""
-    return message.get("content") is None and bool(message.get("tool_calls"))
+def _chat_problem(value: Any) -> str | None:
+    """A problem of chat messages, with the number of the first such message."""
+    if not isinstance(value, list) or not value:
+        return f"that are no list of objects with 'role' and 'content': {value!r}"
+    problems = ((number, message_problem(message)) for number, message in enumerate(value, 1))
+    return next((f"whose message {number} has {text}" for number, text in problems if text), None)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.encoding import (
-    encode_completion,
-    encode_demonstration,
-    encode_prompt,
-    refuse_open_turn,
-)
+from core_rl_trainer.data.chat import Encoded
+from core_rl_trainer.data.chat_template import ChatFormat
+from core_rl_trainer.data.encoding import encode_completion, encode_demonstration, encode_prompt
 from core_rl_trainer.data.examples import (
     Example,
     ExampleCheck,
@@ -20,9 +17,6 @@ from core_rl_trainer.data.examples import (
     check_preference,
     check_prompt,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["DEMONSTRATIONS", "PREFERENCES", "PROMPTS", "ExampleKind", "Sample", "Size"]
 
@@ -36,8 +30,15 @@ class Size:
 
     longest: int
     """Of its longest sequence."""
-    unit: int
-    """Of all its sequences, which stay in one micro-batch."""
+    units: tuple[int, ...]
+    """Of each unit that stays in one micro-batch: a sequence, or a pair."""
+    trained: int = 0
+    """Tokens that are trained; none of a prompt."""
+
+    @property
+    def largest_unit(self) -> int:
+        """Tokens of the largest unit."""
+        return max(self.units)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,40 +53,47 @@ class ExampleKind:
     fields: tuple[str, ...]
     """Those that it has as a rule."""
     check: ExampleCheck
-    encode: Callable[[PreTrainedTokenizerBase, Example], Sample]
+    encode: Callable[[ChatFormat, Example], Sample]
     """Raises `BatchError` or `ConfigError` about the example."""
-    size: Callable[[Sample], Size]
+    sequences: Callable[[Sample], Sequence[Encoded]]
+    """The token sequences of a sample, with the trained tokens of each."""
+    paired: bool = False
+    """Whether the sequences of a sample stay in one micro-batch."""
     is_tie: Callable[[Sample], bool] = lambda _: False
     """Whether both sequences of a pair are equal, so that nothing can be learned from it."""
 
+    def size(self, sample: Sample) -> Size:
+        """The tokens of ``sample``."""
+        sequences = self.sequences(sample)
+        lengths = tuple(len(ids) for ids, _ in sequences)
+        trained = sum(sum(mask) for _, mask in sequences)
+        units = (sum(lengths),) if self.paired else lengths
+        return Size(longest=max(lengths), units=units, trained=trained)
 
-def _encode_prompt(tokenizer: PreTrainedTokenizerBase, example: Example) -> Sample:
-    refuse_open_turn(example["prompt"])
-    ids = encode_prompt(tokenizer, example["prompt"], example.get("tools"))
+
+def _encode_prompt(chat_format: ChatFormat, example: Example) -> Sample:
+    ids = encode_prompt(chat_format, example["prompt"], example)
     if not ids:
         raise BatchError("the prompt has no tokens; remove it or check the tokenizer")
     return {**example, "prompt_ids": ids}
 
 
-def _encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Example) -> Sample:
-    ids, mask = encode_demonstration(tokenizer, example)
-    return {"input_ids": ids, "loss_mask": mask}
+def _encode_demonstration(chat_format: ChatFormat, example: Example) -> Sample:
+    return {"sequences": encode_demonstration(chat_format, example)}
 
 
-def _encode_pair(tokenizer: PreTrainedTokenizerBase, example: Example) -> Sample:
-    return {
-        name: encode_completion(tokenizer, example["prompt"], example[name], example.get("tools"))
+def _encode_pair(chat_format: ChatFormat, example: Example) -> Sample:
+    pair = {
+        name: encode_completion(chat_format, example["prompt"], example[name], example)
         for name in ("chosen", "rejected")
     }
-
-
-def _size_of_pair(sample: Sample) -> Size:
-    lengths = [len(sample[name][0]) for name in ("chosen", "rejected")]
-    return Size(longest=max(lengths), unit=sum(lengths))
-
-
-def _size_of(name: str) -> Callable[[Sample], Size]:
-    return lambda sample: Size(longest=len(sample[name]), unit=len(sample[name]))
+    for name, sequences in pair.items():
+        if len(sequences) > 1:
+            raise BatchError(
+                f"has {len(sequences)} turns of the assistant in {name!r}, and the chat template renders a turn "
+                "otherwise once others follow; end the prompt before the last turn"
+            )
+    return {name: sequences[0] for name, sequences in pair.items()}
 
 
 PROMPTS = ExampleKind(
@@ -95,7 +103,7 @@ PROMPTS = ExampleKind(
     fields=("prompt",),
     check=check_prompt,
     encode=_encode_prompt,
-    size=_size_of("prompt_ids"),
+    sequences=lambda sample: [(sample["prompt_ids"], [False] * len(sample["prompt_ids"]))],
 )
 """Prompts of rollouts: the example with its ``prompt_ids``."""
 
@@ -106,9 +114,9 @@ DEMONSTRATIONS = ExampleKind(
     fields=("prompt", "answer"),
     check=check_demonstration,
     encode=_encode_demonstration,
-    size=_size_of("input_ids"),
+    sequences=lambda sample: sample["sequences"],
 )
-"""Sequences to imitate: ``input_ids`` and ``loss_mask``."""
+"""Sequences to imitate: ``sequences``, each token ids and mask."""
 
 PREFERENCES = ExampleKind(
     name="preferences",
@@ -117,7 +125,8 @@ PREFERENCES = ExampleKind(
     fields=("prompt", "chosen", "rejected"),
     check=check_preference,
     encode=_encode_pair,
-    size=_size_of_pair,
+    sequences=lambda sample: [sample["chosen"], sample["rejected"]],
+    paired=True,
     is_tie=lambda sample: sample["chosen"] == sample["rejected"],
 )
 """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from core_rl.data.partition import balanced, best_fit
 from core_rl_trainer.data.datasets import SampleDataset
+from core_rl_trainer.data.preview import marked_text
 from core_rl_trainer.data.training_data import TrainingData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["DataStatistics", "Packing", "SourceStatistics", "describe_data"]
 
@@ -33,6 +38,10 @@ class SourceStatistics:
     """Of the examples that are drawn."""
     tokens: int
     """Of the examples that are measured: all of them, but with streaming."""
+    trained: int
+    """Tokens of them that are trained; 0 for prompts."""
+    sequences: int
+    """Of them: an example has several where its chat template renders earlier turns otherwise."""
     shortest: int
     median: float
     longest: int
@@ -48,7 +57,9 @@ class SourceStatistics:
             f"in the format {self.format}" if self.format else "",
             f"{self.share:.0%} of the draws" if self.share < 1 else "",
             f"{self.too_long:,} too long and left out" if self.too_long else "",
+            f"{self.sequences:,} sequences" if self.sequences > self.measured else "",
             f"{self.tokens:,} tokens{sampled}",
+            f"{self.trained:,} of them trained" if self.trained else "",
             f"{self.shortest:,} to {self.longest:,} each, median {self.median:,.0f}",
         )
         return ", ".join(part for part in parts if part)
@@ -71,17 +82,25 @@ class DataStatistics:
     sources: tuple[SourceStatistics, ...]
     packing: Packing | None
     """None where completions are generated, whose lengths are not known before."""
+    preview: tuple[str, ...]
+    """The sequences of the first example that is drawn, decoded, with trained tokens in ⟦ ⟧."""
 
-    def line(self) -> str:
-        """One line for a log."""
+    def lines(self) -> tuple[str, ...]:
+        """Lines for a log: the sources, and the first example."""
         sources = "; ".join(part.line() for part in self.sources)
         packing = self.packing
         fill = f"; micro-batches are {packing.fill:.0%} full" if packing is not None else ""
-        return f"data: {sources}{fill}"
+        return (f"data: {sources}{fill}", *(f"first example: {text}" for text in self.preview))
 
 
 def describe_data(
-    data: TrainingData, *, seed: int, batch_size: int, ranks: int, budget: int | None
+    data: TrainingData,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    batch_size: int,
+    ranks: int,
+    budget: int | None,
 ) -> DataStatistics:
     """Statistics of ``data``, whose order has the seed ``seed``.
 
@@ -98,7 +117,9 @@ def describe_data(
     )
     fits = budget is not None and data.train.largest_unit <= budget
     packing = _packing(data.train, seed, batch_size, ranks, budget) if fits and budget is not None else None
-    return DataStatistics(sources=sources, packing=packing)
+    first = data.kind.sequences(data.train[next(data.train.order(seed))])
+    preview = tuple(marked_text(tokenizer, sequence) for sequence in first)
+    return DataStatistics(sources=sources, packing=packing, preview=preview)
 
 
 def _describe(
@@ -112,7 +133,9 @@ def _describe(
         examples=len(part),
         too_long=part.left_out,
         share=share,
-        tokens=sum(size.unit for size in sizes),
+        tokens=sum(sum(size.units) for size in sizes),
+        trained=sum(size.trained for size in sizes),
+        sequences=sum(len(size.units) for size in sizes),
         shortest=min(lengths),
         median=float(median(lengths)),
         longest=max(lengths),
@@ -125,7 +148,7 @@ def _packing(train: SampleDataset, seed: int, batch_size: int, ranks: int, budge
     steps = max(1, min(STEPS, SAMPLED // batch_size, -(-len(train) // batch_size)))
     order, tokens, counts = train.order(seed), 0, 0
     for _ in range(steps):
-        units = [train.size(next(order)).unit for _ in range(batch_size)]
+        units = [unit for _ in range(batch_size) for unit in train.size(next(order)).units]
         tokens += sum(units)
         counts += max(_count([units[n] for n in part], budget) for part in balanced(units, ranks))
     return Packing(fill=tokens / (counts * ranks * budget), micro_batches=counts / steps)

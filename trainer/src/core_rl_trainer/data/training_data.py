@@ -11,8 +11,10 @@ from torch import Tensor
 
 from core_rl.errors import BatchError
 from core_rl.seeds import derive_seed
+from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
+from core_rl_trainer.data.end_tokens import all_end_tokens
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
@@ -42,6 +44,7 @@ class OpenedSource:
 class TrainingData:
     """The samples of a run."""
 
+    kind: ExampleKind
     train: SampleDataset
     held_out: SampleDataset | None
     """Samples for evaluation; None: there is no evaluation."""
@@ -66,10 +69,16 @@ def load_training_data(
     embeddings for ``vocabulary`` ids. Raises `ConfigError` and `BatchError` for data that is missing, of another
     type, or damaged.
     """
+    chat_format = ChatFormat(
+        tokenizer=tokenizer,
+        template_name=section.chat_template,
+        arguments=section.template_args,
+        ends=all_end_tokens(tokenizer),
+    )
     encoder = _Encoder(
         section=section,
         kind=within_vocabulary(kind, vocabulary),
-        tokenizer=tokenizer,
+        chat_format=chat_format,
         limit=limit,
         budget=budget,
     )
@@ -83,6 +92,7 @@ def load_training_data(
     train_parts = tuple(encoder.encode(examples, streaming=section.streaming))
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
+        kind=kind,
         train=_joined(train_parts, weights or None),
         held_out=_joined(tuple(encoder.encode(held_out)), None) if held_out else None,
         sources=tuple(sources),
@@ -96,7 +106,7 @@ class _Encoder:
 
     section: DataSection
     kind: ExampleKind
-    tokenizer: PreTrainedTokenizerBase
+    chat_format: ChatFormat
     limit: int | None
     budget: int
 
@@ -104,7 +114,7 @@ class _Encoder:
         """One dataset for each part, numbered one after the other."""
         first, drop = 0, self.section.too_long == "drop"
         for examples in parts:
-            common = (self.kind, examples, self.tokenizer)
+            common = (self.kind, examples, self.chat_format)
             dataset: SampleDataset
             if streaming:
                 limit = self.budget if self.limit is None else min(self.limit, self.budget)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.data.chat_template import ChatFormat
+from core_rl_trainer.data.encoding import encode_chat, encode_prompt
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 from core_rl_trainer.rewards.functions import as_reward
@@ -63,7 +65,8 @@ class VerifiersEnvironment:
     """An episode of a `MessageEnvironment`: tokens for the model, messages for the environment.
 
     What the model wrote is never encoded again. Replies go through the tokenizer's chat template, or are plain text
-    where the prompt is one. The reward is the weighted sum of the rubric, at the end; metrics of it have the weight 0.
+    where the prompt is one; ``template_args`` are those of ``data.template_args``. The reward is the weighted sum of
+    the rubric, at the end; metrics of it have the weight 0.
     """
 
     def __init__(
@@ -71,8 +74,10 @@ class VerifiersEnvironment:
         tokenizer: PreTrainedTokenizerBase,
         environment: MessageEnvironment,
         skip_special_tokens: bool = True,
+        template_args: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
+        self._chat_format = ChatFormat(tokenizer=tokenizer, arguments=template_args)
         self._environment = environment
         self._skip_special_tokens = skip_special_tokens
         self._state: State = {}
@@ -118,12 +123,11 @@ class VerifiersEnvironment:
         if self._plain:
             text = "".join(str(message["content"]) for message in reply)
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        before = encode_prompt(self._tokenizer, self._messages())
-        after = encode_prompt(self._tokenizer, [*self._messages(), *reply])
-        # What the template writes after the last end of a turn (a line feed) comes after what the model drew.
-        while before and before[-1] != self._tokenizer.eos_token_id:
-            before.pop()
-        if not before or after[: len(before)] != before:
+        example = self._state["input"]
+        messages = self._messages()
+        [(before, _)] = encode_chat(self._chat_format, messages, example, first=len(messages) - 1)
+        after = encode_prompt(self._chat_format, [*messages, *reply], example)
+        if after[: len(before)] != before:
             raise BatchError(
                 "the chat template rewrites earlier turns; give the environment's prompts as texts"
             )

@@ -83,7 +83,12 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
         placements=plan.placements(),
         workload=_workload(recipe, algorithm, data),
         data=describe_data(
-            data, seed=recipe.seed, batch_size=recipe.rollout.prompts_per_step, ranks=1, budget=None
+            data,
+            tokenizer,
+            seed=recipe.seed,
+            batch_size=recipe.rollout.prompts_per_step,
+            ranks=1,
+            budget=None,
         ),
         end_tokens=ends.for_data(opened.examples[0] for opened in data.sources),
         open=opened,

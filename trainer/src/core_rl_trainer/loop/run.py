@@ -84,7 +84,8 @@ def train(
         chosen = called.recipe = prepared.recipe
         for remark in (*remarks, *plan_remarks(chosen, prepared)):
             logger.warning("%s", remark)
-        say(console, prepared.data.line())
+        for line in prepared.data.lines():
+            say(console, line)
         with open_run_directory(chosen) as directory:
             log.open(directory.log)
             result = directory.result()

@@ -86,12 +86,12 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         examples=len(data.train),
         held_out=len(data.held_out) if data.held_out is not None else 0,
         examples_per_step=size,
-        sequences_per_example=1 if interface.trains_on == "demonstrations" else 2,
+        sequences_per_example=2 if kind.paired else data.train.most_sequences,
         longest=data.train.longest,
         largest_unit=max(part.largest_unit for part in (data.train, data.held_out) if part is not None),
     )
     statistics = describe_data(
-        data, seed=recipe.seed, batch_size=size, ranks=plan[1].layout.dp, budget=budget
+        data, tokenizer, seed=recipe.seed, batch_size=size, ranks=plan[1].layout.dp, budget=budget
     )
     placement = Placement(slots=place_ranks(plan[1].layout.world_size, None, recipe.cluster))
     return PreparedRun(

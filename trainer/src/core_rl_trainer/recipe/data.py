@@ -69,6 +69,12 @@ class DataSection(Config):
     too_long: Literal["refuse", "drop"] = "refuse"
     """The treatment of examples that are longer than the model's context, counting ``rollout.max_new_tokens`` where
     there are rollouts: an error that names them, or a warning that counts them."""
+    chat_template: str | None = None
+    """The name of the chat template, where the tokenizer has several; null: ``tool_use`` for examples with tools where
+    there is such a template, else ``default``."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``{enable_thinking: false}``. Those of a column ``chat_template_kwargs``
+    come before them."""
     streaming: bool = False
     """Read and encode each example of ``train`` when it is drawn, for data that does not fit in memory. A damaged
     example is then found when it is drawn, and not before the run."""

@@ -1,0 +1,272 @@
+"""Chats as token sequences: prompts as the model sees them, and the assistant's turns as it has to write them.
+
+Each trained turn follows the prompt that the chat template renders for it. Turns share one sequence as long as the
+template renders earlier turns unchanged; where it renders them otherwise (Qwen3 drops the reasoning of earlier turns),
+the next turn begins a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.chat_template import ChatTemplate, Rendered
+from core_rl_trainer.data.messages import (
+    Message,
+    is_trained,
+    message_text,
+    missing_text,
+    reasoning_of,
+    squeezed,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Encoded", "chat_sequences", "end_of", "one_bos", "prompt_ids"]
+
+Encoded = tuple[list[int], list[bool]]
+"""Token ids of a sequence, and which of them are trained."""
+
+OPENED = re.compile(r"(<[^\s<>/|]+>|\[[A-Z_]+\])\s*\Z")
+"""The tag with which a generation prompt opens reasoning, such as ``<think>``."""
+EMPTY = r"(<([^\s<>/|]+)>)\s*</\2>\s*"
+CLOSED = re.compile(EMPTY + r"\Z")
+"""The empty reasoning with which a generation prompt ends where an argument of the template turns reasoning off."""
+NO_TAG = re.compile(r"\Z")
+
+
+def prompt_ids(template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
+    """Token ids of ``messages``, ready to be continued; a last turn of the assistant is continued itself."""
+    chat = _Chat.of(template, messages)
+    if messages[-1]["role"] != "assistant":
+        prompt = chat.prompt(len(messages))
+    else:
+        before, completion = chat.turn(len(messages) - 1)
+        prompt = before + completion[: _end_of_text(message_text(messages[-1]), completion)]
+    return _ids(template.tokenizer, prompt)
+
+
+def chat_sequences(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    closing: AbstractSet[int],
+    *,
+    first: int = 0,
+    prefix: str = "",
+) -> list[Encoded]:
+    """Sequences in which the turns of the assistant from message ``first`` on are trained, but for marked ones.
+
+    ``prefix`` begins the last turn and is not trained; ``closing`` are the tokens that may end one. Raises
+    `BatchError` where a turn cannot be trained as it is written, or none is to be trained.
+    """
+    turns = [number for number in range(first, len(messages)) if is_trained(messages[number])]
+    if not turns:
+        raise BatchError("has no turn of the assistant to train: all are marked not to be trained")
+    chat = _Chat.of(template, messages[: turns[-1] + 1])
+    sequences: list[Encoded] = []
+    for number in turns:
+        before, completion = chat.turn(number)
+        if prefix and number == len(messages) - 1:
+            length = _end_of_text(prefix, completion)
+            before, completion = before + completion[:length], completion[length:]
+        start, turn = _split_ids(template.tokenizer, before, completion)
+        turn, trained = _ended(template.tokenizer, turn, message_text(messages[number]), closing)
+        ids, mask = sequences.pop() if sequences and _extends(start, sequences[-1][0]) else ([], [])
+        mask = [*mask, *[False] * (len(start) - len(ids)), *[n < trained for n in range(len(turn))]]
+        sequences.append(([*start, *turn], mask))
+    return [_without_tail(ids, mask) for ids, mask in sequences]
+
+
+# ------------------------------------------------------------------------ text
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chat:
+    """Messages in the form that their template takes."""
+
+    template: ChatTemplate
+    messages: Rendered
+
+    @staticmethod
+    def of(template: ChatTemplate, messages: Sequence[Message]) -> _Chat:
+        prompt = messages[-1]["role"] != "assistant"
+        return _Chat(template=template, messages=template.formed(messages, to_be_continued=prompt))
+
+    def turn(self, number: int) -> tuple[str, str]:
+        """The prompt of an assistant's turn, and the text with which the model has to continue it."""
+        message = self.messages[number]
+        whole = self.template.render(self.messages[: number + 1], to_be_continued=False)
+        prompt = self.prompt(number) if number else self._first_header(whole)
+        opened = OPENED.search(prompt)
+        tag = opened[1] if opened else ""
+        if whole.startswith(prompt):
+            completion = whole[len(prompt) :]
+            if missing_text(message, tag + completion) and "</think>" in self.template.text:
+                completion = _reasoned(message, "", completion)
+        else:
+            completion = self._rewritten(number, prompt, whole)
+        if missing := missing_text(message, tag + completion):
+            raise BatchError(
+                f"the chat template drops {missing} of message {number + 1} and shows {completion!r}; write it where "
+                "the template reads it, or take a template that shows it"
+            )
+        return prompt, completion
+
+    def prompt(self, count: int) -> str:
+        """The first ``count`` messages with a generation prompt. Raises `BatchError` where it drops a text."""
+        prompt = self.template.render(self.messages[:count], to_be_continued=True)
+        rest = squeezed(prompt)
+        for number, message in enumerate(self.messages[:count]):
+            if message["role"] == "assistant":
+                continue
+            if missing := missing_text(message, rest):
+                raise BatchError(
+                    f"the chat template drops {missing} of message {number + 1} ({message['role']}); remove it, or "
+                    "take a template that shows it"
+                )
+            text = squeezed(message_text(message))
+            if message["role"] != "system" and text in rest:
+                rest = rest[rest.index(text) + len(text) :]
+        return prompt
+
+    def _first_header(self, whole: str) -> str:
+        """The text before that of a first turn, which has no prompt."""
+        header = self._generation_prompt(1, self.template.render(self.messages[:1], to_be_continued=True))
+        header = OPENED.sub("", header)
+        if header and header in whole:
+            return whole[: whole.index(header) + len(header)]
+        raise BatchError(
+            'begins with a turn of the assistant, which answers nothing; mark it with "weight": 0 or begin with a turn '
+            "of the user"
+        )
+
+    def _generation_prompt(self, count: int, prompt: str) -> str:
+        """The text that a template adds after ``count`` messages to have them continued; empty where it is unclear."""
+        before = self.template.render(self.messages[:count], to_be_continued=False)
+        return prompt[len(before) :] if prompt.startswith(before) else ""
+
+    def _rewritten(self, number: int, prompt: str, whole: str) -> str:
+        """The turn where ``whole`` does not begin with ``prompt``: reasoning opened there, or another past."""
+        message = self.messages[number]
+        for pattern in (CLOSED, OPENED, NO_TAG):
+            tag = pattern.search(prompt)
+            rest = self._rest(number, prompt[: tag.start()], whole) if tag else None
+            if tag is None or rest is None:
+                continue
+            if pattern is not CLOSED:
+                return _reasoned(message, tag[1], rest) if pattern is OPENED else rest
+            if not reasoning_of(message) and tag[1] not in message_text(message):
+                return re.sub(rf"\A\s*{EMPTY}", "", rest)
+            raise BatchError(
+                f"has reasoning in message {number + 1}, and the generation prompt closes it at once; remove the "
+                "reasoning, or turn it on with data.template_args"
+            )
+        raise BatchError(
+            f"the chat template rewrites what comes before message {number + 1}: the prompt ends with "
+            f"{prompt[-80:]!r}, and the chat with {whole[-80:]!r}; fix the template, or set data.template_args so that "
+            "both agree"
+        )
+
+    def _rest(self, number: int, head: str, whole: str) -> str | None:
+        """The part of ``whole`` behind ``head``, or behind the generation prompt at its end; None without either."""
+        if whole.startswith(head):
+            return whole[len(head) :]
+        header = self._generation_prompt(number, head)
+        places = [match.end() for match in re.finditer(re.escape(header), whole)] if header else []
+        rests = [whole[place:] for place in reversed(places)]
+        complete = (rest for rest in rests if not missing_text(self.messages[number], rest))
+        return next(complete, rests[0] if rests else None)
+
+
+def _reasoned(message: Message, tag: str, rest: str) -> str:
+    """``rest`` of a rendered turn behind the reasoning that the template leaves out.
+
+    ``tag`` is what the generation prompt opened, if it did; a turn without reasoning closes it at once.
+    """
+    close = f"{tag[:1]}/{tag[1:]}" if tag else "</think>"
+    if tag and close in rest:
+        return rest.removeprefix(tag).lstrip("\n")
+    head, mark, tail = message_text(message).rpartition(close)
+    if mark:
+        head = head.lstrip().removeprefix(tag).lstrip("\n") if tag else head
+        return head + mark + tail[: len(tail) - len(tail.lstrip())] + rest.lstrip()
+    if not tag:
+        return rest
+    reasoning = reasoning_of(message).strip()
+    return f"{reasoning}\n{close}\n\n{rest.lstrip()}"
+
+
+def _end_of_text(text: str, completion: str) -> int:
+    """The position behind ``text`` in a completion. Raises `BatchError` where it is rendered otherwise."""
+    for form in (text, text.strip()):
+        if (start := completion.find(form)) >= 0:
+            return start + len(form)
+    raise BatchError(f"ends with a turn of the assistant that the template does not continue: {text!r}")
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return one_bos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _split_ids(
+    tokenizer: PreTrainedTokenizerBase, before: str, completion: str
+) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt as the model sees them, and of what follows."""
+    start, whole = _ids(tokenizer, before), _ids(tokenizer, before + completion)
+    if _extends(whole, start):
+        return start, whole[len(start) :]
+    # A token would reach over the end of the prompt.
+    return start, tokenizer(completion, add_special_tokens=False)["input_ids"]
+
+
+def _ended(
+    tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]
+) -> tuple[list[int], int]:
+    """A turn with a token that ends it, and the number of its trained tokens.
+
+    The end is the last of the ``closing`` tokens that the template writes behind ``text``; what it writes there
+    besides, a line feed, is not trained. Without one, the end-of-sequence token follows.
+    """
+    last = max((number + 1 for number, token in enumerate(turn) if token in closing), default=0)
+    rest = squeezed(str(tokenizer.decode(turn[last:])))
+    if not last or (rest and squeezed(text).endswith(rest)):
+        return [*turn, end_of(tokenizer)], len(turn) + 1
+    while turn[last - 2 : last - 1] == turn[last - 1 : last]:  # the text spells the end out as well
+        last -= 1
+    return turn, last
+
+
+def _extends(ids: Sequence[int], start: Sequence[int]) -> bool:
+    return ids[: len(start)] == start
+
+
+def _without_tail(ids: list[int], mask: list[bool]) -> Encoded:
+    """A sequence up to its last trained token."""
+    length = len(mask) - mask[::-1].index(True)
+    return ids[:length], mask[:length]
+
+
+def one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """``ids`` with one beginning-of-sequence token where the tokenizer puts one."""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return ids
+    while len(ids) > 1 and ids[0] == ids[1] == bos:
+        ids = ids[1:]
+    expected = tokenizer("")["input_ids"][:1] == [bos]
+    return [bos, *ids] if expected and ids[:1] != [bos] else ids
+
+
+def end_of(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's end-of-sequence token. Raises `ConfigError` where it has none."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{tokenizer.name_or_path!r}: its tokenizer has no end-of-sequence token to train")
+    return int(tokenizer.eos_token_id)

@@ -1,0 +1,195 @@
+"""Chat templates: which one a tokenizer takes, its arguments, and the text that it renders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cached_property, lru_cache
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, TemplateError
+
+from core_rl.errors import BatchError, ConfigError, CoreRLError
+from core_rl_trainer.data.messages import REASONING, Message, message_forms, missing_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatFormat", "ChatTemplate"]
+
+Rendered = list[dict[str, Any]]
+"""Messages in a form that a template takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFormat:
+    """A tokenizer with the settings of its chat template."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template_name: str | None = None
+    """The template of a tokenizer that has several."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the template; those of an example come before them."""
+    ends: frozenset[int] = frozenset()
+    """Token ids that end a completion."""
+
+    @cached_property
+    def closing(self) -> frozenset[int]:
+        """Token ids that may close a turn: the ends, and the special tokens with which templates do."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return self.ends | {number for number, token in added if token.special}
+
+    def template(self, example: Mapping[str, Any]) -> ChatTemplate:
+        """The template for one example, with its tools, documents and arguments.
+
+        Raises `ConfigError` for a missing template and an argument that it does not read, and `BatchError` where those
+        of the example are at fault.
+        """
+        tools = _tools_of(example)
+        name, text = self._template(tools is not None)
+        _check_arguments(ConfigError, "data.template_args", self.arguments, name, text)
+        arguments = example.get("chat_template_kwargs") or {}
+        if not isinstance(arguments, Mapping):
+            raise BatchError(f"has 'chat_template_kwargs' that are no object: {arguments!r}")
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        _check_arguments(BatchError, "chat_template_kwargs", arguments, name, text)
+        shown = {"tools": tools, "documents": example.get("documents") or None}
+        given = {field: value for field, value in shown.items() if value is not None}
+        for field_name in given:
+            if not _reads(text, field_name):
+                raise BatchError(
+                    f"has {field_name!r}, which the chat template{name} does not show to the model; take a template "
+                    "that reads them, or remove the column"
+                )
+        return ChatTemplate(
+            tokenizer=self.tokenizer, text=text, arguments={**self.arguments, **arguments, **given}
+        )
+
+    def _template(self, has_tools: bool) -> tuple[str, str]:
+        """The name of the template, for messages, and its text."""
+        templates, name = self.tokenizer.chat_template, self.template_name
+        path = self.tokenizer.name_or_path
+        if not templates:
+            raise ConfigError(
+                f"{path!r}: its tokenizer has no chat template, and the data has chat messages; add a "
+                "chat_template.jinja to the model's directory, or write each prompt as a text"
+            )
+        if isinstance(templates, str):
+            if name is not None:
+                raise ConfigError(
+                    f"data.chat_template = {name!r}: the tokenizer has a single chat template without a name; remove it"
+                )
+            return "", templates
+        name = name or ("tool_use" if has_tools and "tool_use" in templates else "default")
+        if name not in templates:
+            raise ConfigError(
+                f"{path!r}: its tokenizer has no chat template {name!r}; set data.chat_template to "
+                f"{' or '.join(map(repr, templates))}"
+            )
+        return f" {name!r}", templates[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A template with its arguments."""
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    arguments: Mapping[str, Any]
+
+    def formed(self, messages: Sequence[Message], *, to_be_continued: bool) -> Rendered:
+        """``messages`` in the first form that the template renders as a whole.
+
+        Raises `BatchError` where it takes none.
+        """
+        refused: BatchError | None = None
+        incomplete: Rendered | None = None
+        for alternatives in message_forms(messages, self._reasoning_field()):
+            complete: list[tuple[int, Rendered]] = []
+            for form in alternatives:
+                try:
+                    rendered = self.render(form, to_be_continued=to_be_continued)
+                except BatchError as error:
+                    refused = refused or error
+                    continue
+                incomplete = incomplete or form
+                if not any(missing_text(_in_any_place(message), rendered) for message in form):
+                    complete.append((len(rendered), form))
+            if complete:  # the longer one has "None", or a second turn
+                return min(complete, key=itemgetter(0))[1]
+        if incomplete is None:
+            assert refused is not None
+            raise refused
+        return incomplete  # a missing text is named with its turn
+
+    def render(self, messages: Rendered, *, to_be_continued: bool) -> str:
+        """The text of ``messages``, as a prompt or as a conversation. Raises `BatchError` where it is refused."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # `apply_chat_template` removes null content, by which R1's template knows a tool call.
+        arguments = {**self.tokenizer.special_tokens_map, **self.arguments}
+        try:
+            rendered = render_jinja_template(
+                conversations=[messages],
+                chat_template=self.text,
+                add_generation_prompt=to_be_continued,
+                **arguments,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BatchError(f"the chat template refuses these messages: {error}") from error
+        return str(rendered[0][0])
+
+    def _reasoning_field(self) -> str | None:
+        """The field from which the template reads reasoning."""
+        return next((name for name in REASONING if re.search(rf"\b{name}\b", self.text)), None)
+
+
+def _in_any_place(message: Message) -> Message:
+    """``message`` with the texts that a template shows in any place of a chat: of a past turn it may drop some."""
+    if message["role"] != "assistant":
+        return message
+    return {"role": "assistant", "tool_calls": message.get("tool_calls")}
+
+
+def _tools_of(example: Mapping[str, Any]) -> list[Any] | None:
+    """The schemas of the tools of an example, also from JSON text. Raises `BatchError` for other values."""
+    tools = example.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BatchError(f"has 'tools' that are no JSON: {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BatchError(f"has 'tools' that are no list of schemas: {tools!r}")
+    return tools
+
+
+def _check_arguments(
+    error: type[CoreRLError], subject: str, arguments: Mapping[str, Any], name: str, text: str
+) -> None:
+    """Raise ``error`` for an argument that the template never reads."""
+    for argument in arguments:
+        if not _reads(text, argument):
+            near = get_close_matches(argument, _names(text), 1)
+            hint = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise error(f"{subject}: the chat template{name} does not read {argument!r}; {hint}")
+
+
+def _reads(text: str, name: str) -> bool:
+    return name in _names(text)
+
+
+@lru_cache(maxsize=64)
+def _names(text: str) -> frozenset[str]:
+    """The names in the code of a template. Raises `ConfigError` for a text that is no template."""
+    try:
+        tokens = list(Environment().lex(text))
+    except TemplateError as error:
+        raise ConfigError(f"the chat template is no template of jinja: {error}") from error
+    return frozenset(value for _, kind, value in tokens if kind == "name")

@@ -1,0 +1,198 @@
+"""Chat messages: their text, marks of turns to train, and the forms in which templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from core_rl.errors import BatchError
+
+__all__ = [
+    "REASONING",
+    "Message",
+    "call_texts",
+    "is_trained",
+    "message_forms",
+    "message_problem",
+    "message_text",
+    "missing_text",
+    "reasoning_of",
+    "squeezed",
+]
+
+Message = Mapping[str, Any]
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold its reasoning."""
+MARKS = ("weight", "trainable", "train")
+"""Fields of a message that mark a turn as trained, 1, or not, 0."""
+
+
+def message_text(message: Message) -> str:
+    """The content of a message; the text parts of a list, joined."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning in a field of its own; empty where there is none."""
+    return next((str(message[name]) for name in REASONING if message.get(name)), "")
+
+
+def is_trained(message: Message) -> bool:
+    """Whether a message is a turn of the assistant without a mark that excludes it from training.
+
+    Raises `BatchError` for a mark of another value, and for one that trains a turn of another role.
+    """
+    marks = {name: message[name] for name in MARKS if message.get(name) is not None}
+    for name, value in marks.items():
+        if value not in (0, 1):
+            raise BatchError(f"has a message with {name} = {value!r}; it must be 0 (not trained) or 1")
+    if message["role"] == "assistant":
+        return all(marks.values())
+    if any(name != "weight" and value for name, value in marks.items()):
+        raise BatchError(
+            f"has a mark to train a turn of {message['role']!r}; only the assistant's are trained"
+        )
+    return False
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def message_problem(message: object) -> str | None:
+    """A problem of a chat message, or None."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
+        return f"no 'role' and 'content': {message!r}"
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        if problem := next(filter(None, map(_part_problem, content)), None):
+            return problem
+    elif content is None:
+        if not calls:
+            return "no text as 'content'"
+    elif not isinstance(content, str):
+        return f"no text as 'content', but {content!r}"
+    return None if calls is None else _calls_problem(calls)
+
+
+def _part_problem(part: object) -> str | None:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return None
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    return f"a part of its 'content' that is no text: {kind!r}"
+
+
+def _calls_problem(calls: object) -> str | None:
+    if not isinstance(calls, list):
+        return f"'tool_calls' that are no list of calls: {calls!r}"
+    for call in calls:
+        function = _function_of(call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return f"a tool call without the name of a function: {call!r}"
+    return None
+
+
+def _function_of(call: Mapping[str, Any]) -> Any:
+    """The function of a tool call, with or without OpenAI's object around it."""
+    return call.get("function", call)
+
+
+# ----------------------------------------------------------------------- forms
+
+
+def message_forms(
+    messages: Sequence[Message], reasoning: str | None
+) -> Iterator[tuple[list[dict[str, Any]], ...]]:
+    """``messages`` in the forms that templates take, the most common first; without marks and absent fields.
+
+    Content is a text or a list of parts, and the arguments of tool calls are an object or JSON text. Each pair of forms
+    has missing content as an empty text and as null. Reasoning is in the field ``reasoning`` where it is given.
+    """
+    calls = any(message.get("tool_calls") for message in messages)
+    blank = any(not message_text(message) for message in messages)
+    for parts, as_text in product((False, True), (False, True)[: 1 + calls]):
+        empties = ("", None) if blank else ("",)
+        yield tuple(
+            [_formed(message, parts, as_text, empty, reasoning) for message in messages] for empty in empties
+        )
+
+
+def _formed(
+    message: Message, parts: bool, as_text: bool, empty: str | None, reasoning: str | None
+) -> dict[str, Any]:
+    formed = {name: value for name, value in message.items() if name not in MARKS and value is not None}
+    text = message_text(message)
+    formed["content"] = ([{"type": "text", "text": text}] if parts else text) if text else empty
+    if reasoning is not None and (written := reasoning_of(message)):
+        formed = {name: value for name, value in formed.items() if name not in REASONING}
+        formed[reasoning] = written
+    if calls := formed.pop("tool_calls", None):
+        formed["tool_calls"] = [_formed_call(call, as_text) for call in calls]
+    return formed
+
+
+def _formed_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    """A tool call in OpenAI's form, with arguments as an object or as JSON text."""
+    function = _function_of(call)
+    arguments = _arguments(function)
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    whole = call if "function" in call else {"type": "function"}
+    return {**whole, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """The arguments of a call; JSON text is read, and other text stays as it is."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return arguments
+    return {} if arguments is None else arguments
+
+
+# ----------------------------------------------------------------- shown text
+
+
+def missing_text(message: Message, rendered: str) -> str | None:
+    """A text of ``message`` that ``rendered`` does not show, with its field; blanks do not count."""
+    shown = squeezed(rendered)
+    texts = [("content", message_text(message)), ("reasoning", reasoning_of(message))]
+    texts += [("tool_calls", text) for text in call_texts(message)]
+    return next((f"{name!r} ({text!r})" for name, text in texts if not _is_shown(text, shown)), None)
+
+
+def call_texts(message: Message) -> Iterator[str]:
+    """The names of called functions, and the names and values of their arguments."""
+    for call in message.get("tool_calls") or ():
+        function = _function_of(call)
+        yield str(function["name"])
+        pending = [_arguments(function)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Mapping):
+                yield from map(str, value)
+                pending.extend(value.values())
+            elif isinstance(value, list):
+                pending.extend(value)
+            elif isinstance(value, str):
+                yield value
+            elif not isinstance(value, bool | None):  # templates write those as Python or JSON has them
+                yield str(value)
+
+
+def _is_shown(text: str, shown: str) -> bool:
+    """Whether ``shown`` has ``text``, as it is or as JSON escapes it."""
+    escaped = (json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True))
+    return any(squeezed(form) in shown for form in (text, *escaped))
+
+
+def squeezed(text: str) -> str:
+    """``text`` without blanks."""
+    return "".join(text.split())
