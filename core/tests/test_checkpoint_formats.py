@@ -14,8 +14,17 @@ import engine_support as support
 import pytest
 import torch
 from checkpoint_support import DAMAGE, TIMEOUT_S, hidden, on_ranks, remove
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta
@@ -282,6 +291,23 @@ def test_tokenizer_and_generation_config_come_along(start: Start, tmp_path: Path
     assert not (tmp_path / "b" / "merges.txt").exists()
     with pytest.raises(CheckpointError, match="holds no tokenizer files"):
         engine.save(SaveLoadMeta(path=str(tmp_path / "b"), format="hf", tokenizer_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("head", ["lm", "value", "reward"])
+def test_exports_name_end_tokens_and_padding(start: Start, tmp_path: Path, head: str) -> None:
+    source, exported = str(tmp_path / "model"), tmp_path / "a"
+    start(config=support.TINY | {"eos_token_id": 1}).save(SaveLoadMeta(path=source, format="hf"))
+    words = Tokenizer(WordLevel({"<unk>": 0, "<|x|>": 1, "</s>": 2, "<pad>": 3, "a": 4}, unk_token="<unk>"))
+    special = {"additional_special_tokens": ["<pad>", "<|x|>"], "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="</s>", pad_token="</s>", **special
+    ).save_pretrained(source)
+    start(path=source, head=head).save(SaveLoadMeta(path=str(exported), format="hf"))
+    if head == "lm":
+        assert GenerationConfig.from_pretrained(exported).eos_token_id == [1, 2]
+    else:
+        assert AutoConfig.from_pretrained(exported).pad_token_id == 3
+        assert AutoTokenizer.from_pretrained(exported).pad_token == "<pad>"
 
 
 def test_another_models_tensors_are_refused_before_anything_changes(start: Start, tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def _edited(path: Path, **fields: Any) -> None:
         ("reward_model", {"data": "pairs.jsonl"}),
     ],
 )
-@pytest.mark.parametrize("end", [None, "stop_token_ids", "config"])
+@pytest.mark.parametrize("end", [None, "beyond", "stop_token_ids", "config"])
 def test_runs_need_an_end_token(
     start: Path, tmp_path: Path, algorithm: str, changes: dict[str, Any], end: str | None
 ) -> None:
     model = tmp_path / "model"
     _link(start, model)
-    _edited(model / "tokenizer_config.json", eos_token=None)
+    _edited(model / "tokenizer_config.json", eos_token="<new>" if end == "beyond" else None)
     _edited(model / "config.json", eos_token_id=support.EOS if end == "config" else None)
     (model / "generation_config.json").unlink()
     values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm}, **changes)
@@ -89,10 +89,10 @@ def test_runs_need_an_end_token(
     del values["eval_every"]
     values["rollout"] |= {"stop_token_ids": [support.EOS]} if end == "stop_token_ids" else {}
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
-    if end == "config" or (end is not None and algorithm in ("grpo", "ppo")):
+    if end == "config" or (end == "stop_token_ids" and algorithm in ("grpo", "ppo")):
         assert dry_run(recipe).end_tokens.texts == {support.EOS: "</s>"}
         return
-    with pytest.raises(ConfigError, match=r"there is no end token in tokenizer_config\.json"):
+    with pytest.raises(ConfigError, match=r"there is no end token with an embedding"):
         dry_run(recipe)
 
 

@@ -69,9 +69,9 @@ def require_end_tokens(
     ends = sorted({*all_end_tokens(tokenizer), *stop_token_ids})
     if not ends and not stop:
         raise ConfigError(
-            f"model.path = {tokenizer.name_or_path!r}: there is no end token in tokenizer_config.json (eos_token), "
-            "config.json or generation_config.json (eos_token_id), so that no sequence would end; set eos_token to "
-            "the token that ends a turn"
+            f"model.path = {tokenizer.name_or_path!r}: there is no end token with an embedding, so that no sequence "
+            "would end: set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to the "
+            "token that ends a turn"
         )
     turn_end = _turn_end(tokenizer)
     return EndTokens(

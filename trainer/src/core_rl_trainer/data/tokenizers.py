@@ -22,7 +22,7 @@ COPY = (
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; `ConfigError` if there is none.
 
-    A tokenizer without an end token gets the first one of the model's configs.
+    A tokenizer without an end token, or with one beyond the embeddings, gets the first one of the model's configs.
     """
     from core_rl.checkpoint.end_tokens import read_tokenizer
 
@@ -30,10 +30,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = read_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(f"model.path = {path!r}: {error}; {COPY}") from error
-    named = [
-        text for end in sorted(all_end_tokens(tokenizer)) if (text := tokenizer.convert_ids_to_tokens(end))
-    ]
-    if tokenizer.eos_token_id is None and named:
+    ends = sorted(all_end_tokens(tokenizer))
+    named = [text for end in ends if (text := tokenizer.convert_ids_to_tokens(end))]
+    if tokenizer.eos_token_id not in ends and named:
         tokenizer.eos_token = str(named[0])
     return tokenizer
 
