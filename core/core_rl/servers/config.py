@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -88,7 +90,19 @@ class ServerEngineConfig(InferenceEngineConfig):
     ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
     """
 
+    product: ClassVar[str]
+    """The name of such servers in messages."""
+    module: ClassVar[str]
+    """A module of the Python that runs them."""
+    python_variable: ClassVar[str]
+    """The environment variable that may name this Python."""
+
     options: ServerOptions = ServerOptions()
+
+    @property
+    def server_python(self) -> str:
+        """The Python that runs servers."""
+        return self.options.python or os.environ.get(self.python_variable) or sys.executable
 
     def of_server(self, number: int) -> Self:
         """The config of server ``number``, with the devices of its ranks alone; raises `ConfigError`."""

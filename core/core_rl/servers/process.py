@@ -20,7 +20,7 @@ from core_rl.launch.process_tree import ProcessTree
 from core_rl.servers.config import ServerOptions
 from core_rl.weight_sync.accelerators import CudaEnvironment
 
-__all__ = ["Program", "RunningServer", "ServerProcess", "bound", "reserve_ports"]
+__all__ = ["Program", "RunningServer", "ServerProcess", "bound", "reserve_ports", "server_environment"]
 
 GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
@@ -43,6 +43,14 @@ class Program:
     arguments: Sequence[str]
     environment: Mapping[str, str]
     """Variables that it gets besides those of this process."""
+
+
+def server_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a server's process: those of this one and ``added``, without paths of this environment."""
+    environment = {**os.environ, **added}
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        environment.pop(name, None)
+    return environment
 
 
 def reserve_ports(options: ServerOptions, count: int, until: ExitStack) -> tuple[int, ...]:
@@ -110,10 +118,7 @@ class ServerProcess:
         self._log = _log_file(options.log_path, f"{program.product.lower()}-{port}.log")
         self._devices = devices
         self._written = tempfile.NamedTemporaryFile(prefix="core-rl-server-")  # noqa: SIM115  (closed by `stop`)
-        environment = {**os.environ, **program.environment, "CORE_RL_SERVER_SIDE": str(SERVER_SIDE)}
-        # The path of this process belongs to another environment.
-        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
-            environment.pop(name, None)
+        environment = server_environment({**program.environment, "CORE_RL_SERVER_SIDE": str(SERVER_SIDE)})
         try:
             self._process = subprocess.Popen(
                 [program.python, str(program.script), *program.arguments],

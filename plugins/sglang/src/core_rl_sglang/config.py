@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from itertools import pairwise
 from typing import Self
 
@@ -57,6 +55,10 @@ class SglangConfig(ServerEngineConfig):
     ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
     """
 
+    product = "SGLang"
+    module = "sglang"
+    python_variable = PYTHON_VARIABLE
+
     options: SglangOptions = SglangOptions()
 
     @model_validator(mode="after")
@@ -102,8 +104,3 @@ class SglangConfig(ServerEngineConfig):
             )
         options = self.options.model_copy(update={"host": host})
         return self.with_devices(number, own).model_copy(update={"options": options})
-
-    @property
-    def server_python(self) -> str:
-        """The Python that runs servers."""
-        return self.options.python or os.environ.get(PYTHON_VARIABLE) or sys.executable

@@ -11,7 +11,7 @@ from core_rl.errors import ConfigError
 from core_rl.servers.model import ServedModel
 from core_rl.servers.process import Program, ServerProcess
 from core_rl_sglang.adapters import SglangAdapterForm
-from core_rl_sglang.config import PYTHON_VARIABLE, SglangConfig
+from core_rl_sglang.config import SglangConfig
 
 __all__ = ["arguments_of", "start"]
 
@@ -34,11 +34,11 @@ def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) 
         if config.layout.tp > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = _shared_cores(config.layout.tp)
     program = Program(
-        product="SGLang",
+        product=config.product,
         python=config.server_python,
-        python_variable=PYTHON_VARIABLE,
+        python_variable=config.python_variable,
         script=SCRIPT,
-        module="sglang",
+        module=config.module,
         arguments=arguments_of(config, model, port, device),
         environment=environment,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -53,9 +51,8 @@ class VllmConfig(ServerEngineConfig):
     ``layout.dp`` is the number of servers.
     """
 
-    options: VllmOptions = VllmOptions()
+    product = "vLLM"
+    module = "vllm"
+    python_variable = PYTHON_VARIABLE
 
-    @property
-    def server_python(self) -> str:
-        """The Python that runs servers."""
-        return self.options.python or os.environ.get(PYTHON_VARIABLE) or sys.executable
+    options: VllmOptions = VllmOptions()

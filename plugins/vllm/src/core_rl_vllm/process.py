@@ -8,7 +8,7 @@ from core_rl.distributed.devices import device_type
 from core_rl.servers.model import ServedModel
 from core_rl.servers.process import Program, ServerProcess
 from core_rl_vllm.adapters import VllmAdapterForm
-from core_rl_vllm.config import PYTHON_VARIABLE, VllmConfig
+from core_rl_vllm.config import VllmConfig
 
 __all__ = ["arguments_of", "start"]
 
@@ -36,11 +36,11 @@ def start(config: VllmConfig, model: ServedModel, port: int, key: str | None) ->
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
     program = Program(
-        product="vLLM",
+        product=config.product,
         python=config.server_python,
-        python_variable=PYTHON_VARIABLE,
+        python_variable=config.python_variable,
         script=SCRIPT,
-        module="vllm",
+        module=config.module,
         arguments=arguments_of(config, model, port, device),
         environment=environment,
     )

@@ -13,9 +13,11 @@ from rich.console import Console
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
 from core_rl.engine.updates import schedule_length
-from core_rl.errors import BatchError, ConfigError, CoreRLError, StepError
+from core_rl.errors import BatchError, ConfigError, CoreRLError, StepError, raise_all
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.process import end_if_rank_imports_script
+from core_rl.servers.config import ServerEngineConfig
+from core_rl.servers.machine import machine_problems
 from core_rl_trainer.algorithms.interface import (
     ModelInterface,
     ModelInterfaceAbstraction,
@@ -81,6 +83,7 @@ def train(
         remarks = preflight(chosen)
         called = Callbacks(chosen, callbacks)
         prepared = prepare(chosen)
+        _require_servers(chosen, prepared)
         chosen = called.recipe = prepared.recipe
         for remark in (*remarks, *plan_remarks(chosen, prepared)):
             logger.warning("%s", remark)
@@ -203,8 +206,16 @@ def dry_run(recipe: Recipe) -> RunPlan:
     remarks = preflight(recipe)
     Callbacks(recipe)
     prepared = prepare(recipe)
+    _require_servers(recipe, prepared)
     find_source(prepared.recipe)
     return plan_run(prepared.recipe, prepared, (*remarks, *plan_remarks(prepared.recipe, prepared)))
+
+
+def _require_servers(recipe: Recipe, prepared: PreparedRun) -> None:
+    """Raise `ConfigError` where this machine cannot launch the servers of the rollout engine."""
+    _, config = prepared.roles.get("rollout", (None, None))
+    if isinstance(config, ServerEngineConfig) and not recipe.placement.serves_on_machines(recipe.cluster):
+        raise_all(ConfigError, f"engines.{recipe.rollout.engine}", machine_problems(config))
 
 
 def prepare(recipe: Recipe) -> PreparedRun:
