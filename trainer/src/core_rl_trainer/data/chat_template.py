@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from operator import itemgetter
@@ -19,7 +20,12 @@ from core_rl_trainer.data.messages import REASONING, Message, message_forms, mis
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatFormat", "ChatTemplate"]
+__all__ = ["CLOCK", "ChatFormat", "ChatTemplate"]
+
+CLOCK = "strftime_now"
+"""The function with which a template reads the time."""
+TIME_CODES = ("-d", "-m", "-H", "-I", *"aAbBcdeHIjmMpSuUwWxXyYzZ", "%")
+"""Codes of its formats, after %."""
 
 Rendered = list[dict[str, Any]]
 """Messages in a form that a template takes."""
@@ -34,6 +40,8 @@ class ChatFormat:
     """The template of a tokenizer that has several."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the template; those of an example come before them."""
+    time: datetime | None = None
+    """The time that ``strftime_now`` of a template formats; None for the time of the call."""
     ends: frozenset[int] = frozenset()
     """Token ids that end a completion."""
 
@@ -66,7 +74,9 @@ class ChatFormat:
                     "that reads them, or remove the column"
                 )
         return ChatTemplate(
-            tokenizer=self.tokenizer, text=text, arguments={**self.arguments, **arguments, **given}
+            tokenizer=self.tokenizer,
+            text=text if self.time is None else _at_time(text, self.time),
+            arguments={**self.arguments, **arguments, **given},
         )
 
     def _template(self, has_tools: bool) -> tuple[str, str]:
@@ -153,6 +163,12 @@ def _in_any_place(message: Message) -> Message:
     if message["role"] != "assistant":
         return message
     return {"role": "assistant", "tool_calls": message.get("tool_calls")}
+
+
+def _at_time(text: str, time: datetime) -> str:
+    """The template ``text`` at ``time``: with a macro, since the arguments of a template are plain data."""
+    formatted = "".join(f"|replace('%{code}', {time.strftime(f'%{code}')!r})" for code in TIME_CODES)
+    return f"{{% macro {CLOCK}(format) %}}{{{{ format{formatted} }}}}{{% endmacro %}}\n{text}"
 
 
 def _tools_of(example: Mapping[str, Any]) -> list[Any] | None:

@@ -73,6 +73,7 @@ def load_training_data(
         tokenizer=tokenizer,
         template_name=section.chat_template,
         arguments=section.template_args,
+        time=section.template_time,
         ends=all_end_tokens(tokenizer),
     )
     encoder = _Encoder(

@@ -50,6 +50,7 @@ REASONS = (
     ("engine*", "the state of an engine is exact under the same engine and layout only"),
     ("dtype", "the values before and after would be of two precisions"),
     ("device", "the values before and after would be of two devices"),
+    ("data.*template*", "the tokens of the data follow from it"),
     ("data*", "the order of the data follows from it"),
     ("seed", "the order of the data follows from it"),
     ("rollout*", "the completions follow from it"),

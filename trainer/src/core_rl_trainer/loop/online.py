@@ -33,6 +33,7 @@ from core_rl_trainer.loop.role_plan import plan_roles
 from core_rl_trainer.loop.roles import open_roles
 from core_rl_trainer.loop.rollouts import Rollouts
 from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.loop.template_time import with_template_time
 from core_rl_trainer.loop.user_code import load_user_code, open_user_code
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection
@@ -62,6 +63,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     settings = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
     check_token_ids(settings, vocabulary)
     ends = require_end_tokens(tokenizer, sampling.stop_token_ids, sampling.stop)
+    recipe = with_template_time(recipe, tokenizer)
     limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
     data = load_training_data(
         recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget, vocabulary=vocabulary

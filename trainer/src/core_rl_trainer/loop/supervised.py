@@ -40,6 +40,7 @@ from core_rl_trainer.loop.reference_cache import ReferenceCache
 from core_rl_trainer.loop.restarts import check_layouts
 from core_rl_trainer.loop.role_plan import TrainPlan, plan_trained
 from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.loop.template_time import with_template_time
 from core_rl_trainer.recipe.placement import place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -69,6 +70,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
     tokenizer, limit = load_tokenizer(path), context_length(path)
     ends = require_end_tokens(tokenizer)
     kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
+    recipe = with_template_time(recipe, tokenizer)
     size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
     vocabulary = vocabulary_size(path)
     data = load_training_data(

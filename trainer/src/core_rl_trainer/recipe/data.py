@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
@@ -75,6 +76,8 @@ class DataSection(Config):
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as ``{enable_thinking: false}``. Those of a column ``chat_template_kwargs``
     come before them."""
+    template_time: datetime | None = None
+    """The time that a chat template formats with ``strftime_now``. Null: when the run begins, also after it resumes."""
     streaming: bool = False
     """Read and encode each example of ``train`` when it is drawn, for data that does not fit in memory. A damaged
     example is then found when it is drawn, and not before the run."""

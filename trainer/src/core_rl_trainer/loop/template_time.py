@@ -1,0 +1,63 @@
+"""The time that chat templates read: when a run began, also after it resumes on another day."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from core_rl.errors import ConfigError
+from core_rl_trainer.data.chat_template import CLOCK
+from core_rl_trainer.loop.run_files import RECIPE
+from core_rl_trainer.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["with_template_time"]
+
+
+def with_template_time(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    """``recipe`` with ``data.template_time``, where a chat template of ``tokenizer`` reads the time.
+
+    A run that resumes, or starts from another run, has the time of that run. Raises `ConfigError` for a time that no
+    template reads.
+    """
+    given, reads = recipe.data.template_time, _reads_clock(tokenizer)
+    if given is not None and not reads:
+        raise ConfigError(
+            f"data.template_time = {given}: the chat template does not read the time ({CLOCK}); remove it"
+        )
+    if given is not None or not reads:
+        return recipe
+    recorded = _recorded_data(recipe)
+    if recorded is None:
+        time = datetime.now(UTC).astimezone().replace(microsecond=0)
+    elif (text := recorded.get("template_time")) is not None:
+        time = datetime.fromisoformat(text)
+    else:  # begun by a version that did not keep the time
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_time": time})})
+
+
+def _reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    templates = tokenizer.chat_template or ""
+    texts = [templates] if isinstance(templates, str) else templates.values()
+    return any(CLOCK in text for text in texts)
+
+
+def _recorded_data(recipe: Recipe) -> Mapping[str, Any] | None:
+    """The section ``data`` of the run that ``recipe`` continues; None for a run that begins."""
+    directories = [] if recipe.fresh else [recipe.directory]
+    if recipe.resume_from is not None:
+        source = Path(recipe.resume_from).resolve()
+        directories += [source, *source.parents[1:2]]  # a run, or one of its checkpoints
+    for directory in directories:
+        if (directory / RECIPE).is_file():
+            recorded: dict[str, Any] = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
+            data: dict[str, Any] = recorded["data"]
+            return data
+    return None
