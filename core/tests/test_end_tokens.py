@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from core_rl.checkpoint.end_tokens import end_tokens, write_end_tokens
 from core_rl.errors import ConfigError
 
 TOKENS = ["a", "b", "<pad>", "<s>", "</s>", "<|end|>", "<|eot|>"]
 END, EOT = 5, 6
+TURNS = "{% for m in messages %}<s>{{ m['content'] }}<|end|>a{% endfor %}"
 
 
 def save_model(directory: Path, eos: str | None = None, generation: Any = None, **config: Any) -> Path:
     AutoConfig.for_model("qwen2", vocab_size=len(TOKENS), **config).save_pretrained(directory)
     if eos is not None:
         words = Tokenizer(models.WordLevel({token: n for n, token in enumerate(TOKENS)}, unk_token="a"))
+        words.add_special_tokens(TOKENS[2:])
         PreTrainedTokenizerFast(tokenizer_object=words, eos_token=eos).save_pretrained(directory)
     if generation is not None:
         GenerationConfig(eos_token_id=generation).save_pretrained(directory)
@@ -44,6 +46,28 @@ def test_end_tokens_unite_tokenizer_and_configs(
 ) -> None:
     directory = save_model(tmp_path, eos, generation, eos_token_id=config)
     assert end_tokens(AutoConfig.from_pretrained(directory), directory) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "expected"),
+    [
+        (TURNS, "</s>", (4, END)),
+        (TURNS, None, ()),
+        (TURNS.replace("<|end|>", "</s>"), "</s>", (4,)),
+        (TURNS.replace("<|end|>", "a"), "</s>", (4,)),
+        ("{{ raise_exception('no') }}", "</s>", (4,)),
+        ("{{ messages[0].content[0].text + 1 }}", "</s>", (4,)),
+        ({"default": TURNS, "tool_use": TURNS.replace("<|end|>", "<|eot|>")}, "</s>", (4, END, EOT)),
+    ],
+)
+def test_ends_of_turns_join_other_end_tokens(
+    tmp_path: Path, template: Any, eos: str | None, expected: tuple[int, ...]
+) -> None:
+    directory = save_model(tmp_path, "</s>")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template, tokenizer.eos_token = template, eos
+    tokenizer.save_pretrained(directory)
+    assert end_tokens(AutoConfig.from_pretrained(directory, eos_token_id=None), directory) == expected
 
 
 def test_nested_text_configs_have_end_tokens(tmp_path: Path) -> None:
@@ -72,7 +96,7 @@ def test_unreadable_generation_configs_are_named(tmp_path: Path) -> None:
     [
         (None, (END,), None),
         (None, (END, EOT), [END, EOT]),
-        ({"temperature": 0.5, "eos_token_id": 4}, (4, EOT), [4, EOT]),
+        ({"temperature": 0.5, "eos_token_id": 4, "_from_model_config": True}, (4, EOT), [4, EOT]),
         ({"eos_token_id": [EOT, 4]}, (4, EOT), [EOT, 4]),
         ({"temperature": 0.5}, (END,), [END]),
     ],
@@ -87,4 +111,5 @@ def test_exports_stop_at_all_end_tokens(
     write_end_tokens(tmp_path, config, ends)
     saved = json.loads(path.read_text()) if path.is_file() else {}
     assert saved.get("eos_token_id") == written
+    assert "_from_model_config" not in saved
     assert saved.get("temperature") == (generation or {}).get("temperature")

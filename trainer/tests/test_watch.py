@@ -11,7 +11,6 @@ import pytest
 
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
-from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.loop.watch import Verdict, Watch
 from core_rl_trainer.recipe.sections import StopSection
 
@@ -30,7 +29,7 @@ EQUAL = {"reward": 1.0, "reward_min": 1.0, "groups_without_signal": 1.0, "advant
 
 
 def see(changes: list[dict[str, float]], base: dict[str, float], **stop_on: Any) -> list[Verdict | None]:
-    watch = Watch(parse_config(StopSection, stop_on), EndTokens(texts={2: "</s>"}, turn_end=None))
+    watch = Watch(parse_config(StopSection, stop_on), {2: "</s>"})
     return [watch.see(step, base | change) for step, change in enumerate(changes, start=1)]
 
 
@@ -63,7 +62,7 @@ def see(changes: list[dict[str, float]], base: dict[str, float], **stop_on: Any)
             GOOD,
             [{"truncated": 1.0, "completion_tokens": 12.0}] * 5,
             [
-                r"step 3: all completions are truncated, after 12 tokens .* \(</s> \(2\)\): rollout.max_new_tokens is"
+                r"step 3: all completions are truncated, after 12 tokens .* \(</s> \(2\)\)\. rollout.max_new_tokens is"
             ],
         ),
     ],
@@ -103,10 +102,3 @@ def test_a_rule_ends_the_run_after_so_many_steps(
 def test_a_rule_is_on_off_or_a_number_of_steps(value: object) -> None:
     with pytest.raises(ConfigError, match="no_signal"):
         parse_config(StopSection, {"no_signal": value})
-
-
-def test_truncation_blames_the_turn_end_of_templates(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch(StopSection(), EndTokens(texts={2: "</s>"}, turn_end="<|eot|> (7)"))
-    for step in range(1, 4):
-        watch.see(step, GOOD | {"truncated": 1.0})
-    assert "the chat template ends a turn with <|eot|> (7), which is no end token; add it to" in caplog.text

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from core_rl.errors import ConfigError
@@ -15,8 +16,12 @@ from core_rl.errors import ConfigError
 __all__ = ["end_tokens", "read_tokenizer", "write_end_tokens"]
 
 GENERATION = "generation_config.json"
-TOKENIZER = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json")
-"""Files that change when the end token of a tokenizer does."""
+TOKENIZER = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that change when the end tokens of a tokenizer do."""
+CONTENT = "4217"
+"""A content of messages that no template writes by itself."""
+_Ends = tuple[frozenset[int], frozenset[int]]
+NO_ENDS: _Ends = (frozenset(), frozenset())
 
 
 def end_tokens(
@@ -24,16 +29,19 @@ def end_tokens(
 ) -> tuple[int, ...]:
     """Ids of the tokens that end a sequence, sorted: of the config, the generation config and the tokenizer.
 
-    The tokenizer is in ``tokenizer_path``, or where the model is. Ids beyond the vocabulary, which the model cannot
-    produce, are left out. Raises `ConfigError` for a generation config that cannot be read.
+    The tokenizer is in ``tokenizer_path``, or where the model is. The tokens with which its chat templates end a turn
+    are among them, unless there is no other one. Ids beyond the vocabulary, which the model cannot produce, are left
+    out. Raises `ConfigError` for a generation config that cannot be read.
     """
     text = config.get_text_config()
-    ids = {*_ids(config), *_ids(text)}
+    ids, turn_ends = {*_ids(config), *_ids(text)}, frozenset[int]()
     if model_path is not None:
         ids |= _generation_ids(Path(model_path))
     if (source := tokenizer_path or model_path) is not None:
-        ids |= _tokenizer_ids(Path(source))
-    return tuple(sorted(token for token in ids if 0 <= token < text.vocab_size))
+        end, turn_ends = _tokenizer_ends(Path(source))
+        ids |= end
+    vocabulary = range(text.vocab_size)
+    return tuple(sorted((ids | turn_ends) & set(vocabulary))) if ids & set(vocabulary) else ()
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -59,6 +67,7 @@ def write_end_tokens(directory: Path, config: PretrainedConfig, ends: Collection
     if set(_listed(fields.get("eos_token_id"))) >= set(ends):
         return
     fields["eos_token_id"] = sorted(ends)
+    fields.pop("_from_model_config", None)  # transformers may take the model's config instead of such a file
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
@@ -79,17 +88,36 @@ def _generation_ids(directory: Path) -> set[int]:
         raise ConfigError(f"{directory / GENERATION} cannot be read: {error}") from error
 
 
-def _tokenizer_ids(directory: Path) -> set[int]:
+def _tokenizer_ends(directory: Path) -> _Ends:
+    """The end token of a tokenizer, and those that end a turn of its chat templates."""
     files = [path for name in TOKENIZER if (path := directory / name).is_file()]
-    token = _tokenizer_end(directory, tuple(path.stat().st_mtime_ns for path in files)) if files else None
-    return set() if token is None else {token}
+    return _read_ends(directory, tuple(path.stat().st_mtime_ns for path in files)) if files else NO_ENDS
 
 
 @lru_cache(maxsize=8)
-def _tokenizer_end(directory: Path, _modified: tuple[int, ...]) -> int | None:
-    """The end token of a tokenizer; None where there is none. Loading one takes up to a second."""
+def _read_ends(directory: Path, _modified: tuple[int, ...]) -> _Ends:
+    """The same, from files. Loading a tokenizer takes up to a second."""
     try:
-        token = read_tokenizer(directory).eos_token_id
+        tokenizer = read_tokenizer(directory)
     except ConfigError:  # only text needs a tokenizer
+        return NO_ENDS
+    templates = tokenizer.chat_template
+    names = list(templates) if isinstance(templates, dict) else [None] if templates else []
+    turn_ends = [_turn_end(tokenizer, name) for name in names]
+    return _existing(tokenizer.eos_token_id), _existing(*turn_ends)
+
+
+def _existing(*tokens: int | None) -> frozenset[int]:
+    return frozenset(token for token in tokens if token is not None)
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str | None) -> int | None:
+    """The first special token after a turn of the assistant; None where the template writes none, or refuses it."""
+    messages = [{"role": role, "content": CONTENT} for role in ("user", "assistant")]
+    try:
+        text = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
         return None
-    return None if token is None else int(token)
+    ids = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False)["input_ids"]
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return next((int(token) for token in ids if token in special), None)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from core_rl_trainer.data.end_tokens import shown
 from core_rl_trainer.loop.run_plan import RolePlan, RunPlan
 
 __all__ = ["print_plan"]
@@ -59,7 +60,7 @@ def _run(plan: RunPlan) -> Table:
             "each step",
             f"{sequences} of at most {workload.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
         ),
-        ("end tokens", str(plan.end_tokens)),
+        ("end tokens", shown(plan.end_tokens)),
         ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens{filled}"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
         ("cluster", plan.cluster),

@@ -92,7 +92,7 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
             ranks=1,
             budget=None,
         ),
-        end_tokens=ends.for_data(opened.examples[0] for opened in data.sources),
+        end_tokens=ends,
         open=opened,
         memory_sender=plan.sender().machine if recipe.rollout.sync == "tensor" else None,
     )

@@ -12,7 +12,6 @@ from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.engine import EngineConfig
 from core_rl.launch.hosts.base import Hosts
 from core_rl.registry.spec import EngineSpec
-from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.evaluation import Evaluation
 from core_rl_trainer.recipe.placement import RankSlot
@@ -101,7 +100,8 @@ class PreparedRun:
     """Of the train roles, and of the rollout engine where the recipe gives one."""
     workload: Workload
     data: DataStatistics
-    end_tokens: EndTokens
+    end_tokens: Mapping[int, str]
+    """Texts of the tokens that end a sequence, by id."""
     open: Callable[[RunDirectory, Hosts], AbstractContextManager[Loop]]
     memory_sender: int | None = None
     """The machine from which weights go through shared memory (``tensor``); None where they go otherwise."""

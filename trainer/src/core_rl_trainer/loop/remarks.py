@@ -8,7 +8,6 @@ from pathlib import Path
 
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.devices import device_type
-from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.loop.prepared import PreparedRun
 from core_rl_trainer.recipe.data import DataSection, DataSource
 from core_rl_trainer.recipe.recipe import Recipe
@@ -27,7 +26,6 @@ def plan_remarks(recipe: Recipe, prepared: PreparedRun) -> tuple[str, ...]:
         *_idle_ranks(prepared),
         *_data(recipe.data, prepared),
         *_steps(recipe),
-        *_turn_end(prepared.end_tokens),
     )
 
 
@@ -66,14 +64,6 @@ def _data(data: DataSection, prepared: PreparedRun) -> Iterator[str]:
         yield (
             f"{workload.examples_per_step} examples in a step, and {workload.examples} to train on: each step has some "
             "of them twice"
-        )
-
-
-def _turn_end(ends: EndTokens) -> Iterator[str]:
-    if ends.turn_end is not None:
-        yield (
-            f"the chat template ends a turn with {ends.turn_end}, which is no end token ({ends}), so that a completion "
-            "goes on after its turn: add it to eos_token_id in generation_config.json"
         )
 
 

@@ -27,7 +27,7 @@ knows what is gathered and kept of routed tokens (`TrainEngineConfig.expert_rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,6 @@ import torch
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
-from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
 from core_rl_trainer.recipe.placement import describe_slots
@@ -109,7 +108,8 @@ class RunPlan:
     steps: int
     workload: Workload
     data: DataStatistics
-    end_tokens: EndTokens
+    end_tokens: Mapping[int, str]
+    """Texts of the tokens that end a sequence, by id."""
     passes: float
     """Over the examples to train on."""
     sequences_per_step: int

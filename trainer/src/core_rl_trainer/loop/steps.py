@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,6 @@ from typing import Any
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.errors import NothingLearned
-from core_rl_trainer.data.end_tokens import EndTokens
 from core_rl_trainer.logs.progress import TrainingProgress, say
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.loop.bad_weights import require_finite_weights, weights_are_blamed
@@ -37,7 +37,7 @@ class RunSteps:
     progress: TrainingProgress
     signals: StopSignals
     callbacks: Callbacks
-    end_tokens: EndTokens
+    end_tokens: Mapping[int, str]
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
     _saver: RunSaver = field(init=False)

@@ -102,7 +102,7 @@ def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> P
         placements={MODEL: placement},
         workload=workload,
         data=statistics,
-        end_tokens=ends.for_data(opened.examples[0] for opened in data.sources),
+        end_tokens=ends,
         open=opened,
     )
 

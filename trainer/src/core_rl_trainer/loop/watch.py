@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from core_rl_trainer.data.end_tokens import EndTokens
+from core_rl_trainer.data.end_tokens import shown
 from core_rl_trainer.recipe.sections import StopSection
 
 __all__ = ["Verdict", "Watch"]
@@ -52,7 +52,7 @@ class _Rule:
 class Watch:
     """Sees the metrics of every step."""
 
-    def __init__(self, stop_on: StopSection, end_tokens: EndTokens) -> None:
+    def __init__(self, stop_on: StopSection, end_tokens: Mapping[int, str]) -> None:
         self._lowest, self._highest, self._best = math.inf, -math.inf, -math.inf
         self._rules = (
             _Rule(
@@ -155,21 +155,12 @@ def _why_no_signal(metrics: Metrics) -> str:
     )
 
 
-def _why_truncated(metrics: Metrics, end_tokens: EndTokens) -> str:
-    if end_tokens.turn_end is not None:
-        cause = (
-            f"the chat template ends a turn with {end_tokens.turn_end}, which is no end token; add it to "
-            "rollout.stop_token_ids, or to eos_token_id in generation_config.json"
-        )
-    else:
-        cause = (
-            "rollout.max_new_tokens is too small for them, or the model does not write an end token; look at the last "
-            "tokens in samples.jsonl, and train it with SFT first where it does not"
-        )
-    length = metrics.get("completion_tokens", 0.0)
+def _why_truncated(metrics: Metrics, end_tokens: Mapping[int, str]) -> str:
     return (
-        f"all completions are truncated, after {length:,.0f} tokens on average, without an end token ({end_tokens}): "
-        f"{cause}"
+        f"all completions are truncated, after {metrics.get('completion_tokens', 0.0):,.0f} tokens on average: none "
+        f"has an end token ({shown(end_tokens)}). rollout.max_new_tokens is too small, or the model writes none; "
+        "look at their last tokens in samples.jsonl. Where they end with another token, add it to "
+        "rollout.stop_token_ids; where they do not end, train the model with SFT first"
     )
 
 
