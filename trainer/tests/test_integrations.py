@@ -55,16 +55,14 @@ def test_a_rubric_is_summed_at_the_end_of_an_episode(tokenizer: PreTrainedTokeni
     assert asyncio.run(played(guess(tokenizer), data, [wrong, wrong]))[1].reward == 0.0
 
 
-def test_replies_go_through_the_chat_template_after_what_was_drawn() -> None:
+@pytest.mark.parametrize(("end", "reply"), [([support.EOS], "=+2+3="), ([], "</s>=+2+3=")])
+def test_replies_follow_the_end_of_the_turn(end: list[int], reply: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    prompt = [{"role": "user", "content": "2+3"}]
-    data = {"prompt": prompt, "answer": "5", "prompt_ids": []}
-    drawn = [*tokenizer.encode("4", add_special_tokens=False), support.EOS]
-    (found,) = asyncio.run(played(guess(tokenizer), data, [drawn]))
-    assert tokenizer.decode(list(found.ids)) == "=+2+3=", (
-        "what the template writes after the end, then the reply"
-    )
+    data = {"prompt": [{"role": "user", "content": "2+3"}], "answer": "5", "prompt_ids": []}
+    drawn = [*tokenizer.encode("4", add_special_tokens=False), *end]
+    (observation,) = asyncio.run(played(guess(tokenizer), data, [drawn]))
+    assert tokenizer.decode(list(observation.ids)) == reply
 
 
 def test_a_rubric_that_fails_names_its_function(tokenizer: PreTrainedTokenizerFast) -> None:

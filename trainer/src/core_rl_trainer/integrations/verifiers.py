@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from core_rl.errors import BatchError
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_chat, encode_prompt
+from core_rl_trainer.data.end_tokens import all_end_tokens
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 from core_rl_trainer.rewards.functions import as_reward
@@ -77,7 +78,8 @@ class VerifiersEnvironment:
         template_args: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
-        self._chat_format = ChatFormat(tokenizer=tokenizer, arguments=template_args)
+        ends = all_end_tokens(tokenizer)
+        self._chat_format = ChatFormat(tokenizer=tokenizer, arguments=template_args, ends=ends)
         self._environment = environment
         self._skip_special_tokens = skip_special_tokens
         self._state: State = {}
@@ -109,7 +111,7 @@ class VerifiersEnvironment:
             return Observation(done=True, reward=await self._score())
         found = await call_user(self._environment.env_response, self._messages(), self._state)
         reply = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
-        ids = self._encoded(reply)
+        ids = self._encoded(reply, ended=output_ids[-1] in self._chat_format.ends)
         self._state["completion"].extend(reply)
         if await call_user(self._environment.is_completed, self._state):
             return Observation(done=True, reward=await self._score())
@@ -118,8 +120,8 @@ class VerifiersEnvironment:
     def _messages(self) -> list[Message]:
         return [*self._state["prompt"], *self._state["completion"]]
 
-    def _encoded(self, reply: Sequence[Message]) -> list[int]:
-        """The tokens between the model's last one and its next."""
+    def _encoded(self, reply: Sequence[Message], *, ended: bool) -> list[int]:
+        """The tokens between the model's last one and its next; an end token first, unless its turn has ``ended``."""
         if self._plain:
             text = "".join(str(message["content"]) for message in reply)
             return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -131,7 +133,7 @@ class VerifiersEnvironment:
             raise BatchError(
                 "the chat template rewrites earlier turns; give the environment's prompts as texts"
             )
-        return after[len(before) :]
+        return after[len(before) - (not ended) :]
 
     async def _score(self) -> float:
         rubric = self._environment.rubric
