@@ -1,16 +1,15 @@
-"""The vocabulary of a model: token ids of data and of settings that it has embeddings for."""
+"""The vocabulary of a model: token ids of data that it has embeddings for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from core_rl.errors import BatchError, ConfigError, raise_all
+from core_rl.errors import BatchError
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import Example
 from core_rl_trainer.data.kinds import ExampleKind, Sample
 
-__all__ = ["check_token_ids", "within_vocabulary"]
+__all__ = ["within_vocabulary"]
 
 
 def within_vocabulary(kind: ExampleKind, size: int) -> ExampleKind:
@@ -22,20 +21,9 @@ def within_vocabulary(kind: ExampleKind, size: int) -> ExampleKind:
         if highest >= size:
             text = chat_format.tokenizer.convert_ids_to_tokens(highest)
             raise BatchError(
-                f"has the token {text!r}, id {highest:,}, and the model has "
-                f"embeddings for the ids below {size:,}; remove it from the data, or resize the model's embeddings"
+                f"has the token {text!r}, id {highest:,}, and a model of the run has embeddings for the ids below "
+                f"{size:,} alone; remove it from the data, or resize the embeddings"
             )
         return sample
 
     return replace(kind, encode=encode)
-
-
-def check_token_ids(settings: Mapping[str, Iterable[int]], size: int) -> None:
-    """Raise one `ConfigError` for all token ids of ``settings``, by field, beyond ``size`` embeddings."""
-    problems = [
-        f"{field} has the token id {token:,}; the ids of the model are 0 to {size - 1:,}"
-        for field, ids in settings.items()
-        for token in ids
-        if not 0 <= token < size
-    ]
-    raise_all(ConfigError, "rollout", problems)

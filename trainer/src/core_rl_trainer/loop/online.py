@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts.base import Hosts
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
@@ -25,7 +25,6 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.data.vocabulary import check_token_ids
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.restarts import check_layouts
@@ -58,15 +57,19 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     check_layouts(recipe, lambda fewer: plan_roles(fewer, algorithm.wanted_fields).trained())
     loaded = load_user_code(recipe)
     _check_filter(recipe, loaded.should_accept)
-    tokenizer, vocabulary = load_tokenizer(recipe.model.path), vocabulary_size(recipe.model.path)
-    sampling = recipe.rollout
-    settings = {"stop_token_ids": sampling.stop_token_ids, "logit_bias": sampling.logit_bias}
-    check_token_ids(settings, vocabulary)
-    ends = require_end_tokens(tokenizer, sampling.stop_token_ids, sampling.stop)
+    tokenizer = load_tokenizer(recipe.model.path)
+    _check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
+    ends = require_end_tokens(tokenizer, recipe.rollout.stop_token_ids, recipe.rollout.stop)
     recipe = with_template_time(recipe, tokenizer)
     limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
     data = load_training_data(
-        recipe.data, PROMPTS, tokenizer, recipe.seed, limit=limit, budget=budget, vocabulary=vocabulary
+        recipe.data,
+        PROMPTS,
+        tokenizer,
+        recipe.seed,
+        limit=limit,
+        budget=budget,
+        vocabulary=_smallest_vocabulary(recipe),
     )
     recipe = recipe.with_steps(len(data.train), recipe.rollout.prompts_per_step)
 
@@ -122,6 +125,28 @@ def _workload(recipe: Recipe, algorithm: ModelInterface[Any], data: TrainingData
         largest_unit=longest,
         updates_per_step=updates,
     )
+
+
+def _smallest_vocabulary(recipe: Recipe) -> int:
+    """The ids below this have embeddings in all models of the run."""
+    sections = (recipe.critic, recipe.reward_model)
+    others = {section.path for section in sections if section is not None and section.path is not None}
+    return min(map(vocabulary_size, {recipe.model.path, *others}))
+
+
+def _check_token_ids(rollout: RolloutSection, vocabulary: int) -> None:
+    """Raise one `ConfigError` for all token ids of settings that the model has no embeddings for."""
+    settings: dict[str, Iterable[int]] = {
+        "stop_token_ids": rollout.stop_token_ids,
+        "logit_bias": rollout.logit_bias,
+    }
+    problems = [
+        f"{field} has the token id {token:,}; the ids of the model are 0 to {vocabulary - 1:,}"
+        for field, ids in settings.items()
+        for token in ids
+        if not 0 <= token < vocabulary
+    ]
+    raise_all(ConfigError, "rollout", problems)
 
 
 def _completion_tokens(recipe: Recipe) -> int:
