@@ -128,3 +128,41 @@ def test_help_imports_neither_torch_nor_transformers(arguments: list[str]) -> No
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stderr.split() == []
+
+
+TUNE = """
+from typing import Annotated
+import typer
+
+def tune(
+    recipe: str,
+    fields: Annotated[list[str] | None, typer.Argument(metavar="FIELD=VALUE")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
+) -> None:
+    typer.echo(f"{recipe} {fields}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--steps", "5"],
+            "error: there is no option --steps; write a field of the recipe without dashes: steps=5",
+        ),
+        (["--optimizer.lr=1e-3"], "optimizer.lr=1e-3"),
+        (["--optimizer.lr", "-1"], "optimizer.lr=-1"),
+        (["--batch-size", "4"], "batch_size=4"),
+        (["--dryrun", "4"], "No such option: --dryrun"),
+        (["--steps"], "No such option: --steps"),
+        (["--steps", "seed=3"], "No such option: --steps"),
+    ],
+)
+def test_fields_as_options_are_hinted(
+    install: Install, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    install("beta-commands", "tune = beta_commands:tune", TUNE)
+    assert _run("tune", "r.yaml", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert _run("tune", "r.yaml", "steps=5", "--dry-run") == 0
+    assert capsys.readouterr().out == "r.yaml ['steps=5']\n"

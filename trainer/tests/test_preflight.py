@@ -124,6 +124,7 @@ def test_sections_of_unused_engines_are_remarked(start: Path, tmp_path: Path) ->
             "tp=3 does not divide num_attention_heads=2 and num_key_value_heads=1",
         ),
         (["engines.fsdp.layout.cp=4"], "2 attention heads cannot be spread over cp=4 ranks"),
+        (["engines.fsdp={layout: {dp: 4}, options: {replicas: 3}}"], "replicas=3 must divide dp=4"),
         (["engines.fsdp.layout={dp: 2, ep: 2}"], "ep=2 for LlamaForCausalLM, which has no experts"),
     ],
 )

@@ -15,6 +15,7 @@ import typer
 
 from core_rl.cli.agent import agent
 from core_rl.cli.engines import app as engines_app
+from core_rl.cli.fields import FieldCommand
 from core_rl.errors import CoreRLError, EngineBroken, RunStopped
 from core_rl.exit_codes import exit_code_of
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
@@ -71,7 +72,7 @@ def build_app(*, plugins: bool = True) -> typer.Typer:
 
 def _add(app: typer.Typer, name: str, found: Callable[..., Any] | EngineBroken) -> None:
     if not isinstance(found, EngineBroken):
-        app.command(name=name)(found)
+        app.command(name=name, cls=FieldCommand)(found)
         return
     error = found
 

@@ -14,6 +14,26 @@ from core_rl.errors import ConfigError, raise_all
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
+WORDING: Mapping[str, str] = {
+    "dict_type": "must be a mapping of names to values",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "string_type": "must be a text",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be finite",
+    "literal_error": "must be {expected}",
+}
+"""Sentences for kinds of pydantic's errors."""
 SHOWN_CHARACTERS = 80
 """The longest value that an error shows in full."""
 
@@ -59,7 +79,7 @@ def _numbers_by_truth(values: Mapping[str, Any], parsed: Config, prefix: str = "
 def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
     location = ".".join(str(part) for part in detail["loc"])
     value = hidden(str(detail["loc"][-1]) if detail["loc"] else "", detail["input"])
-    message = detail["msg"].removeprefix("Value error, ")
+    message = _message(kind, detail)
     if detail["type"] == "extra_forbidden":
         return f"unknown field {location!r}{_shown(value)}{_suggestion(kind, detail['loc'])}"
     if detail["type"] == "missing":
@@ -69,6 +89,16 @@ def _problem(kind: type[BaseModel], detail: ErrorDetails) -> str:
     if isinstance(value, Mapping) and detail["type"] == "value_error":
         return f"section {location!r}: {message}"
     return f"field {location!r}{_shown(value)}: {message}"
+
+
+def _message(kind: type[BaseModel], detail: ErrorDetails) -> str:
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        section = _owner(kind, detail["loc"])
+        fields = "" if section is None else f": {', '.join(sorted(section.model_fields))}"
+        return f"must be a section with fields below it{fields}"
+    if detail["type"] in WORDING:
+        return WORDING[detail["type"]].format(**detail.get("ctx", {}))
+    return detail["msg"].removeprefix("Value error, ")
 
 
 def _shown(value: object) -> str:

@@ -31,7 +31,7 @@ from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.expert_parallel import apply_expert_parallel
-from core_rl_fsdp.meshes import Meshes
+from core_rl_fsdp.meshes import Meshes, check_copies
 from core_rl_fsdp.sharding import fsdp_modules, reset_pass, shard_modules
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
 
@@ -60,6 +60,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             self._joined.leave()
 
     def check_model(self, config: FSDPConfig) -> None:
+        check_copies(config.layout, config.options.replicas)
         if config.layout.world_size > config.layout.dp or config.layout.ep > 1:
             _check_layout(model_on_meta(config.model), config.layout)
 

@@ -21,9 +21,24 @@ from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["Meshes"]
+__all__ = ["Meshes", "check_copies"]
 
 REPLICATE, SHARD, TENSOR, EXPERT = "replicate", "shard", "tensor", "expert"
+
+
+def check_copies(layout: ParallelLayout, replicas: int) -> None:
+    """Raise `LayoutError` where ``layout`` has no room for ``replicas`` copies of the weights."""
+    if layout.dp % replicas:
+        raise LayoutError(
+            f"options.replicas={replicas} must divide dp={layout.dp}: each copy of the weights is sharded over "
+            "dp / replicas ranks; change one of them"
+        )
+    ranks = layout.dp // replicas * layout.cp
+    if ranks % layout.ep:
+        raise LayoutError(
+            f"ep={layout.ep} must divide dp / replicas * cp = {ranks}: experts are spread over the ranks that share "
+            "one copy of the weights; change one of them"
+        )
 
 
 @dataclass(eq=False)
@@ -70,16 +85,7 @@ class Meshes:
         return (Meshes, self.layout, self.replicas, self.world.device)
 
     def __post_init__(self) -> None:
-        if self.layout.dp % self.replicas:
-            raise LayoutError(
-                f"options.replicas={self.replicas} must divide dp={self.layout.dp}: each copy of the weights is "
-                "sharded over dp / replicas ranks; change one of them"
-            )
-        if self._ranks_of_one_copy % self.layout.ep:
-            raise LayoutError(
-                f"ep={self.layout.ep} must divide dp / replicas * cp = {self._ranks_of_one_copy}: experts are spread "
-                "over the ranks that share one copy of the weights; change one of them"
-            )
+        check_copies(self.layout, self.replicas)
 
     @property
     def _ranks_of_one_copy(self) -> int:

@@ -33,7 +33,7 @@ from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_config
 from core_rl_megatron import cpu_shim, parallel_state
 from core_rl_megatron.adapters import enable_adapters
-from core_rl_megatron.choices import check_options
+from core_rl_megatron.choices import check_options, check_settings
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
 from core_rl_megatron.optimizer import ShardedOptimizer
@@ -61,7 +61,9 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     # ---------------------------------------------------------------- building
 
     def check_model(self, config: MegatronConfig) -> None:
-        check_model_layout(config, read_config(config.model))
+        model = read_config(config.model)
+        check_model_layout(config, model)
+        check_settings(config, model)
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
         parallel_state.check_megatron()

@@ -15,7 +15,7 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl.toolkit.build import ALIGNMENT
 from core_rl_megatron.config import MegatronConfig
 
-__all__ = ["check_options", "groups_experts", "uses_fusions"]
+__all__ = ["check_options", "check_settings", "groups_experts", "uses_fusions"]
 
 
 def check_options(config: MegatronConfig, model: PretrainedConfig) -> None:
@@ -26,6 +26,12 @@ def check_options(config: MegatronConfig, model: PretrainedConfig) -> None:
         *_fusion_problems(config),
         *_transformer_engine_problems(config),
     ]
+    raise_all(ConfigError, "options of the engine 'megatron'", problems)
+
+
+def check_settings(config: MegatronConfig, model: PretrainedConfig) -> None:
+    """The part of `check_options` that is the same on every machine."""
+    problems = [*_overlap_problems(config), *_expert_problems(config, model)]
     raise_all(ConfigError, "options of the engine 'megatron'", problems)
 
 

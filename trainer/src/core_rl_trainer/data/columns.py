@@ -145,7 +145,7 @@ def _check_fields(examples: Examples, example: Example, columns: Example, kind: 
     if missing:
         settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
         raise BatchError(
-            f"{examples.origin}: {examples.label(0)} {problem}. Needed is {kind.needs}, and its columns are "
+            f"{examples.origin}: {examples.label(0)} {problem}. Needed: {kind.needs}. Its columns are "
             f"{_names(columns)}; name those to take: {settings}"
         )
 

@@ -168,4 +168,5 @@ def _state_bytes(weights: WeightFiles, optimizer: OptimizerConfig) -> float:
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+    unit, name = (2**30, "GiB") if size >= 2**30 else (2**20, "MiB")
+    return f"{size / unit:,.1f} {name}"

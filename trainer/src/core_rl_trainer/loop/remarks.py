@@ -8,7 +8,7 @@ from pathlib import Path
 
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.devices import device_type
-from core_rl_trainer.loop.prepared import PreparedRun
+from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.recipe.data import DataSection, DataSource
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -17,6 +17,8 @@ __all__ = ["plan_remarks"]
 RANKS_PER_CORE = 4
 """More ranks for each CPU core are worth a remark."""
 HIGH_LR = 0.1
+MANY_PASSES = 100
+"""More passes over the data are worth a remark."""
 
 
 def plan_remarks(recipe: Recipe, prepared: PreparedRun) -> tuple[str, ...]:
@@ -25,6 +27,7 @@ def plan_remarks(recipe: Recipe, prepared: PreparedRun) -> tuple[str, ...]:
         *_ranks(recipe, prepared),
         *_idle_ranks(prepared),
         *_data(recipe.data, prepared),
+        *_passes(recipe.steps, prepared.workload),
         *_steps(recipe),
     )
 
@@ -69,6 +72,15 @@ def _data(data: DataSection, prepared: PreparedRun) -> Iterator[str]:
 
 def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
     return Path(source.path).resolve(), source.config, source.split
+
+
+def _passes(steps: int, workload: Workload) -> Iterator[str]:
+    passes = steps * workload.examples_per_step / workload.examples
+    if passes > MANY_PASSES:
+        yield (
+            f"steps = {steps:,} with {workload.examples_per_step} examples each are {passes:,.0f} passes over the "
+            f"{workload.examples:,} examples: lower steps, or set epochs"
+        )
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:
