@@ -10,7 +10,7 @@ from chat_templates import TEMPLATES, chat_tokenizer
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.encoding import encode_demonstration, encode_prompt
+from core_rl_trainer.data.encoding import demonstration_sequences, encode_prompt
 
 FORMATS = {
     name: ChatFormat(tokenizer=tokenizer, ends=frozenset({tokenizer.eos_token_id}))
@@ -170,7 +170,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("name", "kind"), SEQUENCES)
 def test_turns_follow_their_prompts(name: str, kind: str) -> None:
-    sequences = encode_demonstration(FORMATS[name], EXAMPLES[kind])
+    sequences = demonstration_sequences(FORMATS[name], EXAMPLES[kind])
     assert marked(FORMATS[name], sequences) == SEQUENCES[name, kind]
 
 
@@ -189,7 +189,7 @@ def test_turns_follow_their_prompts(name: str, kind: str) -> None:
 )
 @pytest.mark.parametrize("name", ["qwen3", "llama3", "gpt-oss", "mistral"])
 def test_forms_of_messages_render_alike(name: str, messages: list[dict[str, Any]]) -> None:
-    sequences = encode_demonstration(FORMATS[name], {"messages": messages, "tools": [SCHEMA]})
+    sequences = demonstration_sequences(FORMATS[name], {"messages": messages, "tools": [SCHEMA]})
     assert marked(FORMATS[name], sequences) == SEQUENCES[name, "tools"]
 
 
@@ -205,7 +205,7 @@ def test_forms_of_messages_render_alike(name: str, messages: list[dict[str, Any]
     ],
 )
 def test_template_arguments_close_reasoning(row: dict[str, Any], expected: str) -> None:
-    sequences = encode_demonstration(FORMATS["qwen3"], {"prompt": [user("a")], "answer": "<b>A", **row})
+    sequences = demonstration_sequences(FORMATS["qwen3"], {"prompt": [user("a")], "answer": "<b>A", **row})
     assert marked(FORMATS["qwen3"], sequences) == [q("user", "a") + expected]
 
 
@@ -214,7 +214,7 @@ def test_prompts_continue_turns_of_the_assistant(name: str) -> None:
     chat_format, prompt = FORMATS[name], [user("a"), assistant("<A ")]
     ids = encode_prompt(chat_format, prompt)
     assert str(chat_format.tokenizer.decode(ids)).rstrip().endswith("<A")
-    ((whole, mask),) = encode_demonstration(chat_format, {"prompt": prompt, "answer": "B"})
+    ((whole, mask),) = demonstration_sequences(chat_format, {"prompt": prompt, "answer": "B"})
     assert whole[: len(ids)] == ids
     assert marked(chat_format, [(whole, mask)])[0].endswith(f"⟦B{chat_format.tokenizer.eos_token}⟧")
 
@@ -239,7 +239,7 @@ def test_prompts_continue_turns_of_the_assistant(name: str) -> None:
 )  # fmt: skip
 def test_lost_text_is_refused(name: str, example: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
-        encode_demonstration(FORMATS[name], example)
+        demonstration_sequences(FORMATS[name], example)
 
 
 @pytest.mark.parametrize(

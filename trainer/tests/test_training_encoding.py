@@ -238,7 +238,7 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
 def test_tools_and_marks_reach_the_template(example: dict[str, Any], whole: str, trained: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = CALLING
-    ids, mask = single(encode_demonstration(support.chat_format(tokenizer), example))
+    ids, mask = encode_demonstration(tokenizer, example)
     assert (tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) == (whole, trained)
 
 
@@ -259,16 +259,16 @@ def test_text_lost_by_rendering_is_refused(example: dict[str, Any], message: str
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = CALLING
     with pytest.raises(BatchError, match=message):
-        encode_demonstration(support.chat_format(tokenizer), example)
+        encode_demonstration(tokenizer, example)
 
 
 def test_templates_unable_to_render_are_refused(chatty: Any) -> None:
     chat = {"messages": CHAT, "tools": [{"name": "search"}]}
     with pytest.raises(BatchError, match="has 'tools', which the chat template does not show"):
-        encode_demonstration(support.chat_format(chatty), chat)
+        encode_demonstration(chatty, chat)
     named = support.make_tokenizer()
     named.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
     with pytest.raises(
         ConfigError, match="no chat template 'default'; set data.chat_template to 'tool_use' or 'rag'"
     ):
-        encode_demonstration(support.chat_format(named), {"messages": CHAT})
+        encode_demonstration(named, {"messages": CHAT})

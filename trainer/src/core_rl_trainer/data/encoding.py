@@ -15,7 +15,14 @@ from core_rl_trainer.data.messages import Message, message_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["encode_chat", "encode_completion", "encode_demonstration", "encode_prompt", "encode_text"]
+__all__ = [
+    "demonstration_sequences",
+    "encode_chat",
+    "encode_completion",
+    "encode_demonstration",
+    "encode_prompt",
+    "encode_text",
+]
 
 Messages = Sequence[Message]
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -84,7 +91,7 @@ def encode_chat(
     return chat_sequences(template, messages, chat_format.closing, first=first, prefix=prefix)
 
 
-def encode_demonstration(chat_format: ChatFormat, example: Mapping[str, Any]) -> list[Encoded]:
+def demonstration_sequences(chat_format: ChatFormat, example: Mapping[str, Any]) -> list[Encoded]:
     """An example with ``messages``, with ``prompt`` and ``answer``, or with a ``text`` alone."""
     if example.get("messages") is not None:
         return encode_chat(chat_format, example["messages"], example)
@@ -94,6 +101,17 @@ def encode_demonstration(chat_format: ChatFormat, example: Mapping[str, Any]) ->
     answer = example["answer"]
     completion = answer if isinstance(answer, list) else answer_text(answer)
     return encode_completion(chat_format, example["prompt"], completion, example)
+
+
+def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Encoded:
+    """The only sequence of an example under the tokenizer's chat template, for use outside of a run.
+
+    Raises `BatchError` where the template needs several, which `demonstration_sequences` gives.
+    """
+    sequences = demonstration_sequences(ChatFormat(tokenizer=tokenizer), example)
+    if len(sequences) > 1:
+        raise BatchError(f"has {len(sequences)} sequences: the chat template renders earlier turns otherwise")
+    return sequences[0]
 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, start: list[int], text: str) -> Encoded:

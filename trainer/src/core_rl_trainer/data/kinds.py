@@ -9,7 +9,7 @@ from typing import Any, Literal
 from core_rl.errors import BatchError
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.encoding import encode_completion, encode_demonstration, encode_prompt
+from core_rl_trainer.data.encoding import demonstration_sequences, encode_completion, encode_prompt
 from core_rl_trainer.data.examples import (
     Example,
     ExampleCheck,
@@ -79,7 +79,7 @@ def _encode_prompt(chat_format: ChatFormat, example: Example) -> Sample:
 
 
 def _encode_demonstration(chat_format: ChatFormat, example: Example) -> Sample:
-    return {"sequences": encode_demonstration(chat_format, example)}
+    return {"sequences": demonstration_sequences(chat_format, example)}
 
 
 def _encode_pair(chat_format: ChatFormat, example: Example) -> Sample:
