@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,23 @@ def test_a_streamed_mixture_that_was_killed_is_the_one_that_was_not(start: Path,
     run_recipe(recipe("whole"), [], Console(file=io.StringIO()))
     support.run_killed(["core-rl", "train", str(recipe("killed"))], tmp_path / "killed")
     assert support.curve(tmp_path / "killed") == support.curve(tmp_path / "whole")
+
+
+def test_turns_with_several_prompts_are_trained(start: Path, tmp_path: Path) -> None:
+    shutil.copytree(start / "model", tmp_path / "model")
+    turns = "{{ messages | length }}{% for turn in messages %}={{ turn.content }}"
+    end = "{% if turn.role == 'assistant' %}</s>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(turns + end)
+    roles = ("user", "assistant", "user", "assistant")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, "1234", strict=True)]
+    support.write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat}] * 4)
+    values = support.supervised_values(start, tmp_path / "out", "sft", steps=1, eval_every=0)
+    values["model"]["path"], values["data"] = (
+        str(tmp_path / "model"),
+        {"train": str(tmp_path / "chats.jsonl")},
+    )
+    printed = io.StringIO()
+    run_recipe(support.write_recipe(tmp_path / "r.yaml", values), [], Console(file=printed, width=200))
+    assert "4 examples, 8 sequences, 76 tokens, 16 of them trained" in printed.getvalue()
+    assert "first example: <s>1=1=⟦2</s>⟧" in printed.getvalue()
+    assert "first example: <s>3=1=2</s>=3=⟦4</s>⟧" in printed.getvalue()

@@ -144,7 +144,7 @@ class SupervisedLoop:
         self._data = NumberedBatches(prompt_loader(data.train, recipe.data.batch_size, recipe.seed))
         paired = interface.trains_on == "preferences"
         self._make_batch: MakeBatch = preference_batch if paired else demonstration_batch
-        self._titles = ("chosen", "rejected") if paired else ("example",)
+        self._paired = paired
         shown = "eval" if data.held_out is not None else "train"
         self._shown = None if shown == "train" and recipe.data.streaming else shown
         self._references: dict[str, ReferenceCache] = {}
@@ -195,7 +195,8 @@ class SupervisedLoop:
         for index in range(min(SHOWN, len(dataset))):
             batch = self._batch(self._shown, [dataset[index]])
             metrics = self._interface.evaluate(self._engine, batch, self._mb_spec)
-            samples += example_samples(batch, self._titles, self._tokenizer, metrics)
+            titles = ("chosen", "rejected") if self._paired else ("example",) * len(batch.lengths)
+            samples += example_samples(batch, titles, self._tokenizer, metrics)
         return tuple(samples)
 
     def save_model(self, path: Path) -> None:
