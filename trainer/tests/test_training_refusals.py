@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import training_support as support
 from transformers import BertConfig
 
 from core_rl.errors import ConfigError, CoreRLError
+from core_rl_trainer.data.tokenizers import load_tokenizer
+from core_rl_trainer.data.vocabulary import check_same_tokens
 from core_rl_trainer.loop.run import dry_run
 from core_rl_trainer.loop.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import load_recipe
@@ -104,6 +107,33 @@ def test_token_ids_beyond_the_vocabulary(start: Path, tmp_path: Path) -> None:
         ConfigError, match=r"stop_token_ids has the token id 99; .*0 to 14[\s\S]*logit_bias has .* 15"
     ):
         dry_run(recipe)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"4": 7',
+            '"?": 7',
+            r"reward_model.path = .*not that of model.path \(id 7 is '\?', not '4'; .*: 1\)",
+        ),
+        ('"=": 14', '"=": 14, "[PAD]": 15', None),
+    ],
+)
+def test_reward_models_share_the_tokenizer(
+    start: Path, tmp_path: Path, old: str, new: str, message: str | None
+) -> None:
+    _link(start, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    text = json.dumps(json.loads(file.read_text()))
+    file.unlink()
+    file.write_text(text.replace(old, new))
+    assert old in text
+    tokenizer = load_tokenizer(str(start / "model"))
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_same_tokens(
+            tokenizer, {"critic.path": None, "reward_model.path": str(file.parent), "x": str(tmp_path)}
+        )
 
 
 def _link(start: Path, model: Path) -> None:

@@ -25,6 +25,7 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
+from core_rl_trainer.data.vocabulary import check_same_tokens
 from core_rl_trainer.loop.loop import TrainingLoop
 from core_rl_trainer.loop.prepared import PreparedRun, Workload
 from core_rl_trainer.loop.restarts import check_layouts
@@ -58,6 +59,10 @@ def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRu
     loaded = load_user_code(recipe)
     _check_filter(recipe, loaded.should_accept)
     tokenizer = load_tokenizer(recipe.model.path)
+    models = {"critic.path": recipe.critic, "reward_model.path": recipe.reward_model}
+    check_same_tokens(
+        tokenizer, {field: section.path for field, section in models.items() if section is not None}
+    )
     _check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
     ends = require_end_tokens(tokenizer, recipe.rollout.stop_token_ids, recipe.rollout.stop)
     recipe = with_template_time(recipe, tokenizer)
