@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from rollout_support import GroupWorkflow
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.directory import publish
@@ -206,7 +208,7 @@ def test_requests_with_other_parameters_form_other_batches(serve: Serve, batches
     assert batches == [3, 3, 3]
 
 
-@pytest.mark.parametrize("source", ["generation config", "config", "request"])
+@pytest.mark.parametrize("source", ["generation config", "config", "tokenizer", "request"])
 def test_answers_end_with_their_stop_token(
     store: ModelStore, serve: Serve, tmp_path: Path, source: str
 ) -> None:
@@ -219,6 +221,9 @@ def test_answers_end_with_their_stop_token(
     shutil.copytree(store.directory(QWEN3), path)
     if source == "request":
         sampling = replace(free, stop_token_ids=(stop,))
+    elif source == "tokenizer":
+        words = Tokenizer(WordLevel({str(token): token for token in range(stop + 1)}, unk_token="0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token=str(stop)).save_pretrained(path)
     else:
         file = path / ("config.json" if source == "config" else "generation_config.json")
         eos = stop if source == "config" else [stop, 0]

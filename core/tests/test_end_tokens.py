@@ -70,6 +70,18 @@ def test_ends_of_turns_join_other_end_tokens(
     assert end_tokens(AutoConfig.from_pretrained(directory, eos_token_id=None), directory) == expected
 
 
+def test_default_ends_of_a_config_class_do_not_count(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", vocab_size=len(TOKENS)).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "eos_token_id"})
+    )
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert end_tokens(config, tmp_path) == (2,), "as transformers has it without a generation config"
+    GenerationConfig(eos_token_id=END).save_pretrained(tmp_path)
+    assert end_tokens(config, tmp_path) == (END,)
+
+
 def test_nested_text_configs_have_end_tokens(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "gemma3", text_config={"vocab_size": 8, "eos_token_id": 4}, eos_token_id=[END]

@@ -79,6 +79,9 @@ class InferenceBackend(ABC, Generic[C]):
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """Continue one prompt. Must not block the loop, and stops when it is cancelled.
 
+        The response ends with the first of the model's end tokens, which `core_rl.checkpoint.end_tokens` reads, unless
+        ``request.sampling.ignore_eos``, or of ``request.sampling.stop_token_ids``.
+
         Each token carries the version of the weights that drew it: that of the last finished
         `update_weights` or `set_version`, read once for each token and together with the weights.
         """

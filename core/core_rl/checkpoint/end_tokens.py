@@ -34,9 +34,10 @@ def end_tokens(
     out. Raises `ConfigError` for a generation config that cannot be read.
     """
     text = config.get_text_config()
-    ids, turn_ends = {*_ids(config), *_ids(text)}, frozenset[int]()
-    if model_path is not None:
-        ids |= _generation_ids(Path(model_path))
+    generation = set[int]() if model_path is None else _generation_ids(Path(model_path))
+    ids, turn_ends = set(generation), frozenset[int]()
+    if not generation or model_path is None or _names_end(Path(model_path)):
+        ids |= {*_ids(config), *_ids(text)}
     if (source := tokenizer_path or model_path) is not None:
         end, turn_ends = _tokenizer_ends(Path(source))
         ids |= end
@@ -48,7 +49,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory. Raises `ConfigError` where there is none."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except Exception as error:
+    except Exception as error:  # tokenizers raises Exception itself for files that it cannot parse
         cause = (str(error).splitlines() or [repr(error)])[0].rstrip(" :")
         raise ConfigError(f"its tokenizer cannot be loaded: {cause}") from error
     # Where there are no files, transformers makes a tokenizer of special tokens alone.
@@ -77,6 +78,11 @@ def _ids(config: PretrainedConfig | GenerationConfig) -> Iterable[int]:
 
 def _listed(tokens: int | Iterable[int] | None) -> Iterable[int]:
     return (tokens,) if isinstance(tokens, int) else tokens or ()
+
+
+def _names_end(directory: Path) -> bool:
+    """Whether the config has an end token that is no default of its class, which is an ordinary token elsewhere."""
+    return "eos_token_id" in (directory / "config.json").read_text(encoding="utf-8")
 
 
 def _generation_ids(directory: Path) -> set[int]:

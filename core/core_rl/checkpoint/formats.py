@@ -46,9 +46,11 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
             write_rest(directory)
 
     def write_rest(directory: Path) -> None:
-        copy_model_files(contents.config.model.path, directory)
-        copy_tokenizer(meta.tokenizer_path, contents.config.model.path, directory)
-        if contents.config.model.head == "lm":
+        model = contents.config.model
+        copy_model_files(model.path, directory)
+        copy_tokenizer(meta.tokenizer_path, model.path, directory)
+        ends = end_tokens(config, model.path, meta.tokenizer_path)
+        if model.head == "lm":
             write_end_tokens(directory, config, ends)
         else:
             set_padding(directory, config, ends)
@@ -56,7 +58,6 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
 
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
-    ends = end_tokens(config, contents.config.model.path, meta.tokenizer_path)
     state = {"model": contents.fingerprint(), "version": contents.progress.version}
     return publish_save(
         contents, meta, write, state, lambda: _tensors_later(contents, {"model": kinds}, write_rest)

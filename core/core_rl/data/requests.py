@@ -41,9 +41,9 @@ class SamplingParams:
     top_k: int | None = None
     """Draw from the ``top_k`` most likely tokens; None keeps all. Applied before ``top_p``."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the response, besides the end-of-sequence tokens of the model."""
+    """Tokens that end the response, besides the end tokens of the model."""
     ignore_eos: bool = False
-    """Continue after the model's own end-of-sequence tokens; ``stop_token_ids`` still stop."""
+    """Continue after the model's own end tokens, those of its tokenizer and configs; ``stop_token_ids`` still stop."""
     stop: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one is its last. For engines with ``stop_strings``."""
     min_p: float = 0.0
