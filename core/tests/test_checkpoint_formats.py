@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_support import DAMAGE, TIMEOUT_S, hidden, on_ranks, remove
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers.models import BPE, WordLevel
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -308,6 +308,19 @@ def test_exports_name_end_tokens_and_padding(start: Start, tmp_path: Path, head:
     else:
         assert AutoConfig.from_pretrained(exported).pad_token_id == 3
         assert AutoTokenizer.from_pretrained(exported).pad_token == "<pad>"
+
+
+def test_new_padding_has_the_id_of_the_reloaded_tokenizer(start: Start, tmp_path: Path) -> None:
+    source, exported = str(tmp_path / "model"), tmp_path / "a"
+    start(config=support.TINY | {"model_type": "qwen2", "eos_token_id": 2}).save(
+        SaveLoadMeta(path=source, format="hf")
+    )
+    letters = Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    letters.add_special_tokens(["</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>").save_pretrained(source)
+    start(path=source, head="reward").save(SaveLoadMeta(path=str(exported), format="hf"))
+    padding = AutoTokenizer.from_pretrained(exported).pad_token_id
+    assert AutoConfig.from_pretrained(exported).pad_token_id == padding
 
 
 def test_another_models_tensors_are_refused_before_anything_changes(start: Start, tmp_path: Path) -> None:

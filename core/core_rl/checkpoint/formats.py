@@ -47,6 +47,7 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
 
     def write_rest(directory: Path) -> None:
         model = contents.config.model
+        config.save_pretrained(directory)  # transformers takes the class of a tokenizer from it
         copy_model_files(model.path, directory)
         copy_tokenizer(meta.tokenizer_path, model.path, directory)
         ends = end_tokens(config, model.path, meta.tokenizer_path)
@@ -54,7 +55,7 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
             write_end_tokens(directory, config, ends)
         else:
             set_padding(directory, config, ends)
-        config.save_pretrained(directory)
+            config.save_pretrained(directory)
 
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
