@@ -153,6 +153,10 @@ def gives(value: Any) -> RewardFn:
         (gives(math.inf), "the reward function constant returned inf"),
         (gives("much"), "the reward function constant returned 'much', not a number"),
         (gives(None), "the reward function constant returned None, not a number"),
+        (
+            gives([1.0]),
+            r"the reward function constant returned \[1.0\], not a number[\s\S]*or set 'batched: true'",
+        ),
     ],
 )
 def test_a_reward_that_fails_names_the_sample(reward: RewardFn, message: str) -> None:

@@ -17,6 +17,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import training_support as support
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
@@ -29,7 +32,7 @@ from core_rl_trainer.loop.identity import RunIdentity
 from core_rl_trainer.loop.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import compute_reward, load_callable
-from core_rl_trainer.rewards.text import TextReward, integer_match, text_match
+from core_rl_trainer.rewards.text import TextReward, completion_text, integer_match, text_match
 
 # ---------------------------------------------------------------------- metrics
 
@@ -164,6 +167,14 @@ def test_rewards_and_tools_see_special_tokens(skip: bool, ends: bool, text: str)
     TextReward(record, tokenizer, skip)([1], [*ids, support.EOS], {})
     asyncio.run(ToolEnvironment(tokenizer, tool, skip).step([*ids, support.EOS]))
     assert texts == [text, text]
+
+
+def test_spaces_of_completions_stay() -> None:
+    vocabulary = {token: n for n, token in enumerate(("<unk>", "a", " .", " ,"))}
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True)
+    assert completion_text(tokenizer, [1, 2, 1, 3], skip_special_tokens=True) == "a .a ,"
 
 
 def test_rewards_are_found_by_module_and_by_file(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _texts(
 ) -> tuple[str, Segments]:
     """The text before the first of the ``marked`` tokens, and the texts from there on."""
     runs = [
-        (by_model, str(tokenizer.decode([token for token, _ in run])))
+        (by_model, str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
         for by_model, run in groupby(zip(ids, marked, strict=True), lambda pair: pair[1])
     ]
     prompt = "" if runs[0][0] else runs.pop(0)[1]

@@ -127,7 +127,10 @@ def as_rewards(value: object, count: int, subject: str, place: str = "") -> list
 
 def _no_number(subject: str, value: object, place: str) -> str:
     shown = textwrap.shorten(repr(value), SHOWN)
-    return f"{subject} returned {shown}, not a number{place}\nfix: return a float for every completion"
+    batched = ", or set 'batched: true' in 'rewards'" if isinstance(value, list | tuple) else ""
+    return (
+        f"{subject} returned {shown}, not a number{place}\nfix: return a float for every completion{batched}"
+    )
 
 
 def rewards_differ(batch: SequenceBatch) -> bool:

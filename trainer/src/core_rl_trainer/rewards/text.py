@@ -70,11 +70,16 @@ def expected_answer(sample: Mapping[str, Any]) -> Any:
 def completion_text(
     tokenizer: PreTrainedTokenizerBase, output_ids: Sequence[int], skip_special_tokens: bool
 ) -> str:
-    """The text of a completion: without special tokens, or with all of them but the end token that it stops at."""
+    """The text of a completion: without special tokens, or with all of them but the end token that it stops at.
+
+    Spaces stay as the model wrote them, also with tokenizers that clean them up before punctuation.
+    """
     ids = list(output_ids)
     if not skip_special_tokens and ids and ids[-1] in all_end_tokens(tokenizer):
         ids.pop()
-    return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+    return str(
+        tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+    )
 
 
 class _OnText:
