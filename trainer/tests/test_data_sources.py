@@ -562,6 +562,12 @@ def test_streaming_names_a_damaged_example_when_it_is_drawn(tmp_path: Path, toke
 # ------------------------------------------------------------------- statistics
 
 
+def test_template_settings_need_chats(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1=", "answer": "1"}])
+    with pytest.raises(ConfigError, match=r"template_args = .*: the data has texts"):
+        load(tokenizer, DEMONSTRATIONS, train=path, template_args={"enable_thinking": False})
+
+
 def test_statistics_count_lengths_shares_and_the_fill_of_micro_batches(
     tmp_path: Path, tokenizer: Any
 ) -> None:

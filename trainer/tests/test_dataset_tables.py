@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from datetime import UTC, datetime
@@ -101,6 +102,19 @@ def test_csv_in_directories_stays_text(tmp_path: Path) -> None:
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "train.csv").write_text("prompt,answer\n1=,068\n2=,NA\n3=,\n4=,0.50\n5=,true\n")
     assert [row["answer"] for row in rows(read(tmp_path / "sums"))] == ["068", "NA", "", "0.50", "true"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_json_in_directories_keeps_digits(tmp_path: Path, suffix: str) -> None:
+    directory = tmp_path / "rows"
+    directory.mkdir()
+    for name, answer in (("train-0", "0.50"), ("train-1", "68.0"), ("test", "1")):
+        content = f'{{"prompt": "q", "answer": {answer}}}\n'.encode()
+        path = directory / f"{name}.jsonl{suffix}"
+        path.write_bytes(gzip.compress(content) if suffix else content)
+    examples = open_source(DataSource(path=str(directory), split="train"))
+    assert [answer_text(examples[n]["answer"]) for n in range(len(examples))] == ["0.50", "68.0"]
+    assert examples.label(1) == f"train-1.jsonl{suffix}: line 1"
 
 
 def test_messages_have_no_keys_of_others(tmp_path: Path) -> None:

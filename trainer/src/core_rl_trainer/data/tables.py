@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,9 @@ import numpy as np
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.joined import JoinedExamples
 from core_rl_trainer.data.json_text import WrittenFloat
+from core_rl_trainer.data.jsonl import read_json
 
 __all__ = [
     "TABLE_FILES",
@@ -111,6 +114,8 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
     datasets = import_datasets(f"{path} is a directory")
     try:
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+        if not saved and (files := _json_files(datasets, path, config)):
+            return JoinedExamples(str(path), _json_split(path, files, split, default_split))
         table = datasets.load_from_disk(str(path)) if saved else load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
@@ -118,6 +123,21 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
             f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
         ) from error
     return TableExamples(str(path), chosen_split(str(path), table, split, default_split))
+
+
+def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[str, list[str]]:
+    """The files of each split, where they are JSON: a table would not keep the digits of their numbers."""
+    builder = datasets.load_dataset_builder(str(path), config)
+    if builder.name != "json" or not builder.config.data_files:
+        return {}
+    return {str(split): list(files) for split, files in builder.config.data_files.items()}
+
+
+def _json_split(
+    path: Path, files: Mapping[str, Sequence[str]], split: str | None, default_split: str | None
+) -> list[Examples]:
+    """The examples of each file of a split."""
+    return [read_json(Path(name)) for name in chosen_split(str(path), files, split, default_split)]
 
 
 def load_tables(datasets: ModuleType, name: str, config: str | None, revision: str | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core_rl.errors import BatchError
+from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import mapped
@@ -76,6 +76,7 @@ def load_training_data(
         time=section.template_time,
         ends=all_end_tokens(tokenizer),
     )
+    sources = [_open(section, kind, source, "train") for source in section.train]
     encoder = _Encoder(
         section=section,
         kind=within_vocabulary(kind, vocabulary),
@@ -83,7 +84,6 @@ def load_training_data(
         limit=limit,
         budget=budget,
     )
-    sources = [_open(section, kind, source, "train") for source in section.train]
     held_out = [_open(section, kind, source, None).examples for source in section.eval or ()]
     examples = [opened.examples for opened in sources]
     if section.eval_fraction is not None:
@@ -91,6 +91,7 @@ def load_training_data(
         examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
         _require_split(section.eval_fraction, examples, held_out, sources)
     train_parts = tuple(encoder.encode(examples, streaming=section.streaming))
+    _require_chats(section, sources)
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
         kind=kind,
@@ -132,6 +133,22 @@ def _open(
     examples = open_source(source, default_split)
     examples, found = mapped(examples, section.columns | source.columns, kind)
     return OpenedSource(source=source, examples=examples, format=found)
+
+
+def _require_chats(section: DataSection, sources: Sequence[OpenedSource]) -> None:
+    """Raise `ConfigError` for settings of the chat template where the first examples are texts."""
+    settings = {"chat_template": section.chat_template, "template_args": section.template_args}
+    if not any(settings.values()):
+        return
+    first = [opened.examples[0] for opened in sources if len(opened.examples)]
+    if any(isinstance(example.get("messages") or example.get("prompt"), list) for example in first):
+        return
+    problems = [
+        f"{name} = {value!r}: the data has texts, which no chat template renders; remove it, or write messages"
+        for name, value in settings.items()
+        if value
+    ]
+    raise_all(ConfigError, "data", problems)
 
 
 def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> SampleDataset:
