@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ class Engine:
 
     def _temporary(self, directory: Path) -> Path:
         return directory.with_name(f".{directory.name}.tmp-{'0' * 32}")
+
+
+@pytest.fixture(autouse=True)
+def python_interrupts() -> Iterator[None]:
+    """Python's handler of Ctrl-C, which a shell turns off for commands in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
