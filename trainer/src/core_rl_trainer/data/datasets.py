@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.examples import Examples
+from core_rl_trainer.data.examples import Examples, place_in_parts
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
 from core_rl_trainer.data.order import FilteredOrder, MixedOrder, Order, ShuffledOrder
 
@@ -222,8 +221,8 @@ class MixedDataset(SampleDataset):
         return part.accepts(own)
 
     def _place(self, index: int) -> tuple[SampleDataset, int]:
-        number = bisect_right(self._ends, index)
-        return self.parts[number], index - (self._ends[number - 1] if number else 0)
+        part, number = place_in_parts(self._ends, index)
+        return self.parts[part], number
 
 
 def _encoded(kind: ExampleKind, examples: Examples, chat_format: ChatFormat) -> dict[int, Sample]:

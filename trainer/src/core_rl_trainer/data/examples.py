@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from core_rl_trainer.data.messages import message_problem
@@ -13,10 +16,12 @@ __all__ = [
     "Example",
     "ExampleCheck",
     "Examples",
+    "JoinedExamples",
     "answer_text",
     "check_demonstration",
     "check_preference",
     "check_prompt",
+    "place_in_parts",
 ]
 
 Example = dict[str, Any]
@@ -41,6 +46,32 @@ class Examples(ABC):
     def label(self, index: int) -> str:
         """The name of an example, in messages."""
         return f"example {index + 1}"
+
+
+class JoinedExamples(Examples):
+    """The examples of all ``parts``, such as the files of a directory, one after the other."""
+
+    def __init__(self, origin: str, parts: Sequence[Examples]) -> None:
+        self.origin = origin
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Example:
+        part, number = place_in_parts(self._ends, index)
+        return self._parts[part][number]
+
+    def label(self, index: int) -> str:
+        part, number = place_in_parts(self._ends, index)
+        return f"{Path(self._parts[part].origin).name}: {self._parts[part].label(number)}"
+
+
+def place_in_parts(ends: Sequence[int], index: int) -> tuple[int, int]:
+    """The part that has ``index``, and its index there; ``ends`` are the total sizes up to each part."""
+    part = bisect_right(ends, index)
+    return part, index - (ends[part - 1] if part else 0)
 
 
 # ------------------------------------------------------------------- what an example must have

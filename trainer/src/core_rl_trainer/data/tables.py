@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.joined import JoinedExamples
+from core_rl_trainer.data.examples import Example, Examples, JoinedExamples
 from core_rl_trainer.data.json_text import WrittenFloat
 from core_rl_trainer.data.jsonl import read_json
 

@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
+from core_rl_trainer.data.preview import decoded_runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,10 +98,7 @@ def _texts(
     ids: Sequence[int], marked: Sequence[bool], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, Segments]:
     """The text before the first of the ``marked`` tokens, and the texts from there on."""
-    runs = [
-        (by_model, str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
-        for by_model, run in groupby(zip(ids, marked, strict=True), lambda pair: pair[1])
-    ]
+    runs = decoded_runs(tokenizer, ids, marked)
     prompt = "" if runs[0][0] else runs.pop(0)[1]
     return prompt, tuple(("model" if by_model else "environment", text) for by_model, text in runs)
 
