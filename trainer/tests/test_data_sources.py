@@ -121,7 +121,11 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
         ("data.jsonl", b"", "data.jsonl has no prompts; write one with a 'prompt' on each line"),
         ("data.jsonl", b'{"question": "1="}\n', "Its columns|data.columns.prompt=question"),
         ("data.jsonl", '{"prompt": "1="}'.encode("utf-16"), "is UTF-16 or UTF-32; save it as UTF-8"),
-        ("data.jsonl.gz", gzip.compress(b'{"prompt": "1="}')[:-9], "cannot be decompressed: .*end-of-stream"),
+        (
+            "data.jsonl.gz",
+            gzip.compress(b'{"prompt": "1="}', mtime=0)[:-9],
+            "cannot be decompressed: .*end-of-stream",
+        ),
         ("data.jsonl.gz", b"hello", "cannot be decompressed: Not a gzipped file"),
         ("data.jsonl.zst", b"hello", r"data.jsonl.zst: .zst files are not read; decompress it \(`zstd -d "),
         ("data.csv", b"", "data.csv is empty"),
