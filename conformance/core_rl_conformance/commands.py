@@ -31,15 +31,14 @@ def checks(
     Example: core-rl checks I7.logprobs
     """
     from core_rl_conformance import handbook
-    from core_rl_conformance.described import described_checks
 
-    known = {check.identifier: check for check in described_checks()}
+    known = {check.identifier: check for check in handbook.described_checks()}
     if markdown is not None:
         from core_rl_conformance.report.files import write_text
 
         write_text(markdown, handbook.checks_page(known.values()))
         return
-    found = handbook.chosen(known, names or [])
+    found = handbook.select_checks(known, names or [])
     if names:
         typer.echo("\n\n".join(map(handbook.text_of, found)))
         return

@@ -22,6 +22,7 @@ from core_rl.errors import CoreRLError, GroupError
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.case import Case
 from core_rl_conformance.expected_values import (
     ExpectedGradients,
     ExpectedOutputs,
@@ -38,7 +39,6 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting
-from core_rl_conformance.session.matrix import Case
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]

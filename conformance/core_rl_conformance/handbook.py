@@ -1,13 +1,26 @@
-"""The checks as something to read: ``core-rl checks`` and ``docs/checks.md``."""
+"""Descriptions of the checks, read from their sources without torch: ``core-rl checks`` and ``docs/checks.md``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
+from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
-from core_rl_conformance.catalogue import Check, natural_order, paragraphs_of
+from core_rl_conformance import profile
+from core_rl_conformance.catalogue import (
+    CHECKS_DIRECTORY,
+    Check,
+    check,
+    check_of,
+    declared_checks,
+    natural_order,
+    paragraphs_of,
+)
 
-__all__ = ["checks_page", "chosen", "text_of"]
+__all__ = ["checks_page", "described_checks", "select_checks", "text_of"]
 
 HEAD = """# The checks
 
@@ -42,18 +55,18 @@ INVARIANTS = {
 """What the checks of one invariant show together."""
 
 
-def chosen(checks: Mapping[str, Check], names: Sequence[str]) -> list[Check]:
+def select_checks(checks: Mapping[str, Check], names: Sequence[str]) -> list[Check]:
     """The checks called ``names``, or whose names begin like them; all without names.
 
     Raises `ConfigError` for a name that no check has.
     """
-    unknown = [name for name in names if not any(one.startswith(name) for one in checks)]
+    unknown = [name for name in names if not any(known.startswith(name) for known in checks)]
     if unknown:
         raise ConfigError(
             f"no check is called {', '.join(unknown)}; `core-rl checks` lists all {len(checks)}"
         )
-    wanted = [check for name, check in checks.items() if not names or name.startswith(tuple(names))]
-    return sorted(wanted, key=lambda check: natural_order(check.identifier))
+    selected = [check for name, check in checks.items() if not names or name.startswith(tuple(names))]
+    return sorted(selected, key=lambda check: natural_order(check.identifier))
 
 
 def text_of(check: Check) -> str:
@@ -68,14 +81,14 @@ def checks_page(checks: Iterable[Check]) -> str:
     ordered = sorted(checks, key=lambda check: natural_order(check.identifier))
     parts = [HEAD, _table(ordered)]
     invariant = ""
-    for check in ordered:
-        own = check.identifier.partition(".")[0]
-        if own != invariant:
-            invariant = own
-            title = INVARIANTS[own]
-            parts.append(f"## {title}\n" if own == "contract" else f"## {own}: {title}\n")
-        paragraphs = "\n\n".join(paragraphs_of(check.description))
-        parts.append(f"### {check.identifier}\n\nFor {check.asks}.\n\n{paragraphs}\n")
+    for entry in ordered:
+        group = entry.identifier.partition(".")[0]
+        if group != invariant:
+            invariant = group
+            title = INVARIANTS[group]
+            parts.append(f"## {title}\n" if group == "contract" else f"## {group}: {title}\n")
+        paragraphs = "\n\n".join(paragraphs_of(entry.description))
+        parts.append(f"### {entry.identifier}\n\nFor {entry.asks}.\n\n{paragraphs}\n")
     return "\n".join(parts)
 
 
@@ -83,3 +96,55 @@ def _table(checks: Iterable[Check]) -> str:
     """One line for each check, with a link to its entry."""
     rows = [f"| [{check.identifier}](#{check.anchor}) | {check.asks} | {check.title} |" for check in checks]
     return "\n".join(["| check | for | requirement |", "| --- | --- | --- |", *rows, ""])
+
+
+def described_checks() -> list[Check]:
+    """What `load_checks` finds, in the same order. Functions of the suite's own checks are not there to be called."""
+    own = (found for file in sorted(CHECKS_DIRECTORY.glob("*.py")) for found in _checks_of(file))
+    return [*own, *declared_checks()]
+
+
+class _Names(dict[str, Any]):
+    """What the decorators of a module refer to: the suite's words, and constants of the module."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        super().__init__(check=check, Capability=Capability)
+        self._constants = {
+            target.id: node.value
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._constants:
+            return self.value(self._constants[name])
+        if name in profile.__all__:
+            return getattr(profile, name)
+        raise KeyError(name)  # Python looks among its own names then
+
+    def value(self, expression: ast.expr) -> Any:
+        """Of an expression over these names."""
+        code = compile(ast.Expression(expression), "<a check>", "eval")
+        return eval(code, {}, self)  # noqa: S307  our own source, which an import would run as well
+
+
+def _checks_of(file: Path) -> Iterator[Check]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = _Names(tree)
+    for node in (part for part in tree.body if isinstance(part, ast.FunctionDef)):
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check":
+                mark: Callable[[Callable[..., None]], object] = names.value(decorator)
+                found = check_of(mark(_undefined(ast.get_docstring(node) or "")))
+                assert found is not None  # marked just now
+                yield found
+
+
+def _undefined(docstring: str) -> Callable[..., None]:
+    def function(_: object) -> NoReturn:
+        raise AssertionError("this check was read, not imported; load_checks() gives one that can be called")
+
+    function.__doc__ = docstring
+    return function

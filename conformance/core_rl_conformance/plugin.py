@@ -166,7 +166,7 @@ def pytest_configure(config: pytest.Config) -> None:
     session = ConformanceSession(config)
     config.pluginmanager.register(session, "core_rl_conformance.session.session")
     if config.getoption("core_rl_report") and not session.is_worker:
-        from core_rl_conformance.report.session import ReportWriter
+        from core_rl_conformance.session.report_writer import ReportWriter
 
         writer = ReportWriter(Path(config.getoption("core_rl_report")), config, session.summary)
         config.pluginmanager.register(writer, "core_rl_conformance.report")

@@ -8,10 +8,10 @@ from mutants.zoo import DP1, DP2, spec_of
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.reference.train import ReferenceBackend
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.session.items import BASICS, Failures, level
-from core_rl_conformance.session.matrix import Case, Target
 
 
 def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") -> Case:

@@ -21,13 +21,13 @@ from mutants.zoo import DP1, make_engine, run_check, spec_of
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.procedures.blame import pair_named, pair_scalars, verify_pair
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.session.matrix import Case, Target
 from core_rl_oracle.tolerance import Tolerance
 
 pytest_plugins = ["pytester"]

@@ -11,8 +11,7 @@ import pytest
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import Check, load_checks, natural_order
-from core_rl_conformance.described import described_checks
-from core_rl_conformance.handbook import checks_page, chosen, text_of
+from core_rl_conformance.handbook import checks_page, described_checks, select_checks, text_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 CHECKS = load_checks()
@@ -62,13 +61,13 @@ def test_every_check_has_a_heading_where_its_failure_points(name: str) -> None:
 
 
 def test_names_choose_by_their_beginning_in_natural_order() -> None:
-    found = [check.identifier for check in chosen(CHECKS, ["I1.", "I20.adamw"])]
+    found = [check.identifier for check in select_checks(CHECKS, ["I1.", "I20.adamw"])]
     assert found[-2:] == ["I20.adamw", "I20.adamw-value-head"] and len(found) > 3
     assert all(name.startswith("I1.") for name in found[:-2])
     assert found == sorted(found, key=natural_order)
-    assert len(chosen(CHECKS, [])) == len(CHECKS)
+    assert len(select_checks(CHECKS, [])) == len(CHECKS)
 
 
 def test_an_unknown_name_is_an_error_that_says_it() -> None:
     with pytest.raises(ConfigError, match="no check is called I99"):
-        chosen(CHECKS, ["I7", "I99"])
+        select_checks(CHECKS, ["I7", "I99"])

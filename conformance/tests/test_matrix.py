@@ -12,11 +12,12 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError
 from core_rl.reference import SPEC
 from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
 from core_rl_conformance.session.items import Plan
-from core_rl_conformance.session.matrix import Case, Selection, Target, cases, select
+from core_rl_conformance.session.matrix import Selection, cases, select
 from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))

@@ -10,10 +10,11 @@ import pytest
 from _pytest.mark import ParameterSet
 from toy_cp import PROFILE, SPEC
 
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.session.matrix import Case, Selection, Target, cases
+from core_rl_conformance.session.matrix import Selection, cases
 
 TARGETS = {
     "gather": Target(spec=SPEC, profile=PROFILE),

@@ -10,10 +10,11 @@ import toy_ep
 import toy_pp
 from _pytest.mark import ParameterSet
 
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.session.matrix import Case, Selection, Target, cases
+from core_rl_conformance.session.matrix import Selection, cases
 
 TARGETS = {
     "pp2": Target(spec=toy_pp.SPEC, profile=toy_pp.PROFILE),

@@ -17,11 +17,12 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError
 from core_rl.registry.engines import register_engine
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.session.matrix import Case, Selection, Target, cases
+from core_rl_conformance.session.matrix import Selection, cases
 
 pytest_plugins = ["pytester"]
 

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 import pytest
 
 from core_rl.errors import CoreRLError, RankTimeout
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.hints.crashes import last_line
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, Outcome
-from core_rl_conformance.session.matrix import Case, Selection, Target, cases
-from core_rl_conformance.session.pairs import pair_cases
+from core_rl_conformance.session.matrix import Selection, cases, pair_cases
 
 __all__ = ["EXPECTED_VALUES", "PLAN", "CheckFile", "CheckItem", "Failures", "Plan", "level"]
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from core_rl.config.base import Config, parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
-from core_rl.config.layout import ParallelLayout
 from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.objects import load_object
-from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting
+from core_rl_conformance.profile import FAMILIES, Profile, Setting
 
-__all__ = ["Case", "Selection", "Target", "cases", "load_target", "places_of", "select"]
+__all__ = ["Selection", "cases", "load_target", "pair_cases", "select"]
 
 
 FULL = 2
@@ -30,14 +29,6 @@ OF_STATE = 2
 """On every so manieth of the further layouts these are run."""
 ON_SECOND = 3
 """So many models, in turn, see each check on the second of them; on the first all do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """An engine under check, with its profile."""
-
-    spec: EngineSpec
-    profile: Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,75 +70,6 @@ class Selection:
         """The selected dtypes of ``profile``, or those of them that a check of ``only`` one dtype can use."""
         selected = [d for d in profile.dtypes if self.dtype is None or d == self.dtype]
         return selected if only is None else [d for d in selected if d == only]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One check on one engine, layout and tiny model."""
-
-    check: Check
-    target: Target
-    setting: Setting
-    """The layout, with the options that the engine is run with on it."""
-    family: str
-    dtype: DType
-    seed: int
-    device: str
-    partner: Target | None = None
-    """The second engine, for a check of a pair."""
-    partner_setting: Setting | None = None
-    other_setting: Setting | None = None
-    """Another layout or setting of the session, or else of the profile, for what moves between two."""
-    not_supported: str = ""
-    """Why the engine cannot be asked."""
-    not_run: str = ""
-    """Why it can be asked, but not here."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """The parallel degrees of `setting`."""
-        return self.setting.layout
-
-    @property
-    def multiples(self) -> tuple[int, int]:
-        """Divisors of the model's layers and experts: all layouts that it is run on must take it."""
-        other = self.other_setting if self.check.min_layouts > 1 else None
-        places = [place for place in (self.setting, self.partner_setting, other) if place is not None]
-        return math.lcm(*(p.layer_multiple for p in places)), math.lcm(*(p.expert_multiple for p in places))
-
-    @property
-    def head_size(self) -> int | None:
-        """The numbers in the model's attention heads, where one of the engines needs a size."""
-        targets = [self.target] if self.partner is None else [self.target, self.partner]
-        return max(
-            (size for target in targets if (size := target.profile.head_size) is not None), default=None
-        )
-
-    @property
-    def name(self) -> str:
-        """The part of the test's name in brackets."""
-        parts = [self.target.spec.name, str(self.setting), self.family, self.dtype]
-        other = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_setting)]
-        return "-".join([*parts, *other])
-
-    def of_partner(self) -> Case:
-        """The same case from the side of the partner."""
-        assert self.partner is not None and self.partner_setting is not None
-        return replace(
-            self,
-            target=self.partner,
-            setting=self.partner_setting,
-            partner=self.target,
-            partner_setting=self.setting,
-        )
-
-    @property
-    def capabilities(self) -> frozenset[Capability]:
-        """The declared capabilities that this case shows."""
-        special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
-        special |= {Capability.CUDA} if self.device == "cuda" else set()
-        special |= {Capability.MOE} if self.family == MOE else set()
-        return frozenset(special) | self.check.requires | self.layout.needed_capabilities()
 
 
 def load_target(name: str, known_checks: Collection[str]) -> Target:
@@ -315,3 +237,63 @@ def places_of(
             suited = setting.suited(families)
             turn = 0 if selection.quick else (first + number + place) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])
+
+
+def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) -> Iterator[Case]:
+    """Cases of a check that needs a partner; none without two engines of the right kinds.
+
+    Each engine is the one under check once, and the partner once: where they differ, the engine that is off the oracle
+    fails, and the message of the second one names the first.
+    """
+    for target in targets:
+        for partner in targets:
+            suited = check.kind == target.spec.kind and check.partner == partner.spec.kind
+            if suited and target is not partner:
+                yield from _cases_of_pair(check, target, partner, selection)
+
+
+def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Selection) -> Iterator[Case]:
+    settings, families, dtypes = selection.of(target.profile)
+    if not (settings and families and dtypes):
+        return
+    others, other_families, other_dtypes = selection.of(partner.profile)
+    # A layout that only the first engine has selects nothing of the second.
+    others = others or list(partner.profile.places)
+    shared = [family for family in families if family in other_families]
+    suited = [family for family in shared if check.families is None or family in check.families]
+    common = [dtype for dtype in dtypes if dtype in other_dtypes]
+    settings = [setting for setting in settings if setting.suited(suited)] or settings[:1]
+    not_supported, not_run = _undeclared(check, target, partner), _missing(suited, common)
+    places: list[tuple[Setting, str, DType]] = [(settings[0], families[0], dtypes[0])]
+    if not (not_supported or not_run):
+        places = list(places_of(check, settings, suited, common, selection))
+    for setting, family, dtype in places:
+        # Partners' layouts take turns, among those that can take the model.
+        takes = [other for other in others if other.suited([family])] or others
+        yield Case(
+            check=check,
+            target=target,
+            setting=setting,
+            family=family,
+            dtype=dtype,
+            seed=selection.seed,
+            device=selection.device,
+            partner=partner,
+            partner_setting=takes[settings.index(setting) % len(takes)],
+            not_supported=not_supported,
+            not_run=not_run,
+        )
+
+
+def _undeclared(check: Check, target: Target, partner: Target) -> str:
+    own = sorted(check.requires - target.spec.capabilities)
+    others = sorted(check.partner_requires - partner.spec.capabilities)
+    parts = [f"undeclared: {', '.join(own)}"] if own else []
+    parts += [f"undeclared by {partner.spec.name}: {', '.join(others)}"] if others else []
+    return "; ".join(parts)
+
+
+def _missing(families: Sequence[str], dtypes: Sequence[DType]) -> str:
+    if not families:
+        return "the two profiles share no model that it can use"
+    return "" if dtypes else "the two profiles share no dtype"

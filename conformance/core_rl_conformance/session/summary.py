@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from core_rl.config.capability import Capability
+from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import load_checks, natural_order
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, needs_of
 from core_rl_conformance.session.items import Plan
-from core_rl_conformance.session.matrix import Target
 
 __all__ = ["Summary"]
 

@@ -17,11 +17,11 @@ from core_rl.engine.train import TrainEngine
 from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.registry.engines import load_class
 from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.profile import MOE, Profile, Setting
-from core_rl_conformance.session.matrix import Case, Target
 
 C = Capability
 CAPABILITIES = frozenset(

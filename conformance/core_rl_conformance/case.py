@@ -1,0 +1,92 @@
+"""A case: one check on one engine, layout and tiny model, and with one partner for a check of a pair."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from core_rl.config.capability import Capability
+from core_rl.config.engine import DType
+from core_rl.config.layout import ParallelLayout
+from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.catalogue import Check
+from core_rl_conformance.profile import MOE, Profile, Setting
+
+__all__ = ["Case", "Target"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An engine under check, with its profile."""
+
+    spec: EngineSpec
+    profile: Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One check on one engine, layout and tiny model."""
+
+    check: Check
+    target: Target
+    setting: Setting
+    """The layout, with the options that the engine is run with on it."""
+    family: str
+    dtype: DType
+    seed: int
+    device: str
+    partner: Target | None = None
+    """The second engine, for a check of a pair."""
+    partner_setting: Setting | None = None
+    other_setting: Setting | None = None
+    """Another layout or setting of the session, or else of the profile, for what moves between two."""
+    not_supported: str = ""
+    """Why the engine cannot be asked."""
+    not_run: str = ""
+    """Why it can be asked, but not here."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The parallel degrees of `setting`."""
+        return self.setting.layout
+
+    @property
+    def multiples(self) -> tuple[int, int]:
+        """Divisors of the model's layers and experts: all layouts that it is run on must take it."""
+        other = self.other_setting if self.check.min_layouts > 1 else None
+        places = [place for place in (self.setting, self.partner_setting, other) if place is not None]
+        return math.lcm(*(p.layer_multiple for p in places)), math.lcm(*(p.expert_multiple for p in places))
+
+    @property
+    def head_size(self) -> int | None:
+        """The numbers in the model's attention heads, where one of the engines needs a size."""
+        targets = [self.target] if self.partner is None else [self.target, self.partner]
+        return max(
+            (size for target in targets if (size := target.profile.head_size) is not None), default=None
+        )
+
+    @property
+    def name(self) -> str:
+        """The part of the test's name in brackets."""
+        parts = [self.target.spec.name, str(self.setting), self.family, self.dtype]
+        other = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_setting)]
+        return "-".join([*parts, *other])
+
+    def of_partner(self) -> Case:
+        """The same case from the side of the partner."""
+        assert self.partner is not None and self.partner_setting is not None
+        return replace(
+            self,
+            target=self.partner,
+            setting=self.partner_setting,
+            partner=self.target,
+            partner_setting=self.setting,
+        )
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """The declared capabilities that this case shows."""
+        special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
+        special |= {Capability.CUDA} if self.device == "cuda" else set()
+        special |= {Capability.MOE} if self.family == MOE else set()
+        return frozenset(special) | self.check.requires | self.layout.needed_capabilities()
