@@ -96,7 +96,7 @@ def test_steps_by_the_right_rule_are_the_oracles() -> None:
     assert max(finding.error for finding in findings) <= 1e-15
 
 
-def test_right_steps_have_no_problem_and_unknown_mistakes_no_name() -> None:
+def test_unknown_adamw_mistakes_get_no_name() -> None:
     (right,) = compare_steps("after", {"params": STEPS.state().params}, STEPS, ALL_ALLOWED, ranks=1)
     assert right.problem is None
     wrong = {name: value + torch.randn(value.shape) for name, value in STEPS.state().params.items()}

@@ -26,7 +26,7 @@ def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") 
     )
 
 
-def test_the_most_basic_failure_at_the_same_place_is_named() -> None:
+def test_most_basic_failure_is_named() -> None:
     failures = Failures()
     assert failures.add(_case("I7.logprobs")) == ""
     assert failures.add(_case("I1.gradients")) == "I7.logprobs fails too: fix it first"
@@ -42,13 +42,13 @@ class _Other(ReferenceBackend):
     """An engine of another name."""
 
 
-def test_a_failure_does_not_name_what_builds_on_it() -> None:
+def test_failure_omits_checks_built_on_it() -> None:
     failures = Failures()
     failures.add(_case("I20.adamw"))
     assert failures.add(_case("I1.gradients")) == "" and failures.add(_case("I7.logprobs")) == ""
 
 
-def test_basic_checks_exist_and_come_before_those_of_checkpoints() -> None:
+def test_basic_checks_run_before_checkpoints() -> None:
     checks = load_checks()
     assert set(BASICS) <= set(checks)
     assert level(checks["I7.logprobs"]) < level(checks["I1.micro-batches"]) < level(checks["I11.resume"])

@@ -63,9 +63,7 @@ def subject(expected_values: ExpectedValues, tmp_path: Path) -> EngineUnderTest:
 
 
 @pytest.mark.parametrize(("own", "partner"), [(0.9, -0.9), (5.0, 5.0), (1.5, 0.0)])
-def test_engines_may_be_as_far_apart_as_both_may_be_off(
-    subject: EngineUnderTest, own: float, partner: float
-) -> None:
+def test_pair_tolerance_adds_both_engines(subject: EngineUnderTest, own: float, partner: float) -> None:
     verify_pair(subject, [pair_scalars("the loss", own, partner, 0.0, ONE)])
     (measured,) = subject.measurements
     assert measured.limit == 2.0 and measured.error == abs(own - partner)
@@ -79,7 +77,7 @@ def test_engines_may_be_as_far_apart_as_both_may_be_off(
         (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); fix both"),
     ],
 )
-def test_an_engine_that_is_off_fails(subject: EngineUnderTest, own: float, partner: float, said: str) -> None:
+def test_wrong_engine_fails(subject: EngineUnderTest, own: float, partner: float, said: str) -> None:
     with pytest.raises(AssertionError) as caught:
         verify_pair(subject, [pair_scalars("the loss", own, partner, 0.0, ONE)])
     assert "'reference' is off the oracle: the loss by" in str(caught.value) and said in str(caught.value)
@@ -92,7 +90,7 @@ def test_an_engine_does_not_fail_for_its_partner(subject: EngineUnderTest, partn
     assert not subject.measurements
 
 
-def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: EngineUnderTest) -> None:
+def test_partner_fault_does_not_hide_engine_fault(subject: EngineUnderTest) -> None:
     quantities = [
         pair_scalars("the loss", 0.0, 3.0, 0.0, ONE),
         pair_scalars("the norm", 2.5, 0.0, 0.0, ONE),
@@ -101,7 +99,7 @@ def test_a_fault_of_its_own_is_not_hidden_by_one_of_the_partner(subject: EngineU
         verify_pair(subject, quantities)
 
 
-def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: EngineUnderTest) -> None:
+def test_unknown_tensor_names_blame_sender(subject: EngineUnderTest) -> None:
     right, allowed = {"a": torch.zeros(2)}, {"a": ONE}
     wrong = {"b": torch.zeros(2)}
     with pytest.raises(NotRun, match="'other'"):
@@ -124,7 +122,7 @@ def test_tensors_of_another_name_are_the_fault_of_who_has_them(subject: EngineUn
         (DiesInEvaluation, "I7.pair-logprobs", "'dies-in-evaluation' failed: RankDied"),
     ],
 )
-def test_a_correct_engine_beside_a_broken_one_is_not_judged(
+def test_correct_engine_passes_with_broken_partner(
     expected_values: ExpectedValues,
     broken: type[ReferenceBackend],
     identifier: str,
@@ -148,7 +146,7 @@ def test_a_correct_engine_beside_a_broken_one_is_not_judged(
 
 
 @pytest.mark.slow
-def test_a_session_fails_the_side_that_is_off_only(pytester: pytest.Pytester) -> None:
+def test_session_fails_only_the_wrong_engine(pytester: pytest.Pytester) -> None:
     spec = spec_of(EntropyInBits)
     names = f"--engine={spec.name}", "--engine=reference"
     with register_engine(spec):

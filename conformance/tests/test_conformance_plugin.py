@@ -135,9 +135,7 @@ def _assert_line(result: pytest.RunResult, pattern: str) -> None:
     assert fnmatch.fnmatch(" ".join(result.stderr.lines), pattern), result.stderr.str()
 
 
-def test_an_engine_whose_profile_is_wrong_is_named(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_wrong_profile_names_engine(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     waiver = Waiver(check="I7.nothing", reason="", owner="me", raises=AssertionError)
     engine(ReferenceBackend, Profile(waivers=(waiver,)))
     result = run(pytester, "--engine=reference-backend", "--pyargs", "core_rl_conformance")
@@ -145,7 +143,7 @@ def test_an_engine_whose_profile_is_wrong_is_named(
     _assert_line(result, "*engine 'reference-backend': 2 problems*names no check*has no reason*")
 
 
-def test_options_that_the_engine_does_not_know_are_named_with_their_setting(
+def test_unknown_options_are_named_with_setting(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     wrong = Setting(name="hsdp", layout=ParallelLayout(), options={"replica": 2})
@@ -172,9 +170,7 @@ def test_a_setting_is_run_by_its_name(
     assert {case["layout"] for case in results} == {"dp1-seeded"}
 
 
-def test_an_engine_whose_profile_raises_is_named(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_raising_profile_names_engine(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     spec = replace(spec_of(EntropyOverPadding), conformance="mutants.no_such_module:PROFILE")
     with register_engine(spec):
         result = run(pytester, "--engine=entropy-over-padding", "--pyargs", "core_rl_conformance")
@@ -204,7 +200,7 @@ def test_any_directory_collects_every_check_and_nothing_else(pytester: pytest.Py
     assert _collected(run(pytester, *arguments, ".", str(CHECKS_DIRECTORY.parent))) == packaged
 
 
-def test_another_copy_of_the_suite_means_this_one(pytester: pytest.Pytester) -> None:
+def test_paths_in_second_copy_are_redirected(pytester: pytest.Pytester) -> None:
     """A checkout in addition to an installation: its tests are not collected, and its checks are those installed."""
     copy = pytester.mkdir("conformance")
     shutil.copytree(CHECKS_DIRECTORY.parent, copy / "core_rl_conformance")
@@ -217,7 +213,7 @@ def test_another_copy_of_the_suite_means_this_one(pytester: pytest.Pytester) -> 
     assert one and set(one) < set(everything)
 
 
-def test_one_check_can_be_named_by_its_node(pytester: pytest.Pytester) -> None:
+def test_node_id_selects_check(pytester: pytest.Pytester) -> None:
     module = CHECKS_DIRECTORY / "gradients.py"
     result = run(
         pytester,
@@ -229,9 +225,7 @@ def test_one_check_can_be_named_by_its_node(pytester: pytest.Pytester) -> None:
     assert _collected(result) == ["I4.grad-norm[reference-dp1-qwen3-float32]"]
 
 
-def test_two_engines_are_checked_one_after_the_other(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_two_engines_run_in_sequence(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     engine(ReferenceBackend)
     result = run(pytester, "--engine=reference-backend", "--engine=reference", "--collect-only", "-q")
     names = [name.partition("[")[2].partition("-dp1")[0] for name in _collected(result)]
@@ -266,9 +260,7 @@ def _deselected(result: pytest.RunResult) -> int:
     return int(result.parseoutcomes().get("deselected", 0))
 
 
-def test_a_wrong_engine_fails_with_a_message_that_helps(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_wrong_engine_message_helps(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     engine(EntropyOverPadding)
     result = run_checks(pytester, "entropy-over-padding", "I7.entropy and llama")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -303,9 +295,7 @@ def test_a_waived_failure_is_no_failure(pytester: pytest.Pytester, engine: Calla
     )
 
 
-def test_a_waiver_that_is_no_longer_needed_fails(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_obsolete_waiver_fails(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     spec = engine(ReferenceBackend, Profile(families=("llama",), waivers=(KNOWN,)))
     result = run_checks(pytester, spec.name, "I7.entropy")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -314,7 +304,7 @@ def test_a_waiver_that_is_no_longer_needed_fails(
     )
 
 
-def test_a_waiver_for_another_exception_does_not_hold(
+def test_waiver_needs_matching_exception(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
 ) -> None:
     waiver = replace(KNOWN, raises=MemoryError)
@@ -326,7 +316,7 @@ def test_a_waiver_for_another_exception_does_not_hold(
     )
 
 
-def test_a_provisional_check_is_reported_and_does_not_count(
+def test_provisional_check_does_not_count(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = engine(EntropyOverPadding, Profile(families=("llama",)))

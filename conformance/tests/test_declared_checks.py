@@ -45,7 +45,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     sys.modules.pop("alpha_checks", None)
 
 
-def test_a_declared_check_is_one_of_the_suite(install: Install, pytester: pytest.Pytester) -> None:
+def test_declared_check_joins_suite(install: Install, pytester: pytest.Pytester) -> None:
     install("alpha_checks:it_has_a_name", CHECK.format(name="contract.mine"))
     assert [check.identifier for check in declared_checks()] == ["contract.mine"]
     assert list(load_checks())[-1] == "contract.mine"
@@ -70,15 +70,13 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("value", "source", "message"), BROKEN)
-def test_a_check_that_cannot_be_used_is_one_error(
-    install: Install, value: str, source: str, message: str
-) -> None:
+def test_unusable_check_is_single_error(install: Install, value: str, source: str, message: str) -> None:
     install(value, source)
     with pytest.raises(ConfigError, match=message):
         load_checks()
 
 
-def test_a_session_ends_with_that_error(install: Install, pytester: pytest.Pytester) -> None:
+def test_session_ends_with_check_error(install: Install, pytester: pytest.Pytester) -> None:
     install("alpha_checks:nothing", "")
     result = run(pytester, "--engine=reference", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

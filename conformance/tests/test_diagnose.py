@@ -117,7 +117,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("hint", SHAPES)
-def test_known_shapes_of_token_errors_are_named_and_no_other(hint: str) -> None:
+def test_only_known_token_error_shapes_are_named(hint: str) -> None:
     places = PLACES if "packed tokens" not in hint else Places.of(BATCH, VOCABULARY)
     finding = compare_tokens("values", list(SHAPES[hint].split(BATCH.lengths)), EXPECTED, SMALL, places)
     assert finding.problem is not None
@@ -130,7 +130,7 @@ def test_known_shapes_of_token_errors_are_named_and_no_other(hint: str) -> None:
 
 @settings(derandomize=True, deadline=None)
 @given(wrong=st.sets(st.sampled_from((~FIRST).nonzero()[:, 0].tolist()), min_size=1))
-def test_a_set_of_tokens_is_named_only_if_it_holds_all_wrong_ones_and_leaves_out_right_ones(
+def test_token_set_matches_wrong_tokens_exactly(
     wrong: set[int],
 ) -> None:
     got = list((VALUES + NOISE * _marked(sorted(wrong))).split(BATCH.lengths))
@@ -150,7 +150,7 @@ ENDS: dict[str, Callable[[Places], Tensor]] = {
 
 
 @pytest.mark.parametrize("hint", ENDS)
-def test_sizes_at_which_a_buffer_or_an_integer_ends_are_named(hint: str) -> None:
+def test_buffer_and_integer_limits_are_named(hint: str) -> None:
     ids = [[7, 8, 9, 10, 11], [7, 2**15, 9, 10, 11]] * 20
     mask = torch.ones(5, dtype=torch.bool)
     batch = SequenceBatch.from_sequences(ids, tokens={"loss_mask": [mask] * 40})
@@ -162,7 +162,7 @@ def test_sizes_at_which_a_buffer_or_an_integer_ends_are_named(hint: str) -> None
     assert finding.problem is not None and hint in finding.problem, finding.problem
 
 
-def test_one_wrong_value_has_no_shape() -> None:
+def test_single_wrong_value_has_no_shape() -> None:
     got = list((VALUES + NOISE * _marked([5])).split(BATCH.lengths))
     problem = compare_tokens("values", got, EXPECTED, SMALL, PLACES).problem
     assert problem is not None and len(problem.splitlines()) == 2
@@ -205,7 +205,7 @@ def test_shapes_are_compared_first() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_never_passes(bad: float) -> None:
+def test_nonfinite_values_never_pass(bad: float) -> None:
     got = [value.clone() for value in EXPECTED]
     got[2][4] = bad
     finding = compare_tokens("log-probs", got, EXPECTED, Tolerance(baseline=1e30, floor=0.0))
@@ -297,13 +297,13 @@ def test_known_shapes_of_wrong_tensors_are_named(hint: str) -> None:
     assert re.search(hint, problem), problem
 
 
-def test_a_tied_embedding_is_suspected_where_there_is_no_head() -> None:
+def test_missing_head_suspects_tied_embedding() -> None:
     problem = _compare(_off("embed", tensors=TIED), TIED)
     assert "tied to the head" in problem
     assert "tied to the head" not in _compare(_off("embed"))
 
 
-def test_the_change_by_a_step_is_what_hints_speak_of() -> None:
+def test_step_hints_describe_the_change() -> None:
     steps = {name: torch.randn(value.shape) * 0.01 for name, value in NAMED.items()}
     got = {name: value + 2 * steps[name] for name, value in NAMED.items()}
     expected = {name: value + steps[name] for name, value in NAMED.items()}
@@ -312,7 +312,7 @@ def test_the_change_by_a_step_is_what_hints_speak_of() -> None:
     assert problem is not None and "in what the steps changed, all of them are multiplied by 2" in problem
 
 
-def test_a_part_is_named_only_beside_a_right_one() -> None:
+def test_wrong_part_needs_right_part() -> None:
     head = {"score.weight": torch.ones(1, 8)}
     problem = compare_named(
         "gradients", {"score.weight": torch.zeros(1, 8)}, head, {"score.weight": SMALL}
@@ -337,7 +337,7 @@ def test_names_and_shapes_are_compared_first() -> None:
     assert "matrix is [4, 3]; expected [3, 4]" in problem
 
 
-def test_bitwise_comparison_sees_one_unit_in_the_last_place_and_the_dtype() -> None:
+def test_bitwise_comparison_sees_last_unit_and_dtype() -> None:
     moved = {
         **NAMED,
         "model.norm.weight": torch.nextafter(NAMED["model.norm.weight"], torch.tensor(math.inf)),
@@ -365,7 +365,7 @@ def test_an_arbitrary_ratio_is_no_scale() -> None:
     assert problem is not None and "times" not in problem and "1.234567" in problem
 
 
-def test_an_explanation_replaces_hints_and_is_asked_only_about_wrong_values() -> None:
+def test_explanation_replaces_hints_for_wrong_values() -> None:
     finding = compare_tokens(
         "values", [0.5 * value for value in EXPECTED], EXPECTED, SMALL, explain=lambda: "a cause"
     )
@@ -403,5 +403,5 @@ def test_a_named_cause_leaves_no_place_for_precision() -> None:
         (0.0, "0"),
     ],
 )
-def test_factors_are_shown_with_the_fraction_or_root_that_they_are(factor: float, shown: str) -> None:
+def test_factors_are_shown_as_fraction_or_root(factor: float, shown: str) -> None:
     assert show_factor(factor) == shown

@@ -23,7 +23,7 @@ def _built(code: str) -> dict[str, Any]:
 
 @settings(derandomize=True, deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
 @given(batches())
-def test_the_code_of_a_batch_builds_it_and_its_cut(drawn: DrawnBatch) -> None:
+def test_printed_code_rebuilds_batch(drawn: DrawnBatch) -> None:
     names, expected = _built(drawn.code(VOCABULARY)), drawn.ragged(VOCABULARY).batch()
     batch = names["batch"]
     assert isinstance(batch, SequenceBatch) and names["mb_spec"] == drawn.cut

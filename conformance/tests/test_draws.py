@@ -35,9 +35,7 @@ def draw(probabilities: torch.Tensor, seed: int) -> list[int]:
 
 @settings(deadline=None)
 @given(draws=st.integers(1, 30), data=st.data(), probability=st.floats(0.0, 1.0))
-def test_tails_are_those_of_the_binomial_distribution(
-    draws: int, data: st.DataObject, probability: float
-) -> None:
+def test_tails_match_binomial_distribution(draws: int, data: st.DataObject, probability: float) -> None:
     count = data.draw(st.integers(0, draws))
     terms = [
         math.comb(draws, k) * probability**k * (1 - probability) ** (draws - k) for k in range(draws + 1)
@@ -69,14 +67,14 @@ WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("seed", range(3))
-def test_other_draws_are_seen(name: str, seed: int) -> None:
+def test_wrong_draws_are_detected(name: str, seed: int) -> None:
     log_p = logprobs(temperature=2.0)
     surprise = most_surprising(draw(WRONG[name](log_p), seed), log_p)
     assert surprise.tail < FALSE_ALARMS
     assert f"in {DRAWS} draws; expected" in str(surprise)
 
 
-def test_a_token_that_cannot_come_is_the_most_surprising() -> None:
+def test_impossible_token_is_most_surprising() -> None:
     log_p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64).log()
     surprise = most_surprising([0, 1, 0, 1, 2], log_p)
     assert surprise.what == "token 2"

@@ -21,7 +21,7 @@ def _same() -> list[Tensor]:
     return GOT
 
 
-def test_another_answer_to_the_same_call_comes_first() -> None:
+def test_nondeterminism_is_explained_first() -> None:
     moved = [GOT[0] + torch.tensor([0.0, 0.0, 0.1])]
     said = explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), lambda: moved)
     assert said is not None and said.startswith("not deterministic") and "1.0e-01" in said
@@ -40,7 +40,7 @@ def test_losses_and_gradients_are_explained() -> None:
     assert said is not None and said.startswith("not deterministic")
 
 
-def test_mistakes_of_a_loss_are_those_of_its_temperature_and_entropy() -> None:
+def test_loss_mistakes_cover_temperature_and_entropy() -> None:
     assert [sentence for sentence, _ in SequenceMeanLoss().mistakes()] == []
     said = " ".join(sentence for sentence, _ in TokenMeanLoss(temperature=0.8).mistakes())
     assert "the temperature 0.8 is left out" in said and "entropy" in said

@@ -13,7 +13,7 @@ from core_rl_oracle.oracle import Oracle, OracleSequence
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 @pytest.mark.parametrize("seed", range(2))
-def test_each_token_of_a_path_is_the_most_likely_one(family: str, seed: int, tmp_path: Path) -> None:
+def test_greedy_path_takes_most_likely_tokens(family: str, seed: int, tmp_path: Path) -> None:
     model = TinyModel(family=family, seed=seed)
     oracle = Oracle(ModelStore(tmp_path).directory(model))
     path = find_path(oracle, model.vocab_size, seed)

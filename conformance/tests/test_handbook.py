@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
 CHECKS = load_checks()
 
 
-def test_the_page_is_that_of_the_checks() -> None:
+def test_checks_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == checks_page(CHECKS.values()), (
         "docs/checks.md is not what the checks say; write it again: core-rl checks --markdown docs/checks.md"
     )
@@ -47,14 +47,14 @@ print(*sorted(set(sys.modules) & {"torch", "transformers", "numpy", "hypothesis"
 """
 
 
-def test_the_command_imports_nothing_that_takes_long() -> None:
+def test_checks_command_imports_nothing_heavy() -> None:
     result = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True)
     assert "I7.logprobs (train engines)" in result.stdout
     assert result.stderr.split() == []
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_every_check_has_a_heading_where_its_failure_points(name: str) -> None:
+def test_every_check_has_its_heading(name: str) -> None:
     assert f"### {name}\n" in checks_page([CHECKS[name]])
     said = text_of(CHECKS[name])
     assert said.startswith(f"{name} (") and "  Why: " in said and "  Look at: " in said
@@ -68,6 +68,6 @@ def test_names_choose_by_their_beginning_in_natural_order() -> None:
     assert len(select_checks(CHECKS, [])) == len(CHECKS)
 
 
-def test_an_unknown_name_is_an_error_that_says_it() -> None:
+def test_unknown_check_name_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no check is called I99"):
         select_checks(CHECKS, ["I7", "I99"])

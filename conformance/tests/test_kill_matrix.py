@@ -42,7 +42,7 @@ def test_rows_are_mutants_and_columns_seeds() -> None:
 
 
 @pytest.mark.parametrize(("outcome", "cell"), [("survived", "SURVIVED"), ("killed for another reason", "x?")])
-def test_a_mutant_that_one_seed_misses_does_not_count(outcome: str, cell: str) -> None:
+def test_mutant_must_die_with_every_seed(outcome: str, cell: str) -> None:
     missed = Kill(**{**vars(replace(KILL, seed=2)), "outcome": outcome})
     matrix = _matrix(KILL, OTHER, missed)
     assert matrix.summary.startswith("1 of 2 mutants are killed with every seed (0, 2)")
@@ -50,7 +50,7 @@ def test_a_mutant_that_one_seed_misses_does_not_count(outcome: str, cell: str) -
     assert cell in matrix.text()
 
 
-def test_other_checks_that_kill_have_a_column_of_their_own() -> None:
+def test_additional_kills_have_their_column() -> None:
     also = replace(KILL, check="I1.gradients", meant=False)
     lives = replace(also, check="I7.logprobs", outcome="survived")
     matrix = _matrix(also, lives, KILL, OTHER)

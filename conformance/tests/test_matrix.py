@@ -34,7 +34,7 @@ WAIVER = Waiver(check="I7.logprobs", reason="a known bug", owner="somebody", rai
 # ------------------------------------------------------------------ catalogue
 
 
-def test_every_module_has_checks_and_every_check_explains_itself() -> None:
+def test_every_module_has_documented_checks() -> None:
     modules = {path.stem for path in CHECKS_DIRECTORY.glob("*.py")} - {"__init__"}
     assert {found.function.__module__.rpartition(".")[2] for found in CHECKS.values()} == modules
     for identifier, found in CHECKS.items():
@@ -74,7 +74,7 @@ def _places(found: list[Case]) -> list[tuple[str, str]]:
     return [(str(case.layout), case.family) for case in found]
 
 
-def test_all_models_are_run_on_the_first_two_layouts_and_take_turns_on_others() -> None:
+def test_models_rotate_after_first_two_layouts() -> None:
     found = cases(CHECKS["I7.logprobs"], WIDE, Selection())
     everything = {(d, f) for d in ("dp1", "dp2") for f in ("qwen3", "llama")}
     assert everything < set(_places(found)) and len(found) == len(everything) + 1
@@ -82,7 +82,7 @@ def test_all_models_are_run_on_the_first_two_layouts_and_take_turns_on_others() 
     assert len({case.name for case in found}) == len(found)
 
 
-def test_three_models_are_run_on_the_second_layout_and_others_with_another_seed() -> None:
+def test_second_layout_runs_three_models() -> None:
     target = replace(WIDE, profile=replace(WIDE.profile, families=FAMILIES))
     seen: set[str] = set()
     for seed in range(len(FAMILIES)):
@@ -101,7 +101,7 @@ def test_checks_are_chosen_by_patterns_of_their_names() -> None:
     assert some.narrowed and all(map(Selection().wants, CHECKS))
 
 
-def test_models_take_turns_on_settings_even_where_they_come_early() -> None:
+def test_models_rotate_on_early_settings() -> None:
     one_layout = replace(WIDE.profile, layouts=(DP1,), settings=(HSDP, replace(HSDP, name="other")))
     target = replace(WIDE, profile=one_layout)
     found = cases(CHECKS["I7.logprobs"], target, Selection())
@@ -123,7 +123,7 @@ def test_a_layout_may_take_some_models_only() -> None:
     assert "takes a model that this can use" in tied.not_run
 
 
-def test_options_of_a_setting_are_laid_over_those_of_the_profile() -> None:
+def test_setting_options_override_profile_options() -> None:
     common = {"options": {"replicas": 1, "compile": {"mode": "default"}}, "seed": 3}
     assert HSDP.over(common) == {"options": {"replicas": 2, "compile": {"mode": "default"}}, "seed": 3}
     assert common["options"] == {"replicas": 1, "compile": {"mode": "default"}}
@@ -147,7 +147,7 @@ def test_checks_take_turns_on_further_layouts(name: str, seed: int) -> None:
     assert selection.narrowed
 
 
-def test_quick_sessions_see_every_check_with_one_model_on_the_second_layout() -> None:
+def test_quick_session_uses_second_layout() -> None:
     found = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
     run = [case for case in found if not (case.not_run or case.not_supported)]
     assert {str(case.layout) for case in run if case.check.each != "engine"} == {"dp2"}
@@ -170,7 +170,7 @@ def test_further_dtypes_are_run_with_fewer_models() -> None:
     assert all(Capability.BFLOAT16 in case.capabilities for case in halves)
 
 
-def test_checks_of_one_dtype_run_in_it_alone_also_in_quick_sessions() -> None:
+def test_single_dtype_checks_keep_their_dtype() -> None:
     spec = replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.BFLOAT16})
     target = Target(spec=spec, profile=replace(WIDE.profile, dtypes=("float32", "bfloat16")))
     half, full = CHECKS["I20.bfloat16-steps"], CHECKS["I9.dropout-masks"]
@@ -184,7 +184,7 @@ def test_checks_of_one_dtype_run_in_it_alone_also_in_quick_sessions() -> None:
     assert absent.not_supported == "the profile has no dtype bfloat16"
 
 
-def test_an_undeclared_capability_gives_one_case_that_says_so() -> None:
+def test_undeclared_capability_gives_single_case() -> None:
     (found,) = cases(CHECKS["I2.data-parallel"], NARROW, Selection())
     assert found.not_supported == "undeclared: data_parallel"
 
@@ -194,7 +194,7 @@ def test_a_selection_without_wide_layouts_is_not_run() -> None:
     assert "dp >= 2" in found.not_run
 
 
-def test_checks_of_tied_models_need_one() -> None:
+def test_tied_checks_need_tied_model() -> None:
     (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(layouts=("dp2",)))
     assert found.family == "qwen3"
     (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(families=("llama",)))
@@ -222,7 +222,7 @@ def test_unknown_selections_are_refused(selection: Selection, message: str) -> N
 # -------------------------------------------------------------------- profile
 
 
-def test_a_mixture_of_experts_is_for_engines_that_declare_it() -> None:
+def test_experts_need_declared_capability() -> None:
     profile, declared = Profile(families=("llama",)), replace(SPEC, capabilities=frozenset({Capability.MOE}))
     undeclared = replace(SPEC, capabilities=frozenset())
     assert profile.completed(undeclared) == profile
@@ -278,7 +278,7 @@ def test_a_right_profile_has_no_violations() -> None:
     assert not list(replace(WIDE.profile, waivers=(WAIVER,)).violations(SPEC_DP, CHECKS))
 
 
-def test_waivers_cover_what_they_name() -> None:
+def test_waivers_cover_named_checks() -> None:
     waiver = replace(WAIVER, layouts=(DP2,), families=("llama",))
     assert waiver.covers("I7.logprobs", AT_DP2, "llama")
     assert not waiver.covers("I7.logprobs", Setting(layout=DP1), "llama")
@@ -312,20 +312,20 @@ def _summary(narrowed: bool = False, spec: EngineSpec = SPEC_DP) -> Summary:
     return Summary(Plan([Target(spec=spec, profile=WIDE.profile)], Selection()), narrowed)
 
 
-def test_a_session_that_ran_everything_has_no_problem() -> None:
+def test_complete_session_has_no_problem() -> None:
     summary = _summary()
     for found in CHECKS.values():
         summary.add(_result(found))
     assert summary.problems() == {"wide": []}
 
 
-def test_a_session_in_which_nothing_ran_is_no_success() -> None:
+def test_empty_session_is_no_success() -> None:
     summary = _summary(narrowed=True)
     summary.add(_result(CHECKS["I7.logits"], Outcome.NOT_SUPPORTED))
     assert "no check was executed" in summary.problems()["wide"][0]
 
 
-def test_a_declared_capability_without_an_executed_check_is_a_problem() -> None:
+def test_unproven_capability_is_a_problem() -> None:
     summary, narrowed = _summary(), _summary(narrowed=True)
     for found in CHECKS.values():
         outcome = Outcome.NOT_RUN if Capability.SYNC_DISK in found.requires else Outcome.PASSED
@@ -335,7 +335,7 @@ def test_a_declared_capability_without_an_executed_check_is_a_problem() -> None:
     assert narrowed.problems() == {"wide": []}
 
 
-def test_what_this_environment_cannot_show_is_no_problem() -> None:
+def test_unavailable_packages_are_no_problem() -> None:
     """CUDA is declared and not asked for, and no check here can show LoRA."""
     summary = _summary(spec=replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.LORA}))
     for found in CHECKS.values():
@@ -344,9 +344,7 @@ def test_what_this_environment_cannot_show_is_no_problem() -> None:
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_moments_of_8_bits_are_asked_for_where_their_package_is(
-    installed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eight_bit_moments_need_their_package(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, an engine that passes everything else passes; with it, the capability must be shown."""
     found_spec = object() if installed else None
     monkeypatch.setattr("core_rl_conformance.session.summary.find_spec", lambda package: found_spec)
@@ -364,7 +362,7 @@ def test_a_failure_is_not_overwritten() -> None:
     assert [result.outcome for result in summary.results] == [Outcome.FAILED]
 
 
-def test_partners_of_one_engine_do_not_overwrite_each_other() -> None:
+def test_results_with_several_partners_coexist() -> None:
     summary, pair = _summary(), next(found for found in CHECKS.values() if found.partner)
     outcomes = {"first": Outcome.PASSED, "second": Outcome.FAILED, "third": Outcome.PASSED}
     for partner, outcome in outcomes.items():

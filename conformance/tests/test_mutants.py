@@ -68,7 +68,7 @@ def _kill(mutant: Mutant, check: str, seed: int, said: str | None, meant: bool =
 
 
 @pytest.mark.parametrize("mutant", _parameters())
-def test_mutant_is_killed_by_the_check_that_is_meant_for_it(
+def test_mutant_dies_by_its_check(
     expected_values: ExpectedValues,
     mutant: Mutant,
     seed: int,
@@ -82,7 +82,7 @@ def test_mutant_is_killed_by_the_check_that_is_meant_for_it(
     assert found.outcome == "killed", f"{mutant.issue}: the message misses the cause:\n{said}"
 
 
-def test_mutant_beside_every_other_check(
+def test_mutant_under_every_check(
     expected_values: ExpectedValues,
     suspect: Mutant,
     tmp_path: Path,

@@ -158,7 +158,7 @@ def test_upcasts_are_promoted() -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_what_cannot_be_promoted_is_refused() -> None:
+def test_unpromotable_values_are_refused() -> None:
     weight = torch.ones(3)
     assert weight.dtype == torch.float32
     with pytest.raises(PrecisionError, match="float32"), float64_only():

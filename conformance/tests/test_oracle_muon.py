@@ -74,7 +74,7 @@ def test_the_oracle_is_torchs_muon_in_float64(fields: dict[str, Any]) -> None:
         torch.testing.assert_close(state.params[name], parameter.detach(), rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_other_parameters_take_the_steps_of_adamw() -> None:
+def test_remaining_parameters_take_adamw_steps() -> None:
     settings = {name: Settings(weight_decay=0.1 * (value.dim() >= 2)) for name, value in START.items()}
     state, expected = MixedState.start(START, settings), AdamWState.start(START)
     config = MixedOptimizer(adamw=ADAMW, settings=settings)

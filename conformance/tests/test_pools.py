@@ -35,7 +35,7 @@ class Group:
 @pytest.mark.parametrize(
     ("device", "expected"), [("cpu", ["initialize"]), ("cuda", ["initialize", use_deterministic_kernels])]
 )
-def test_kernels_of_cuda_add_up_in_one_order(
+def test_cuda_kernels_sum_in_fixed_order(
     monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "cuda"], expected: list[Any]
 ) -> None:
     monkeypatch.setattr(pools, "EngineGroup", Group)
@@ -44,7 +44,7 @@ def test_kernels_of_cuda_add_up_in_one_order(
     assert group.ran == expected
 
 
-def test_a_kernel_without_one_order_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
         torch, "use_deterministic_algorithms", lambda on, warn_only: chosen.append((on, warn_only))

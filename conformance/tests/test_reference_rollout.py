@@ -136,7 +136,7 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_draws_what_each_request_draws_alone(
+def test_batching_does_not_change_draws(
     store: ModelStore, serve: Serve, batches: list[int], family: str, name: str
 ) -> None:
     model, sampling = TinyModel(family=family), SAMPLINGS[name]
@@ -190,7 +190,7 @@ def test_draws_follow_the_distribution(store: ModelStore, serve: Serve, sampling
     assert len(drawn.unique()) > 3
 
 
-def test_requests_without_a_seed_differ_and_the_run_repeats(serve: Serve) -> None:
+def test_unseeded_requests_differ_and_run_repeats(serve: Serve) -> None:
     sampling = SamplingParams(max_new_tokens=12)
     requests = [LLMRequest(input_ids=(1, 2), sampling=sampling) for _ in range(4)]
     outputs = [[r.output_ids for r in ask(serve(seed=seed), requests)] for seed in (0, 0, 1)]
@@ -199,7 +199,7 @@ def test_requests_without_a_seed_differ_and_the_run_repeats(serve: Serve) -> Non
     assert outputs[0] != outputs[2]
 
 
-def test_requests_with_other_parameters_form_other_batches(serve: Serve, batches: list[int]) -> None:
+def test_requests_are_batched_by_parameters(serve: Serve, batches: list[int]) -> None:
     engine = serve(max_batch_size=3)
     short, long = SamplingParams(max_new_tokens=2, seed=1), SamplingParams(max_new_tokens=5, seed=2)
     requests = [LLMRequest(input_ids=(i,), sampling=long if i % 3 == 2 else short) for i in range(9)]
@@ -321,9 +321,7 @@ def test_a_failed_update_keeps_weights_and_version(
     assert {v for r in ask(engine, requests) for v in r.versions} == {0}
 
 
-def test_a_changed_file_of_a_sealed_directory_is_refused(
-    store: ModelStore, serve: Serve, tmp_path: Path
-) -> None:
+def test_changed_file_of_sealed_directory_is_refused(store: ModelStore, serve: Serve, tmp_path: Path) -> None:
     source, path = store.directory(TinyModel(family="qwen3", seed=1)), tmp_path / "sealed"
 
     def write(directory: Path) -> None:
@@ -346,7 +344,7 @@ def test_verify_needs_digests(store: ModelStore, serve: Serve) -> None:
         update(serve(), store.directory(QWEN3), 1, verify=True)
 
 
-def test_answers_during_updates_carry_the_version_that_drew_them(store: ModelStore, serve: Serve) -> None:
+def test_tokens_carry_version_during_updates(store: ModelStore, serve: Serve) -> None:
     paths = [store.directory(TinyModel(family="llama", seed=seed)) for seed in range(3)]
     engine = serve(paths[0])
 
@@ -376,9 +374,7 @@ def test_answers_during_updates_carry_the_version_that_drew_them(store: ModelSto
         torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
-def test_a_train_engine_uploads_and_the_rollout_engine_agrees_with_it(
-    store: ModelStore, serve: Serve, tmp_path: Path
-) -> None:
+def test_uploaded_weights_agree_with_trainer(store: ModelStore, serve: Serve, tmp_path: Path) -> None:
     trained = TinyModel(family="qwen3", seed=5)
     config = ReferenceConfig(model=ModelConfig(path=str(store.directory(trained))), device="cpu")
     trainer = load_engine(SPEC, config)
@@ -436,7 +432,7 @@ def test_scores_equal_the_log_probs_of_the_rollout(serve: Serve) -> None:
 # --------------------------------------------------------- limits, life cycle
 
 
-def test_the_limits_are_those_of_the_model(serve: Serve) -> None:
+def test_limits_come_from_the_model(serve: Serve) -> None:
     limits = serve().limits
     assert (limits.vocab_size, limits.context_length) == (QWEN3.vocab_size, MAX_LENGTH)
 
@@ -450,7 +446,7 @@ def test_the_limits_are_those_of_the_model(serve: Serve) -> None:
         ({"model": {"config": {"model_type": "no_such_model"}}}, ConfigError),
     ],
 )
-def test_what_it_cannot_serve_is_refused(fields: dict[str, Any], error: type[CoreRLError]) -> None:
+def test_unservable_requests_are_refused(fields: dict[str, Any], error: type[CoreRLError]) -> None:
     values = {"model": {"config": QWEN3.config().to_dict()}, "device": "cpu"} | fields
     with pytest.raises(error):
         load_engine(ROLLOUT_SPEC, ReferenceRolloutConfig.model_validate(values)).initialize()
@@ -478,7 +474,7 @@ def test_a_cancelled_request_is_not_drawn(serve: Serve, batches: list[int]) -> N
     assert batches == [1]
 
 
-def test_an_error_inside_generate_reaches_who_asked(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_error_reaches_caller(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
@@ -503,7 +499,7 @@ def test_destroy_leaves_no_thread_and_no_waiting_request(serve: Serve) -> None:
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)] == []
 
 
-def test_the_spec_names_what_there_is_and_costs_no_import() -> None:
+def test_reference_spec_is_valid_without_imports() -> None:
     assert load_backend(ROLLOUT_SPEC) is ReferenceRolloutBackend
     assert load_config(ROLLOUT_SPEC) is ReferenceRolloutConfig
     code = "import sys, core_rl.reference;print('torch' in sys.modules)"

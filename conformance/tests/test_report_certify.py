@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-def test_a_layout_is_certified_by_all_checks_and_not_by_some() -> None:
+def test_layout_needs_all_checks() -> None:
     there = ("data_parallel",)
     some = [case("I10.value", capabilities=there)]
     every = [case(check.identifier, capabilities=there) for check in CHECKS if check.kind == "train"]
@@ -47,7 +47,7 @@ def test_a_layout_is_certified_by_all_checks_and_not_by_some() -> None:
     assert narrow.reason.endswith("was not selected")
 
 
-def test_a_capability_whose_package_is_missing_takes_no_layout_with_it() -> None:
+def test_missing_package_does_not_block_layouts() -> None:
     there = ("data_parallel",)
     every = [case(check.identifier, capabilities=there) for check in CHECKS if check.kind == "train"]
     missing = case(
@@ -64,7 +64,7 @@ def test_a_capability_whose_package_is_missing_takes_no_layout_with_it() -> None
 
 
 @pytest.mark.parametrize(("cases", "state", "reason"), CASES)
-def test_a_capability_is_certified_if_every_check_of_it_ran_and_passed(
+def test_capability_needs_all_its_checks(
     cases: list[CaseRecord], state: CapabilityState, reason: str
 ) -> None:
     (found,) = certify(["value_head"], cases, NEEDS)
@@ -77,7 +77,7 @@ def test_only_declared_capabilities_are_judged_in_order() -> None:
     assert "--device=cuda" in found[0].reason
 
 
-def test_checks_of_other_kinds_and_provisional_ones_are_not_missed() -> None:
+def test_foreign_and_provisional_checks_are_not_needed() -> None:
     inference = CHECKS[1].model_copy(update={"kind": "inference"})
     provisional = CHECKS[1].model_copy(update={"provisional": True})
     assert needs_of([CHECKS[1], inference.model_copy(update={"identifier": "I10.other"})], "train") == {

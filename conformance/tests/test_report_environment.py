@@ -12,7 +12,7 @@ from core_rl import __version__
 from core_rl.machine import describe_machine
 
 
-def test_it_names_what_the_numbers_depend_on() -> None:
+def test_environment_is_described() -> None:
     found = describe_machine(extra="conformance")
     assert found.packages["torch"] == torch.__version__ and "transformers" in found.packages
     assert found.packages["core-rl"] == __version__ and "pytest" in found.packages

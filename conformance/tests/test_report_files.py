@@ -53,9 +53,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("content", "message"), BAD)
-def test_a_damaged_or_foreign_file_is_one_error_that_names_it(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_damaged_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(content)
     with pytest.raises(ReportError, match=f"(?s)mine.json.*{message}"):
@@ -73,7 +71,7 @@ def test_all_unreadable_files_are_named_at_once(tmp_path: Path) -> None:
         read_reports([tmp_path / "bad.json", tmp_path / "none.json"])
 
 
-def test_a_report_is_written_with_its_page_and_read_again(tmp_path: Path) -> None:
+def test_report_round_trip_writes_page(tmp_path: Path) -> None:
     path = tmp_path / "new" / "mine.json"
     page = write_report(EVERYTHING, path)
     assert read_report(path) == EVERYTHING
@@ -91,7 +89,7 @@ def test_bad_destinations_are_refused_before_the_session(tmp_path: Path) -> None
             check_destination(tmp_path / name)
 
 
-def test_what_cannot_be_written_is_an_error_that_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_write_keeps_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text("old", encoding="utf-8")
     (tmp_path / "mine.json.partial").mkdir()

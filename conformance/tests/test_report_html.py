@@ -71,14 +71,14 @@ def test_the_page_says_everything(page: str) -> None:
         assert part in text, part
 
 
-def test_the_page_is_well_formed_and_needs_nothing_else(page: str) -> None:
+def test_page_is_well_formed_and_standalone(page: str) -> None:
     parsed = _Page(page)
     assert parsed.open == []
     assert all(link.startswith("#") and link[1:] in parsed.ids for link in parsed.links)
     assert not re.search(r"<script|url\(|@import|https?:", page)
 
 
-def test_what_engines_say_cannot_become_markup() -> None:
+def test_engine_text_is_escaped() -> None:
     evil = "<img src=x onerror=alert(1)>"
     page = report_page(report(case(message=evil, reason=evil, outcome=FAILED.outcome), problems=(evil,)))
     assert "<img" not in page and page.count("&lt;img") >= 2
@@ -88,7 +88,7 @@ def test_a_report_without_results_has_a_page() -> None:
     assert "not run" in _Page(report_page(report())).text
 
 
-def test_dots_stand_on_the_right_side_of_the_limit() -> None:
+def test_dots_show_the_side_of_limit() -> None:
     ratios = [0.0, 1e-9, 0.01, 1.0, 1.5, 1e9, math.inf, math.nan]
     cases = [case(seed=number, measurements=(measured(ratio, 1.0),)) for number, ratio in enumerate(ratios)]
     plot = error_plot(report(*cases))
@@ -101,19 +101,19 @@ def test_dots_stand_on_the_right_side_of_the_limit() -> None:
     assert [dot.failed for dot in row.dots] == [False] * 4 + [True] * 4
 
 
-def test_each_case_is_one_dot_at_its_worst_measurement() -> None:
+def test_case_dot_shows_worst_measurement() -> None:
     plot = error_plot(EVERYTHING)
     assert {row.check: len(row.dots) for row in plot.rows} == {"I2.logprobs": 2, "I10.value": 2}
     worst = next(dot for row in plot.rows for dot in row.dots if dot.failed)
     assert "mine dp1-qwen3-float32: failed; logprobs: error inf" in worst.label
 
 
-def test_an_exact_comparison_that_fails_is_beyond_the_limit() -> None:
+def test_failed_exact_comparison_exceeds_limit() -> None:
     (row,) = error_plot(report(case(measurements=(measured(1e-9, 0.0),)))).rows
     assert row.dots[0].failed
 
 
-def test_points_of_one_comparison_share_a_plot() -> None:
+def test_points_of_comparison_share_plot() -> None:
     (scatter,) = scatter_plots(EVERYTHING)
     assert scatter.title == "mine, I2.logprobs: logprobs"
     area = scatter.values.area
@@ -125,7 +125,7 @@ def test_points_of_one_comparison_share_a_plot() -> None:
     assert [tick.label for tick in scatter.differences.y_ticks] == ["-1.0e-06", "0", "+1.0e-06"]
 
 
-def test_engines_have_plots_of_their_own_and_wrong_points_are_marked() -> None:
+def test_engine_plots_mark_wrong_points() -> None:
     points = ((-1.0, -1.0), (-2.0, -2.5))
     cases = [case(engine=name, measurements=(measured(0.5, points=points),)) for name in ("mine", "other")]
     scatters = scatter_plots(report(*cases))
@@ -141,7 +141,7 @@ def test_plots_have_titles_and_named_axes(page: str) -> None:
     assert page.count('role="img" aria-label="mine, I2.logprobs') == 2
 
 
-def test_many_points_are_thinned_and_nonfinite_ones_left_out() -> None:
+def test_points_are_thinned_without_nonfinite() -> None:
     points = tuple((float(number), float(number)) for number in range(10_000))
     (scatter,) = scatter_plots(report(case(measurements=(measured(0.0, points=((math.nan, 1.0), *points)),))))
     assert 200 <= len(scatter.values.dots) <= 400

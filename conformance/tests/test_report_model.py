@@ -37,7 +37,7 @@ def test_the_published_schema_is_up_to_date() -> None:
     )
 
 
-def test_the_schema_describes_every_field_of_a_written_report() -> None:
+def test_schema_describes_every_field() -> None:
     schema = report_schema()
     written = json.loads(EVERYTHING.model_dump_json())
     assert set(written) == set(schema["properties"]) == set(schema["required"])
@@ -47,7 +47,7 @@ def test_the_schema_describes_every_field_of_a_written_report() -> None:
         assert definition["additionalProperties"] is False
 
 
-def test_the_schema_allows_the_infinite_error_that_files_hold() -> None:
+def test_schema_allows_infinite_errors() -> None:
     allowed = report_schema()["$defs"]["MeasurementRecord"]["properties"]["error"]["anyOf"]
     assert {"type": "number"} in allowed and "Infinity" in allowed[1]["enum"]
 
@@ -86,7 +86,7 @@ def test_a_record_travels_as_a_property() -> None:
     assert CaseRecord.from_properties([result.to_property()]) == result
 
 
-def test_the_slowest_are_ten_that_ran_longest_first() -> None:
+def test_slowest_ten_are_sorted() -> None:
     cases = [case(seed=number, seconds=float(number)) for number in range(12)]
     skipped = case(outcome=Outcome.NOT_RUN, seconds=99.0)
     assert [slow.seed for slow in report(skipped, *cases).slowest] == list(range(11, 1, -1))
@@ -100,7 +100,7 @@ def test_the_slowest_are_ten_that_ran_longest_first() -> None:
         ([case(), case(outcome=Outcome.NOT_RUN, engine="other")], Verdict.NOT_RUN),
     ],
 )
-def test_the_verdict_is_that_of_the_worst_engine(cases: list[CaseRecord], verdict: Verdict) -> None:
+def test_worst_engine_decides_verdict(cases: list[CaseRecord], verdict: Verdict) -> None:
     assert report(*cases).verdict is verdict
 
 

@@ -70,15 +70,13 @@ MERGES = [
 
 
 @pytest.mark.parametrize(("reports", "verdict", "state"), MERGES)
-def test_reports_on_one_engine_are_merged_case_by_case(
-    reports: list[Report], verdict: Verdict, state: str
-) -> None:
+def test_reports_merge_by_case(reports: list[Report], verdict: Verdict, state: str) -> None:
     board = merge(reports)
     assert [entry.engine.verdict for entry in board.entries] == [verdict]
     assert _states(board) == [state]
 
 
-def test_a_case_on_a_gpu_does_not_replace_the_one_on_a_cpu() -> None:
+def test_gpu_case_keeps_cpu_case() -> None:
     bad = case(outcome=Outcome.FAILED)
     board = merge([report(bad), report(case(capabilities=("cuda",)), declared=("cuda",), hours=1)])
     assert board.entries[0].engine.verdict is Verdict.FAILED
@@ -88,7 +86,7 @@ def test_the_same_report_twice_counts_once() -> None:
     assert len(merge([PASSED, PASSED]).entries[0].cases) == 2
 
 
-def test_markdown_is_one_table() -> None:
+def test_markdown_is_a_single_table() -> None:
     table, _, legend = markdown(merge([EVERYTHING])).partition("\n\n")
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
     assert rows[0] == ["", "mine 0.1.0", "other 0.1.0"]
@@ -130,9 +128,7 @@ def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "</html>" in page.read_text(encoding="utf-8")
 
 
-def test_the_command_names_a_damaged_file_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_command_names_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "a.json", tmp_path / "b.json"
     write_report(PASSED, good)
     bad.write_text(good.read_text(encoding="utf-8")[:-20], encoding="utf-8")

@@ -22,7 +22,7 @@ def _pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.nightly)])
-def test_a_session_leaves_a_report_a_page_and_junit_properties(tmp_path: Path, workers: list[str]) -> None:
+def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]) -> None:
     result = _pytest(
         tmp_path, "--report=out/a.json", "--junitxml=junit.xml", "-k", "I7.values or version", *workers
     )

@@ -40,7 +40,7 @@ def _install(project: Path, site: Path) -> str:
 
 
 @pytest.mark.parametrize("path", list(Skeleton(name="ddp", class_prefix="DDP").files()))
-def test_the_example_is_what_the_command_writes(path: str) -> None:
+def test_example_equals_written_skeleton(path: str) -> None:
     written = Skeleton(name="ddp", class_prefix="DDP").files()[path]
     found = (EXAMPLE / path).read_text(encoding="utf-8")
     # The example's README tells how to run it inside the repository.
@@ -49,7 +49,7 @@ def test_the_example_is_what_the_command_writes(path: str) -> None:
     )
 
 
-def test_the_example_has_no_other_files() -> None:
+def test_example_has_no_extra_files() -> None:
     ignored = {"__pycache__", ".pytest_cache", ".hypothesis"}
     paths = [path.relative_to(EXAMPLE) for path in EXAMPLE.rglob("*") if path.is_file()]
     found = {str(path) for path in paths if not ignored & set(path.parts)}
@@ -129,19 +129,19 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
 
 
-def test_the_directory_gets_one_folder_inside(tmp_path: Path) -> None:
+def test_directory_gets_a_single_folder(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("another project", encoding="utf-8")
     assert _run("new-engine", "mine", "--directory", str(tmp_path)) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["core-rl-mine", "pyproject.toml"]
     assert (tmp_path / "core-rl-mine" / "src" / "core_rl_mine" / "engine.py").is_file()
 
 
-def test_it_can_be_written_into_a_directory_with_other_files(tmp_path: Path) -> None:
+def test_skeleton_joins_existing_files(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     assert len(write_skeleton(Skeleton.named("mine"), tmp_path)) == 8
 
 
-def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_unwritable_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: .*choose another --directory"):
         write_skeleton(Skeleton.named("mine"), tmp_path / "file")
@@ -164,11 +164,11 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "prefix", "message"), NAMES)
-def test_names_that_cannot_be_are_refused(name: str, prefix: str | None, message: str) -> None:
+def test_invalid_engine_names_are_refused(name: str, prefix: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=f"no engine can be called '{name}': .*{message}"):
         Skeleton.named(name, prefix)
 
 
-def test_the_class_prefix_is_the_name_in_cap_words() -> None:
+def test_class_prefix_is_cap_words() -> None:
     assert Skeleton.named("my-own-engine").class_prefix == "MyOwnEngine"
     assert Skeleton.named("mine", "MINE").class_prefix == "MINE"

@@ -51,7 +51,7 @@ def test_no_rounding_changes_a_choice(tmp_path: Path, seed: int) -> None:
         assert counts[0] == 0 < counts[1] < counts[2] / 2
 
 
-def test_written_names_and_values_are_those_of_the_files(tmp_path: Path) -> None:
+def test_checkpoint_names_and_values_match_files(tmp_path: Path) -> None:
     model = TinyModel(family=MOE)
     directory = ModelStore(tmp_path).directory(model)
     found, files = Oracle(directory).parameters(), load_file(directory / "model.safetensors")

@@ -41,7 +41,7 @@ def test_limit_is_four_baselines_and_a_floor() -> None:
     assert allowed.allows(allowed.limit) and not allowed.allows(1.01 * allowed.limit)
 
 
-def test_baseline_is_of_each_tensor_and_floor_of_the_kind() -> None:
+def test_tolerance_combines_tensor_baseline_and_floor() -> None:
     expected = {"large": torch.tensor([4.0]), "zero": torch.tensor([0.0])}
     variants = [{"large": torch.tensor([4.1]), "zero": torch.tensor([0.0])}]
     allowed = tolerances(variants, expected, torch.float32)
@@ -55,7 +55,7 @@ def test_nothing_infinite_or_not_a_number_passes(value: float) -> None:
     assert Tolerance(baseline=1e38, floor=1e38).allows(error) == math.isfinite(value)
 
 
-def test_nan_at_one_place_is_not_hidden_by_the_others() -> None:
+def test_single_nan_is_detected() -> None:
     assert largest_difference(torch.tensor([0.0, math.nan, 0.0]), torch.zeros(3)) == math.inf
 
 
@@ -70,14 +70,14 @@ def test_noise_around_zero_has_no_signed_mean() -> None:
         assert signed_mean(_errors(0.0, 1e-6, seed), plain, 0.0).passes
 
 
-def test_a_small_drift_in_one_direction_is_found() -> None:
+def test_small_systematic_drift_is_detected() -> None:
     plain = [_errors(0.0, 1e-6, seed) for seed in range(6)]
     found = signed_mean(_errors(3e-6, 1e-6, 9), plain, 0.0)
     assert not found.passes
     assert found.mean == pytest.approx(3e-6, rel=0.2)
 
 
-def test_errors_that_are_large_on_the_whole_are_found() -> None:
+def test_large_overall_errors_are_detected() -> None:
     plain = [_errors(0.0, 1e-6, seed) for seed in range(6)]
     fine, noisy = (mean_square(_errors(0.0, sigma, 9), plain, 0.0) for sigma in (2e-6, 6e-6))
     assert fine.tolerance.allows(fine.error) and not noisy.tolerance.allows(noisy.error)
@@ -86,7 +86,7 @@ def test_errors_that_are_large_on_the_whole_are_found() -> None:
     assert "no single value is far off" in str(compare_mean_square("x", noisy).problem)
 
 
-def test_a_lucky_engine_is_not_judged_by_its_own_luck() -> None:
+def test_tolerance_ignores_the_engines_luck() -> None:
     plain = [_errors(0.0, 1e-6, seed) for seed in range(6)]
     assert signed_mean(_errors(2e-7, 0.0, 9), plain, 0.0).passes
 
@@ -120,7 +120,7 @@ def test_variants_agree_and_differ(tmp_path: Path, family: str) -> None:
     assert expected.signed_mean(expected.variants[0]).passes
 
 
-def test_what_sums_over_many_sequences_round_is_in_the_baseline(tmp_path: Path) -> None:
+def test_baseline_covers_rounding_of_long_sums(tmp_path: Path) -> None:
     """The seed is one with which a correct engine was over the limit that the different sequences alone give."""
     model = TinyModel(family="gpt2", seed=48698)
     data = Repeated.of(ragged(model.vocab_size, 0), [number % len(LENGTHS) for number in range(300)])
@@ -133,7 +133,7 @@ def test_what_sums_over_many_sequences_round_is_in_the_baseline(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_equal_sequences_are_computed_once_with_the_same_bits(store: ModelStore, family: str) -> None:
+def test_equal_sequences_are_computed_once(store: ModelStore, family: str) -> None:
     model = TinyModel(family=family)
     data = Repeated.of(ragged(model.vocab_size, 0), [number % 5 for number in range(23)])
     plain, loss = PlainModel(store.directory(model), "lm", torch.float32), TokenMeanLoss().of_sequence
@@ -171,7 +171,7 @@ def test_models_expose_bugs(tmp_path: Path, family: str) -> None:
     assert all(value.abs().max() > 0 for value in parameters.values())
 
 
-def test_models_are_equal_for_equal_fields_and_heads_share_the_trunk(tmp_path: Path) -> None:
+def test_equal_fields_build_equal_models(tmp_path: Path) -> None:
     stores = [ModelStore(tmp_path / name) for name in ("a", "b")]
     model = TinyModel(family="llama", seed=1)
     files = [(store.directory(model) / "model.safetensors").read_bytes() for store in stores]
@@ -188,7 +188,7 @@ def test_models_are_equal_for_equal_fields_and_heads_share_the_trunk(tmp_path: P
     assert all(torch.equal(lm[name], value[name]) for name in shared)
 
 
-def test_data_has_the_edges_that_matter() -> None:
+def test_data_covers_edge_cases() -> None:
     data = ragged(151, 0)
     assert min(data.lengths) == 1 and len(set(data.lengths)) > 8
     trained = [any(row.mask[1:]) for row in data.rows]

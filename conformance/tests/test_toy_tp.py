@@ -126,9 +126,7 @@ def test_only_head_norms_have_partial_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_heads_that_the_degree_does_not_divide_are_refused(
-    expected_values: ExpectedValues, tmp_path: Path
-) -> None:
+def test_indivisible_heads_are_refused(expected_values: ExpectedValues, tmp_path: Path) -> None:
     case = replace(next(_cases("tp2")), family="llama")
     with pytest.raises(LayoutError, match=r"tp=3 must divide the attention and key/value heads \(4, 2\)"):
         EngineUnderTest(case, expected_values, tmp_path).start(layout=ParallelLayout(tp=3))

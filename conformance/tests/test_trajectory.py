@@ -35,7 +35,7 @@ def expected(directory: Path) -> ExpectedTraining:
     return expected_training(directory, "lm", TRAINING, torch.float32, "cpu")
 
 
-def test_steps_are_made_one_after_the_other(directory: Path, expected: ExpectedTraining) -> None:
+def test_steps_run_in_sequence(directory: Path, expected: ExpectedTraining) -> None:
     oracle = Oracle(directory)
     state = AdamWState.start(oracle.parameters())
     for step, data in enumerate(TRAINING.data[:2]):
@@ -45,7 +45,7 @@ def test_steps_are_made_one_after_the_other(directory: Path, expected: ExpectedT
         oracle.set_parameters(state.params)
 
 
-def test_every_step_is_clipped_and_moves_all_weights_far(directory: Path, expected: ExpectedTraining) -> None:
+def test_every_step_clips_and_moves_weights(directory: Path, expected: ExpectedTraining) -> None:
     """Otherwise a tolerance could hide a step that is not made, or made without clipping."""
     largest = CONFIG.max_grad_norm
     assert largest is not None and min(expected.truth.norms) > 4 * largest
@@ -55,7 +55,7 @@ def test_every_step_is_clipped_and_moves_all_weights_far(directory: Path, expect
 
 
 @pytest.mark.parametrize("part", ["losses", "norms", "weights"])
-def test_a_training_with_another_schedule_is_outside_every_tolerance(
+def test_wrong_schedule_exceeds_every_tolerance(
     directory: Path, expected: ExpectedTraining, part: str
 ) -> None:
     other = expected_training(directory, "lm", replace(TRAINING, total_steps=20), torch.float32, "cpu").truth
@@ -70,7 +70,7 @@ def test_a_training_with_another_schedule_is_outside_every_tolerance(
 
 
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[1]], ids=["eager", "sdpa"])
-def test_plain_models_compute_with_the_weights_they_are_given(directory: Path, variant: Variant) -> None:
+def test_plain_models_use_given_weights(directory: Path, variant: Variant) -> None:
     sequences = TRAINING.data[0].for_oracle()
     plain, oracle = PlainModel(directory, "lm", torch.float32), Oracle(directory)
     moved = {name: 1.1 * value for name, value in oracle.parameters().items()}

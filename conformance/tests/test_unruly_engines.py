@@ -36,7 +36,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("kind", SAYS, ids=lambda kind: kind.__name__)
-def test_it_fails_its_check_and_the_others_go_on(
+def test_failing_check_does_not_stop_session(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type[ReferenceBackend]
 ) -> None:
     spec = engine(kind)
@@ -48,9 +48,7 @@ def test_it_fails_its_check_and_the_others_go_on(
     assert children() <= before
 
 
-def test_one_that_hangs_is_asked_no_more(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_hanging_engine_is_left_out(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     spec = engine(unruly.HangsInEvaluation)
     before = children()
     result = run_checks(pytester, spec.name, "I7.lo", "--model=llama", "--call-timeout=4", "-rs")
@@ -66,9 +64,7 @@ def test_one_that_hangs_is_asked_no_more(
     assert children() <= before
 
 
-def test_the_children_of_one_that_dies_end_with_it(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec]
-) -> None:
+def test_children_end_with_dead_engine(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     spec = engine(unruly.LeavesAChild)
     run_checks(pytester, spec.name, "I7.logprobs and llama").assert_outcomes(failed=1, deselected=None)
     end = time.monotonic() + 20
@@ -90,7 +86,7 @@ def _living(words: str) -> list[str]:
     return found
 
 
-def test_ranks_that_disagree_are_found(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
+def test_disagreeing_ranks_are_detected(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     layouts = Profile(layouts=(ParallelLayout(), ParallelLayout(dp=2)))
     spec = engine(unruly.RanksDisagree, layouts, CAPABILITIES)
     result = run_checks(pytester, spec.name, "I7.logprobs")
@@ -109,9 +105,7 @@ def test_ranks_that_disagree_are_found(pytester: pytest.Pytester, engine: Callab
         ("mutants.unruly:RunsAsACoroutine", "*engine 'broken'*run() must not be an 'async def'*"),
     ],
 )
-def test_one_that_cannot_be_imported_is_named_once(
-    pytester: pytest.Pytester, factory: str, says: str
-) -> None:
+def test_unimportable_engine_is_named_once(pytester: pytest.Pytester, factory: str, says: str) -> None:
     with register_engine(replace(SPEC, name="broken", factory=factory)):
         result = run(pytester, "--engine=broken", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

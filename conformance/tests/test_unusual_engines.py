@@ -50,8 +50,6 @@ def test_correct_engines_raise_no_alarm(
 
 
 @pytest.mark.nightly
-def test_an_engine_with_every_fault_fails_many_checks_of_a_quick_session(
-    pytester: pytest.Pytester, engine: Add
-) -> None:
+def test_faulty_engine_fails_many_quick_checks(pytester: pytest.Pytester, engine: Add) -> None:
     found = session(pytester, engine(EveryFault, IN_HALF, CAPABILITIES | {C.BFLOAT16}), "--quick")
     assert found["failed"] >= ENOUGH

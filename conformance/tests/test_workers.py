@@ -20,5 +20,5 @@ CHECKS = "conformance/core_rl_conformance/checks"
         ("rollout_pairs.py::I12.pair[mine-dp1-llama-float32-with-served-dp1]", "llama-float32"),
     ],
 )
-def test_cases_that_share_expected_values_or_a_server_stay_together(nodeid: str, unit: str) -> None:
+def test_cases_sharing_state_stay_together(nodeid: str, unit: str) -> None:
     assert unit_of(f"{CHECKS}/{nodeid}", ["served"]) == unit

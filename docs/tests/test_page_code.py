@@ -117,7 +117,7 @@ def run_script(page: Path, blocks: list[Block], workspace: Path) -> None:
         torch.set_grad_enabled(True)
 
 
-def test_a_block_that_fails_names_the_line_of_its_page(workspace: Path) -> None:
+def test_failing_block_names_page_line(workspace: Path) -> None:
     page = workspace / "page.md"
     page.write_text("# A page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nx / 0\n```\n", encoding="utf-8")
     with pytest.raises(ZeroDivisionError) as caught:
@@ -125,6 +125,6 @@ def test_a_block_that_fails_names_the_line_of_its_page(workspace: Path) -> None:
     assert caught.traceback[-1].lineno + 1 == 10
 
 
-def test_a_command_that_no_test_runs_needs_a_reason(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untested_command_needs_a_reason(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pytest.fail.Exception, match="not run: REASON"):
         run_command("nox -s quickstart", workspace, monkeypatch)

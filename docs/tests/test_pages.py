@@ -144,7 +144,7 @@ def test_every_public_name_has_an_entry() -> None:
     assert [".".join(one) for one in public if not is_documented(*one, entries)] == []
 
 
-def test_blocks_that_are_not_run_are_known() -> None:
+def test_skipped_blocks_are_listed() -> None:
     reasons = Counter(block.reason for page in PAGES for block in blocks_of(page) if block.reason)
     assert reasons == NOT_RUN
 

@@ -55,7 +55,7 @@ def test_an_example_without_a_prompt_is_named(tmp_path: Path) -> None:
         saved(tmp_path, [{"question": "1+1="}], PROMPTS)
 
 
-def test_splits_and_other_directories_are_refused(tmp_path: Path) -> None:
+def test_splits_and_foreign_directories_are_refused(tmp_path: Path) -> None:
     splits = {name: table([{"prompt": "1+1="}]) for name in ("dev", "test")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
     with pytest.raises(ConfigError, match="there are several splits; it has 'dev', 'test'"):
@@ -80,7 +80,7 @@ PAIRS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "row", [*PAIRS, {"chosen": "The sky is blue.", "rejected": "The sky is green."}], ids=str
 )
-def test_implicit_prompts_are_those_of_trl(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_implicit_prompts_match_trl(tmp_path: Path, row: dict[str, Any]) -> None:
     assert saved(tmp_path, [row], PREFERENCES) == [extract_prompt(row)]
 
 
@@ -90,7 +90,7 @@ def test_sharegpt_is_read_as_trl_does(tmp_path: Path) -> None:
     assert example["messages"] == maybe_convert_to_chatml(row)["messages"]
 
 
-def test_what_verl_prepares_for_gsm8k(tmp_path: Path) -> None:
+def test_reads_gsm8k_prepared_by_verl(tmp_path: Path) -> None:
     # The fields that examples/data_preprocess/gsm8k.py of verl writes.
     row = {
         "data_source": "openai/gsm8k",

@@ -68,13 +68,13 @@ def test_gradients_on_two_ranks_equal_the_plain_model(tied: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("changes", [{"model_type": "qwen3"}, {"attention_bias": True}])
-def test_another_model_is_refused(changes: dict[str, Any]) -> None:
+def test_checkpoint_of_different_model_is_refused(changes: dict[str, Any]) -> None:
     engine = load_engine(SPEC, TrainEngineConfig(model=ModelConfig(config=LLAMA | changes)))
     with pytest.raises(UnsupportedCapability, match="plain models of type 'llama'"):
         engine.initialize()
 
 
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_mismatched_weights_are_refused(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).save_pretrained(tmp_path)
     AutoConfig.for_model(**LLAMA | {"intermediate_size": 41}).save_pretrained(tmp_path)
     engine = load_engine(SPEC, TrainEngineConfig(model=ModelConfig(path=str(tmp_path))))

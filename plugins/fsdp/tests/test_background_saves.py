@@ -43,7 +43,7 @@ def save_and_train(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_files_hold_what_was_there(group: EngineGroup, tmp_path: Path, layout: ParallelLayout) -> None:
+def test_files_hold_the_state_at_save(group: EngineGroup, tmp_path: Path, layout: ParallelLayout) -> None:
     group.initialize(config=support.fsdp_config(layout, dtype="bfloat16"))
     group.train_batch(support.make_batch(0), LOSS, BUDGET)
     wanted: dict[CheckpointFormat, dict[str, TensorKind]] = {
@@ -65,7 +65,7 @@ def test_files_hold_what_was_there(group: EngineGroup, tmp_path: Path, layout: P
 
 
 @pytest.mark.parametrize(("seed", "victim"), [(0, 0), (1, 1), (2, 0)])
-def test_the_kill_of_a_rank_leaves_a_whole_checkpoint(tmp_path: Path, seed: int, victim: int) -> None:
+def test_killed_rank_leaves_complete_checkpoint(tmp_path: Path, seed: int, victim: int) -> None:
     path = str(tmp_path / "a")
     with EngineGroup("fsdp", support.fsdp_config(2), timeout_s=60) as ranks:
         ranks.set_version(1)

@@ -79,7 +79,7 @@ def config_of(path: Path, dp: int, dtype: Any = "bfloat16", **fields: Any) -> FS
     return support.fsdp_config(dp, dtype=dtype).model_copy(update={"model": model, **fields})
 
 
-def test_one_rank_divides_no_gradient() -> None:
+def test_single_rank_divides_no_gradient() -> None:
     """``gradient / 1.0`` would be one more copy of each group of gradients."""
     with EngineGroup("fsdp", support.fsdp_config(1, dtype="bfloat16")) as group:
         (found,), shapes = group.run(written_in_a_step), group.tensor_shapes("params")
@@ -113,7 +113,7 @@ def test_files_in_float32_are_stored_in_float32(tmp_path: Path) -> None:
     assert {dtype for dtype, _ in held.values()} == {torch.float32}
 
 
-def test_one_rank_gathers_no_frozen_weight(half_files: Path) -> None:
+def test_single_rank_gathers_no_frozen_weight(half_files: Path) -> None:
     with EngineGroup("fsdp", config_of(half_files, 1, optimizer=None)) as group:
         (found,), shapes = group.run(written_in_a_pass), group.tensor_shapes("params")
     assert found and not {("copy_", math.prod(shape)) for shape in shapes.values()} & {*found}, found

@@ -137,7 +137,7 @@ def test_ranks_without_sequences_compute_their_experts(group: EngineGroup, case:
         torch.testing.assert_close(grad, plain[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_role_that_only_runs_forward_computes_the_same(group: EngineGroup) -> None:
+def test_forward_only_role_computes_the_same(group: EngineGroup) -> None:
     """With weights in bfloat16."""
     trained = config_of("dp4ep2", dtype="bfloat16")
     found = []
@@ -168,7 +168,7 @@ def _copies(engine: TrainEngine) -> int:
 
 
 @pytest.mark.parametrize("case", in_turn(SPREAD))
-def test_each_rank_has_an_equal_part_of_the_experts(group: EngineGroup, case: str) -> None:
+def test_experts_are_sharded_evenly(group: EngineGroup, case: str) -> None:
     """And knows where it lies, against torch's own gathering; also where their number does not divide."""
     group.initialize(config=config_of(case))
     assert group.run(misplaced) == [[]] * CASES[case][1].world_size
@@ -250,7 +250,7 @@ def sometimes_raising(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor,
     return support.loss(output, data)
 
 
-def test_a_loss_that_raises_on_one_rank_leaves_an_engine_that_works(group: EngineGroup) -> None:
+def test_engine_works_after_loss_raises(group: EngineGroup) -> None:
     group.initialize(config=config_of("dp2ep2-last"))
     batch = support.make_batch(1, lengths=(9, 30, 9, 30))
     batch.input_ids.clamp_(max=support.VOCABULARY - 2)
@@ -276,7 +276,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "layout", "options", "error", "says"), REFUSED)
-def test_a_layout_that_the_experts_cannot_take_is_refused(
+def test_unfit_expert_layout_is_refused(
     group: EngineGroup,
     model: str,
     layout: ParallelLayout,

@@ -36,7 +36,7 @@ class TwoRanks(Comm):
         return 2
 
 
-def test_a_plan_counts_rows_for_the_tokens_of_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_counts_rows_for_remote_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """About what autograd keeps, within a tenth."""
     monkeypatch.setattr(collectives, "_all_gather", lambda value, comm, dim: torch.cat([value, value], dim))
     monkeypatch.setattr(collectives, "_reduce_scatter", lambda value, comm, dim: value.chunk(2, dim)[0])
@@ -62,7 +62,7 @@ def test_a_plan_counts_rows_for_the_tokens_of_other_ranks(monkeypatch: pytest.Mo
     assert planned.activations == pytest.approx(sum(kept.values()), rel=0.1)
 
 
-def test_a_plan_counts_the_gathered_experts_of_a_rank_alone() -> None:
+def test_plan_counts_gathered_experts_per_rank() -> None:
     experts = 2 * 6 * 3 * 24 * 16
     found = []
     for ep in (1, 2):

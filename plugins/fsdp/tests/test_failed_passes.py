@@ -49,7 +49,7 @@ def gradients(group: EngineGroup) -> dict[str, Tensor]:
     return found
 
 
-def test_a_loss_that_raises_on_one_of_two_ranks(group: EngineGroup) -> None:
+def test_loss_raises_on_first_rank(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(2, dtype="bfloat16", reduce_scatter="last"))
     expected = gradients(group)
     batch = SequenceBatch.from_sequences(
@@ -73,7 +73,7 @@ def raising_on_rank_1(data: SequenceBatch) -> float:
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(tp=2)], ids=["dp2", "tp2"])
-def test_a_weight_fn_that_raises_on_one_of_two_ranks(group: EngineGroup, layout: ParallelLayout) -> None:
+def test_weight_fn_raises_on_first_rank(group: EngineGroup, layout: ParallelLayout) -> None:
     group.initialize(config=support.fsdp_config(layout))
     expected = gradients(group)
     raising = LossSpec(fn=support.loss, weight_fn=raising_on_rank_1, outputs=LOSS.outputs)
@@ -112,7 +112,7 @@ def break_pass(engine: TrainEngine, where: str, forward_only: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduce_scatter", ["each", "last"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_model_that_raises_on_a_lone_rank(
+def test_model_raises_on_single_rank(
     group: EngineGroup, dtype: str, reduce_scatter: str, reshard: bool
 ) -> None:
     config = support.fsdp_config(1, dtype=dtype, reduce_scatter=reduce_scatter, reshard_after_forward=reshard)
@@ -133,7 +133,7 @@ def break_reduction(engine: TrainEngine) -> None:
         engine.forward_backward(support.make_batch(1), LOSS, BUDGET)
 
 
-def test_gradients_that_do_not_come_on_a_lone_rank(group: EngineGroup) -> None:
+def test_missing_gradients_on_single_rank(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(1))
     expected = gradients(group)
     group.run(break_reduction)
@@ -196,7 +196,7 @@ def fail_on_one_rank(engine: TrainEngine) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_raise_alone_have_failed(group: EngineGroup) -> None:
+def test_rank_raising_alone_has_failed(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(2))
     for said in group.run(fail_on_one_rank):
         assert "an engine that has failed: Broken: no memory" in said
@@ -209,7 +209,7 @@ def logprobs(group: EngineGroup) -> Tensor:
     return found
 
 
-def test_weights_that_are_loaded_after_a_failed_forward_pass_are_used(group: EngineGroup) -> None:
+def test_weights_loaded_after_failed_forward_are_used(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(1).model_copy(update={"seed": 1}))
     weights, expected = group.named_tensors("master"), logprobs(group)
     group.initialize(config=support.fsdp_config(1))
@@ -219,7 +219,7 @@ def test_weights_that_are_loaded_after_a_failed_forward_pass_are_used(group: Eng
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_pass_is_not_repeated_on_the_gradients_of_a_failed_one(group: EngineGroup, where: str) -> None:
+def test_failed_pass_leaves_no_gradients(group: EngineGroup, where: str) -> None:
     group.initialize(config=support.fsdp_config(1))
     expected = gradients(group)
     group.run(break_pass, where, False)

@@ -79,9 +79,7 @@ def plain_logprobs(model: Any, batch: SequenceBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("targets", ["all-linear", "one layer"])
-def test_peft_loads_what_is_saved_and_gives_the_same_logprobs(
-    group: EngineGroup, tmp_path: Path, family: str, targets: str
-) -> None:
+def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: str, targets: str) -> None:
     path = write_base(tmp_path / "base", support.TINY if family == "qwen3" else GPT2)
     layer = "model.layers.1.self_attn.q_proj" if family == "qwen3" else "transformer.h.1.mlp.c_proj"
     lora = (
@@ -121,7 +119,7 @@ def group_without(group: EngineGroup, path: Path, batch: SequenceBatch) -> torch
     return off
 
 
-def test_an_adapter_of_peft_is_taken_as_a_start(group: EngineGroup, base: Path, tmp_path: Path) -> None:
+def test_peft_adapter_initializes_training(group: EngineGroup, base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = PeftConfig(r=4, lora_alpha=9, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
@@ -185,9 +183,7 @@ def test_bfloat16_trains_float32_factors(group: EngineGroup, base: Path) -> None
     assert {value.dtype for value in group.named_tensors("params").values()} == {torch.bfloat16}
 
 
-def test_training_of_an_adapter_moves_to_the_reference_engine(
-    group: EngineGroup, base: Path, tmp_path: Path
-) -> None:
+def test_adapter_training_moves_to_reference_engine(group: EngineGroup, base: Path, tmp_path: Path) -> None:
     group.initialize(config=config_of(base))
     train(group, 0, 2)
     saved = SaveLoadMeta(path=str(tmp_path / "portable"), format="portable")
@@ -201,9 +197,7 @@ def test_training_of_an_adapter_moves_to_the_reference_engine(
         plain.load(meta(tmp_path / "adapter"))  # the digest of the base is the same on two ranks and on one
 
 
-def test_an_error_inside_the_context_of_a_group_switches_the_adapter_on(
-    group: EngineGroup, base: Path
-) -> None:
+def test_error_in_context_restores_adapter(group: EngineGroup, base: Path) -> None:
     group.initialize(config=config_of(base))
     train(group, 0, 2)
     batch = support.make_batch(3)

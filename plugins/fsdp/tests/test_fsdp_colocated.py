@@ -46,7 +46,7 @@ def groups_and_threads(engine: TrainEngine) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
-def test_each_computes_what_it_computes_alone(layout: ParallelLayout) -> None:
+def test_colocated_engines_compute_as_if_alone(layout: ParallelLayout) -> None:
     """Next to one of the same layout, and to one of another layout in the same world."""
     settings = (config(0, DP2), config(1, layout))
     alone = []

@@ -79,7 +79,7 @@ def test_gradients_equal_the_plain_model(
 
 
 @pytest.mark.nightly
-def test_compiled_blocks_give_the_same_gradients_for_any_number_of_sequences(group: EngineGroup) -> None:
+def test_compiled_blocks_keep_gradients(group: EngineGroup) -> None:
     batches = [
         support.make_batch(seed, lengths) for seed, lengths in enumerate([(5, 9), (7, 3, 8, 2), (17,)])
     ]
@@ -100,9 +100,7 @@ def test_fewer_sequences_than_ranks_terminate(group: EngineGroup) -> None:
     assert group.forward(batch, BUDGET)["logprobs"].shape == (13,)
 
 
-def test_a_forward_pass_sees_weights_that_were_loaded_since_the_last_one(
-    group: EngineGroup, tmp_path: Path
-) -> None:
+def test_forward_sees_newly_loaded_weights(group: EngineGroup, tmp_path: Path) -> None:
     group.initialize(config=support.fsdp_config(2))
     first = group.forward(support.make_batch(3), BUDGET)["logprobs"]
     meta = SaveLoadMeta(path=str(tmp_path / "start"), format="portable")
@@ -131,7 +129,7 @@ def test_resume_is_bitwise_on_the_same_layout(group: EngineGroup, tmp_path: Path
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
 @pytest.mark.parametrize("form", ["sharded", "portable"])
-def test_a_checkpoint_moves_to_another_number_of_ranks(
+def test_checkpoint_loads_at_different_world_size(
     group: EngineGroup, tmp_path: Path, before: int, after: int, form: CheckpointFormat
 ) -> None:
     group.initialize(config=support.fsdp_config(before))
@@ -161,7 +159,7 @@ def test_training_moves_to_the_reference_engine_and_back(group: EngineGroup, tmp
     assert train(group, 3, 5) == pytest.approx(plain_losses, rel=1e-4)
 
 
-def test_another_model_is_refused_and_nothing_changes(group: EngineGroup, tmp_path: Path) -> None:
+def test_different_model_is_refused_without_changes(group: EngineGroup, tmp_path: Path) -> None:
     group.initialize(config=support.fsdp_config(2, head="value"))
     meta = SaveLoadMeta(path=str(tmp_path / "critic"), format="portable")
     group.save(meta)
@@ -209,7 +207,7 @@ def test_bfloat16_computes_in_half_and_updates_in_float32(group: EngineGroup) ->
     assert {value.dtype for value in group.named_tensors("params").values()} == {torch.bfloat16}
 
 
-def test_a_nan_on_one_rank_skips_the_step_on_all(group: EngineGroup) -> None:
+def test_nan_on_any_rank_skips_step(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(4))
     train(group, 0, 1)
     before = state(group)
@@ -219,16 +217,14 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(group: EngineGroup) -> None:
     assert equal(state(group), before)
 
 
-def test_a_sequence_too_long_on_one_rank_is_an_error_on_all(group: EngineGroup) -> None:
+def test_long_sequence_fails_all_ranks(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(2))
     with pytest.raises(BatchError, match="has 40 tokens, and max_tokens is 32"):
         group.train_batch(support.make_batch(0, lengths=(40, 4, 4)), LOSS, BUDGET)
     assert group.train_batch(support.make_batch(0), LOSS, BUDGET)["update_successful"] == 1
 
 
-def test_room_on_the_device_is_asked_for_before_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_memory_is_checked_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU there is nothing to ask; that it is asked there shows the moment."""
     directory = ModelStore(tmp_path).directory(TinyModel(family="qwen3", seed=0))
     config = support.fsdp_config(1).model_copy(update={"model": ModelConfig(path=str(directory))})

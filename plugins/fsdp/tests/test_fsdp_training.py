@@ -39,7 +39,7 @@ def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> Curv
     [("grpo", []), pytest.param("ppo", OWN_RANK, marks=pytest.mark.slow)],
     ids=["grpo", "ppo with the critic on a rank of its own"],
 )
-def test_the_curve_is_that_of_the_reference(name: str, more: list[str], start: Path, tmp_path: Path) -> None:
+def test_curve_matches_the_reference(name: str, more: list[str], start: Path, tmp_path: Path) -> None:
     """On two data-parallel ranks; what is left is rounding, which three steps of Adam amplify."""
     found = curve(name, "fsdp", start, tmp_path / "fsdp", *more)
     expected = curve(name, "reference", start, tmp_path / "reference")
@@ -50,7 +50,7 @@ def test_the_curve_is_that_of_the_reference(name: str, more: list[str], start: P
 
 
 @pytest.mark.nightly
-def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(start: Path, tmp_path: Path) -> None:
+def test_ppo_resumes_bit_for_bit_after_kills(start: Path, tmp_path: Path) -> None:
     """On two data-parallel ranks, and two for the critic."""
     arithmetic.check_kills_change_nothing(start, "fsdp", tmp_path)
 
@@ -74,7 +74,7 @@ def train_on_part(engine: TrainEngine, actor: PPOActorInterface, part: SequenceB
     return actor.train_step(engine, part, MicroBatchSpec(max_tokens=64))
 
 
-def test_ranks_that_call_the_algorithm_themselves_agree_with_the_driver() -> None:
+def test_spmd_algorithm_agrees_with_driver() -> None:
     """Whitening, its moments, importance and mismatch are those of the global batch."""
     config = PPOActorConfig(
         advantage=ReinforcePlusPlus(), whiten_advantages=True, correction=TokenTruncated(limit=1.5)

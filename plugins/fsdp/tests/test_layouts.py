@@ -123,7 +123,7 @@ def test_replicas_add_up_gradients_once_in_a_pass(group: EngineGroup) -> None:
 
 
 @pytest.mark.parametrize(("model", "apart"), [("uneven", True), ("tiny", False)])
-def test_ends_that_share_no_weight_are_gathered_apart(group: EngineGroup, model: str, apart: bool) -> None:
+def test_untied_ends_are_gathered_separately(group: EngineGroup, model: str, apart: bool) -> None:
     """A tied weight is needed at the beginning and at the end of a pass."""
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     assert group.run(ends_are_apart) == [[apart, apart]] * 4
@@ -225,7 +225,7 @@ def test_a_checkpoint_moves_between_layouts(
         ("tiny", ParallelLayout(tp=2, cp=4), LayoutError, "2 attention heads cannot be spread over cp=4"),
     ],
 )
-def test_a_layout_that_the_model_cannot_take_is_refused(
+def test_unfit_layout_is_refused(
     model: str, layout: ParallelLayout, error: type[Exception], says: str
 ) -> None:
     with (
@@ -235,7 +235,7 @@ def test_a_layout_that_the_model_cannot_take_is_refused(
         pass
 
 
-def test_replicas_that_do_not_divide_are_refused(group: EngineGroup) -> None:
+def test_indivisible_replicas_are_refused(group: EngineGroup) -> None:
     with pytest.raises(LayoutError, match="replicas=3 must divide dp=4"):
         group.initialize(config=support.fsdp_config(4, replicas=3))
 
@@ -273,7 +273,7 @@ def held_bytes(engine: TrainEngine) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", ["hybrid", "replicated", "dp2cp2", "uneven-dp2tp2"])
-def test_a_plan_knows_what_a_rank_holds(group: EngineGroup, case: str) -> None:
+def test_plan_lists_local_weights(group: EngineGroup, case: str) -> None:
     """Within a tenth: every tensor parallel rank has the norms, and tiny tensors do not divide."""
     model, layout, options = CASES[case]
     config = support.fsdp_config(layout, model=MODELS[model], **options)
@@ -293,9 +293,7 @@ def weights_of(engine: TrainEngine) -> list[tuple[torch.dtype, int]]:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_a_role_that_only_runs_forward_has_its_weights_in_the_compute_dtype(
-    group: EngineGroup, head: Any
-) -> None:
+def test_forward_only_weights_use_compute_dtype(group: EngineGroup, head: Any) -> None:
     """Half the memory, and the same results: each pass would round them anyway."""
     output: OutputName = "values" if head == "value" else "logprobs"
     trained = support.fsdp_config(2, dtype="bfloat16", head=head)
@@ -325,7 +323,7 @@ def test_a_role_that_only_runs_forward_has_its_weights_in_the_compute_dtype(
     ],
     ids=str,
 )
-def test_a_plan_knows_what_a_rank_gathers(changes: dict[str, Any], expected: float) -> None:
+def test_plan_lists_gathered_weights(changes: dict[str, Any], expected: float) -> None:
     """Of a model with 40 weights in embeddings and head, and 20 in each of three layers."""
     config = support.fsdp_config(**{"layout": 2, **changes})
     assert config.gathered_bytes(100, 40, 3) == expected
@@ -363,7 +361,7 @@ def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
         assert bool((apart <= limit).all()), (layout, float((apart / limit).max()))
 
 
-def test_an_attention_that_the_plan_leaves_whole_takes_no_sequence_parallelism() -> None:
+def test_unsharded_attention_refuses_sequence_parallelism() -> None:
     """Its latent projections see the tokens of one rank: DeepSeek's plan cuts the MLPs alone."""
     model = build(TinyModel(family="deepseek_v3"))
     with pytest.raises(LayoutError, match=r"DeepseekV3ForCausalLM leaves layers\.0\.self_attn whole"):
@@ -372,9 +370,7 @@ def test_an_attention_that_the_plan_leaves_whole_takes_no_sequence_parallelism()
 
 
 @pytest.mark.parametrize("case", ["replicated", "uneven-dp2tp2"])
-def test_ranks_with_the_same_weights_save_equal_parts_of_them(
-    group: EngineGroup, tmp_path: Path, case: str
-) -> None:
+def test_replicas_save_equal_parts(group: EngineGroup, tmp_path: Path, case: str) -> None:
     model, layout, options = CASES[case]
     group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
     group.save(SaveLoadMeta(path=str(tmp_path)))

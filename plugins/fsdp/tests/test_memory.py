@@ -96,7 +96,7 @@ def config(path: Path) -> FSDPConfig:
     )
 
 
-def test_loading_and_exporting_hold_a_part_of_the_model(
+def test_loading_and_exporting_bound_memory(
     group: EngineGroup, directory: Path, full: int, tmp_path: Path
 ) -> None:
     """Loading takes a rank's own quarter; an export two buckets, and on the rank that writes one file more.

@@ -90,7 +90,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     return found
 
 
-def test_copies_run_beside_the_computation_and_one_ahead(module: Module) -> None:
+def test_copies_overlap_computation(module: Module) -> None:
     copies = SideCopies()
     packed = [copies.to_host(torch.full((2, 3), float(number)).as_subclass(OnDevice)) for number in range(3)]
     assert module.steps == [
@@ -114,7 +114,7 @@ def test_copies_run_beside_the_computation_and_one_ahead(module: Module) -> None
     ]
 
 
-def test_a_copy_may_be_asked_for_twice_and_the_next_pass_starts_anew(module: Module) -> None:
+def test_repeated_copies_reset_with_each_pass(module: Module) -> None:
     copies = SideCopies()
     (first,) = [copies.to_host(torch.zeros(2).as_subclass(OnDevice))]
     copies.forget()

@@ -42,7 +42,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(1, {"dp": 2}), pytest.param(2, {"dp": 2, "tp": 2}, marks=pytest.mark.nightly)],
     ids=["2 x 1", "2 x 2"],
 )
-def test_two_agents_of_torchrun_train_what_a_group_trains(
+def test_torchrun_agents_train_like_a_group(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: int, layout: dict[str, int]
 ) -> None:
     output = tmp_path / "spmd"

@@ -13,7 +13,7 @@ from core_rl_megatron import cpu_shim
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is replaced where there is CUDA")
 
 
-def test_megatron_sees_the_cpu_and_others_see_torch() -> None:
+def test_only_megatron_sees_the_cpu_shim() -> None:
     cpu_shim.install(torch.device("cpu"))
     cpu_shim.install(torch.device("cpu"))
     for name in cpu_shim.SITES:
@@ -27,7 +27,7 @@ def test_megatron_sees_the_cpu_and_others_see_torch() -> None:
         torch.zeros(1, device="cuda")
 
 
-def test_types_are_those_of_cuda_only_while_building() -> None:
+def test_cuda_types_last_while_building() -> None:
     tensor = torch.zeros(1)
     with cpu_shim.building():
         assert tensor.type() == "torch.cuda.FloatTensor"

@@ -54,7 +54,7 @@ def kept(engine: TrainEngine) -> int:
 
 
 @pytest.mark.slow
-def test_loading_takes_little_more_than_what_stays(directory: Path) -> None:
+def test_loading_bounds_peak_memory(directory: Path) -> None:
     first = support.config(layout={"tp": 2}).model_copy(update={"dtype": "bfloat16"})
     model = first.model.model_copy(update={"path": str(directory), "config": None})
     with EngineGroup("megatron", first) as group:

@@ -77,7 +77,7 @@ def plain_logprobs(model: Any, batch: SequenceBatch) -> Tensor:
 @pytest.mark.parametrize(
     ("layout", "lora"), [({"tp": 2}, LORA), (TP_SP, LORA), ({"pp": 2}, LAST_LAYER)], ids=["tp", "sp", "pp"]
 )
-def test_peft_loads_what_a_layout_saves_and_gives_the_same_logprobs(
+def test_peft_loads_adapter_of_any_layout(
     group: EngineGroup, base: Path, tmp_path: Path, layout: dict[str, Any], lora: dict[str, Any]
 ) -> None:
     chosen = config(base, layout, lora)
@@ -134,9 +134,7 @@ def test_bfloat16_plan_counts_float32_copies_of_frozen_weights(group: EngineGrou
     assert group.run(weight_bytes) == [chosen.state_bytes(*sizes).weights] * 2
 
 
-def test_a_role_that_only_runs_forward_has_its_weights_in_the_compute_dtype(
-    group: EngineGroup, base: Path
-) -> None:
+def test_forward_only_weights_use_compute_dtype(group: EngineGroup, base: Path) -> None:
     """A third of the memory, and the same results."""
     trained = config(base, {"dp": 2}, None).model_copy(update={"dtype": "bfloat16"})
     found, held = [], []

@@ -54,7 +54,7 @@ def test_engines_of_the_same_degrees_share_the_groups() -> None:
         assert all(torch.equal(value, alone[0][1][name]) for name, value in weights(host).items())
 
 
-def test_other_degrees_are_refused_while_there_are_some() -> None:
+def test_second_degrees_are_refused_while_in_use() -> None:
     with (
         EngineGroup("megatron", config(0, {"tp": 2}), timeout_s=120, threads_per_rank=1) as host,
         closing(EngineGroup("megatron", config(0, {"pp": 2}), timeout_s=120, colocate_with=host)) as guest,

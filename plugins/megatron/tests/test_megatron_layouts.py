@@ -54,7 +54,7 @@ def _train(group: EngineGroup, steps: range) -> list[float]:
     [*MOVES, *(pytest.param(*move, marks=pytest.mark.nightly) for move in MORE_MOVES)],
     ids=str,
 )
-def test_training_continues_at_another_layout(first: Setup, second: Setup, form: Any, tmp_path: Path) -> None:
+def test_training_continues_at_new_layout(first: Setup, second: Setup, form: Any, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"), format=form)
     with _start(first) as group:
         _train(group, range(3))
@@ -91,7 +91,7 @@ def test_recomputation_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "layout", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=["one", "tp", "pp"]
 )
-def test_the_padding_token_is_looked_up_without_a_gradient(layout: dict[str, Any]) -> None:
+def test_padding_token_gets_no_gradient(layout: dict[str, Any]) -> None:
     """As transformers does it (``padding_idx``), also where an answer contains it."""
     data = support.batch()
     assert bool((data.input_ids == PADDING).any())
@@ -104,7 +104,7 @@ def test_the_padding_token_is_looked_up_without_a_gradient(layout: dict[str, Any
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
-def test_ranks_with_the_same_weights_save_equal_parts_of_them(tmp_path: Path) -> None:
+def test_replicas_save_equal_parts(tmp_path: Path) -> None:
     """Without the distributed optimizer, each data parallel rank has everything."""
     with _start(("megatron", {"dp": 2}, None)) as group:
         group.save(SaveLoadMeta(path=str(tmp_path)))

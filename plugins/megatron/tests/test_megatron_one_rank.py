@@ -69,7 +69,7 @@ def results(engine: TrainEngine) -> list[float]:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
-def test_a_pass_that_raises_leaves_nothing_behind(config: TrainEngineConfig) -> None:
+def test_raising_pass_leaves_no_state(config: TrainEngineConfig) -> None:
     found = []
     for failing in (False, True):
         engine = load_engine("megatron", config)
@@ -103,7 +103,7 @@ def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig)
         gc.enable()
 
 
-def test_destroyed_engines_leave_no_threads_in_a_group_that_stays(tmp_path: Path) -> None:
+def test_destroyed_engines_leave_no_threads(tmp_path: Path) -> None:
     """Megatron makes 17 process groups for an engine; those of all ranks may be another engine's or torchrun's."""
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
@@ -119,9 +119,7 @@ def test_destroyed_engines_leave_no_threads_in_a_group_that_stays(tmp_path: Path
         torch.distributed.destroy_process_group()
 
 
-def test_room_on_the_device_is_asked_for_before_weights_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_memory_is_checked_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU there is nothing to ask; that it is asked there shows the moment."""
     directory = ModelStore(tmp_path).directory(TinyModel(family="qwen3", seed=0))
     config = support.config().model_copy(update={"model": ModelConfig(path=str(directory))})
@@ -136,7 +134,7 @@ def test_room_on_the_device_is_asked_for_before_weights_are_read(
         engine.initialize()
 
 
-def test_the_optimizer_is_torchs_where_another_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_is_always_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam of TransformerEngine and Apex has no count of steps for each parameter, which a resumed run sets."""
     monkeypatch.setattr("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False)
     monkeypatch.setattr("megatron.core.optimizer.Adam", _Foreign)

@@ -62,7 +62,7 @@ def test_options_are_refused_by_name(options: Fields, model: Fields, section: Fi
         check_options(config, AutoConfig.for_model(**(config.model.config or {})))
 
 
-def test_all_are_named_at_once_before_any_group_is_made() -> None:
+def test_option_errors_are_gathered_early() -> None:
     wrong = {**TE, "overlap_param_gather": True, "moe_grouped_gemm": True}
     engine = load_engine("megatron", support.config(options=wrong))
     with pytest.raises(ConfigError, match="4 problems") as raised:
@@ -75,7 +75,7 @@ def test_all_are_named_at_once_before_any_group_is_made() -> None:
     ("missing", "compiler", "says"),
     [("triton", "gcc", "there is no triton"), ("", None, "there is no C compiler")],
 )
-def test_fusions_on_cuda_need_what_compiles_them(
+def test_cuda_fusions_need_a_compiler(
     missing: str, compiler: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -87,7 +87,7 @@ def test_fusions_on_cuda_need_what_compiles_them(
     assert not uses_fusions(built({}, {}, {}).model_copy(update={"device": "auto"}))
 
 
-def test_what_is_left_open_is_decided_by_the_model_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_follow_model_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     config = built({}, {}, {})
     assert not groups_experts(config, AutoConfig.for_model("qwen3"))
     assert groups_experts(config, AutoConfig.for_model(**support.TINY | support.MOE))
@@ -102,7 +102,7 @@ def test_what_is_left_open_is_decided_by_the_model_and_the_machine(monkeypatch: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_norm_is_the_other_one(dtype: torch.dtype) -> None:
+def test_fused_norm_equals_plain_norm(dtype: torch.dtype) -> None:
     config = transformer_config(built({}, {}, {}), AutoConfig.for_model(**support.TINY))
     plain = RMSNorm(config, 24, 1e-5).to(dtype)
     config.bias_activation_fusion = True
@@ -161,7 +161,7 @@ class _Layer(nn.Module):
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_parameters_of_transformer_engine_have_the_names_of_transformers(experts: bool) -> None:
+def test_transformer_engine_names_match_transformers(experts: bool) -> None:
     fields = support.TINY | (support.MOE if experts else {}) | {"num_hidden_layers": 1}
     config = AutoConfig.for_model(**fields)
     chunk: Any = nn.Module()

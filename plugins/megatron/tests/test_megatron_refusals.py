@@ -52,7 +52,7 @@ REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
 @pytest.mark.parametrize(
     ("layout", "options", "model", "error", "says"), REFUSED, ids=[f"{row[0]}-{row[2]}" for row in REFUSED]
 )
-def test_model_that_does_not_fit_is_refused(
+def test_unfit_model_is_refused(
     layout: Fields, options: Fields, model: Fields, error: type[CoreRLError], says: str
 ) -> None:
     config = support.config(layout=layout, options=options, model=model)
@@ -67,13 +67,13 @@ def test_every_family_is_known_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "1.0", "unknown"])
-def test_another_version_of_megatron_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_megatron_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib_metadata, "version", lambda name: version)
     with pytest.raises(ConfigError, match=rf"{version} is installed: pip install 'megatron-core>=0.16"):
         check_megatron()
 
 
-def test_megatron_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_megatron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise importlib_metadata.PackageNotFoundError(name)
 
@@ -113,7 +113,7 @@ def test_the_engine_refuses(fields: dict[str, Any], error: type[CoreRLError], sa
         support.started(support.config(**fields))
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_different_model_is_refused(tmp_path: Path) -> None:
     from core_rl.backend.meta import SaveLoadMeta
 
     meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"))

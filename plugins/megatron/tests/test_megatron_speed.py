@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Fields, Fields, Fields, int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_fast_options_train_as_the_plain_ones(case: str) -> None:
+def test_fast_options_train_like_plain_options(case: str) -> None:
     layout, options, model, buckets = CASES[case]
     adapter = {name: value for name, value in model.items() if name == "lora"}
     model = {name: value for name, value in model.items() if name != "lora"}
@@ -89,7 +89,7 @@ def fails_on_one_rank(output: Any, micro_batch: Any) -> Any:
     return support.weighted_nll(output, micro_batch)
 
 
-def test_a_loss_that_fails_on_one_rank_leaves_nothing_under_way() -> None:
+def test_loss_failure_leaves_no_pending_work() -> None:
     """Its ranks have begun to add up gradients when they hear of it."""
     with support.started(support.config(layout={"dp": 2}, options=SPREAD)) as group:
         expected = group.train_batch(support.batch(), LOSS, CUT)

@@ -34,7 +34,7 @@ def run(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
-def test_a_recipe_has_one_curve_on_all_engines(recipe: str, start: Path, tmp_path: Path) -> None:
+def test_recipe_curve_is_equal_across_engines(recipe: str, start: Path, tmp_path: Path) -> None:
     """PPO's critic is on the same engine as its actor, and moved with it."""
     base = run(start, recipe, "reference", tmp_path / "reference")
     assert all(row["groups_without_signal"] < 1 and row["grad_norm"] > 0 for row in base[1:])
@@ -47,6 +47,6 @@ def test_a_recipe_has_one_curve_on_all_engines(recipe: str, start: Path, tmp_pat
 
 
 @pytest.mark.nightly
-def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(start: Path, tmp_path: Path) -> None:
+def test_ppo_resumes_bit_for_bit_after_kills(start: Path, tmp_path: Path) -> None:
     """On two tensor parallel ranks, and two for the critic."""
     support.check_kills_change_nothing(start, "megatron", tmp_path)

@@ -22,7 +22,7 @@ def slices_of_embedding(engine: TrainEngine) -> list[tuple[int, tuple[int, ...],
 
 
 @pytest.mark.nightly
-def test_copies_on_both_stages_are_cut_alike_and_count_once() -> None:
+def test_tied_copies_count_once_across_stages() -> None:
     """Megatron gives a shared embedding a bucket of its own (param_and_grad_buffer.py)."""
     with support.started(support.config("reference", model=LARGE), "reference") as group:
         expected = group.train_batch(support.batch(), LOSS, CUT)

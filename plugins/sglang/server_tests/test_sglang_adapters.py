@@ -61,9 +61,7 @@ def require_scores(engine: InferenceEngine, model: str, low_rank: LowRank | None
     torch.testing.assert_close(engine.score(BATCH), expected, atol=5e-5, rtol=0)
 
 
-def test_a_request_keeps_the_adapter_that_it_began_with(
-    adapted: InferenceEngine, root: Path, tmp_path: Path
-) -> None:
+def test_request_keeps_its_adapter(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     model, sides = tiny_model(root), {1: adapter(adapted, 1), 2: adapter(adapted, 2)}
     give(adapted, sides[1], 1, tmp_path)
     found = asked(adapted, 12, lambda: give(adapted, sides[2], 2, tmp_path))
@@ -85,9 +83,7 @@ def test_memory_comes_back_with_the_adapter(adapted: InferenceEngine, root: Path
     assert {version for response in asked(adapted, 2) for version in response.versions} == {3}
 
 
-def test_a_server_that_is_replaced_gets_the_adapter_before_it_serves(
-    adapted: InferenceEngine, root: Path, tmp_path: Path
-) -> None:
+def test_replacement_server_gets_adapter_first(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served, before = adapter(adapted, 4), pid_of(adapted)
     give(adapted, served, 5, tmp_path)
     found = asked(adapted, 12, lambda: os.kill(before, signal.SIGKILL))
@@ -98,9 +94,7 @@ def test_a_server_that_is_replaced_gets_the_adapter_before_it_serves(
     require_scores(adapted, tiny_model(root), served)
 
 
-def test_an_adapter_that_servers_refuse_changes_nothing(
-    adapted: InferenceEngine, root: Path, tmp_path: Path
-) -> None:
+def test_refused_adapter_changes_nothing(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served = adapter(adapted, 6)
     give(adapted, served, 6, tmp_path)
     address = backend_of(adapted).servers[0].address

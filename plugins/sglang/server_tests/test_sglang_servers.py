@@ -86,9 +86,7 @@ def grouped(version: int, tmp_path: Path) -> WeightUpdateMeta:
     return WeightUpdateMeta(method="distributed", version=version, path=point, bucket_bytes=4096, verify=True)
 
 
-def test_a_group_that_breaks_off_leaves_the_old_weights(
-    engine: InferenceEngine, root: Path, tmp_path: Path
-) -> None:
+def test_interrupted_group_keeps_old_weights(engine: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served, meta = engine.score(BATCH), grouped(3, tmp_path)
     arrival = engine.update_weights(meta)
     with pytest.raises(WeightsError, match="the trainer died"):
@@ -99,7 +97,7 @@ def test_a_group_that_breaks_off_leaves_the_old_weights(
     torch.testing.assert_close(engine.score(BATCH), served, atol=1e-6, rtol=0)
 
 
-def test_weights_come_by_a_group_and_a_killed_server_gets_them_from_here(
+def test_killed_server_recovers_broadcast_weights(
     engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     new, meta = tiny_model(root, seed=1), grouped(4, tmp_path)
@@ -117,7 +115,7 @@ def test_weights_come_by_a_group_and_a_killed_server_gets_them_from_here(
     require_serves(engine, new)
 
 
-def test_a_server_that_is_killed_in_an_update_comes_back_with_the_new_weights(
+def test_server_killed_in_update_recovers_new_weights(
     engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
     new = tiny_model(root, seed=2)
@@ -138,9 +136,7 @@ def test_a_server_that_is_killed_in_an_update_comes_back_with_the_new_weights(
     assert {version for response in asked(engine, 4) for version in response.versions} == {6}
 
 
-def test_a_trainer_that_dies_in_an_update_changes_nothing(
-    engine: InferenceEngine, root: Path, tmp_path: Path
-) -> None:
+def test_dead_trainer_changes_nothing(engine: InferenceEngine, root: Path, tmp_path: Path) -> None:
     before, served = engine.get_version(), engine.score(BATCH)
     meta = WeightUpdateMeta(method="tensor", version=9, path=str(tmp_path / "meet"), bucket_bytes=4096)
     arrival = engine.update_weights(meta)
@@ -161,7 +157,7 @@ def test_the_key_is_asked_for(engine: InferenceEngine, root: Path) -> None:
         intruder.initialize()
 
 
-def test_nothing_is_left_of_a_launch_that_was_broken_off(root: Path) -> None:
+def test_interrupted_launch_leaves_no_process(root: Path) -> None:
     engine = build(tiny_model(root))
     failures: list[CoreRLError] = []
 
@@ -183,7 +179,7 @@ def test_nothing_is_left_of_a_launch_that_was_broken_off(root: Path) -> None:
     assert not processes(group)
 
 
-def test_a_server_that_ends_at_its_start_is_reported_with_its_log(root: Path) -> None:
+def test_early_server_exit_reports_log(root: Path) -> None:
     engine = build(tiny_model(root), extra_args=("--no-such-option",))
     with pytest.raises(
         RolloutError, match=r"(?s)SGLang server 127.0.0.1:\d+ .*the end of its log:.*no-such-option"
@@ -194,7 +190,7 @@ def test_a_server_that_ends_at_its_start_is_reported_with_its_log(root: Path) ->
     assert not processes(group)
 
 
-def test_a_model_without_weights_is_refused_before_a_server_starts(tmp_path: Path, root: Path) -> None:
+def test_model_without_weights_is_refused_early(tmp_path: Path, root: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((Path(tiny_model(root)) / "config.json").read_text())
@@ -236,7 +232,7 @@ print([(part.name, part.start_idx, part.end_idx) for part in found["metadata"]])
 """
 
 
-def test_sglang_unpickles_a_bucket_that_is_on_a_gpu() -> None:
+def test_sglang_unpickles_gpu_bucket() -> None:
     """Its unpickler refuses most names; it finds the GPU by its UUID. Nothing is opened here."""
     flat = torch.zeros(128, dtype=torch.uint8)
     bucket = [("a", flat[:8].view(torch.float32)), ("b", flat[64:72].view(torch.bfloat16))]

@@ -131,7 +131,7 @@ def require_each_once(trained: list[list[int]]) -> None:
     assert completions == sorted(list(range(STEPS * PROMPTS)) * GROUP)
 
 
-def test_what_is_served_is_what_was_trained(
+def test_trained_weights_are_served(
     engine: InferenceEngine, start: Path, tmp_path: Path, published: Published, trained: list[list[int]]
 ) -> None:
     options = {"addresses": [backend_of(engine).servers[0].address], "api_key": API_KEY}
@@ -145,7 +145,7 @@ def test_what_is_served_is_what_was_trained(
     require_each_once(trained)
 
 
-def test_an_adapter_is_served_over_the_base_as_it_was_trained(
+def test_adapter_is_served_as_trained(
     adapted: InferenceEngine, start: Path, tmp_path: Path, published: Published
 ) -> None:
     options = {"addresses": [backend_of(adapted).servers[0].address], "api_key": API_KEY}
@@ -162,7 +162,7 @@ def test_an_adapter_is_served_over_the_base_as_it_was_trained(
 
 
 @pytest.mark.nightly
-def test_servers_that_are_killed_cost_no_sample(
+def test_killed_servers_lose_no_sample(
     start: Path,
     tmp_path: Path,
     published: Published,

@@ -37,7 +37,7 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
         yield made[0]
 
 
-def test_a_broken_connection_is_retried_and_gives_one_response(stub: Stub) -> None:
+def test_broken_connection_is_retried_once(stub: Stub) -> None:
     stub.faults["/generate"] = first(2, drop)
     with connected([stub]) as engine:
         (found,) = complete(engine, request())
@@ -64,7 +64,7 @@ def test_attempts_end(stub: Stub) -> None:
     ],
     ids=["500", "no json", "other json", "a list", "half a response"],
 )
-def test_nonsense_is_an_error_that_names_the_server(stub: Stub, reply: Any, says: str) -> None:
+def test_malformed_reply_names_server(stub: Stub, reply: Any, says: str) -> None:
     stub.faults["/generate"] = reply
     with connected([stub]) as engine:
         with pytest.raises(RolloutError) as caught:
@@ -107,7 +107,7 @@ def test_a_cancelled_request_is_aborted_by_its_name(stub: Stub) -> None:
     assert aborted == {"rid": generations(stub)[0]["rid"]}
 
 
-def test_foreign_ids_and_long_prompts_never_reach_the_server(stub: Stub) -> None:
+def test_invalid_prompts_never_reach_server(stub: Stub) -> None:
     with connected([stub]) as engine:
         for wrong in (request(1, 151), request(*range(62)), request(1, stop_token_ids=(500,))):
             with pytest.raises(RolloutError):
@@ -124,7 +124,7 @@ def test_a_missing_server_is_named(tmp_path: Path) -> None:
         made[0].start()
 
 
-def test_a_server_that_comes_back_gets_the_weights_before_it_serves(stub: Stub, tmp_path: Path) -> None:
+def test_recovered_server_gets_weights_first(stub: Stub, tmp_path: Path) -> None:
     new = tiny_model(tmp_path, seed=1)
     with connected([stub]) as engine:
         engine.update_weights(WeightUpdateMeta(version=5, path=new)).result(20)
@@ -141,7 +141,7 @@ def test_a_server_that_comes_back_gets_the_weights_before_it_serves(stub: Stub, 
         assert seen.index("/update_weights_from_disk") < len(seen) - 1 - seen[::-1].index("/generate")
 
 
-def test_the_other_server_takes_over(tmp_path: Path) -> None:
+def test_second_server_takes_over(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made, start_timeout_s=1.0) as engine:
         made[0].stop()
         found = complete(engine, *(request(1, 2, number) for number in range(20)))
@@ -161,7 +161,7 @@ def test_when_all_are_gone_requests_fail(tmp_path: Path) -> None:
         made[0].start()
 
 
-def test_equal_prompts_go_to_one_server(tmp_path: Path) -> None:
+def test_equal_prompts_share_a_server(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         for group in range(6):
             complete(engine, *(request(*range(group, group + 20)) for _ in range(4)))
@@ -193,13 +193,13 @@ def test_destroying_the_engine_ends_requests_with_an_error(stub: Stub) -> None:
     assert [type(failure) for failure in failures] == [EngineStateError]
 
 
-def test_a_server_that_somebody_left_paused_is_taken_over(stub: Stub) -> None:
+def test_paused_server_is_taken_over(stub: Stub) -> None:
     stub.paused = True
     with connected([stub], start_timeout_s=2.0) as engine:
         assert complete(engine, request())[0].output_ids == (7,) * 4
 
 
-def test_a_pause_that_a_server_refuses_leaves_none_paused(tmp_path: Path) -> None:
+def test_refused_pause_leaves_no_server_paused(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         made[1].faults["/pause_generation"] = lambda _request, _body: web.Response(status=500)
         with pytest.raises(RolloutError, match=made[1].address):
@@ -221,7 +221,7 @@ async def streamed(engine: InferenceEngine, count: int | None = None) -> list[Pa
     return found
 
 
-def test_a_streamed_response_comes_in_parts_and_as_a_whole(stub: Stub) -> None:
+def test_streamed_chunks_equal_full_response(stub: Stub) -> None:
     stub.faults["/generate"] = first(1, drop)
     with connected([stub]) as engine:
         *parts, response = asyncio.run(streamed(engine))
@@ -231,7 +231,7 @@ def test_a_streamed_response_comes_in_parts_and_as_a_whole(stub: Stub) -> None:
     assert [part.logprobs for part in parts] == [(-0.5,)] * 8
 
 
-def test_a_stream_that_is_closed_is_aborted(stub: Stub) -> None:
+def test_closed_stream_is_aborted(stub: Stub) -> None:
     stub.hold = True
     with connected([stub]) as engine:
         assert len(asyncio.run(streamed(engine, 3))) == 3

@@ -136,15 +136,13 @@ def test_each_server_has_accelerators_of_its_own(
 
 
 @pytest.mark.parametrize("devices", [[3, 1], [0, 1, 3, 6][1:], [1, 1]])
-def test_accelerators_that_sglang_cannot_name_are_refused(tmp_path: Path, devices: list[int]) -> None:
+def test_unsupported_accelerators_are_refused(tmp_path: Path, devices: list[int]) -> None:
     found = config(tiny_model(tmp_path), layout={"tp": len(devices)}, devices=devices)
     with pytest.raises(ConfigError, match="SGLang takes devices that rise in equal steps"):
         found.of_server(0)
 
 
-def test_a_server_next_to_a_trainer_needs_a_memory_fraction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_colocated_server_needs_memory_fraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = {"device": "auto", "shares_devices": True}
     path = tiny_model(tmp_path)
     config(path, **shared)  # on the CPU nothing is reserved
@@ -176,7 +174,7 @@ RECIPE: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", RECIPE)
-def test_a_recipe_whose_server_shares_a_device_is_checked_before_anything_starts(
+def test_shared_device_recipe_is_checked_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     changes, message = RECIPE[case]

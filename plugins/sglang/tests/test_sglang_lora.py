@@ -59,7 +59,7 @@ def bodies(stub: Stub, path: str, field: str) -> list[Any]:
     return [body.get(field) for called, body in stub.bodies if called == path]
 
 
-def test_an_adapter_is_written_with_what_sglang_fuses_it_with(tmp_path: Path) -> None:
+def test_adapter_is_written_with_fused_layers(tmp_path: Path) -> None:
     form = form_of(tiny_model(tmp_path))
     assert form.modules == ["down_proj", "k_proj", "q_proj", "v_proj"]
     assert form.arguments("cpu")[:4] == ["--enable-lora", "--max-lora-rank", "2", "--lora-target-modules"]
@@ -81,7 +81,7 @@ def test_an_adapter_is_written_with_what_sglang_fuses_it_with(tmp_path: Path) ->
     assert not padded[:, inner:].any()
 
 
-def test_layers_that_sglang_takes_no_adapter_of_are_named(tmp_path: Path) -> None:
+def test_unsupported_adapter_layers_are_named(tmp_path: Path) -> None:
     gpt2 = str(ModelStore(tmp_path).directory(TinyModel(family="gpt2")))
     engine = build(gpt2, lora={"rank": 2})
     with pytest.raises(
@@ -90,7 +90,7 @@ def test_layers_that_sglang_takes_no_adapter_of_are_named(tmp_path: Path) -> Non
         engine.launch_server()
 
 
-def test_an_adapter_stays_as_long_as_a_request_needs_it(stub: Stub, tmp_path: Path) -> None:
+def test_adapter_stays_while_requests_use_it(stub: Stub, tmp_path: Path) -> None:
     asked, proceed = threading.Event(), threading.Event()
 
     async def held(_request: web.Request, _body: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ def test_an_adapter_stays_as_long_as_a_request_needs_it(stub: Stub, tmp_path: Pa
     assert not list(tmp_path.glob(".meet*")), "no files are left"
 
 
-def test_a_server_that_has_lost_its_adapter_gets_it_again(stub: Stub, tmp_path: Path) -> None:
+def test_lost_adapter_is_loaded_again(stub: Stub, tmp_path: Path) -> None:
     def never_heard_of(_request: web.Request, body: dict[str, Any]) -> web.Response:
         message = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
         return web.json_response({"error": {"message": message}}, status=400)
@@ -130,7 +130,7 @@ def test_a_server_that_has_lost_its_adapter_gets_it_again(stub: Stub, tmp_path: 
     assert stub.calls["/load_lora_adapter"] == 2
 
 
-def test_a_server_that_only_lost_its_connection_has_its_adapter_still(stub: Stub, tmp_path: Path) -> None:
+def test_reconnected_server_keeps_adapter(stub: Stub, tmp_path: Path) -> None:
     def there(_request: web.Request, body: dict[str, Any]) -> web.Response:
         message = f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded"
         return web.json_response({"success": False, "error_message": message}, status=400)
@@ -141,7 +141,7 @@ def test_a_server_that_only_lost_its_connection_has_its_adapter_still(stub: Stub
         assert asyncio.run(ask(engine)).versions == (1,) * 4
 
 
-def test_a_server_that_is_lost_on_the_way_gets_the_adapter_when_it_is_back(tmp_path: Path) -> None:
+def test_recovered_server_gets_current_adapter(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made, LORA) as engine:
         made[1].faults["/load_lora_adapter"] = first(1, drop)
         give(engine, 1, tmp_path)
@@ -151,7 +151,7 @@ def test_a_server_that_is_lost_on_the_way_gets_the_adapter_when_it_is_back(tmp_p
         assert names[0] == names[1]
 
 
-def test_a_server_that_cannot_turn_to_the_adapter_is_brought_to_it(stub: Stub, tmp_path: Path) -> None:
+def test_failed_adapter_switch_is_repaired(stub: Stub, tmp_path: Path) -> None:
     with connected([stub], LORA) as engine:
         stub.faults["/update_weight_version"] = first(1, lambda r, b: web.Response(status=500))
         give(engine, 1, tmp_path)
@@ -159,7 +159,7 @@ def test_a_server_that_cannot_turn_to_the_adapter_is_brought_to_it(stub: Stub, t
     assert bodies(stub, "/generate", "lora_path") == bodies(stub, "/load_lora_adapter", "lora_name")[:1]
 
 
-def test_an_adapter_that_is_refused_leaves_the_one_before(stub: Stub, tmp_path: Path) -> None:
+def test_refused_adapter_keeps_previous_adapter(stub: Stub, tmp_path: Path) -> None:
     def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
         return web.json_response({"success": False, "error_message": "rank 2 is too much"}, status=400)
 

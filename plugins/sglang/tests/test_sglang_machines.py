@@ -81,9 +81,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_servers_run_on_their_machines_and_end_with_the_engine(
-    hosts: RehearsalHosts, python: str, tmp_path: Path
-) -> None:
+def test_servers_end_with_engine_on_machines(hosts: RehearsalHosts, python: str, tmp_path: Path) -> None:
     engine = build(tiny_model(tmp_path), dp=2, api_key=API_KEY, python=python)
     try:
         addresses = engine.launch_server(processes=server_processes(hosts, 2))
@@ -112,9 +110,7 @@ def test_servers_run_on_their_machines_and_end_with_the_engine(
     wait_for(lambda: all(map(gone, left)))
 
 
-def test_a_server_that_ends_at_its_start_is_reported_with_its_log(
-    hosts: RehearsalHosts, tmp_path: Path
-) -> None:
+def test_early_server_exit_reports_log(hosts: RehearsalHosts, tmp_path: Path) -> None:
     file = tmp_path / "server.sh"
     file.write_text("#!/bin/sh\necho no such device; exit 3\n")
     file.chmod(0o755)
@@ -131,14 +127,14 @@ def test_servers_on_machines_need_a_key(hosts: RehearsalHosts, tmp_path: Path) -
     engine.destroy()
 
 
-def test_the_devices_of_a_server_are_on_one_machine(hosts: RehearsalHosts) -> None:
+def test_server_devices_share_a_machine(hosts: RehearsalHosts) -> None:
     with pytest.raises(ConfigError, match=r"servers \[0\] of 2 ranks would lie on two machines each"):
         server_processes(hosts, 1, 2)
     with pytest.raises(ConfigError, match="a layout of 3 ranks"):
         server_processes(hosts, 3)
 
 
-def test_a_reserved_port_is_nobody_elses() -> None:
+def test_reserved_port_is_exclusive() -> None:
     port = reserve_port("127.0.0.1", 0)
     with pytest.raises(OSError, match="in use"):
         socket.socket().bind(("127.0.0.1", port))
@@ -146,7 +142,7 @@ def test_a_reserved_port_is_nobody_elses() -> None:
         server.listen()
 
 
-def test_shared_memory_does_not_reach_other_machines(tmp_path: Path) -> None:
+def test_shared_memory_stays_on_its_machine(tmp_path: Path) -> None:
     with stubs(tmp_path) as (stub,):
         engine = build(stub.model, addresses=(stub.address,))
         engine.initialize()

@@ -37,7 +37,7 @@ def free_ports(count: int) -> tuple[int, ...]:
     return ports
 
 
-def test_the_log_of_a_server_in_an_error_has_no_key(tmp_path: Path) -> None:
+def test_server_log_in_error_hides_key(tmp_path: Path) -> None:
     python = script(tmp_path, "read key; echo \"server_args={'api_key': '$key'}\"; exit 3")
     engine = build(tiny_model(tmp_path), api_key=API_KEY, python=python, log_path=str(tmp_path / "logs"))
     with pytest.raises(RolloutError, match=r"exit code 3[\s\S]*'api_key': '\*\*\*'") as caught:
@@ -47,9 +47,7 @@ def test_the_log_of_a_server_in_an_error_has_no_key(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o077 == 0, "SGLang writes its key there"
 
 
-def test_a_key_that_is_not_set_is_named_before_a_server_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unset_key_is_named_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CORE_RL_TEST_SGLANG_KEY")
     engine = build(tiny_model(tmp_path), api_key=API_KEY, python=script(tmp_path, "exit 3"))
     with pytest.raises(ConfigError, match="CORE_RL_TEST_SGLANG_KEY is not set"):
@@ -68,13 +66,13 @@ def test_a_key_that_is_not_set_is_named_before_a_server_starts(
         "--base-gpu-id=1",
     ],
 )
-def test_arguments_that_have_a_field_are_refused(tmp_path: Path, argument: str) -> None:
+def test_arguments_duplicating_fields_are_refused(tmp_path: Path, argument: str) -> None:
     with pytest.raises(ConfigError, match=r"extra_args.*set (options\.)?\w+ instead of --"):
         build(tiny_model(tmp_path), extra_args=("--chunked-prefill-size", "64", argument))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "server.example"])
-def test_a_server_that_others_reach_needs_a_key(tmp_path: Path, host: str) -> None:
+def test_reachable_server_needs_a_key(tmp_path: Path, host: str) -> None:
     model = tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=rf"host = '{host}' without api_key: whoever reaches .* run code"):
         build(model, host=host)
@@ -107,7 +105,7 @@ sys.exit(3)
 """
 
 
-def test_the_port_of_a_server_is_kept_until_it_listens(tmp_path: Path) -> None:
+def test_server_port_is_reserved_until_listening(tmp_path: Path) -> None:
     """One that was only looked up was taken by a process group while the server was starting."""
     (tmp_path / "listens.py").write_text(LISTENS)
     engine = build(
@@ -118,7 +116,7 @@ def test_the_port_of_a_server_is_kept_until_it_listens(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_a_server_whose_sibling_does_not_start_is_stopped(tmp_path: Path) -> None:
+def test_server_stops_with_failed_sibling(tmp_path: Path) -> None:
     ports, pid = free_ports(2), tmp_path / "pid"
     # The first ends as soon as the second is running.
     dies = f"while [ ! -s {pid} ]; do sleep 0.02; done; exit 3"
@@ -135,9 +133,7 @@ def test_a_server_whose_sibling_does_not_start_is_stopped(tmp_path: Path) -> Non
             os.kill(int(pid.read_text()), 0)
 
 
-def test_a_server_writes_the_libraries_and_gpus_of_its_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_environment_names_libraries_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "environment"
     server_side.write_environment(str(file))
     assert json.loads(file.read_text()) == {"torch": torch.__version__, "nccl": None, "gpus": []}

@@ -59,7 +59,7 @@ def test_requests_stop_at_all_end_tokens(sampling: dict[str, Any], sent: list[in
     assert SglangWire().generation(request, EOS)["sampling_params"]["stop_token_ids"] == sent
 
 
-def test_a_request_that_was_aborted_in_the_queue_has_no_tokens() -> None:
+def test_request_aborted_in_queue_has_no_tokens() -> None:
     found = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
     assert to_response(LLMRequest(input_ids=(1,)), found, EOS, "here:1").stop_reason == "abort"
 
@@ -84,12 +84,12 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
         ([{"version": "1", "start": 1, "end": 2}], RolloutError),
     ],
 )
-def test_versions_that_are_not_ours_or_not_of_all_tokens(spans: Any, error: type[Exception]) -> None:
+def test_foreign_or_missing_versions_are_refused(spans: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="here:1"):
         to_response(LLMRequest(input_ids=(1,)), generated([7, 7], {"type": "length"}, spans), EOS, "here:1")
 
 
-def test_all_that_a_generation_config_could_set_is_said() -> None:
+def test_request_sets_every_generation_option() -> None:
     body = generation_body(LLMRequest(input_ids=(1, 2)), "name")
     sampling = body["sampling_params"]
     assert (body["rid"], body["input_ids"], body["return_logprob"]) == ("name", [1, 2], True)
@@ -113,16 +113,14 @@ def test_optional_sampling_has_the_names_of_the_server() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "sent"), [(0.7, 1, -1), (0.7, 2, 2), (0.0, 1, 1), (1.0, None, -1)]
 )
-def test_the_only_token_left_is_drawn_at_its_temperature(
-    temperature: float, top_k: int | None, sent: int
-) -> None:
+def test_single_candidate_token_keeps_temperature(temperature: float, top_k: int | None, sent: int) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k)
     found = generation_body(LLMRequest(input_ids=(1,), sampling=sampling), "n")["sampling_params"]
     assert found["top_k"] == sent
     assert (found["top_p"] < 1e-6) == (top_k == 1 and temperature > 0)
 
 
-def test_turns_of_a_conversation_stay_where_their_prefix_is() -> None:
+def test_conversation_turns_keep_their_server() -> None:
     router, loads = PrefixRouter(), {"a": 0, "b": 0, "c": 0}
     first = list(range(3 * BLOCK))
     home = router.pick(first, loads)

@@ -63,7 +63,7 @@ def test_a_refused_update_leaves_weights_and_version(tmp_path: Path) -> None:
         assert {v for response in complete(engine, request(), request(9)) for v in response.versions} == {0}
 
 
-def test_a_server_that_dies_in_an_update_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+def test_server_death_in_update_recovers_new_weights(tmp_path: Path) -> None:
     new = tiny_model(tmp_path, seed=1)
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         made[1].faults["/update_weights_from_disk"] = first(1, drop)
@@ -122,7 +122,7 @@ def unpickled(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def test_a_stream_that_breaks_off_restores_the_old_weights(tmp_path: Path) -> None:
+def test_interrupted_stream_restores_old_weights(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         meta = WeightUpdateMeta(
             method="tensor", version=3, path=str(tmp_path / "rendezvous"), bucket_bytes=4096
@@ -140,7 +140,7 @@ def test_a_stream_that_breaks_off_restores_the_old_weights(tmp_path: Path) -> No
             assert stub.calls["/update_weights_from_disk"] == 1, "the weights before the update"
 
 
-def test_a_connection_that_breaks_at_a_pause_leaves_nobody_paused(stub: Stub, tmp_path: Path) -> None:
+def test_connection_lost_at_pause_resumes_servers(stub: Stub, tmp_path: Path) -> None:
     def pause_and_drop(request: web.Request, body: Any) -> None:
         stub.paused = True
         drop(request, body)
@@ -167,7 +167,7 @@ def require_broadcast(stub: Stub, tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_group_reaches_every_server_and_a_later_one(tmp_path: Path, count: int) -> None:
+def test_broadcast_reaches_late_server(tmp_path: Path, count: int) -> None:
     tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
     with stubs(tmp_path, count) as made, connected(made) as engine:
         meta = grouped(tmp_path)
@@ -188,7 +188,7 @@ def test_a_group_reaches_every_server_and_a_later_one(tmp_path: Path, count: int
             require_broadcast(made[0], tensors)
 
 
-def test_a_server_that_dies_in_a_group_holds_up_nobody(tmp_path: Path) -> None:
+def test_server_death_in_broadcast_blocks_no_peer(tmp_path: Path) -> None:
     tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         meta = grouped(tmp_path)
@@ -207,7 +207,7 @@ def test_a_server_that_dies_in_a_group_holds_up_nobody(tmp_path: Path) -> None:
             assert stub.version == "3"
 
 
-def test_a_broadcast_that_breaks_off_restores_the_old_weights(tmp_path: Path) -> None:
+def test_interrupted_broadcast_restores_old_weights(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         meta = grouped(tmp_path)
         arrival = engine.update_weights(meta)
@@ -223,9 +223,7 @@ def test_a_broadcast_that_breaks_off_restores_the_old_weights(tmp_path: Path) ->
             assert stub.calls["/update_weights_from_disk"] == 1, "the weights before the update"
 
 
-def test_a_recovery_that_fails_for_any_reason_ends_the_wait_for_the_server(
-    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_recovery_ends_wait(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
     with connected([stub], retries=1) as engine:
         meta = grouped(tmp_path)
@@ -271,7 +269,7 @@ def test_no_server_computes_while_an_update_is_undone(tmp_path: Path) -> None:
             assert versions(stub, start) == ["0"], "the refused version never existed"
 
 
-def test_a_server_that_receives_weights_ignores_a_resume(stub: Stub, tmp_path: Path) -> None:
+def test_receiving_server_ignores_resume(stub: Stub, tmp_path: Path) -> None:
     receiving, resumed = threading.Event(), threading.Event()
 
     async def slow(_request: web.Request, _body: Any) -> None:
@@ -292,7 +290,7 @@ def test_a_server_that_receives_weights_ignores_a_resume(stub: Stub, tmp_path: P
         assert complete(engine, request())[0].versions == (3,) * 4
 
 
-def test_a_server_that_cannot_be_restored_computes_when_it_has_weights(stub: Stub, tmp_path: Path) -> None:
+def test_unrestored_server_waits_for_weights(stub: Stub, tmp_path: Path) -> None:
     """The refused update and its undoing both fail; only the recovery succeeds."""
     new = tiny_model(tmp_path, seed=1)
     with connected([stub]) as engine:
@@ -307,7 +305,7 @@ def test_a_server_that_cannot_be_restored_computes_when_it_has_weights(stub: Stu
     assert seen.index("/continue_generation") > len(seen) - seen[::-1].index("/update_weight_version") - 1
 
 
-def test_requests_of_a_server_that_is_never_restored_end(stub: Stub, tmp_path: Path) -> None:
+def test_unrestored_server_ends_its_requests(stub: Stub, tmp_path: Path) -> None:
     new = tiny_model(tmp_path, seed=1)
     with connected([stub]) as engine:
         stub.faults["/update_weights_from_disk"] = refuse
@@ -320,7 +318,7 @@ def test_requests_of_a_server_that_is_never_restored_end(stub: Stub, tmp_path: P
     assert stub.paused
 
 
-def test_servers_open_buckets_on_the_trainers_gpu_and_later_ones_read_the_copy(
+def test_late_servers_read_bucket_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu
 ) -> None:
     """The second server is lost after some buckets, when the trainer's buffers are gone."""
@@ -361,9 +359,7 @@ def test_servers_open_buckets_on_the_trainers_gpu_and_later_ones_read_the_copy(
 
 
 @pytest.mark.parametrize("engine", ["sglang", "reference-rollout"])
-def test_files_are_hashed_where_they_are_to_be_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
+def test_verified_files_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     new, path, hashed = Path(tiny_model(tmp_path, seed=1)), tmp_path / "weights", list[str]()
     digest = hashlib.file_digest
 
@@ -391,7 +387,7 @@ def test_files_are_hashed_where_they_are_to_be_verified(
         assert any(name.endswith(".safetensors") for name in hashed)
 
 
-def test_memory_is_freed_and_comes_back_with_the_weights(tmp_path: Path) -> None:
+def test_memory_resume_restores_weights(tmp_path: Path) -> None:
     new = tiny_model(tmp_path, seed=1)
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         engine.update_weights(WeightUpdateMeta(version=3, path=new)).result(20)

@@ -64,7 +64,7 @@ def require_drawn_by(model: str, response: LLMResponse, first: int, last: int, t
     ],
     ids=str,
 )
-def test_logprobs_are_those_of_the_full_distribution(
+def test_logprobs_cover_full_distribution(
     engine: InferenceEngine, root: Path, sampling: dict[str, Any]
 ) -> None:
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, **sampling)
@@ -73,9 +73,7 @@ def test_logprobs_are_those_of_the_full_distribution(
     require_drawn_by(tiny_model(root), response, 0, 12, params.logprob_temperature)
 
 
-def test_sequences_are_scored_up_to_the_context_and_with_the_whole_vocabulary(
-    engine: InferenceEngine, root: Path
-) -> None:
+def test_scores_cover_context_and_vocabulary(engine: InferenceEngine, root: Path) -> None:
     require_serves(engine, tiny_model(root))
     row = [5, 8, 2, 9]
     expected = logprobs_of(tiny_model(root), row).float()
@@ -90,7 +88,7 @@ def test_a_response_ends_with_the_end_of_sequence(engine: InferenceEngine) -> No
     assert (response.output_ids, response.stop_reason) == ((2,), "stop")
 
 
-def test_a_stream_gives_what_the_response_has(engine: InferenceEngine) -> None:
+def test_stream_equals_response(engine: InferenceEngine) -> None:
     async def parts() -> list[Any]:
         request = LLMRequest(
             input_ids=(5, 17, 33), sampling=SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -105,7 +103,7 @@ def test_a_stream_gives_what_the_response_has(engine: InferenceEngine) -> None:
 
 
 @pytest.mark.parametrize("method", ["disk", "tensor", "distributed"])
-def test_tokens_carry_the_version_of_the_weights_that_drew_them(
+def test_tokens_carry_their_weight_version(
     engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["disk", "tensor", "distributed"]
 ) -> None:
     old, version = engine.get_version(), engine.get_version() + 1
@@ -142,7 +140,7 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(
 
 
 @pytest.mark.parametrize("method", ["tensor", "distributed"])
-def test_a_trainer_that_dies_leaves_the_old_weights(
+def test_dead_trainer_leaves_old_weights(
     engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["tensor", "distributed"]
 ) -> None:
     version = engine.get_version()
@@ -161,7 +159,7 @@ def test_a_trainer_that_dies_leaves_the_old_weights(
     require_serves(engine, tiny_model(root, seed=version))
 
 
-def test_a_killed_server_comes_back_and_nothing_is_lost(engine: InferenceEngine, root: Path) -> None:
+def test_killed_server_recovers_all_requests(engine: InferenceEngine, root: Path) -> None:
     version, process = engine.get_version(), backend_of(engine).servers[0].process
     assert process is not None
 
@@ -179,7 +177,7 @@ def test_a_killed_server_comes_back_and_nothing_is_lost(engine: InferenceEngine,
 
 
 @pytest.mark.nightly
-def test_two_servers_are_one_engine(root: Path) -> None:
+def test_two_servers_form_an_engine(root: Path) -> None:
     engine = build(tiny_model(root), dp=2)
     try:
         engine.initialize()

@@ -46,7 +46,7 @@ async def slow(_request: web.Request, _body: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", [drop, failing(DEAD)], ids=["gone", "dead inside"])
-def test_a_request_whose_server_is_lost_gives_one_response(stub: VllmStub, fault: Any) -> None:
+def test_lost_server_gives_single_response(stub: VllmStub, fault: Any) -> None:
     stub.faults[GENERATE] = first(2, fault)
     with connected([stub]) as engine:
         (found,) = complete(engine, request())
@@ -55,14 +55,14 @@ def test_a_request_whose_server_is_lost_gives_one_response(stub: VllmStub, fault
     assert len(names) == len(set(names)) == 3, "each attempt has a name of its own"
 
 
-def test_a_request_that_no_server_answers_names_one(stub: VllmStub) -> None:
+def test_unanswered_request_names_a_server(stub: VllmStub) -> None:
     stub.faults[GENERATE] = drop
     with connected([stub], retries=1) as engine, pytest.raises(RolloutError, match=stub.address):
         complete(engine, request())
     assert len(stub.asked) == 2
 
 
-def test_a_request_to_a_slow_server_is_aborted_under_the_name_that_vllm_gave_it(stub: VllmStub) -> None:
+def test_slow_request_is_aborted_by_vllm_id(stub: VllmStub) -> None:
     stub.faults[GENERATE] = slow
     with connected([stub], request_timeout_s=0.2) as engine:
         with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
@@ -72,9 +72,7 @@ def test_a_request_to_a_slow_server_is_aborted_under_the_name_that_vllm_gave_it(
     assert aborted == {"request_ids": ["generate-tokens-" + stub.asked[0]["request_id"]]}
 
 
-def test_a_server_that_starts_again_gets_the_weights_before_its_tokens_count(
-    stub: VllmStub, tmp_path: Path
-) -> None:
+def test_restarted_server_gets_weights_first(stub: VllmStub, tmp_path: Path) -> None:
     with connected([stub]) as engine:
         engine.update_weights(WeightUpdateMeta(version=5, path=tiny_model(tmp_path, seed=1))).result(20)
         served = stub.model_path
@@ -85,7 +83,7 @@ def test_a_server_that_starts_again_gets_the_weights_before_its_tokens_count(
     assert (found.versions, stub.model_path) == ((5,) * 4, served)
 
 
-def test_the_other_server_takes_over(tmp_path: Path) -> None:
+def test_second_server_takes_over(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made, start_timeout_s=1.0) as engine:
         made[0].stop()
         found = complete(engine, *(request(1, 2, number) for number in range(20)))
@@ -127,7 +125,7 @@ def test_no_token_is_drawn_during_an_update(stub: VllmStub, tmp_path: Path) -> N
     assert found.versions == (3,) * 4
 
 
-def test_an_update_that_breaks_off_is_ended_and_undone(stub: VllmStub, tmp_path: Path) -> None:
+def test_interrupted_update_is_undone(stub: VllmStub, tmp_path: Path) -> None:
     model = tiny_model(tmp_path, seed=1)
     with connected([stub]) as engine:
         with pytest.raises(WeightsError, match="the trainer died"):
@@ -137,7 +135,7 @@ def test_an_update_that_breaks_off_is_ended_and_undone(stub: VllmStub, tmp_path:
         assert complete(engine, request())[0].versions == (0,) * 4
 
 
-def test_a_bucket_that_a_server_refuses_undoes_the_update(stub: VllmStub, tmp_path: Path) -> None:
+def test_refused_bucket_undoes_update(stub: VllmStub, tmp_path: Path) -> None:
     def refuse(_request: web.Request, _body: Any) -> web.Response:
         stub.updating = False  # as vLLM does
         return failing("cannot load")(_request, _body)  # type: ignore[no-any-return]
@@ -149,14 +147,14 @@ def test_a_bucket_that_a_server_refuses_undoes_the_update(stub: VllmStub, tmp_pa
         assert complete(engine, request())[0].versions == (0,) * 4
 
 
-def test_an_update_whose_client_is_gone_makes_way(stub: VllmStub, tmp_path: Path) -> None:
+def test_abandoned_update_makes_way(stub: VllmStub, tmp_path: Path) -> None:
     stub.updating = True
     with connected([stub]) as engine:
         sent(engine, tiny_model(tmp_path, seed=1), streamed_update(tmp_path))
         assert engine.get_version() == 3
 
 
-def test_a_streamed_response_comes_in_parts_and_as_a_whole(stub: VllmStub) -> None:
+def test_streamed_chunks_equal_full_response(stub: VllmStub) -> None:
     async def parts(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
         async with aclosing(engine.astream(request(max_new_tokens=5))) as found:
             return [part async for part in found]

@@ -13,7 +13,7 @@ from core_rl_trainer.recipe.recipe import load_recipe
 RECIPE = Path(__file__).parents[3] / "examples" / "grpo_vllm.yaml"
 
 
-def test_the_recipe_is_one_of_vllm_servers(tmp_path: Path) -> None:
+def test_recipe_uses_vllm_servers(tmp_path: Path) -> None:
     sums = tmp_path / "sums.jsonl"
     sums.write_text('{"prompt": "01+02=", "answer": "003"}\n')
     prepared = {"data.train": sums, "data.eval": sums, "model.path": tiny_model(tmp_path)}

@@ -52,12 +52,12 @@ def test_an_aborted_request_may_have_no_tokens() -> None:
         ({"logprobs": None}, RolloutError),
     ],
 )
-def test_a_response_that_is_not_whole_is_refused(changes: dict[str, Any], error: type[Exception]) -> None:
+def test_incomplete_response_is_refused(changes: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match="vLLM server s"):
         WIRE.response(REQUEST, choice(**changes), (), "vLLM server s")
 
 
-def test_a_request_names_all_parameters_and_where_it_ends() -> None:
+def test_request_names_all_parameters() -> None:
     request = LLMRequest(rid="r", input_ids=(1, 2), sampling=SamplingParams(stop_token_ids=(9,), seed=4))
     sampling = WIRE.generation(request, {2, 3})["sampling_params"]
     assert (sampling["stop_token_ids"], sampling["ignore_eos"], sampling["seed"]) == ([2, 3, 9], True, 4)
@@ -80,7 +80,7 @@ def test_a_stream_ends_with_all_tokens() -> None:
     assert response == WIRE.response(REQUEST, choice(), (), "vLLM server s")
 
 
-def test_scores_are_of_the_given_tokens_and_the_best() -> None:
+def test_scores_cover_given_and_best_tokens() -> None:
     positions = [None, {"5": {"logprob": -3.0}, "6": {"logprob": -0.1}, "4": {"logprob": -2.0}}]
     scores = WIRE.scores({"prompt_logprobs": positions}, (1, 5), 2, "vLLM server s")
     torch.testing.assert_close(scores.logprobs, torch.tensor([-3.0], dtype=torch.float64))
@@ -89,7 +89,7 @@ def test_scores_are_of_the_given_tokens_and_the_best() -> None:
         WIRE.scores({"prompt_logprobs": positions}, (1, 5, 6), 2, "vLLM server s")
 
 
-def test_a_server_whose_engine_has_ended_is_lost() -> None:
+def test_server_with_ended_engine_is_lost() -> None:
     assert WIRE.is_lost(Refused("status 500: EngineCore encountered an issue. See stack trace"))
     assert not WIRE.is_lost(Refused("status 400: the prompt is too long"))
 
@@ -101,7 +101,7 @@ def test_a_server_whose_engine_has_ended_is_lost() -> None:
         ({"extra_args": ("--max-num-seqs=3",)}, "options.max_running_requests"),
     ],
 )
-def test_options_that_are_unsafe_or_have_a_field_are_refused(
+def test_unsafe_or_duplicate_options_are_refused(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
