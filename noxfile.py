@@ -39,6 +39,8 @@ SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
 SERVER_PLUGINS = [place for places in SERVER_SIDE.values() for place in places]
 MUTANTS = "conformance/tests/test_mutants.py"
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
+WORDS_STRICT = False
+"""Whether a measure of tools/words.py over its limit fails `lint`; False prints the table only."""
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]
@@ -66,6 +68,7 @@ def _quick(session: nox.Session) -> tuple[bool, list[str]]:
 def _lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("python", "tools/words.py", *(["--strict"] if WORDS_STRICT else []))
 
 
 def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
@@ -184,7 +187,7 @@ def cluster(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff: rules and formatting."""
+    """Run ruff, rules and formatting, and count words that docs/vocabulary.md replaces."""
     session.install("-c", str(CONSTRAINTS), "ruff")
     _lint(session)
 
