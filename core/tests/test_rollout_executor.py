@@ -14,8 +14,8 @@ from rollout_support import GatedWorkflow, eventually, keys, one_token
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.distributed import loop_thread
 from core_rl.errors import EngineStateError, RolloutError
-from core_rl.rollout import loop_thread
 from core_rl.rollout.episodes import StalenessLimit
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.workflow import TokenGenerator

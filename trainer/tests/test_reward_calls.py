@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
-from core_rl.rollout.loop_thread import LoopThread
 from core_rl_trainer.rewards.calls import call_on_loop
 from core_rl_trainer.rewards.functions import compute_reward
 

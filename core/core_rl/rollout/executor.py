@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
 from core_rl.rollout.episodes import EpisodeQueue, StalenessLimit
-from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.workflow import AcceptFn, Episode, RolloutWorkflow, TokenGenerator
 
 __all__ = ["WorkflowExecutor"]

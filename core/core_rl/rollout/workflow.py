@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMResponse
+from core_rl.distributed.loop_thread import being_cancelled
 from core_rl.errors import RolloutError
 from core_rl.rollout.continued import TokenGenerator
-from core_rl.rollout.loop_thread import being_cancelled
 from core_rl.rollout.transcript import Transcript
 
 __all__ = [

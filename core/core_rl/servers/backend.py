@@ -17,8 +17,8 @@ from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.distributed.devices import wants_cuda
+from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import LayoutError
-from core_rl.rollout.loop_thread import LoopThread
 from core_rl.servers.api import Api
 from core_rl.servers.calls import Requests
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
@@ -28,11 +28,11 @@ from core_rl.servers.model import ServedModel
 from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.receiving import WeightReceiver
 from core_rl.servers.scores import Scorer
-from core_rl.servers.server import Server
+from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
 from core_rl.servers.weights import DiskWeights
 from core_rl.servers.wire import Wire
 
-__all__ = ["MemoryReleasingBackend", "ServerBackend"]
+__all__ = ["ServerBackend"]
 
 C = TypeVar("C", bound=ServerEngineConfig)
 
@@ -82,7 +82,7 @@ class ServerBackend(InferenceBackend[C]):
             self.cleanup.callback(launched[-1].stop)
         self.servers += tuple(launched)
         for server in launched:
-            self._loop.wait(server.wait_until_up(options.start_timeout_s))
+            self.loop.wait(server.wait_until_up(options.start_timeout_s))
         return tuple(server.address for server in launched)
 
     def build(
@@ -96,24 +96,25 @@ class ServerBackend(InferenceBackend[C]):
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
         own = {server.address: server for server in self.servers}
         self.servers = tuple(own.get(address) or self._server(address, options) for address in addresses)
-        self._fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
-        self.cleanup.callback(lambda: self._loop.wait(self._fleet.close()))
-        self._loop.wait(self._fleet.connect())
-        self._requests = Requests(self._fleet.pool, self.wire, requests_at_one_time())
+        self.fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
+        self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
+        self.loop.wait(self.fleet.connect())
+        self._requests = Requests(self.fleet.pool, self.wire, requests_at_one_time())
         self._scorer = Scorer(self._requests, self.wire, self.model.limits.vocab_size)
-        self._receiver = WeightReceiver(self._loop, self._fleet, self.model)
+        self._receiver = WeightReceiver(self.loop, self.fleet, self.model)
         return self.model.limits
 
     @cached_property
-    def _loop(self) -> LoopThread:
+    def loop(self) -> LoopThread:
+        """The thread of the event loop that all calls to servers run on."""
         loop = LoopThread(f"core-rl-{self.product.lower()}")
         self.cleanup.callback(loop.close)
         return loop
 
     @cached_property
     def _session(self) -> aiohttp.ClientSession:
-        session = self._loop.wait(_session())
-        self.cleanup.callback(lambda: self._loop.wait(session.close()))
+        session = self.loop.wait(_session())
+        self.cleanup.callback(lambda: self.loop.wait(session.close()))
         return session
 
     def _server(
@@ -132,7 +133,7 @@ class ServerBackend(InferenceBackend[C]):
     # -------------------------------------------------------------- requests
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        return await asyncio.wrap_future(self._loop.run(self._requests.generate(request, self.model.eos)))
+        return await asyncio.wrap_future(self.loop.run(self._requests.generate(request, self.model.eos)))
 
     async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
         """Parts of a response as they come, and last the response; a server lost after the first is an error."""
@@ -147,7 +148,7 @@ class ServerBackend(InferenceBackend[C]):
             finally:
                 callers_loop.call_soon_threadsafe(parts.put_nowait, None)
 
-        running = self._loop.run(pump())
+        running = self.loop.run(pump())
         try:
             while (part := await parts.get()) is not None:
                 yield part
@@ -156,34 +157,25 @@ class ServerBackend(InferenceBackend[C]):
             running.cancel()
 
     def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        return self._loop.wait(self._scorer.score(batch, temperature))
+        return self.loop.wait(self._scorer.score(batch, temperature))
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        return self._loop.wait(self._scorer.top(batch, k, temperature))
+        return self.loop.wait(self._scorer.top(batch, k, temperature))
 
     # ----------------------------------------------------- weights and memory
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
+        require_protocols(self.server_class, SYNC_PROTOCOLS[meta.method])
         self._receiver.update(meta)
 
     def set_version(self, version: int) -> None:
-        self._loop.wait(self._fleet.set_weight_version(version))
+        self.loop.wait(self.fleet.set_weight_version(version))
 
     def pause(self) -> None:
-        self._loop.wait(self._fleet.pause())
+        self.loop.wait(self.fleet.pause())
 
     def resume(self) -> None:
-        self._loop.wait(self._fleet.resume())
-
-
-class MemoryReleasingBackend(ServerBackend[C]):
-    """A backend over servers that can free the memory of their accelerators."""
-
-    def release_memory(self) -> None:
-        self._loop.wait(self._fleet.release_memory())
-
-    def resume_memory(self) -> None:
-        self._loop.wait(self._fleet.resume_memory())
+        self.loop.wait(self.fleet.resume())
 
 
 async def _session() -> aiohttp.ClientSession:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from core_rl.servers.api import Refused, ServerTimeout
 from core_rl.servers.pool import failures
-from core_rl.servers.server import Server
+from core_rl.servers.server import LoadsBroadcasts, Server
 from core_rl.servers.weights import TensorWeights, first_ranks, ranks_of
 from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, RendezvousServer, WeightGroup
@@ -43,14 +44,14 @@ class BroadcastWeights(TensorWeights):
     async def join(self, group: GroupAddress) -> None:
         self._group = group.name
         rank_of = first_ranks(self._receivers, 1)
-        failed = await failures(lambda server: server.join(group, rank_of[server]), self._receivers)
+        failed = await failures(lambda server: _member(server).join(group, rank_of[server]), self._receivers)
         for server, error in failed.items():
             logger.warning("%s did not join: %s", server.name, error)
         self._members = set(self._receivers) - failed.keys()
 
     async def leave(self) -> None:
         members, self._members = self._members, set()
-        await asyncio.gather(*(server.leave(self._group) for server in members))
+        await asyncio.gather(*(_member(server).leave(self._group) for server in members))
 
     async def add(
         self, bucket: Bucket, memory: Sequence[DeviceMemory] = (), *, broadcast: bool = False
@@ -67,29 +68,34 @@ class BroadcastWeights(TensorWeights):
             except (Refused, ServerTimeout) as error:
                 logger.warning("sending weight version %d again: %s", self.version, error)
             finally:
-                await server.leave(self._group)
+                await _member(server).leave(self._group)
         await self._send(server)
 
     async def _load(self, server: Server, bucket: Bucket) -> None:
         if self._by_memory:
             raise Refused(f"{server.name}: the group of the weight update broke")
-        await server.load_broadcast(bucket, self._group)
+        await _member(server).load_broadcast(bucket, self._group)
 
     async def _send(self, server: Server) -> None:
         """Broadcast the kept buckets, in a group with ``server`` alone."""
+        member = _member(server)
         rendezvous = RendezvousServer(ranks_of([server]), torch.device("cpu"))
         address = rendezvous.address
-        group, _ = await asyncio.gather(asyncio.to_thread(rendezvous.wait), server.join(address, 1))
+        group, _ = await asyncio.gather(asyncio.to_thread(rendezvous.wait), member.join(address, 1))
 
         async def load(bucket: Bucket) -> None:
             sending = asyncio.to_thread(_broadcast, group, bucket)
-            await asyncio.gather(server.load_broadcast(bucket, address.name), sending)
+            await asyncio.gather(member.load_broadcast(bucket, address.name), sending)
 
         try:
             await self.load_each(server, load)
         finally:
-            await server.leave(address.name)
+            await member.leave(address.name)
             group.close()
+
+
+def _member(server: Server) -> LoadsBroadcasts:
+    return cast("LoadsBroadcasts", server)
 
 
 def _broadcast(group: WeightGroup, bucket: Bucket) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Unreachable
 from core_rl.servers.config import Interrupt, ServerOptions
 from core_rl.servers.pool import Failures, ServerPool, failures
-from core_rl.servers.server import FRESH, Server
+from core_rl.servers.server import FRESH, LoadsAdapters, ReleasesMemory, Server
 from core_rl.servers.weights import Weights
 
 __all__ = ["Fleet"]
@@ -56,7 +57,7 @@ class Fleet:
         if weight_version != FRESH or path != self._weights.origin:
             await self._load(server, self._weights, "continue")
         if self._adapter.name is not None:
-            await server.load_adapter(self._adapter)
+            await _load(server, self._adapter)
         server.adapter = self._adapter
         await self._label(server)
         if self._paused:
@@ -160,7 +161,7 @@ class Fleet:
         await self.pool.wait_recovered()
         async with self._weights_lock:
             servers = self.pool.ready
-            failed = await failures(lambda server: server.load_adapter(adapter), servers)
+            failed = await failures(lambda server: _load(server, adapter), servers)
             if refusal := _refusal(failed):
                 await self._forget([adapter])
                 raise WeightsError(
@@ -187,7 +188,7 @@ class Fleet:
         self._replaced = [adapter for adapter in self._replaced if adapter not in adapters]
         for adapter in adapters:
             if adapter.name is not None:
-                await asyncio.gather(*(server.unload_adapter(adapter) for server in self.pool.ready))
+                await asyncio.gather(*(_unload(server, adapter) for server in self.pool.ready))
             adapter.discard()
 
     # ------------------------------------------------------- pause and memory
@@ -209,11 +210,11 @@ class Fleet:
     async def release_memory(self) -> None:
         """Free the accelerators' memory."""
         await self.pool.wait_recovered()
-        await asyncio.gather(*(server.release_memory() for server in self.pool.ready))
+        await asyncio.gather(*(cast("ReleasesMemory", s).release_memory() for s in self.pool.ready))
 
     async def resume_memory(self) -> None:
         """Allocate the memory again, and load the weights: by default a server keeps no copy of them."""
-        await asyncio.gather(*(server.resume_memory() for server in self.pool.ready))
+        await asyncio.gather(*(cast("ReleasesMemory", s).resume_memory() for s in self.pool.ready))
         async with self._weights_lock:
             servers = self.pool.ready
             failed = await self._load_all(servers, self._weights)
@@ -225,8 +226,16 @@ class Fleet:
 
     async def _reload_adapter(self, server: Server) -> None:
         """Load the adapter again: the server's copy may have been freed with the memory."""
-        await server.unload_adapter(self._adapter)
-        await server.load_adapter(self._adapter)
+        await _unload(server, self._adapter)
+        await _load(server, self._adapter)
+
+
+async def _load(server: Server, adapter: ServedAdapter) -> None:
+    await cast("LoadsAdapters", server).load_adapter(adapter)
+
+
+async def _unload(server: Server, adapter: ServedAdapter) -> None:
+    await cast("LoadsAdapters", server).unload_adapter(adapter)
 
 
 def _refusal(failed: Failures) -> BaseException | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_shapes
+from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import WeightsError
-from core_rl.rollout.loop_thread import LoopThread
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.broadcasts import BroadcastWeights
 from core_rl.servers.fleet import Fleet

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from core_rl.errors import RolloutError
+from core_rl.backend.meta import SyncMethod
+from core_rl.errors import EngineContractError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl.servers.config import Interrupt
@@ -20,7 +21,17 @@ from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress
 from core_rl.weight_sync.messages import Bucket
 
-__all__ = ["FRESH", "PROBE_TIMEOUT_S", "Server"]
+__all__ = [
+    "FRESH",
+    "PROBE_TIMEOUT_S",
+    "SYNC_PROTOCOLS",
+    "LoadsAdapters",
+    "LoadsBroadcasts",
+    "LoadsTensors",
+    "ReleasesMemory",
+    "Server",
+    "require_protocols",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +45,8 @@ PROGRESS_EVERY_S = 10.0
 class Server(ABC):
     """A server, which may be unreachable for a while. Belongs to the event loop of its ``api``.
 
-    Subclasses know the calls of one product. All of them raise as `Api.post` does.
+    Subclasses know the calls of one product, and implement the protocols below of its capabilities. All of them raise
+    as `Api.post` does.
     """
 
     def __init__(
@@ -178,47 +190,74 @@ class Server(ABC):
     async def load_directory(self, path: str) -> None:
         """Load the weights in ``path``, and drop keys and values; the version stays."""
 
-    # What follows belongs to capabilities, which the core asks for.
+
+@runtime_checkable
+class LoadsTensors(Protocol):
+    """Loads weights in parts; for ``sync_tensor``."""
 
     async def begin_update(self) -> None:
         """Begin to load weights in parts."""
-        raise NotImplementedError
 
     async def end_update(self) -> None:
         """All parts are loaded, or no others will come."""
-        raise NotImplementedError
 
     async def load_tensors(self, bucket: Bucket, memory: Sequence[DeviceMemory] = ()) -> None:
         """Copy ``bucket`` into the weights, between the beginning and the end of an update.
 
         Its ranks read it in ``memory``, one for each, and without any in shared memory.
         """
-        raise NotImplementedError
+
+
+@runtime_checkable
+class LoadsBroadcasts(Protocol):
+    """Loads weights from a process group; for ``sync_distributed``, with `LoadsTensors`."""
 
     async def join(self, group: GroupAddress, rank: int) -> None:
         """Have its ranks join ``group``, the first of them as ``rank``; returns when all members have joined."""
-        raise NotImplementedError
 
     async def load_broadcast(self, bucket: Bucket, group: str) -> None:
         """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
-        raise NotImplementedError
 
     async def leave(self, group: str) -> None:
         """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
-        raise NotImplementedError
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """Loads adapters over its weights; for ``sync_lora``."""
 
     async def load_adapter(self, adapter: ServedAdapter) -> None:
         """Load ``adapter`` in addition to those that are loaded."""
-        raise NotImplementedError
 
     async def unload_adapter(self, adapter: ServedAdapter) -> None:
         """Unload ``adapter``, which no request needs; a server that cannot do it has lost it before."""
-        raise NotImplementedError
+
+
+@runtime_checkable
+class ReleasesMemory(Protocol):
+    """Frees its accelerators for a while; for ``release_memory``."""
 
     async def release_memory(self) -> None:
         """Free the memory of its accelerators."""
-        raise NotImplementedError
 
     async def resume_memory(self) -> None:
         """Allocate it again; the weights are loaded after it."""
-        raise NotImplementedError
+
+
+SYNC_PROTOCOLS: Mapping[SyncMethod, tuple[type, ...]] = {
+    "disk": (),
+    "tensor": (LoadsTensors,),
+    "distributed": (LoadsTensors, LoadsBroadcasts),
+    "lora": (LoadsAdapters,),
+}
+"""The protocols that a server implements for a method of weight sync."""
+
+
+def require_protocols(server: type[Server], protocols: Sequence[type]) -> None:
+    """Raise `EngineContractError` unless the class ``server`` implements ``protocols``."""
+    absent = [protocol.__name__ for protocol in protocols if not issubclass(server, protocol)]
+    if absent:
+        raise EngineContractError(
+            f"{server.__module__}.{server.__qualname__} does not implement {', '.join(absent)} of "
+            "core_rl.servers.server; add the methods, or leave the capability out of the engine's spec"
+        )

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_source
@@ -19,7 +19,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedDirectory
-from core_rl.servers.server import Server
+from core_rl.servers.server import LoadsTensors, Server
 from core_rl.weight_sync.device_memory import DeviceMemory
 from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, address_towards
 from core_rl.weight_sync.messages import Bucket
@@ -135,18 +135,21 @@ class TensorWeights:
         """Load all buckets on ``server``, which is paused; raises the errors of its interface."""
         first = self._first_rank.pop(server, None)
         if first is None:
-            await self.load_each(server, server.load_tensors)
+            await self.load_each(server, cast("LoadsTensors", server).load_tensors)
             return
         own = slice(first, first + server.ranks)
 
         async def load(bucket: Bucket) -> None:
-            await server.load_tensors(bucket, self._device_memory[self._loaded[server]][own])
+            await cast("LoadsTensors", server).load_tensors(
+                bucket, self._device_memory[self._loaded[server]][own]
+            )
 
         await self.load_each(server, load)
 
     async def load_each(self, server: Server, load: Callable[[Bucket], Awaitable[None]]) -> None:
         """Have ``server`` load all buckets, from the first on, as they arrive."""
-        await server.begin_update()
+        loading = cast("LoadsTensors", server)
+        await loading.begin_update()
         self._loaded[server] = 0
         try:
             while (bucket := await self._next(server)) is not None:
@@ -158,7 +161,7 @@ class TensorWeights:
             async with self._changed:
                 del self._loaded[server]
                 self._changed.notify_all()
-            await server.end_update()
+            await loading.end_update()
         await server.flush_cache()
 
     async def _next(self, server: Server) -> Bucket | None:

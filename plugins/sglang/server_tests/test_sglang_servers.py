@@ -27,8 +27,8 @@ from core_rl.weight_sync.sender import send_tensors
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
 from core_rl_sglang.config import PYTHON_VARIABLE
-from core_rl_sglang.payloads import flattened_bucket
 from core_rl_sglang.process import SCRIPT
+from core_rl_sglang.server import flattened_bucket
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
 LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)

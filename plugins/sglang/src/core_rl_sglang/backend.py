@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from core_rl.backend.inference_backend import InferenceContext
 from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
-from core_rl.servers.backend import MemoryReleasingBackend
+from core_rl.servers.backend import ServerBackend
 from core_rl.servers.model import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.config import SglangConfig
@@ -20,7 +20,7 @@ from core_rl_sglang.server import SGLangServer
 __all__ = ["SGLangBackend"]
 
 
-class SGLangBackend(MemoryReleasingBackend[SglangConfig]):
+class SGLangBackend(ServerBackend[SglangConfig]):
     """Calls SGLang servers."""
 
     product = "SGLang"
@@ -45,3 +45,9 @@ class SGLangBackend(MemoryReleasingBackend[SglangConfig]):
             placed = PlacedServer(context.config, number, process)
             starts.append((placed.address, placed.start))
         return self.launch(starts, context.config.options)
+
+    def release_memory(self) -> None:
+        self.loop.wait(self.fleet.release_memory())
+
+    def resume_memory(self) -> None:
+        self.loop.wait(self.fleet.resume_memory())

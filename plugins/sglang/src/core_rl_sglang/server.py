@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from torch import Tensor
 
@@ -12,13 +13,12 @@ from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
-from core_rl.weight_sync.buckets import flat_bytes
+from core_rl.weight_sync.buckets import flat_bytes, start_of
 from core_rl.weight_sync.device_memory import DeviceMemory, Opened
 from core_rl.weight_sync.group import GroupAddress
-from core_rl.weight_sync.messages import Bucket
-from core_rl_sglang.payloads import flattened_bucket
+from core_rl.weight_sync.messages import Bucket, pickled_by_name
 
-__all__ = ["SGLangServer"]
+__all__ = ["SGLangServer", "flattened_bucket"]
 
 
 class SGLangServer(Server):
@@ -112,3 +112,22 @@ class SGLangServer(Server):
 
     async def resume_memory(self) -> None:
         await self.post("/resume_memory_occupation", {})
+
+
+def flattened_bucket(bucket: Bucket, flat: Tensor | Opened) -> bytes:
+    """``bucket`` as one buffer ``flat`` [n] of uint8, with names, shapes and places: SGLang's ``flattened_bucket``.
+
+    SGLang (0.5.23) reads the attributes of its own class, which this environment lacks, and unpickles namespaces.
+    """
+    metadata = [
+        SimpleNamespace(
+            name=name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            start_idx=(start := start_of(tensor)),
+            end_idx=start + tensor.nbytes,
+            numel=tensor.nbytes,
+        )
+        for name, tensor in bucket
+    ]
+    return pickled_by_name({"flattened_tensor": flat, "metadata": metadata})

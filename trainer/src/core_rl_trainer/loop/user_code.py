@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
-from core_rl.rollout.loop_thread import LoopThread
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.recipe.recipe import Recipe

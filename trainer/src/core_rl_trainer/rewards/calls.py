@@ -14,8 +14,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from core_rl.distributed.loop_thread import LoopThread, being_cancelled
 from core_rl.errors import RolloutError
-from core_rl.rollout.loop_thread import LoopThread, being_cancelled
 
 __all__ = [
     "ENDINGS",
