@@ -17,6 +17,7 @@ import platform
 import re
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -39,8 +40,9 @@ from core_rl.distributed.process_group import RankAddress
 from core_rl.launch import pool
 from core_rl.launch.hosts.base import Rank, Slot
 from core_rl.launch.kept import KeptMessage
-from core_rl.launch.messages import pack_reply, unpack_call
-from core_rl.launch.worker import RankState
+from core_rl.launch.messages import pack_reply
+from core_rl.launch.remote import RankState
+from core_rl.launch.remote import answer as answer_call
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.policy_loss import PolicyLoss
 
@@ -107,20 +109,18 @@ def answer(sockets: Sequence[socket.socket]) -> None:
     """Take a call from every connection, then answer them all, as ranks do that a collective holds together."""
     torch.set_num_threads(1)
     channels = [Channel(sock) for sock in sockets]
-    states = [RankState() for _ in sockets]
+    states: list[dict[int, RankState]] = [defaultdict(RankState) for _ in sockets]
     replies = [pack_reply(None) for _ in sockets]
     try:
         while True:
             for channel, reply in zip(channels, replies, strict=True):
                 channel.send_parts(reply)
-            replies = [_reply(channel, state) for channel, state in zip(channels, states, strict=True)]
+            replies = [
+                answer_call(channel.receive_parts(), state)
+                for channel, state in zip(channels, states, strict=True)
+            ]
     except (EOFError, OSError):
         return
-
-
-def _reply(channel: Channel, state: RankState) -> list[Buffer]:
-    _, fn, arguments = unpack_call(channel.receive_parts())
-    return pack_reply(fn(state, *arguments))
 
 
 # ----------------------------------------------------------------------- the driver and its clock

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.channel import Buffer
-from core_rl.launch.out_of_band import SMALLEST_BYTES, packed, unpacked
+from core_rl.launch.messages import SMALLEST_BYTES, packed, unpacked
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
 LARGE = SMALLEST_BYTES // 4
@@ -59,7 +59,7 @@ def test_large_tensors_are_not_copied() -> None:
 
 COLLECTED = """
 import gc
-from core_rl.launch.out_of_band import packed
+from core_rl.launch.messages import packed
 parts = packed(["a message"])
 parts += [parts, parts[0][3:]]  # a cycle, as a traceback's frame makes one, of a view of a view
 del parts

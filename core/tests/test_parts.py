@@ -13,8 +13,7 @@ from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engine.train import TrainEngine
-from core_rl.launch.out_of_band import SMALLEST_BYTES, packed, unpacked
-from core_rl.launch.parts import cut
+from core_rl.launch.messages import SMALLEST_BYTES, cut, packed, unpacked
 
 
 def batch_of(lengths: list[int], with_unit: bool = True) -> SequenceBatch:

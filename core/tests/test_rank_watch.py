@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from core_rl.distributed.channel import Channel
-from core_rl.launch.watch import Watch
+from core_rl.launch.pool import Watch
 
 
 def test_answers_and_ends_are_told_apart_and_dropped_ranks_not_told() -> None:

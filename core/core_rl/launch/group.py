@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -23,9 +23,9 @@ from core_rl.engine.guards import check_output_seqlens
 from core_rl.engine.passes import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError
-from core_rl.launch import remote
-from core_rl.launch.parts import cut
+from core_rl.launch.messages import Call, cut
 from core_rl.launch.ranks import EngineRanks, ResultT
+from core_rl.launch.remote import gather_tensors
 
 __all__ = ["EngineGroup"]
 
@@ -43,10 +43,11 @@ def _on_all_ranks(
 
     @wraps(method)
     def call(group: EngineRanks, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        expected.bind(group, *args, **kwargs)  # wrong arguments are a TypeError here, not on the ranks
-        name = method.__name__
-        per_rank = [()] * len(group.rank_infos())
-        first: ResultT = group.call_ranks(name, methodcaller(name, *args, **kwargs), per_rank)[0]
+        bound = expected.bind(
+            group, *args, **kwargs
+        )  # wrong arguments are a TypeError here, not on the ranks
+        bound.apply_defaults()
+        first: ResultT = group.call_ranks(method.__name__, *bound.args[1:])[0]
         return first
 
     return call
@@ -113,7 +114,7 @@ class EngineGroup(EngineRanks):
 
     def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         """One optimizer step; see `TrainEngine.train_batch`."""
-        return self._on_parts(TrainEngine.train_batch, batch, loss, mb_spec)
+        return self._on_parts("train_batch", batch, loss, mb_spec)
 
     def forward_backward(
         self,
@@ -135,12 +136,12 @@ class EngineGroup(EngineRanks):
                 "use run_each() to give each rank its own"
             )
         return self._on_parts(
-            TrainEngine.forward_backward, batch, loss, mb_spec, forward_only, total_weight, total_tokens
+            "forward_backward", batch, loss, mb_spec, forward_only, total_weight, total_tokens
         )
 
     def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         """The loss and its metrics without gradients; see `TrainEngine.eval_batch`."""
-        return self._on_parts(TrainEngine.eval_batch, batch, loss, mb_spec)
+        return self._on_parts("eval_batch", batch, loss, mb_spec)
 
     def forward(
         self,
@@ -160,8 +161,7 @@ class EngineGroup(EngineRanks):
         for indices, part in zip(plan, cut(sent, plan), strict=True):
             lengths = None if output_seqlens is None else [output_seqlens[index] for index in indices]
             calls.append((part, lengths))
-        fn = partial(remote.forward, mb_spec, outputs, temperature, post_hook)
-        results = self._call_parts("forward", fn, calls, plan)
+        results = self._call_parts("forward", calls, plan, mb_spec, outputs, temperature, post_hook)
         if post_hook is None:
             return unshard_output(results, batch, plan)
         return (aggregate_fn or torch.cat)(unshard_rows(results, plan))
@@ -173,7 +173,7 @@ class EngineGroup(EngineRanks):
 
         To stream them in bounded memory, iterate `TrainEngine.named_tensors` in a function for `run`.
         """
-        gathered = self.run(remote.gather_tensors, kind)
+        gathered = self.run(gather_tensors, kind)
         return next(found for found in gathered if found is not None)
 
     @property
@@ -196,28 +196,27 @@ class EngineGroup(EngineRanks):
 
     # -------------------------------------------------------------- plumbing
 
-    def _on_parts(
-        self, method: Callable[..., dict[str, float]], batch: SequenceBatch, *args: object
-    ) -> dict[str, float]:
-        """The engine's ``method(part, *args)`` on every rank with its part of ``batch``; the metrics."""
-        name, plan = method.__name__, shard_plan(batch, self.data_parallel_size)
+    def _on_parts(self, method: str, batch: SequenceBatch, *arguments: object) -> dict[str, float]:
+        """The engine's ``method(part, *arguments)`` on every rank with its part of ``batch``; the metrics."""
+        infos = self._ranks.ready_engine(self._engine_id, self.spec.name)
+        plan = shard_plan(batch, infos[0].data_parallel_size)
         calls = [(part,) for part in cut(batch, plan)]
-        metrics: dict[str, float] = self._call_parts(
-            name, partial(remote.call_method, name, args), calls, plan
-        )[0]
+        metrics: dict[str, float] = self._call_parts(method, calls, plan, *arguments)[0]
         return metrics
 
     def _call_parts(
         self,
-        name: str,
-        fn: Callable[..., Any],
+        method: str,
         calls: Sequence[tuple[object, ...]],
         plan: Sequence[Sequence[int]],
+        *arguments: object,
     ) -> list[Any]:
-        """``fn`` with ``calls[i]`` on the ranks of data-parallel rank ``i``; the result of its output rank."""
-        infos = self.rank_infos()
+        """``method(*calls[i], *arguments)`` on the ranks of data-parallel rank ``i``; its output rank's result."""
+        infos = self._ranks.ready_engine(self._engine_id, self.spec.name)
+        call = Call(self._engine_id, method, arguments)
+        per_rank = [calls[info.data_parallel_rank] for info in infos]
         try:
-            results = self.call_ranks(name, fn, [calls[info.data_parallel_rank] for info in infos])
+            results = self._ranks.pool.call(call, per_rank, self.timeout_s)
         except BatchError as error:
             if len(plan) > 1:
                 parts = "; ".join(f"rank {number} has {list(part)}" for number, part in enumerate(plan))

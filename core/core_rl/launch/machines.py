@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar, TypeVarTuple
 
-from core_rl.launch import remote
 from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 
 __all__ = ["call_on_machines"]
@@ -31,14 +30,7 @@ def call_on_machines(
     pool = RankPool(hosts)
     try:
         pool.grow(hosts.slots(len(machines), machines, [0]))
-        name = getattr(fn, "__qualname__", None) or repr(fn)
-        calls = [args] * len(machines)
-        return dict(
-            zip(
-                machines,
-                pool.call(NO_ENGINE, name, partial(remote.call_alone, fn), calls, CALL_S),
-                strict=True,
-            )
-        )
+        results = pool.call(Call(NO_ENGINE, "run_alone", (fn, args)), [()] * len(machines), CALL_S)
+        return dict(zip(machines, results, strict=True))
     finally:
         pool.close()

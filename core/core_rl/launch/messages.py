@@ -1,77 +1,82 @@
-"""Messages between the driver and its ranks."""
+"""What travels between the driver and its ranks: a `Call`, its reply, and the tensors in both.
+
+Pickle's protocol 5 (PEP 574) leaves buffers out of its stream, so that tensors are sent and received without a copy;
+torch's way to pickle a tensor copies it, into the stream and out of it, and takes the whole storage behind a view.
+"""
 
 from __future__ import annotations
 
+import io
+import math
 import pickle
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.channel import Buffer
-from core_rl.errors import CoreRLError, GroupError, RankFailed
+from core_rl.errors import GroupError
+from core_rl.launch.failures import Failure
 from core_rl.launch.kept import Reference
 
 __all__ = [
-    "Failure",
+    "Call",
+    "cut",
     "pack_arguments",
     "pack_call",
-    "pack_reference",
     "pack_reply",
+    "packed",
     "unpack_call",
     "unpack_reply",
+    "unpacked",
 ]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """The reply to a call that raised; the reply to any other call is its result."""
-
-    summary: str
-    """The error in one line or a few, as Python prints it."""
-    traceback: str
-    error: bytes | None
-    """The pickled exception, where it can be restored."""
-
-    @staticmethod
-    def of(error: BaseException) -> Failure:
-        """The record of ``error``."""
-        return Failure(
-            summary="".join(traceback.format_exception_only(error)).strip(),
-            traceback="".join(traceback.format_exception(error)),
-            error=_pack_error(error),
-        )
-
-    def to_error(self, rank: int, world_size: int, place: str = "") -> CoreRLError:
-        """The exception to raise in the driver: the rank's own if it is one of ours, else `RankFailed`.
-
-        ``place`` is a phrase about the rank's machine.
-        """
-        name = f"rank {rank} of {world_size}{place}"
-        failed = RankFailed(f"{name} failed: {self.summary}", rank, self.traceback)
-        original = _unpack_error(self.error)
-        if not isinstance(original, CoreRLError):
-            failed.__cause__ = original
-            return failed
-        original.add_note(f"Raised on {name}. The rank's traceback:\n{self.traceback}")
-        original.__cause__ = failed
-        return original
+SMALLEST_BYTES = 4096
+"""Smaller buffers go into the stream."""
 
 
-def pack_call(name: str, engine_id: int, fn: Callable[..., Any]) -> list[Buffer]:
-    """What all ranks get of the call ``name``; raises `GroupError` if a part of it cannot be pickled."""
-    return _sendable(name, (engine_id, fn))
+@dataclass(frozen=True)
+class Call:
+    """A call of ``method`` on every rank: of its engine, or of `core_rl.launch.remote.RankState`."""
+
+    engine_id: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+    """The same for all ranks; a rank's own arguments come before them."""
+
+    @property
+    def name(self) -> str:
+        """The call in messages: the method, or the function that it runs."""
+        if self.method in NAMES:
+            return NAMES[self.method]
+        if self.method not in FUNCTION_CALLS:
+            return self.method
+        fn = self.arguments[0]
+        return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def pack_arguments(name: str, args: tuple[Any, ...]) -> list[Buffer]:
+NAMES = {"prepare": "the check of the config", "open_store": "opening the store of the ranks"}
+FUNCTION_CALLS = ("run", "run_alone")
+
+
+def pack_call(call: Call) -> list[Buffer]:
+    """What all ranks get of ``call``; raises `GroupError` if a part of it cannot be pickled."""
+    return _sendable(call.name, call)
+
+
+def pack_arguments(name: str, arguments: tuple[Any, ...]) -> list[Buffer]:
     """What a rank gets after `pack_call`; raises as that."""
-    return _sendable(name, args)
+    return _sendable(name, arguments)
 
 
 def _sendable(name: str, value: object) -> list[Buffer]:
     try:
-        return _packed(value)
+        return packed(value)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise GroupError(
             f"{name} or its arguments cannot be sent to the ranks: {error}. Use functions and "
@@ -79,21 +84,15 @@ def _sendable(name: str, value: object) -> list[Buffer]:
         ) from error
 
 
-def pack_reference(reference: Reference) -> list[Buffer]:
-    """Instead of a call that the rank finds in memory of its machine."""
-    return _packed(reference)
-
-
-def unpack_call(parts: Sequence[Buffer]) -> tuple[int, Callable[..., Any], tuple[Any, ...]]:
-    """The engine id, the function and the arguments of a call; raises `GroupError` if they cannot be restored here."""
+def unpack_call(parts: Sequence[Buffer]) -> tuple[Call, tuple[Any, ...]]:
+    """A call and this rank's own arguments; raises `GroupError` if they cannot be restored here."""
     rest = iter(parts)
     try:
-        message = _unpacked(rest)
-        if isinstance(message, Reference):
-            rest = iter(message.open())
-            message = _unpacked(rest)
-        engine_id, fn = message
-        args = _unpacked(rest)
+        call = unpacked(rest)
+        if isinstance(call, Reference):  # the rank finds the call in memory of its machine
+            rest = iter(call.open())
+            call = unpacked(rest)
+        return call, unpacked(rest)
     except GroupError:
         raise
     except Exception as error:
@@ -101,52 +100,185 @@ def unpack_call(parts: Sequence[Buffer]) -> tuple[int, Callable[..., Any], tuple
             f"the function or its arguments cannot be restored in the rank: {error}. Define them in a module "
             "that the ranks can import, not in a notebook or on the command line"
         ) from error
-    return engine_id, fn, args
 
 
 def pack_reply(reply: object) -> list[Buffer]:
     """A reply as `packed`; a result that cannot be pickled becomes a `Failure`."""
     try:
-        return _packed(reply)
+        return packed(reply)
     except Exception as error:  # noqa: BLE001 - `__reduce__` of a user's object may raise anything
         kind = type(reply).__name__
         refusal = GroupError(f"the result, a {kind}, cannot be sent to the driver: {error}")
         refusal.__cause__ = error
-        return _packed(Failure.of(refusal))
+        return packed(Failure.of(refusal))
 
 
 def unpack_reply(parts: Sequence[Buffer]) -> Any:
     """The reply; a result that cannot be restored here becomes a `Failure`."""
     try:
-        return _unpacked(parts)
+        return unpacked(parts)
     except Exception as error:  # noqa: BLE001 - `__setstate__` of a user's object may raise anything
         refusal = GroupError(f"the result of a rank cannot be restored in the driver: {error}")
         refusal.__cause__ = error
         return Failure.of(refusal)
 
 
-def _packed(value: object) -> list[Buffer]:
-    # Here, as it imports torch: this module does so only when there are ranks.
-    from core_rl.launch.out_of_band import packed
-
-    return packed(value)
+# --------------------------------------------------------------------- pickles with buffers
 
 
-def _unpacked(parts: Iterable[Buffer]) -> Any:
-    from core_rl.launch.out_of_band import unpacked
+def packed(value: object) -> list[Buffer]:
+    """The pickle of ``value``, and the buffers that it refers to: they are to be sent before the tensors change.
 
-    return unpacked(parts)
+    Raises what `pickle` raises for what it cannot take.
+    """
+    buffers: list[Buffer] = []
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < SMALLEST_BYTES:
+            return True  # in the stream
+        buffers.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
+    return [memoryview(stream.getvalue()), *buffers]  # `getbuffer` in a cycle crashes the collector of 3.12.1
 
 
-def _pack_error(error: BaseException) -> bytes | None:
-    with suppress(Exception):  # `__reduce__` of a user's exception may raise anything
-        return pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
-    return None
+def unpacked(parts: Iterable[Buffer]) -> Any:
+    """The object of `packed`. Its tensors lie in the memory of ``parts``, which is theirs.
+
+    Of an iterator it takes what belongs to this object, so that several may follow each other.
+    """
+    buffers = iter(parts)
+    return pickle.loads(next(buffers), buffers=buffers)  # noqa: S301 - from a process of the same run
 
 
-def _unpack_error(payload: bytes | None) -> BaseException | None:
-    """The exception, or None: many exceptions pickle and then fail to be restored."""
-    with suppress(Exception):  # the constructor of a user's exception may raise anything
-        error = None if payload is None else pickle.loads(payload)  # noqa: S301 - our own rank sent it
-        return error if isinstance(error, BaseException) else None
-    return None
+class _Pickler(pickle.Pickler):
+    """Plain tensors on the CPU are a buffer with a dtype and a shape; others are pickled as torch does it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or not _is_plain(value):
+            return NotImplemented
+        return tensor_of, (pickle.PickleBuffer(bytes_of(value)), value.dtype, tuple(value.shape))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not vars(tensor)
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a plain tensor on the CPU, or of a copy that is contiguous."""
+    data: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def tensor_of(data: Buffer, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor whose `bytes_of` are ``data``, in the same memory."""
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+# --------------------------------------------------------------------- parts of a batch
+
+
+def cut(batch: SequenceBatch, plan: Sequence[Sequence[int]]) -> list[Part]:
+    """One part for each list of sequence indices, as `SequenceBatch.split`; each arrives as a batch on the CPU."""
+    order = list(chain.from_iterable(plan))
+    whole = order == list(range(batch.num_sequences))
+    fields = _Fields.of(batch if whole else batch.select(order))
+    ends = accumulate(map(len, plan), initial=0)
+    return [Part(fields, first, last) for first, last in pairwise(ends)]
+
+
+class Part:
+    """The sequences ``first:last`` of a batch; where it is unpickled, a `SequenceBatch`."""
+
+    def __init__(self, fields: _Fields, first: int, last: int) -> None:
+        self._fields, self._first, self._last = fields, first, last
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields, first, last = self._fields, self._first, self._last
+        start, end = fields.bounds[first], fields.bounds[last]
+        return _arrived, (
+            fields.input_ids.slice(start, end),
+            fields.lengths.slice(first, last),
+            {name: rows.slice(start, end) for name, rows in fields.tokens.items()},
+            {name: rows.slice(first, last) for name, rows in fields.sequences.items()},
+            {name: entries[first:last] for name, entries in fields.meta.items()},
+            None if fields.unit is None else fields.unit.slice(first, last),
+        )
+
+
+def _arrived(
+    input_ids: Tensor,
+    lengths: Tensor,
+    tokens: Mapping[str, Tensor],
+    sequences: Mapping[str, Tensor],
+    meta: Mapping[str, list[Any]],
+    unit: Tensor | None,
+) -> SequenceBatch:
+    return SequenceBatch(
+        input_ids=input_ids,
+        cu_seqlens=F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
+        tokens=tokens,
+        sequences=sequences,
+        meta=meta,
+        unit=unit,
+    )
+
+
+class _Slice:
+    """Some rows of a tensor; where it is unpickled, a tensor."""
+
+    def __init__(self, data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self._data, self._dtype, self._shape = data, dtype, shape
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return tensor_of, (pickle.PickleBuffer(self._data), self._dtype, self._shape)
+
+
+class _Rows:
+    """A tensor of which each part has consecutive rows."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._data, self._dtype, self._row = bytes_of(values.detach().cpu()), values.dtype, values.shape[1:]
+        self._row_bytes = math.prod(self._row) * values.element_size()
+
+    def slice(self, first: int, last: int) -> _Slice:
+        data = self._data[first * self._row_bytes : last * self._row_bytes]
+        return _Slice(data, self._dtype, (last - first, *self._row))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fields:
+    """A batch whose sequences are in the order of the parts."""
+
+    bounds: list[int]
+    input_ids: _Rows
+    lengths: _Rows
+    tokens: Mapping[str, _Rows]
+    sequences: Mapping[str, _Rows]
+    meta: Mapping[str, list[Any]]
+    unit: _Rows | None
+
+    @classmethod
+    def of(cls, batch: SequenceBatch) -> _Fields:
+        return cls(
+            bounds=batch.cu_seqlens.tolist(),
+            input_ids=_Rows(batch.input_ids),
+            lengths=_Rows(batch.cu_seqlens.diff()),
+            tokens={name: _Rows(values) for name, values in batch.tokens.items()},
+            sequences={name: _Rows(values) for name, values in batch.sequences.items()},
+            meta=batch.meta,
+            unit=None if batch.unit is None else _Rows(batch.unit),
+        )

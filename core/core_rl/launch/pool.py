@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import select
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import util
 from typing import Any
 
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
+from core_rl.launch.failures import Failure
 from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
-from core_rl.launch.messages import Failure, pack_arguments, pack_call, pack_reference, unpack_reply
-from core_rl.launch.watch import Watch
+from core_rl.launch.messages import Call, pack_arguments, pack_call, packed, unpack_reply
 
-__all__ = ["RankPool"]
+__all__ = ["RankPool", "Watch"]
 
 START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
@@ -73,26 +75,19 @@ class RankPool:
             self._collect(self._ranks[first:], START, START_TIMEOUT_S)
         self.starting_s += time.monotonic() - started
 
-    def call(
-        self,
-        engine_id: int,
-        name: str,
-        fn: Callable[..., Any],
-        per_rank: Sequence[tuple[Any, ...]],
-        timeout_s: float,
-    ) -> list[Any]:
-        """``fn(state, *per_rank[i])`` on the first ``len(per_rank)`` ranks; the results in rank order.
+    def call(self, call: Call, per_rank: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        """``call`` on the first ``len(per_rank)`` ranks, with ``per_rank[i]`` before its arguments.
 
-        ``state`` is the `RankState` of engine ``engine_id``, and ``name`` stands for the call in messages.
+        Returns the results in rank order.
 
         Raises the error of the first rank that failed. When every rank has answered, the ranks can be
         called again; else they are ended, and every further call says why.
         """
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
-        shared = pack_call(name, engine_id, fn)
+        name, shared = call.name, pack_call(call)
         payloads = {key: [*shared, *pack_arguments(name, args)] for key, args in different.items()}
-        with self._exchange(name, engine_id), ExitStack() as kept:
+        with self._exchange(name, call.engine_id), ExitStack() as kept:
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s
             receivers: dict[tuple[int, int], list[Rank]] = defaultdict(list)
@@ -204,7 +199,7 @@ def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, kept: ExitStac
     except OSError:
         return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
     kept.callback(message.close)
-    return pack_reference(message.reference)
+    return packed(message.reference)
 
 
 def _failures(replies: Mapping[int, Any]) -> dict[int, Failure]:
@@ -246,3 +241,27 @@ def _silence(
 def _kill_all(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.kill()
+
+
+class Watch:
+    """Waits for ranks. Each is registered once and not for each wait: many ranks may answer one by one."""
+
+    def __init__(self, ranks: Iterable[Rank]) -> None:
+        self._poll = select.poll()
+        self._owners: dict[int, Rank] = {}
+        for rank in ranks:
+            for end in (rank.channel.fileno(), rank.sentinel):
+                self._poll.register(end, select.POLLIN)
+                self._owners[end] = rank
+
+    def ready(self, deadline: float) -> list[tuple[Rank, bool]]:
+        """Ranks that answered (True) or ended without an answer (False); empty at ``deadline``, a `time.monotonic`."""
+        left = max(0.0, deadline - time.monotonic())
+        found = dict(self._poll.poll(math.ceil(1000 * left)))
+        ranks = {self._owners[end].rank: self._owners[end] for end in found}
+        return [(rank, rank.channel.fileno() in found) for rank in ranks.values()]
+
+    def drop(self, rank: Rank) -> None:
+        """Wait for ``rank`` no longer."""
+        for end in (rank.channel.fileno(), rank.sentinel):
+            self._poll.unregister(end)

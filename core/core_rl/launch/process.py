@@ -114,17 +114,14 @@ class RankProcess:
         finally:
             sock.close()
         self._tree = ProcessTree(self.pid)
+        self.sentinel = self._process.sentinel
+        """Becomes readable when the process has ended."""
 
     @property
     def pid(self) -> int:
         """The process id."""
         assert self._process.pid is not None
         return self._process.pid
-
-    @property
-    def sentinel(self) -> int:
-        """Becomes readable when the process has ended."""
-        return self._process.sentinel
 
     def wait(self, timeout_s: float) -> None:
         """Return when the process has ended, or after ``timeout_s`` seconds."""

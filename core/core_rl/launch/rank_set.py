@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from core_rl.distributed.process_group import Meeting
 from core_rl.errors import EngineStateError, GroupError
-from core_rl.launch import remote
 from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Slot
+from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 from core_rl.launch.remote import RankInfo
 
@@ -99,6 +99,13 @@ class RankSet:
         """The ranks of an engine; empty unless it is initialized."""
         return self._engines.get(engine_id, [])
 
+    def ready_engine(self, engine_id: int, name: str) -> list[RankInfo]:
+        """The ranks of an engine; raises `GroupError` after the end, and `EngineStateError` before `initialize`."""
+        self.check_open(engine_id)
+        if not (ranks := self._engines[engine_id]):
+            raise EngineStateError(f"the group of {name!r} has no engine; call initialize() first")
+        return ranks
+
     def set_engine(self, engine_id: int, ranks: list[RankInfo]) -> None:
         """Record the ranks of an engine that has joined the world; an empty list for one that left it."""
         if engine_id in self._engines:
@@ -119,8 +126,7 @@ class RankSet:
         """Where the ranks of the present world meet, or those of a new one: on the first rank's ``machine``."""
         host = self._hosts.address_of(machine)
         if self._store_port is None:
-            name = "opening the store of the ranks"
-            (self._store_port,) = self.pool.call(engine_id, name, remote.open_store, [(host,)], timeout_s)
+            (self._store_port,) = self.pool.call(Call(engine_id, "open_store", (host,)), [()], timeout_s)
         if self._meeting is None:
             self._meeting = Meeting(host=host, port=self._store_port, name=f"world {next(self._worlds)}")
         return self._meeting

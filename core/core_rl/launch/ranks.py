@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
 from core_rl.backend.meta import FinetuneSpec
@@ -14,11 +13,12 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.process_group import RankAddress, require_single_process
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import ConfigError, EngineStateError, LayoutError
-from core_rl.launch import remote
+from core_rl.errors import ConfigError, LayoutError
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.hosts.local import LocalHosts
+from core_rl.launch.messages import Call
 from core_rl.launch.rank_set import RankSet
+from core_rl.launch.remote import MakeEngine, RankInfo
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.spec import EngineSpec
 
@@ -55,7 +55,7 @@ class EngineRanks:
         machines: Sequence[int] | None = None,
         devices: Sequence[int] | None = None,
         colocate_with: EngineRanks | None = None,
-        make_engine: remote.MakeEngine = load_engine,
+        make_engine: MakeEngine = load_engine,
     ) -> None:
         self.spec = get_spec(engine) if isinstance(engine, str) else engine
         _check(self.spec, timeout_s, threads_per_rank)
@@ -116,9 +116,8 @@ class EngineRanks:
             )
             for rank, slot in enumerate(slots)
         ]
-        arguments = [(address, ft_spec or self._ft_spec) for address in addresses]
         try:
-            infos = self._call("initialize", remote.initialize, arguments)
+            infos = self._call("initialize", [(address,) for address in addresses], ft_spec or self._ft_spec)
         except BaseException:
             self._destroy_if_idle(size)  # it may have failed on some ranks only
             self._ranks.set_engine(self._engine_id, [])
@@ -128,7 +127,7 @@ class EngineRanks:
     def destroy(self) -> None:
         """Free the engine and keep the processes; `initialize` builds a new one."""
         if infos := self._ranks.engine(self._engine_id):
-            self._call("destroy", remote.destroy, [()] * len(infos))
+            self._call("destroy", [()] * len(infos))
         self._ranks.set_engine(self._engine_id, [])
 
     def close(self) -> None:
@@ -162,10 +161,7 @@ class EngineRanks:
         config = with_local_model(config)
         ranks.pool.grow(slots)
         threads = ranks.threads(slots)
-        # Ranks that are given the same tuple share its bytes.
-        arguments = {count: (self._make_engine, self.spec, config, count) for count in set(threads)}
-        per_rank = [arguments[count] for count in threads]
-        self._call("the check of the config", remote.prepare, per_rank)
+        self._call("prepare", [(count,) for count in threads], self._make_engine, self.spec, config)
         return config
 
     def _shared_ranks(self, config: TrainEngineConfig) -> RankSet:
@@ -182,7 +178,7 @@ class EngineRanks:
         """Free the engine on the first ``size`` ranks, if they wait for a call."""
         if size and self._ranks.pool.is_idle:
             timeout_s = min(self.timeout_s, DESTROY_TIMEOUT_S)
-            self._ranks.pool.call(self._engine_id, "destroy", remote.destroy, [()] * size, timeout_s)
+            self._ranks.pool.call(Call(self._engine_id, "destroy"), [()] * size, timeout_s)
 
     # ----------------------------------------------------------------- ranks
 
@@ -211,13 +207,9 @@ class EngineRanks:
         """Seconds that the start of the present processes took."""
         return self._ranks.pool.starting_s
 
-    def rank_infos(self) -> list[remote.RankInfo]:
+    def rank_infos(self) -> list[RankInfo]:
         """Coordinates of all ranks; raises `EngineStateError` before `initialize`."""
-        self._ranks.check_open(self._engine_id)
-        infos = self._ranks.engine(self._engine_id)
-        if not infos:
-            raise EngineStateError(f"the group of {self.spec.name!r} has no engine; call initialize() first")
-        return infos
+        return self._ranks.ready_engine(self._engine_id, self.spec.name)
 
     # ----------------------------------------------------------------- calls
 
@@ -237,17 +229,16 @@ class EngineRanks:
             raise ConfigError(
                 f"run_each got arguments for {len(per_rank_args)} ranks; the group has {self.world_size}"
             )
-        return self.call_ranks(getattr(fn, "__qualname__", None) or repr(fn), fn, per_rank_args)
+        packs = {id(args): (args,) for args in per_rank_args}  # the pool sends an equal tuple once
+        return self._call("run", [packs[id(args)] for args in per_rank_args], fn)
 
-    def call_ranks(
-        self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[object, ...]]
-    ) -> list[Any]:
-        """``fn(engine, *per_rank[rank])`` on every rank; ``name`` stands for the call in messages."""
-        return self._call(name, partial(remote.call_engine, fn), per_rank)
+    def call_ranks(self, method: str, *arguments: object) -> list[Any]:
+        """The engine's ``method(*arguments)`` on every rank at once; the results in rank order."""
+        return self._call(method, [()] * len(self.rank_infos()), *arguments)
 
-    def _call(self, name: str, fn: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """``fn(state, *per_rank[rank])`` on every rank, with the rank's state of this group."""
-        return self._ranks.pool.call(self._engine_id, name, fn, per_rank, self.timeout_s)
+    def _call(self, method: str, per_rank: Sequence[tuple[object, ...]], *arguments: object) -> list[Any]:
+        """``method(*per_rank[rank], *arguments)`` on every rank; see `Call`."""
+        return self._ranks.pool.call(Call(self._engine_id, method, arguments), per_rank, self.timeout_s)
 
 
 def _config(

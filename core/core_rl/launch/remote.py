@@ -1,8 +1,9 @@
-"""Functions that a group runs inside its ranks."""
+"""A rank's side of a group: `RankState` and the calls that it answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,24 +17,41 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed import process_group
+from core_rl.distributed.channel import Buffer, Channel
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
-from core_rl.launch.worker import RankState
+from core_rl.launch.failures import Failure
+from core_rl.launch.messages import pack_reply, unpack_call
 from core_rl.registry.spec import EngineSpec
 
-__all__ = [
-    "RankInfo",
-    "call_alone",
-    "call_engine",
-    "call_method",
-    "destroy",
-    "forward",
-    "gather_tensors",
-    "initialize",
-    "open_store",
-    "prepare",
-]
+__all__ = ["MakeEngine", "RankInfo", "RankState", "answer_calls", "gather_tensors"]
+
+MakeEngine = Callable[[EngineSpec, TrainEngineConfig], TrainEngine]
+
+
+def answer_calls(channel: Channel) -> None:
+    """Answer calls until the driver closes its end of ``channel``."""
+    states: dict[int, RankState] = defaultdict(RankState)
+    try:
+        channel.send_parts(pack_reply(None))
+        while True:
+            channel.send_parts(answer(channel.receive_parts(), states))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the driver closed the connection: the end of an orderly life
+
+
+def answer(parts: Sequence[Buffer], states: Mapping[int, RankState]) -> list[Buffer]:
+    """The reply to a call, with the state of the group that makes it."""
+    try:
+        call, first = unpack_call(parts)
+        state = states[call.engine_id]
+        receiver = state if hasattr(RankState, call.method) else state.present_engine()
+        return pack_reply(getattr(receiver, call.method)(*first, *call.arguments))
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it
+        return pack_reply(Failure.of(error))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,80 +63,82 @@ class RankInfo:
     is_output_rank: bool
 
 
-# ------------------------------------------------------ functions of a rank's state
+class RankState:
+    """State of a rank between the calls of one group; each colocated group has its own.
 
+    Its methods are calls of the group; a call of any other method is one of the engine.
+    """
 
-MakeEngine = Callable[[EngineSpec, TrainEngineConfig], TrainEngine]
+    def __init__(self) -> None:
+        self._engine: TrainEngine | None = None
+        self._next_engine: TrainEngine | None = None
+        self._store: object = None
+        """Where the ranks meet, on the rank that keeps it."""
 
+    def present_engine(self) -> TrainEngine:
+        """The engine; raises `EngineStateError` before `initialize`."""
+        if self._engine is None:
+            raise EngineStateError("the ranks have no engine; call initialize() first")
+        return self._engine
 
-def prepare(
-    state: RankState, make_engine: MakeEngine, spec: EngineSpec, config: TrainEngineConfig, threads: int
-) -> None:
-    """Construct the next engine, which checks the config; the present one stays."""
-    torch.set_num_threads(threads)
-    state.next_engine = make_engine(spec, config)
+    # ------------------------------------------------------------ life cycle
 
+    def prepare(
+        self, threads: int, make_engine: MakeEngine, spec: EngineSpec, config: TrainEngineConfig
+    ) -> None:
+        """Construct the next engine, which checks the config; the present one stays."""
+        torch.set_num_threads(threads)
+        self._next_engine = make_engine(spec, config)
 
-def open_store(state: RankState, host: str) -> int:
-    """Open the store where ranks meet, in this process as long as it lives; its port."""
-    state.store = process_group.open_store(host)
-    port: int = state.store.port
-    return port
+    def open_store(self, host: str) -> int:
+        """Open the store where ranks meet, in this process as long as it lives; its port."""
+        store = self._store = process_group.open_store(host)
+        port: int = store.port
+        return port
 
+    def initialize(self, addr: RankAddress, ft_spec: FinetuneSpec | None) -> RankInfo:
+        """Initialize the prepared engine, which becomes the present one."""
+        engine = self._next_engine
+        assert engine is not None
+        engine.initialize(addr, ft_spec)
+        self._engine, self._next_engine = engine, None
+        return RankInfo(
+            data_parallel_rank=engine.data_parallel_rank,
+            data_parallel_size=engine.data_parallel_size,
+            is_output_rank=engine.is_output_rank,
+        )
 
-def initialize(state: RankState, addr: RankAddress, ft_spec: FinetuneSpec | None) -> RankInfo:
-    """Initialize the prepared engine, which becomes the present one."""
-    engine: TrainEngine = state.next_engine
-    engine.initialize(addr, ft_spec)
-    state.engine, state.next_engine = engine, None
-    return RankInfo(
-        data_parallel_rank=engine.data_parallel_rank,
-        data_parallel_size=engine.data_parallel_size,
-        is_output_rank=engine.is_output_rank,
-    )
+    def destroy(self) -> None:
+        """Destroy and drop the engine, if there is one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.destroy()
 
+    # ------------------------------------------------------------- functions
 
-def destroy(state: RankState) -> None:
-    """Destroy and drop the engine, if there is one."""
-    engine, state.engine = state.engine, None
-    if engine is not None:
-        engine.destroy()
+    def run(self, args: tuple[object, ...], fn: Callable[..., Any]) -> Any:
+        """``fn(engine, *args)``."""
+        return fn(self.present_engine(), *args)
 
+    def run_alone(self, fn: Callable[..., Any], args: tuple[object, ...]) -> Any:
+        """``fn(*args)``, which has no use for an engine."""
+        return fn(*args)
 
-def call_alone(fn: Callable[..., Any], _state: RankState, *args: Any) -> Any:
-    """``fn(*args)``, which has no use for an engine."""
-    return fn(*args)
-
-
-def call_engine(fn: Callable[..., Any], state: RankState, *args: Any) -> Any:
-    """``fn(engine, *args)``; raises `EngineStateError` before `initialize`."""
-    if state.engine is None:
-        raise EngineStateError("the ranks have no engine; call initialize() first")
-    return fn(state.engine, *args)
-
-
-# ------------------------------------------------------ functions of an engine
-
-
-def call_method(name: str, args: Sequence[object], engine: TrainEngine, batch: SequenceBatch) -> Any:
-    """``engine.name(batch, *args)``."""
-    return getattr(engine, name)(batch, *args)
-
-
-def forward(
-    mb_spec: MicroBatchSpec,
-    outputs: tuple[OutputName, ...],
-    temperature: float,
-    post_hook: PostHook | None,
-    engine: TrainEngine,
-    batch: SequenceBatch,
-    output_seqlens: Sequence[int] | None,
-) -> ModelOutput | list[Tensor] | None:
-    """The engine's ``forward``, or with ``post_hook`` the rows of each sequence; None except on output ranks."""
-    keep_rows = None if post_hook is None else list[Tensor]
-    result: ModelOutput | list[Tensor]
-    result = engine.forward(batch, mb_spec, outputs, temperature, output_seqlens, post_hook, keep_rows)
-    return result if engine.is_output_rank else None
+    def forward(
+        self,
+        batch: SequenceBatch,
+        output_seqlens: Sequence[int] | None,
+        mb_spec: MicroBatchSpec,
+        outputs: tuple[OutputName, ...],
+        temperature: float,
+        post_hook: PostHook | None,
+    ) -> ModelOutput | list[Tensor] | None:
+        """The engine's ``forward``, or with ``post_hook`` the rows of each sequence; None except on output ranks."""
+        engine = self.present_engine()
+        keep_rows = None if post_hook is None else list[Tensor]
+        result: ModelOutput | list[Tensor]
+        result = engine.forward(batch, mb_spec, outputs, temperature, output_seqlens, post_hook, keep_rows)
+        return result if engine.is_output_rank else None
 
 
 def gather_tensors(engine: TrainEngine, kind: TensorKind) -> dict[str, Tensor] | None:

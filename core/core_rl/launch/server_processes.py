@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from core_rl.errors import ConfigError, GroupError
-from core_rl.launch import remote
 from core_rl.launch.hosts.base import Hosts, Slot
+from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 
 __all__ = ["ServerProcess", "server_processes"]
@@ -71,8 +70,7 @@ class ServerProcess:
         with self._calling:
             if self._pool is None:
                 raise GroupError("the process of this server was not started; call start() first")
-            name = f"{fn.__name__} of a server"
-            return self._pool.call(0, name, partial(remote.call_alone, fn), [args], CALL_S)[0]
+            return self._pool.call(Call(0, "run_alone", (fn, args)), [()], CALL_S)[0]
 
     def close(self) -> None:
         """End the process and what it has started. Further calls do nothing."""

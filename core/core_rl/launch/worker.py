@@ -1,4 +1,4 @@
-"""The process of one rank: it takes over the driver's environment, answers calls and ends with the driver."""
+"""The process of one rank: it takes over the driver's environment and ends with the driver. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,35 +9,21 @@ import signal
 import socket
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from io import TextIOWrapper
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
-from typing import Any
 
-from core_rl.distributed.channel import Buffer, Channel
-from core_rl.launch.messages import Failure, pack_reply, unpack_call
+from core_rl.distributed.channel import Channel
 
-__all__ = ["DUMP_SIGNAL", "RankState", "end_with_driver", "rank_main"]
+__all__ = ["DUMP_SIGNAL", "end_with_driver", "rank_main"]
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of its threads, even while it hangs in a collective."""
 
 DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a program to end. They are the driver's, also where a scheduler sends them to every process."""
-
-
-@dataclass(kw_only=True)
-class RankState:
-    """State of a rank between the calls of one group; each colocated group has its own."""
-
-    engine: Any = None
-    next_engine: Any = None
-    store: Any = None
-    """Where the ranks meet, on the rank that keeps it."""
 
 
 def rank_main(
@@ -51,24 +37,10 @@ def rank_main(
     _adopt(streams, environ)
     faulthandler.enable(stacks, all_threads=True)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
-    channel = Channel(sock)
-    states: dict[int, RankState] = defaultdict(RankState)
-    try:
-        channel.send_parts(pack_reply(None))
-        while True:
-            channel.send_parts(_answer(channel.receive_parts(), states))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the driver closed the connection: the end of an orderly life
+    # Here, as it imports torch: the process that starts a rank may have none.
+    from core_rl.launch.remote import answer_calls
 
-
-def _answer(parts: Sequence[Buffer], states: Mapping[int, RankState]) -> list[Buffer]:
-    try:
-        engine_id, fn, args = unpack_call(parts)
-        return pack_reply(fn(states[engine_id], *args))
-    except SystemExit:
-        raise
-    except BaseException as error:  # noqa: BLE001 - the process boundary: the driver raises it
-        return pack_reply(Failure.of(error))
+    answer_calls(Channel(sock))
 
 
 def _adopt(streams: Mapping[int, int], environ: Mapping[str, str]) -> None:
