@@ -32,7 +32,7 @@ from rich.table import Table
 
 from core_rl import get_spec, register_engine
 from core_rl_trainer import run_recipe
-from core_rl_trainer.loop.loop import TrainingLoop
+from core_rl_trainer.run.loop import TrainingLoop
 
 ENGINE = "busy-fsdp"
 

@@ -16,7 +16,7 @@ from slurm_daemons import Slurm, slurm_daemons
 
 from core_rl.errors import ConfigError
 from core_rl_trainer import train
-from core_rl_trainer.loop.submission import Submission, submit
+from core_rl_trainer.run.submission import Submission, submit
 
 pytestmark = pytest.mark.nightly
 

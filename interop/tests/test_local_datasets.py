@@ -17,7 +17,7 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.sources import open_source
-from core_rl_trainer.recipe.data import DataSource
+from core_rl_trainer.data.config import DataSource
 
 
 def table(rows: list[dict[str, Any]]) -> datasets.Dataset:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.loop.best_model import BestModel
+from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.recipe.sections import KeepBest
 
 

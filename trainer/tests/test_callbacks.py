@@ -29,7 +29,7 @@ from core_rl_trainer import (
     train,
 )
 from core_rl_trainer.logs.progress import TrainingProgress
-from core_rl_trainer.loop.callbacks import Callbacks
+from core_rl_trainer.run.callbacks import Callbacks
 
 CALLBACKS = '''
 class Recorder:

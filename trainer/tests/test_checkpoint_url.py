@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer.loop.run import run_recipe
+from core_rl_trainer.api import run_recipe
 
 
 def run(recipe: Path, *overrides: str) -> dict[str, Any]:

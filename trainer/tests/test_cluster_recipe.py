@@ -16,7 +16,7 @@ from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
-from core_rl_trainer.loop.restarts import on_machines
+from core_rl_trainer.run.restarts import on_machines
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import (
     RankSlot,

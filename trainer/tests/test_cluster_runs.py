@@ -17,7 +17,7 @@ from core_rl.engine.sync import sync_weights
 from core_rl_trainer import train
 from core_rl_trainer.callbacks import Event, StepEnd
 from core_rl_trainer.loop import loop
-from core_rl_trainer.outputs.export import export_checkpoint
+from core_rl_trainer.export import export_checkpoint
 
 pytestmark = [pytest.mark.slow]
 

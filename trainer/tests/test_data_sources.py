@@ -25,7 +25,7 @@ from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.recipe.data import DataSection, DataSource
+from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.rewards.text import text_match
 
 LIMIT = 28

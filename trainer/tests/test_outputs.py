@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core_rl.cli import main
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, run_recipe
-from core_rl_trainer.loop.run_directory import open_run_directory
-from core_rl_trainer.outputs.export import export_checkpoint
+from core_rl_trainer.run.run_directory import open_run_directory
+from core_rl_trainer.export import export_checkpoint
 from core_rl_trainer.outputs.push import push_run, require_hub
 from core_rl_trainer.recipe.recipe import Recipe
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.loop.identity import differing_fields
+from core_rl_trainer.run.identity import differing_fields
 from core_rl_trainer.recipe.recipe import load_recipe
 
 KEY = "sk-0123456789"

@@ -13,7 +13,7 @@ from test_rollout_workflow import Echo
 
 from core_rl.data.requests import SamplingParams
 from core_rl.errors import ConfigError, RolloutError, UnsupportedCapability
-from core_rl_trainer.loop.run import prepare
+from core_rl_trainer.api import prepare
 from core_rl_trainer.recipe.recipe import load_recipe
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards, reward_metrics
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow

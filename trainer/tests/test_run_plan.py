@@ -28,10 +28,10 @@ from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.cli.plan import print_plan
 from core_rl_trainer.loop import roles, supervised
-from core_rl_trainer.loop.role_plan import plan_roles
-from core_rl_trainer.loop.run import prepare
-from core_rl_trainer.loop.run_directory import open_run_directory
-from core_rl_trainer.loop.run_plan import MemoryEstimate, RunPlan, estimate_memory
+from core_rl_trainer.plan.engines import plan_roles
+from core_rl_trainer.api import prepare
+from core_rl_trainer.run.run_directory import open_run_directory
+from core_rl_trainer.plan.memory import MemoryEstimate, RunPlan, estimate_memory
 from core_rl_trainer.recipe.recipe import Recipe
 
 

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from core_rl.errors import CheckpointMismatch, ConfigError, NothingLearned, StoppedBySignal, WeightsError
 from core_rl_trainer import run_recipe
 from core_rl_trainer.logs.records import RunRecords
-from core_rl_trainer.loop.signals import EndedBySignal
-from core_rl_trainer.loop.supervised import SupervisedLoop
+from core_rl_trainer.run.signals import EndedBySignal
+from core_rl_trainer.run.supervised import SupervisedLoop
 
 LINEAR = {"lr": 0.01, "schedule": {"type": "linear"}}
 

@@ -16,8 +16,8 @@ from core_rl.backend.meta import Scheduling
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe
 from core_rl_trainer.cli.submit import submit as command
-from core_rl_trainer.loop.run import prepare
-from core_rl_trainer.loop.submission import machine_request, submit
+from core_rl_trainer.api import prepare
+from core_rl_trainer.run.submission import machine_request, submit
 from core_rl_trainer.recipe.recipe import Recipe
 
 SBATCH = """#!/bin/sh

@@ -16,7 +16,7 @@ import training_support as support
 import core_rl_trainer
 from core_rl import errors
 from core_rl.cli import main
-from core_rl_trainer.loop.signals import EndedBySignal
+from core_rl_trainer.run.signals import EndedBySignal
 
 
 def run_command(*arguments: str) -> int:
@@ -37,10 +37,10 @@ def stand_in(
             raise outcome
         return outcome
 
-    monkeypatch.setattr("core_rl_trainer.loop.run.run_recipe", run_recipe)
+    monkeypatch.setattr("core_rl_trainer.api.run_recipe", run_recipe)
     recipe = SimpleNamespace(directory=Path("no-run"))
-    monkeypatch.setattr("core_rl_trainer.recipe.engines.check_recipe", lambda *_: recipe)
-    monkeypatch.setattr("core_rl_trainer.loop.preflight.preflight", lambda *_: None)
+    monkeypatch.setattr("core_rl_trainer.plan.engine_config.check_recipe", lambda *_: recipe)
+    monkeypatch.setattr("core_rl_trainer.plan.preflight.preflight", lambda *_: None)
     return calls
 
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, run_recipe
 from core_rl_trainer.logs.step_log import read_steps
-from core_rl_trainer.loop.identity import differing_fields
-from core_rl_trainer.loop.loop import TrainingLoop
+from core_rl_trainer.run.identity import differing_fields
+from core_rl_trainer.run.loop import TrainingLoop
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer import run_recipe
-from core_rl_trainer.loop.loop import TrainingLoop
-from core_rl_trainer.loop.roles import Roles
-from core_rl_trainer.loop.run import dry_run
-from core_rl_trainer.loop.supervised import SupervisedLoop
+from core_rl_trainer.run.loop import TrainingLoop
+from core_rl_trainer.run.roles import Roles
+from core_rl_trainer.api import dry_run
+from core_rl_trainer.run.supervised import SupervisedLoop
 from core_rl_trainer.recipe.recipe import load_recipe
 
 PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
@@ -286,7 +286,7 @@ def test_a_sync_that_takes_too_long_names_its_time_limit(
     def late(sender: object, receiver: object, meta: object, timeout_s: float, receiving: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr("core_rl_trainer.loop.loop.sync_weights", late)
+    monkeypatch.setattr("core_rl_trainer.run.loop.sync_weights", late)
     values = support.recipe_values(start, tmp_path / "out", timeouts={"sync_s": 7.0})
     with pytest.raises(
         WeightsError, match=r"version 0 within 7 s; if the sync is only slow, raise timeouts.sync_s"

@@ -29,8 +29,8 @@ from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe
 from core_rl_trainer.data.batches import NUMBER
-from core_rl_trainer.loop.loop import TrainingLoop, interrupted
-from core_rl_trainer.loop.rollouts import Rollouts
+from core_rl_trainer.run.loop import TrainingLoop, interrupted
+from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
@@ -185,7 +185,7 @@ def test_a_killed_asynchronous_run_goes_on(recipe: Path, tmp_path: Path) -> None
     script.write_text(
         "import json, sys\n"
         "from core_rl.cli import main\n"
-        "from core_rl_trainer.loop.rollouts import Rollouts\n"
+        "from core_rl_trainer.run.rollouts import Rollouts\n"
         "inner = Rollouts.training_batch\n"
         "def recorded(self, step, batches):\n"
         "    batch = inner(self, step, batches)\n"

@@ -20,15 +20,15 @@ from core_rl.pages.chart import POINTS, Chart
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import RunPage, charts_of
 from core_rl_trainer.logs.records import RunRecords
-from core_rl_trainer.loop.evaluation import (
+from core_rl_trainer.logs.samples import (
     SHOWN,
     ExampleSample,
     RolloutSample,
     example_samples,
     rollout_samples,
 )
-from core_rl_trainer.loop.prepared import Placement
-from core_rl_trainer.loop.run_directory import open_run_directory
+from core_rl_trainer.plan.run_plan import Placement
+from core_rl_trainer.run.run_directory import open_run_directory
 from core_rl_trainer.recipe.placement import RankSlot
 from core_rl_trainer.recipe.recipe import Recipe
 

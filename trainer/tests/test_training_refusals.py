@@ -15,8 +15,8 @@ from transformers import BertConfig
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.data.tokenizers import load_tokenizer
 from core_rl_trainer.data.vocabulary import check_same_tokens
-from core_rl_trainer.loop.run import dry_run
-from core_rl_trainer.loop.run_directory import open_run_directory
+from core_rl_trainer.api import dry_run
+from core_rl_trainer.run.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import load_recipe
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
-from core_rl_trainer.loop.watch import Verdict, Watch
+from core_rl_trainer.run.watch import Verdict, Watch
 from core_rl_trainer.recipe.sections import StopSection
 
 GOOD = {

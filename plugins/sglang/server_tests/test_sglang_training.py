@@ -26,9 +26,9 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.expected_values import ExpectedValues, Snapshot
 from core_rl_conformance.inputs.data import ragged
 from core_rl_trainer import run_recipe
-from core_rl_trainer.loop.loop import TrainingLoop
-from core_rl_trainer.loop.roles import Roles
-from core_rl_trainer.loop.rollouts import Rollouts
+from core_rl_trainer.run.loop import TrainingLoop
+from core_rl_trainer.run.roles import Roles
+from core_rl_trainer.run.rollouts import Rollouts
 
 STEPS, PROMPTS, GROUP = 3, 6, 3
 DATA = ragged(151, seed=5, lengths=(9, 1, 30, 17, 2))

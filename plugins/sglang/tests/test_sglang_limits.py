@@ -26,7 +26,7 @@ from core_rl.servers.file_limit import TooManyFiles
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import served_model
 from core_rl_sglang.process import arguments_of
-from core_rl_trainer.loop.role_plan import plan_roles
+from core_rl_trainer.plan.engines import plan_roles
 from core_rl_trainer.recipe.recipe import load_recipe
 
 FILES, REQUESTS = 1024, 1500

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from core_rl_trainer.callbacks import RunFailed as RunFailed
     from core_rl_trainer.callbacks import StepEnd as StepEnd
     from core_rl_trainer.callbacks import StopRun as StopRun
-    from core_rl_trainer.loop.run import dry_run as dry_run
-    from core_rl_trainer.loop.run import run_recipe as run_recipe
-    from core_rl_trainer.loop.run import train as train
+    from core_rl_trainer.api import dry_run as dry_run
+    from core_rl_trainer.api import run_recipe as run_recipe
+    from core_rl_trainer.api import train as train
     from core_rl_trainer.recipe.recipe import Recipe as Recipe
     from core_rl_trainer.recipe.recipe import load_recipe as load_recipe
 
@@ -33,10 +33,10 @@ _HOMES = {
     "RunFailed": "core_rl_trainer.callbacks",
     "StepEnd": "core_rl_trainer.callbacks",
     "StopRun": "core_rl_trainer.callbacks",
-    "dry_run": "core_rl_trainer.loop.run",
+    "dry_run": "core_rl_trainer.api",
     "load_recipe": "core_rl_trainer.recipe.recipe",
-    "run_recipe": "core_rl_trainer.loop.run",
-    "train": "core_rl_trainer.loop.run",
+    "run_recipe": "core_rl_trainer.api",
+    "train": "core_rl_trainer.api",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names come from the one table)

@@ -44,7 +44,7 @@ def export(
     from core_rl.launch.process import start_fork_server
 
     start_fork_server()  # imports torch for the ranks while this process does so for itself
-    from core_rl_trainer.outputs.export import export_checkpoint
+    from core_rl_trainer.export import export_checkpoint
 
     wanted = output or Path(f"{run.name}-{kind.value}")
     done = export_checkpoint(run, kind.value, wanted, step, overrides or [])

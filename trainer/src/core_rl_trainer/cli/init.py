@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from core_rl_trainer.loop.run_plan import RunPlan
+    from core_rl_trainer.plan.memory import RunPlan
     from core_rl_trainer.recipe.starter import StarterTask
 
 
@@ -79,7 +79,7 @@ def _checked(text: str) -> RunPlan:
     """The plan of the recipe in ``text``; raises what ``core-rl train --dry-run`` raises."""
     from core_rl.config.loading import load_yaml
     from core_rl.errors import ConfigError, CoreRLError
-    from core_rl_trainer.loop.run import dry_run
+    from core_rl_trainer.api import dry_run
     from core_rl_trainer.recipe.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as directory:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from core_rl_trainer.data.end_tokens import shown
-from core_rl_trainer.loop.run_plan import RolePlan, RunPlan
+from core_rl_trainer.plan.memory import RolePlan, RunPlan
 
 __all__ = ["print_plan"]
 

@@ -37,8 +37,8 @@ def train(
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
-    from core_rl_trainer.loop.preflight import preflight
-    from core_rl_trainer.recipe.engines import check_recipe
+    from core_rl_trainer.plan.preflight import preflight
+    from core_rl_trainer.plan.engine_config import check_recipe
 
     changes = overrides or []
     chosen = check_recipe(recipe, changes)  # before torch is imported, which takes seconds
@@ -51,8 +51,8 @@ def train(
 
     start_fork_server()  # imports torch for the ranks while this process does so for itself
     from core_rl.exit_codes import SIGNAL_BASE, ExitCode
-    from core_rl_trainer.loop.run import run_recipe
-    from core_rl_trainer.loop.signals import EndedBySignal, resume_hint
+    from core_rl_trainer.api import run_recipe
+    from core_rl_trainer.run.signals import EndedBySignal, resume_hint
 
     try:
         result = run_recipe(recipe, changes)
@@ -70,7 +70,7 @@ def _print_plan(recipe: Recipe, as_json: bool) -> None:
     import dataclasses
 
     from core_rl_trainer.cli.plan import print_plan
-    from core_rl_trainer.loop.run import dry_run
+    from core_rl_trainer.api import dry_run
 
     plan = dry_run(recipe)
     if as_json:

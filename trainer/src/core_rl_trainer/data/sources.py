@@ -14,7 +14,7 @@ from core_rl_trainer.data.hub import read_hub
 from core_rl_trainer.data.jsonl import read_json
 from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_table_file
 from core_rl_trainer.data.text_files import data_suffix
-from core_rl_trainer.recipe.data import DataSource
+from core_rl_trainer.data.config import DataSource
 
 __all__ = ["data_files", "is_hub_dataset", "is_missing", "open_source"]
 

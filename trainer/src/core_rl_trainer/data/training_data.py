@@ -19,7 +19,7 @@ from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.data.vocabulary import within_vocabulary
-from core_rl_trainer.recipe.data import DataSection, DataSource
+from core_rl_trainer.data.config import DataSection, DataSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

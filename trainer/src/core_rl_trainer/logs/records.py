@@ -15,9 +15,9 @@ from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.logs.trackio_log import TrackioBoard
 from core_rl_trainer.logs.wandb_log import WandbBoard
-from core_rl_trainer.loop.evaluation import ExampleSample, RolloutSample
-from core_rl_trainer.loop.prepared import Placement
-from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
+from core_rl_trainer.plan.run_plan import Placement
+from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["RunRecords"]

@@ -14,7 +14,7 @@ from core_rl.pages.chart import svg_document
 from core_rl_trainer.data.sources import is_hub_dataset
 from core_rl_trainer.logs.page import charts_of, run_machine
 from core_rl_trainer.logs.step_log import read_steps
-from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.outputs.config import HubSection
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["model_card"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from core_rl.checkpoint.manifest import MANIFEST
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer.loop.run_directory import RunDirectory
+from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.outputs.model_card import model_card
-from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.outputs.config import HubSection
 from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:

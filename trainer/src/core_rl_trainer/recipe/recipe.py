@@ -19,11 +19,11 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.data import DataSection
-from core_rl_trainer.recipe.hub import HubSection
+from core_rl_trainer.data.config import DataSection
+from core_rl_trainer.outputs.config import HubSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.plain import plain_values
-from core_rl_trainer.recipe.rewards import (
+from core_rl_trainer.rewards.config import (
     ENVIRONMENT,
     REWARD_MODEL,
     RewardSection,

@@ -36,7 +36,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
 from core_rl_trainer.data.statistics import DataStatistics
-from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
+from core_rl_trainer.plan.run_plan import Placement, PreparedRun, Workload
 from core_rl_trainer.recipe.placement import describe_slots
 from core_rl_trainer.recipe.recipe import Recipe
 

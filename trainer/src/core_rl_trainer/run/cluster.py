@@ -15,7 +15,7 @@ from core_rl.launch.hosts.agent_hosts import AgentHosts
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.hosts.local import LocalHosts
 from core_rl.launch.machines import call_on_machines
-from core_rl_trainer.loop.prepared import PreparedRun
+from core_rl_trainer.plan.run_plan import PreparedRun
 from core_rl_trainer.recipe.cluster import ClusterSection
 
 __all__ = ["check_machines", "cluster_hosts", "driver_address", "open_cluster", "require_shared"]

@@ -13,12 +13,12 @@ from core_rl.config.engine import EngineConfig
 from core_rl.launch.hosts.base import Hosts
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
-from core_rl_trainer.loop.evaluation import Evaluation
+from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.recipe.placement import RankSlot
 from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from core_rl_trainer.loop.run_directory import RunDirectory
+    from core_rl_trainer.run.run_directory import RunDirectory
 
 __all__ = ["Loop", "Placement", "PreparedRun", "Workload"]
 

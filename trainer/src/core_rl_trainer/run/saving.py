@@ -10,7 +10,7 @@ from typing import Any
 
 from core_rl.checkpoint.run import PendingCheckpoint, RunCheckpoints
 from core_rl.errors import CoreRLError, GroupError, RankFailed
-from core_rl_trainer.loop.signals import DeferredInterrupt
+from core_rl_trainer.run.signals import DeferredInterrupt
 
 __all__ = ["RunSaver"]
 

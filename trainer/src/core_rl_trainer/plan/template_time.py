@@ -11,7 +11,7 @@ import yaml
 
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.chat_template import CLOCK
-from core_rl_trainer.loop.run_files import RECIPE
+from core_rl_trainer.outputs.run_files import RECIPE
 from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from core_rl_trainer.recipe.placement import PlacementSection, placement_problem
 from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from core_rl_trainer.loop.role_plan import Plan
+    from core_rl_trainer.plan.engines import Plan
 
 __all__ = ["misplaced", "require_devices_for_nccl", "require_memory"]
 

@@ -32,15 +32,15 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.loop.evaluation import SHOWN, Evaluation, ExampleSample, example_samples
-from core_rl_trainer.loop.loop import Clock
-from core_rl_trainer.loop.parts import part_writers, restore_parts
-from core_rl_trainer.loop.prepared import Placement, PreparedRun, Workload
-from core_rl_trainer.loop.reference_cache import ReferenceCache
-from core_rl_trainer.loop.restarts import check_layouts
-from core_rl_trainer.loop.role_plan import TrainPlan, plan_trained
-from core_rl_trainer.loop.run_directory import RunDirectory
-from core_rl_trainer.loop.template_time import with_template_time
+from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
+from core_rl_trainer.run.loop import Clock
+from core_rl_trainer.run.parts import part_writers, restore_parts
+from core_rl_trainer.plan.run_plan import Placement, PreparedRun, Workload
+from core_rl_trainer.run.reference_cache import ReferenceCache
+from core_rl_trainer.run.restarts import check_layouts
+from core_rl_trainer.plan.engines import TrainPlan, plan_trained
+from core_rl_trainer.run.run_directory import RunDirectory
+from core_rl_trainer.plan.template_time import with_template_time
 from core_rl_trainer.recipe.placement import place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.loop.run_files import LOCK
+from core_rl_trainer.outputs.run_files import LOCK
 
 __all__ = ["locked", "require_free_directory"]
 

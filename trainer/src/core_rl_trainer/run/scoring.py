@@ -24,8 +24,8 @@ from core_rl_trainer.algorithms.fields import (
 )
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.reward_model import RewardModelConfig, RewardModelInterface
-from core_rl_trainer.loop.roles import Roles
-from core_rl_trainer.recipe.rewards import REWARD_MODEL
+from core_rl_trainer.run.roles import Roles
+from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM
 
 __all__ = ["Scoring"]

@@ -13,7 +13,7 @@ from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.rewards import RewardSection
+from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
 from core_rl_trainer.rewards.functions import load_callable

@@ -1,0 +1,1 @@
+"""The plan of a run: everything that follows from its recipe, decided once."""
