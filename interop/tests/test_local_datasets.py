@@ -15,9 +15,9 @@ from trl.data_utils import extract_prompt, maybe_convert_to_chatml
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.columns import mapped
+from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.sources import open_source
-from core_rl_trainer.data.config import DataSource
 
 
 def table(rows: list[dict[str, Any]]) -> datasets.Dataset:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.recipe.sections import KeepBest
+from core_rl_trainer.run.best_model import BestModel
 
 
 def keep(

@@ -16,10 +16,10 @@ from core_rl.launch.hosts.attach import AttachHosts
 from core_rl.launch.hosts.local import LocalHosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer import load_recipe
-from core_rl_trainer.loop import cluster
-from core_rl_trainer.run.cluster import check_machines, cluster_hosts, missing_paths, open_cluster
 from core_rl_trainer.api import prepare
 from core_rl_trainer.recipe.cluster import ClusterSection
+from core_rl_trainer.run import cluster
+from core_rl_trainer.run.cluster import check_machines, cluster_hosts, missing_paths, open_cluster
 
 ATTACH = {"type": "attach", "machines": 2, "ranks_per_machine": 2}
 

@@ -16,7 +16,6 @@ from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
-from core_rl_trainer.run.restarts import on_machines
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import (
     RankSlot,
@@ -26,6 +25,7 @@ from core_rl_trainer.recipe.placement import (
     placement_problems,
 )
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.restarts import on_machines
 
 SLURM = {"type": "slurm", "machines": 2, "ranks_per_machine": 2}
 

@@ -16,8 +16,8 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.sync import sync_weights
 from core_rl_trainer import train
 from core_rl_trainer.callbacks import Event, StepEnd
-from core_rl_trainer.loop import loop
 from core_rl_trainer.export import export_checkpoint
+from core_rl_trainer.run import loop
 
 pytestmark = [pytest.mark.slow]
 

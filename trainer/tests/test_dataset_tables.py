@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from core_rl.errors import ConfigError
+from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.examples import Examples, answer_text, check_demonstration
 from core_rl_trainer.data.sources import open_source
-from core_rl_trainer.data.config import DataSource
 
 datasets = pytest.importorskip("datasets", reason="the extra 'data' is not installed")
 import pyarrow as pa  # noqa: E402

@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core_rl.cli import main
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, run_recipe
-from core_rl_trainer.run.run_directory import open_run_directory
 from core_rl_trainer.export import export_checkpoint
 from core_rl_trainer.outputs.push import push_run, require_hub
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.run_directory import open_run_directory
 
 LORA = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -18,7 +18,7 @@ from core_rl.errors import CallbackError, RankDied
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer import train
 from core_rl_trainer.callbacks import CheckpointSaved, Event, StepEnd
-from core_rl_trainer.loop import roles, supervised
+from core_rl_trainer.run import roles, supervised
 
 pytestmark = [pytest.mark.slow]
 Groups = list[EngineGroup]

@@ -26,13 +26,13 @@ from core_rl.toolkit.build import build_model, use_experts_kernel
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.cli.plan import print_plan
-from core_rl_trainer.loop import roles, supervised
-from core_rl_trainer.plan.engines import plan_roles
 from core_rl_trainer.api import prepare
-from core_rl_trainer.run.run_directory import open_run_directory
+from core_rl_trainer.cli.plan import print_plan
+from core_rl_trainer.plan.engines import plan_roles
 from core_rl_trainer.plan.memory import MemoryEstimate, RunPlan, estimate_memory
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run import roles, supervised
+from core_rl_trainer.run.run_directory import open_run_directory
 
 
 def plan(directory: Path, values: dict[str, Any], *overrides: str) -> RunPlan:

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from core_rl.backend.meta import Scheduling
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe
-from core_rl_trainer.cli.submit import submit as command
 from core_rl_trainer.api import prepare
-from core_rl_trainer.run.submission import machine_request, submit
+from core_rl_trainer.cli.submit import submit as command
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.submission import machine_request, submit
 
 SBATCH = """#!/bin/sh
 echo "$@" > {record}

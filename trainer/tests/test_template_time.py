@@ -14,9 +14,9 @@ from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_prompt
-from core_rl_trainer.run.identity import RunIdentity
 from core_rl_trainer.plan.template_time import with_template_time
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.identity import RunIdentity
 
 DATED = (
     "{% macro date(format) %}{{ strftime_now(format) }}{% endmacro %}"

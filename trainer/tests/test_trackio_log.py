@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from core_rl.errors import ConfigError
+from core_rl_trainer.logs.config import TrackioSection
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.trackio_log import TrackioBoard, require_trackio
-from core_rl_trainer.recipe.sections import TrackioSection
 
 SECTION = TrackioSection(project="tests", group="a")
 

@@ -21,11 +21,11 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer import run_recipe
+from core_rl_trainer.api import dry_run
+from core_rl_trainer.recipe.recipe import load_recipe
 from core_rl_trainer.run.loop import TrainingLoop
 from core_rl_trainer.run.roles import Roles
-from core_rl_trainer.api import dry_run
 from core_rl_trainer.run.supervised import SupervisedLoop
-from core_rl_trainer.recipe.recipe import load_recipe
 
 PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
 CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}

@@ -29,9 +29,9 @@ from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import run_recipe
 from core_rl_trainer.data.batches import NUMBER
+from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.run.loop import TrainingLoop, interrupted
 from core_rl_trainer.run.rollouts import Rollouts
-from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
 ASYNC = ["rollout.max_head_offpolicyness=2"]

@@ -28,9 +28,9 @@ from core_rl_trainer.logs.samples import (
     rollout_samples,
 )
 from core_rl_trainer.plan.run_plan import Placement
-from core_rl_trainer.run.run_directory import open_run_directory
 from core_rl_trainer.recipe.placement import RankSlot
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.run_directory import open_run_directory
 
 ROWS: list[Row] = [
     {"step": 0, "eval_reward": 0.2, "eval_reward_greedy": 0.3},

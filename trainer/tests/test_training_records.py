@@ -28,11 +28,11 @@ from core_rl_trainer.environments import ToolEnvironment
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.logs.step_log import read_steps
-from core_rl_trainer.run.identity import RunIdentity
-from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import compute_reward, load_callable
 from core_rl_trainer.rewards.text import TextReward, completion_text, integer_match, text_match
+from core_rl_trainer.run.identity import RunIdentity
+from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 
 # ---------------------------------------------------------------------- metrics
 

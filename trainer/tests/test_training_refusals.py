@@ -13,11 +13,11 @@ import training_support as support
 from transformers import BertConfig
 
 from core_rl.errors import ConfigError, CoreRLError
+from core_rl_trainer.api import dry_run
 from core_rl_trainer.data.tokenizers import load_tokenizer
 from core_rl_trainer.data.vocabulary import check_same_tokens
-from core_rl_trainer.api import dry_run
-from core_rl_trainer.run.run_directory import open_run_directory
 from core_rl_trainer.recipe.recipe import load_recipe
+from core_rl_trainer.run.run_directory import open_run_directory
 
 
 def encoder(config: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ import training_support as support
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer.logs.config import WandbSection
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.logs.wandb_log import WandbBoard
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.sections import WandbSection
 
 OFFLINE = WandbSection(mode="offline", project="tests", tags=("a", "b"))
 

@@ -11,8 +11,8 @@ import pytest
 
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
-from core_rl_trainer.run.watch import Verdict, Watch
 from core_rl_trainer.recipe.sections import StopSection
+from core_rl_trainer.run.watch import Verdict, Watch
 
 GOOD = {
     "loss": 0.5,

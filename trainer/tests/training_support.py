@@ -18,10 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core_rl_trainer.data.chat_template import ChatFormat
+from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.datasets import ExampleDataset
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
-from core_rl_trainer.data.config import DataSource
 
 CHARACTERS = "0123456789+="
 BOS, EOS = 1, 2

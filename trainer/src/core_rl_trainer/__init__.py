@@ -7,6 +7,9 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from core_rl_trainer.api import dry_run as dry_run
+    from core_rl_trainer.api import run_recipe as run_recipe
+    from core_rl_trainer.api import train as train
     from core_rl_trainer.callbacks import Callback as Callback
     from core_rl_trainer.callbacks import CheckpointSaved as CheckpointSaved
     from core_rl_trainer.callbacks import EvaluationEnd as EvaluationEnd
@@ -15,9 +18,6 @@ if TYPE_CHECKING:
     from core_rl_trainer.callbacks import RunFailed as RunFailed
     from core_rl_trainer.callbacks import StepEnd as StepEnd
     from core_rl_trainer.callbacks import StopRun as StopRun
-    from core_rl_trainer.api import dry_run as dry_run
-    from core_rl_trainer.api import run_recipe as run_recipe
-    from core_rl_trainer.api import train as train
     from core_rl_trainer.recipe.recipe import Recipe as Recipe
     from core_rl_trainer.recipe.recipe import load_recipe as load_recipe
 

@@ -31,22 +31,22 @@ from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.terminal_log import TerminalLog
 from core_rl_trainer.logs.trackio_log import require_trackio
 from core_rl_trainer.logs.wandb_log import require_wandb
+from core_rl_trainer.outputs.push import push_run, require_hub
+from core_rl_trainer.plan.memory import RunPlan, plan_run
+from core_rl_trainer.plan.preflight import preflight
+from core_rl_trainer.plan.remarks import plan_remarks
+from core_rl_trainer.plan.run_plan import PreparedRun
+from core_rl_trainer.recipe.recipe import Recipe, RecipeSource, load_recipe
 from core_rl_trainer.run.callbacks import Callbacks
 from core_rl_trainer.run.cluster import check_machines, open_cluster
 from core_rl_trainer.run.online import prepare_online
 from core_rl_trainer.run.parts import has_portable, readable_part
-from core_rl_trainer.plan.preflight import preflight
-from core_rl_trainer.plan.run_plan import PreparedRun
-from core_rl_trainer.plan.remarks import plan_remarks
 from core_rl_trainer.run.restarts import Restarts
 from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
-from core_rl_trainer.plan.memory import RunPlan, plan_run
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.source import find_source
 from core_rl_trainer.run.steps import RunSteps
 from core_rl_trainer.run.supervised import prepare_supervised
-from core_rl_trainer.outputs.push import push_run, require_hub
-from core_rl_trainer.recipe.recipe import Recipe, RecipeSource, load_recipe
 
 __all__ = ["dry_run", "prepare", "run_recipe", "train"]
 

@@ -14,13 +14,13 @@ from core_rl.errors import CheckpointNotFound, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.run.cluster import open_cluster, require_shared
-from core_rl_trainer.run.parts import readable_part
-from core_rl_trainer.plan.engines import plan_trained
 from core_rl_trainer.outputs.run_files import RECIPE
-from core_rl_trainer.run.supervised import trained_head
+from core_rl_trainer.plan.engines import plan_trained
 from core_rl_trainer.recipe.placement import place_ranks
 from core_rl_trainer.recipe.recipe import Recipe, with_local_models
+from core_rl_trainer.run.cluster import open_cluster, require_shared
+from core_rl_trainer.run.parts import readable_part
+from core_rl_trainer.run.supervised import trained_head
 
 __all__ = ["ExportFormat", "export_checkpoint"]
 

@@ -37,8 +37,8 @@ def train(
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
-    from core_rl_trainer.plan.preflight import preflight
     from core_rl_trainer.plan.engine_config import check_recipe
+    from core_rl_trainer.plan.preflight import preflight
 
     changes = overrides or []
     chosen = check_recipe(recipe, changes)  # before torch is imported, which takes seconds
@@ -69,8 +69,8 @@ def train(
 def _print_plan(recipe: Recipe, as_json: bool) -> None:
     import dataclasses
 
-    from core_rl_trainer.cli.plan import print_plan
     from core_rl_trainer.api import dry_run
+    from core_rl_trainer.cli.plan import print_plan
 
     plan = dry_run(recipe)
     if as_json:

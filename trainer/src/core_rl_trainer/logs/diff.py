@@ -12,9 +12,8 @@ from core_rl.pages.chart import Chart, line_chart, page_environment
 from core_rl_trainer.logs.listing import RunSummary, read_rows
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import CHARTS, COLOURS, TEMPLATES
-from core_rl_trainer.recipe.plain import differing_values
 
-__all__ = ["differing_recipes", "render_diff"]
+__all__ = ["differing_recipes", "differing_values", "render_diff"]
 
 NO_METRICS = ("step", "version")
 NO_FIELDS = ("output_dir", "fresh")
@@ -29,6 +28,20 @@ def differing_recipes(first: RunSummary, second: RunSummary) -> dict[str, tuple[
         for field, (left, right) in found.items()
         if field not in NO_FIELDS
     }
+
+
+def differing_values(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted fields in which two recipes, as plain values, differ, each with both values."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*old, *new}):
+        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            differing |= differing_values(left, right, f"{field}.")
+        elif left != right:
+            differing[field] = left, right
+    return differing
 
 
 def render_diff(first: RunSummary, second: RunSummary) -> str:

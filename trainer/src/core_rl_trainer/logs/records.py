@@ -12,13 +12,13 @@ from core_rl.errors import CheckpointError, RunStopped
 from core_rl.pages.chart import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
+from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
 from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.logs.trackio_log import TrackioBoard
 from core_rl_trainer.logs.wandb_log import WandbBoard
-from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
 from core_rl_trainer.plan.run_plan import Placement
-from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.run_directory import RunDirectory
 
 __all__ = ["RunRecords"]
 

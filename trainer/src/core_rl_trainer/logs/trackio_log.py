@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.errors import ConfigError
+from core_rl_trainer.logs.config import TrackioSection
 from core_rl_trainer.logs.wandb_log import run_identifier
-from core_rl_trainer.recipe.sections import TrackioSection
 
 __all__ = ["TrackioBoard", "require_trackio"]
 

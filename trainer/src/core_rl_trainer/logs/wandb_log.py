@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.errors import ConfigError
+from core_rl_trainer.logs.config import WandbSection
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.sections import WandbSection
 
 __all__ = ["WandbBoard", "require_wandb", "run_identifier"]
 

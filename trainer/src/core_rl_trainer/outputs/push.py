@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from core_rl.checkpoint.manifest import MANIFEST
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer.run.run_directory import RunDirectory
-from core_rl_trainer.outputs.model_card import model_card
 from core_rl_trainer.outputs.config import HubSection
+from core_rl_trainer.outputs.model_card import model_card
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -16,13 +16,13 @@ from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.run.parts import require_portable
-from core_rl_trainer.plan.run_plan import Placement
 from core_rl_trainer.plan.engine_checks import misplaced, require_devices_for_nccl, require_memory
-from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.plan.engine_config import engine_config
+from core_rl_trainer.plan.run_plan import Placement
+from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection, RankSlot, place_ranks
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.parts import require_portable
 
 __all__ = ["Plan", "TrainPlan", "plan_roles", "plan_trained"]
 

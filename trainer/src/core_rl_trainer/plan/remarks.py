@@ -8,8 +8,8 @@ from pathlib import Path
 
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.devices import device_type
-from core_rl_trainer.plan.run_plan import PreparedRun, Workload
 from core_rl_trainer.data.config import DataSection, DataSource
+from core_rl_trainer.plan.run_plan import PreparedRun, Workload
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["plan_remarks"]

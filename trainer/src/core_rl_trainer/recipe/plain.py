@@ -1,4 +1,4 @@
-"""Plain values, as YAML has them: of what Python code writes into a recipe, and of two recipes that differ."""
+"""Plain values, as YAML has them, of a recipe that Python code builds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from core_rl.config.secret import SecretReference
 
-__all__ = ["differing_values", "plain_values"]
+__all__ = ["plain_values"]
 
 
 def plain_values(value: Any) -> Any:
@@ -31,17 +31,3 @@ def plain_values(value: Any) -> Any:
     elif isinstance(value, Real) and not isinstance(value, bool):
         plain = int(value) if isinstance(value, Integral) else float(value)
     return plain
-
-
-def differing_values(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
-) -> dict[str, tuple[Any, Any]]:
-    """The dotted fields in which two recipes, as plain values, differ, each with both values."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in sorted({*old, *new}):
-        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found |= differing_values(left, right, f"{field}.")
-        elif left != right:
-            found[field] = left, right
-    return found

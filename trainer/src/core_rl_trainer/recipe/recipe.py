@@ -16,20 +16,14 @@ from core_rl.config.hub import local_model_path
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.config.secret import literal_secrets
 from core_rl.errors import ConfigError, raise_all
+from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.data.config import DataSection
+from core_rl_trainer.logs.config import TrackioSection, WandbSection
 from core_rl_trainer.outputs.config import HubSection
+from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.plain import plain_values
-from core_rl_trainer.rewards.config import (
-    ENVIRONMENT,
-    REWARD_MODEL,
-    RewardSection,
-    duplicate_names,
-    with_one_kind_of_reward,
-)
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,
@@ -38,8 +32,13 @@ from core_rl_trainer.recipe.sections import (
     RewardModelSection,
     StopSection,
     TimeoutsSection,
-    TrackioSection,
-    WandbSection,
+)
+from core_rl_trainer.rewards.config import (
+    ENVIRONMENT,
+    REWARD_MODEL,
+    RewardSection,
+    duplicate_names,
+    with_one_kind_of_reward,
 )
 
 __all__ = ["HERE", "Recipe", "RecipeSource", "load_recipe", "with_local_models"]

@@ -13,9 +13,9 @@ from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.config.base import parse_config
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
-from core_rl_trainer.data.sources import data_files
 from core_rl_trainer.data.config import DataSection
-from core_rl_trainer.recipe.plain import differing_values
+from core_rl_trainer.data.sources import data_files
+from core_rl_trainer.logs.diff import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import ModelSection
 

@@ -22,12 +22,12 @@ from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl_trainer.logs.samples import Evaluation
+from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.rewards.terms import reward_metrics
 from core_rl_trainer.run.parts import part_writers, restore_parts
 from core_rl_trainer.run.roles import Roles
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.run.scoring import Scoring
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.terms import reward_metrics
 
 __all__ = ["Clock", "TrainingLoop", "interrupted"]
 

@@ -26,18 +26,18 @@ from core_rl_trainer.data.tokenizers import (
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.data.vocabulary import check_same_tokens
-from core_rl_trainer.run.loop import TrainingLoop
-from core_rl_trainer.plan.run_plan import PreparedRun, Workload
-from core_rl_trainer.run.restarts import check_layouts
 from core_rl_trainer.plan.engines import plan_roles
-from core_rl_trainer.run.roles import open_roles
-from core_rl_trainer.run.rollouts import Rollouts
-from core_rl_trainer.run.run_directory import RunDirectory
+from core_rl_trainer.plan.run_plan import PreparedRun, Workload
 from core_rl_trainer.plan.template_time import with_template_time
-from core_rl_trainer.run.user_code import load_user_code, open_user_code
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.functions import rewards_differ
+from core_rl_trainer.run.loop import TrainingLoop
+from core_rl_trainer.run.restarts import check_layouts
+from core_rl_trainer.run.roles import open_roles
+from core_rl_trainer.run.rollouts import Rollouts
+from core_rl_trainer.run.run_directory import RunDirectory
+from core_rl_trainer.run.user_code import load_user_code, open_user_code
 
 __all__ = ["prepare_online"]
 

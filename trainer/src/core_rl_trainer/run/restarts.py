@@ -20,10 +20,10 @@ from core_rl.errors import (
     raise_all,
 )
 from core_rl_trainer.logs.progress import say
-from core_rl_trainer.run.parts import own_format
 from core_rl_trainer.plan.engines import TrainPlan
-from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.parts import own_format
+from core_rl_trainer.run.run_directory import RunDirectory
 
 __all__ = ["Restarts", "check_layouts", "on_machines"]
 

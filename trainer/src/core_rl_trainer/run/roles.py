@@ -12,8 +12,8 @@ from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts.base import Hosts
 from core_rl.launch.server_processes import server_processes
-from core_rl_trainer.run.cluster import driver_address
 from core_rl_trainer.plan.engines import Plan
+from core_rl_trainer.run.cluster import driver_address
 
 __all__ = ["Roles", "open_roles"]
 

@@ -15,9 +15,9 @@ from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.logs.samples import Evaluation, rollout_samples
-from core_rl_trainer.run.user_code import UserCode
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.terms import reward_metrics
+from core_rl_trainer.run.user_code import UserCode
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 from core_rl_trainer.workflows.single_turn import GreedyBaselineWorkflow, SingleTurnWorkflow
 

@@ -18,7 +18,6 @@ from core_rl.checkpoint.local import LocalPlace
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import CheckpointError, ConfigError, raise_all
 from core_rl_trainer.logs.step_log import read_steps
-from core_rl_trainer.run.identity import RunIdentity
 from core_rl_trainer.outputs.run_files import (
     IDENTITY,
     LOG,
@@ -31,8 +30,9 @@ from core_rl_trainer.outputs.run_files import (
     STATUS,
 )
 from core_rl_trainer.outputs.run_lock import locked
-from core_rl_trainer.run.source import find_source
 from core_rl_trainer.recipe.recipe import HERE, Recipe
+from core_rl_trainer.run.identity import RunIdentity
+from core_rl_trainer.run.source import find_source
 
 __all__ = ["RunDirectory", "open_run_directory"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints, open_run_checkpoint
 from core_rl.errors import ConfigError, raise_all
-from core_rl_trainer.run.identity import RunIdentity
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.identity import RunIdentity
 
 __all__ = ["find_source"]
 

@@ -13,15 +13,15 @@ from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.errors import NothingLearned
 from core_rl_trainer.logs.progress import TrainingProgress, say
 from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.plan.run_plan import Loop
+from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.run.bad_weights import require_finite_weights, weights_are_blamed
 from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.run.callbacks import Callbacks
-from core_rl_trainer.plan.run_plan import Loop
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.run.saving import RunSaver
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.watch import Watch
-from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["RunSteps"]
 

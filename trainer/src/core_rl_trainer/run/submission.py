@@ -16,9 +16,9 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
+from core_rl_trainer.api import prepare
 from core_rl_trainer.plan.preflight import preflight
 from core_rl_trainer.plan.run_plan import PreparedRun
-from core_rl_trainer.api import prepare
 from core_rl_trainer.recipe.placement import RankSlot
 from core_rl_trainer.recipe.recipe import Recipe, load_recipe
 

@@ -33,16 +33,16 @@ from core_rl_trainer.data.tokenizers import (
 )
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
-from core_rl_trainer.run.loop import Clock
-from core_rl_trainer.run.parts import part_writers, restore_parts
-from core_rl_trainer.plan.run_plan import Placement, PreparedRun, Workload
-from core_rl_trainer.run.reference_cache import ReferenceCache
-from core_rl_trainer.run.restarts import check_layouts
 from core_rl_trainer.plan.engines import TrainPlan, plan_trained
-from core_rl_trainer.run.run_directory import RunDirectory
+from core_rl_trainer.plan.run_plan import Placement, PreparedRun, Workload
 from core_rl_trainer.plan.template_time import with_template_time
 from core_rl_trainer.recipe.placement import place_ranks, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.loop import Clock
+from core_rl_trainer.run.parts import part_writers, restore_parts
+from core_rl_trainer.run.reference_cache import ReferenceCache
+from core_rl_trainer.run.restarts import check_layouts
+from core_rl_trainer.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

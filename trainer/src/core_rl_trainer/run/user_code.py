@@ -13,9 +13,9 @@ from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
+from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
 from core_rl_trainer.rewards.process import ProcessReward

@@ -15,8 +15,8 @@ from core_rl.rollout.continued import TokenGenerator, generate_whole
 from core_rl.rollout.transcript import Transcript
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Environment, Observation
-from core_rl_trainer.rewards.config import ENVIRONMENT
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
+from core_rl_trainer.rewards.config import ENVIRONMENT
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
 from core_rl_trainer.rewards.terms import GroupScorer, Reward, WeightedRewards, reward_fields
 
