@@ -251,16 +251,19 @@ def bench(session: nox.Session) -> None:
     if not chosen:
         session.error(f"no such benchmark; there are {', '.join(script.stem for script in scripts)}")
     for script in chosen:
-        serves = script.stem.startswith("sglang")
-        env = {SERVER_PYTHON["sglang"]: _server_python(session, "sglang")} if serves else None
-        session.run("python", str(script), env=env)
+        session.run("python", str(script))
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run what a GPU is needed for, with the packages of this Python; `-- --rehearse` on the CPU, at tiny sizes."""
-    env = {"PYTHONPATH": str(ROOT / "gpu")}
-    session.run(sys.executable, "-m", "core_rl_gpu", *session.posargs, env=env, external=True)
+    """Run points that need a GPU with the packages of this Python, all or `-- NAME ...`; `--rehearse` on the CPU."""
+    names = [f"test_{name.replace('-', '_')}" for name in session.posargs if not name.startswith("-")]
+    rehearse = "--rehearse" in session.posargs
+    options = [part for part in session.posargs if part.startswith("-") and part != "--rehearse"]
+    options += [] if rehearse else ["--gpu"]
+    options += ["-k", " or ".join(names)] if names else []
+    command = (sys.executable, "-m", "pytest", "gpu/tests", "-m", "gpu", "--gpu-report=gpu-report", *options)
+    session.run(*command, env=ENV, external=True)
 
 
 @nox.session

@@ -19,7 +19,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.process_group import Meeting, RankAddress, open_store
 
-__all__ = ["Work", "each_rank", "engine_step", "join_group", "start_engine", "step_options", "work_of"]
+__all__ = ["Work", "each_rank", "engine_step", "start_engine", "step_options", "work_of"]
 
 Work = Callable[[RankAddress, argparse.Namespace], None]
 HOST = "127.0.0.1"
@@ -56,14 +56,6 @@ def _entry(rank: int, work: Work, ranks: int, meeting: Meeting, arguments: argpa
     work(address, arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def join_group(address: RankAddress) -> None:
-    """Join the process group as an engine does, for scripts without one."""
-    meeting = address.meeting
-    assert meeting is not None  # `each_rank` gives one
-    store = dist.TCPStore(meeting.host, meeting.port, None, False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=address.rank, world_size=address.world_size)
 
 
 def start_engine(

@@ -7,26 +7,30 @@ import os
 import resource
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from gpu_models import TINY
+from gpu_points import Figures, Setting
 from torch._C._distributed_c10d import HashStore
 from torch.nn.attention.varlen import varlen_attn
 
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.machine import describe_machine
-from core_rl_gpu.setting import Figures, Setting
-from core_rl_gpu.shapes import TINY
-
-__all__ = ["group", "machine", "process_groups"]
 
 
-def machine(setting: Setting) -> Figures:
-    """Raises where kernels lack arguments that packed attention passes."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=60)
+def test_machine(setting: Setting) -> Figures:
+    """Versions, shared memory, open files, the GPU and its kernels.
+
+    Raises where kernels lack arguments that packed attention passes.
+    """
     missing = {"scale", "window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
     if missing:
         raise RuntimeError(f"varlen_attn of torch {torch.__version__} has no {sorted(missing)}")
-    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None  # noqa: S108
+    shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     found = describe_machine()
     figures: dict[str, float | str] = {
         "torch": torch.__version__,
@@ -47,8 +51,13 @@ def machine(setting: Setting) -> Figures:
     return figures
 
 
-def group(setting: Setting) -> Figures:
-    """Raises where a rank computes wrongly, or processes are left."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=120)
+def test_group(setting: Setting) -> Figures:
+    """An EngineGroup of one rank starts, computes and ends.
+
+    Raises where a rank computes wrongly, or processes are left.
+    """
     with EngineGroup("fsdp", model={"config": TINY}, device=setting.device) as ranks:
         (found,), pids, starting_s = ranks.run(_product), ranks.pids, ranks.starting_s
     if found != (8.0, setting.device):
@@ -64,8 +73,13 @@ def _product(engine: TrainEngine) -> tuple[float, str]:
     return float((ones @ ones)[0, 0]), engine.device.type
 
 
-def process_groups(setting: Setting) -> Figures:
-    """Raises where a sum over one rank is wrong."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=120)
+def test_process_groups(setting: Setting) -> Figures:
+    """gloo and NCCL in one group, twice in one process.
+
+    Raises where a sum over one rank is wrong.
+    """
     backend = "gloo" if setting.rehearsal else "cpu:gloo,cuda:nccl"
     device = torch.device(setting.device, 0) if setting.device == "cuda" else None
     for _ in range(2):

@@ -7,60 +7,33 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from gpu_models import LOSS, PEAKS, QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, TINY, batch_of, engine_of, model_flops
+from gpu_points import Figures, Setting
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, TensorKind
-from core_rl.backend.metrics import Metric
-from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput, masked_sum
 from core_rl.engine.train import TrainEngine
-from core_rl_gpu.engines import started
-from core_rl_gpu.setting import Figures, Setting
-from core_rl_gpu.shapes import PEAKS, QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B, TINY, model_flops
-
-__all__ = ["checkpoints", "offload", "syncs", "utilisation"]
 
 EIGHT_LAYERS = {**QWEN3_8B, "num_hidden_layers": 8}
 """Of the 36 layers of 8B, so that its state fits on one GPU."""
 
 
-def negative_logprobs(output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
-    """Their sum over the trained tokens."""
-    return -masked_sum(output["logprobs"], batch.loss_mask), {}
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=300)
+def test_syncs(setting: Setting) -> Figures:
+    """Waits for the GPU inside of a training step.
 
-
-LOSS = LossSpec(fn=negative_logprobs)
-
-
-def engine_of(setting: Setting, shape: dict[str, Any], name: str = "fsdp", **fields: Any) -> TrainEngine:
-    """An engine of one rank in this process, in bfloat16."""
-    values = {"model": {"config": shape}, "dtype": "bfloat16", "device": setting.device, **fields}
-    return started(TrainEngine, name, values)
-
-
-def batch_of(setting: Setting, vocabulary: int, tokens: int) -> SequenceBatch:
-    """Sequences of many lengths with ``tokens`` in all."""
-    generator, lengths, left = torch.Generator().manual_seed(0), list[int](), tokens
-    while left > 0:
-        length = min(left, int(torch.randint(2, setting.size(4096, 64), (), generator=generator)))
-        lengths.append(length)
-        left -= length
-    return SequenceBatch.from_sequences(
-        [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
-    )
-
-
-def syncs(setting: Setting) -> Figures:
-    """Raises where the CPU waits for the GPU inside of a block; what waits elsewhere is listed."""
+    Raises where the CPU waits for the GPU inside of a block; what waits elsewhere is listed.
+    """
     shape = setting.size(QWEN3_0_6B, TINY)
     engine = engine_of(setting, shape)
     tokens = setting.size(8192, 256)
@@ -115,8 +88,13 @@ class _Waits:
         (self.inside if self._depth else self.outside)[where] += 1
 
 
-def utilisation(setting: Setting) -> Figures:
-    """Of two shapes, with blocks compiled and not."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=900)
+def test_utilisation(setting: Setting) -> Figures:
+    """Model FLOPs utilisation of training steps.
+
+    Of two shapes, with blocks compiled and not.
+    """
     figures: dict[str, float | str] = {}
     shapes = setting.size({"0.6B": QWEN3_0_6B, "8B, 8 layers": EIGHT_LAYERS}, {"tiny": TINY})
     for name, shape in shapes.items():
@@ -145,8 +123,13 @@ def utilisation(setting: Setting) -> Figures:
     return figures
 
 
-def offload(setting: Setting) -> Figures:
-    """Raises where contents change, or less than 90 % of the state comes back as free memory."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=300)
+def test_offload(setting: Setting) -> Figures:
+    """Memory that offloading gives back, and bits afterwards.
+
+    Raises where contents change, or less than 90 % of the state comes back as free memory.
+    """
     shape = setting.size(QWEN3_1_7B, TINY)
     engine = engine_of(setting, shape)
     engine.train_batch(batch_of(setting, shape["vocab_size"], 256), LOSS, MicroBatchSpec(count=1))
@@ -189,8 +172,13 @@ def _state_bytes(engine: TrainEngine) -> int:
     return 4 * sum(math.prod(shape) for kind in KINDS for shape in engine.tensor_shapes(kind).values())
 
 
-def checkpoints(setting: Setting) -> Figures:
-    """Raises where the step after a load is not the one after the save, or transformers cannot read an export."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=600)
+def test_checkpoints(setting: Setting) -> Figures:
+    """Saving, loading, the next step, and an export.
+
+    Raises where the step after a load is not the one after the save, or transformers cannot read an export.
+    """
     shape = setting.size(QWEN3_0_6B, TINY)
     engine = engine_of(setting, shape)
     batch, spec = batch_of(setting, shape["vocab_size"], 512), MicroBatchSpec(count=1)

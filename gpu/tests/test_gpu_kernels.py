@@ -5,16 +5,15 @@ from __future__ import annotations
 from itertools import accumulate, product
 from typing import Any
 
+import pytest
 import torch
+from gpu_points import Figures, Setting
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.token_logprobs import token_logprobs
-from core_rl_gpu.setting import Figures, Setting
-
-__all__ = ["adamw", "attention", "experts", "logprobs"]
 
 FACTOR = 4.0
 """An error may be so many times that of the plain computation in the same precision, as in the suite."""
@@ -23,8 +22,13 @@ FLOOR = 2.0**-9
 HEADS, KV_HEADS = 8, 2
 
 
-def attention(setting: Setting) -> Figures:
-    """Raises where results or gradients are further from float64 than the plain kernel's, times `FACTOR`."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=300)
+def test_attention(setting: Setting) -> Figures:
+    """Packed attention and its gradients against float64.
+
+    Raises where results or gradients are further from float64 than the plain kernel's, times `FACTOR`.
+    """
     lengths = setting.size([1, 17, 128, 1023, 8192], [1, 17, 40])
     worst: dict[str, float] = {}
     for width, window in product((64, 128, 256, 10), (None, setting.size(512, 8))):
@@ -68,8 +72,13 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max())
 
 
-def logprobs(setting: Setting) -> Figures:
-    """Raises where log-probs are further from float64 than the rounding of the logits' inputs explains."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=300)
+def test_logprobs(setting: Setting) -> Figures:
+    """Log-probs over a real vocabulary: error, time, memory.
+
+    Raises where log-probs are further from float64 than the rounding of the logits' inputs explains.
+    """
     vocabulary, hidden, tokens = setting.size((151_936, 4096, 32_768), (1000, 64, 256))
     torch.manual_seed(0)
     states = torch.randn(tokens, hidden, device=setting.device).to(setting.dtype).requires_grad_()
@@ -98,8 +107,13 @@ def logprobs(setting: Setting) -> Figures:
     return figures
 
 
-def experts(setting: Setting) -> Figures:
-    """Raises where the two ways differ by more than rounding."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=300)
+def test_experts(setting: Setting) -> Figures:
+    """A block of a mixture, its experts grouped and one by one.
+
+    Raises where the two ways differ by more than rounding.
+    """
     hidden, inner, count, tokens = setting.size((2048, 768, 128, 16_384), (64, 32, 8, 128))
     config = Qwen3MoeConfig(
         hidden_size=hidden,
@@ -136,8 +150,13 @@ def experts(setting: Setting) -> Figures:
     return figures
 
 
-def adamw(setting: Setting) -> Figures:
-    """Raises where the two ways differ by more than some units in the last place."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=300)
+def test_adamw(setting: Setting) -> Figures:
+    """AdamW fused and by operator.
+
+    Raises where the two ways differ by more than some units in the last place.
+    """
     count, size = setting.size((64, 2**24), (4, 2**10))
     figures: dict[str, float | str] = {"parameters": count * size}
     results = []

@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 
+import pytest
+from gpu_models import QWEN3_0_6B, TINY, engine_of, started
+from gpu_points import Figures, NotRun, Setting
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.meta import WeightUpdateMeta
@@ -17,20 +20,19 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.engine.train import TrainEngine
-from core_rl_gpu.engines import started
-from core_rl_gpu.points.training import engine_of
-from core_rl_gpu.setting import Figures, NotRun, Setting
-from core_rl_gpu.shapes import QWEN3_0_6B, TINY
-
-__all__ = ["sglang"]
 
 PYTHON = "CORE_RL_SGLANG_PYTHON"
 LARGEST_GAP = 0.02
 """The mean difference of log-probs between server and trainer, in nats."""
 
 
-def sglang(setting: Setting) -> Figures:
-    """Raises where log-probs differ; not run without a Python that has SGLang."""
+@pytest.mark.slow
+@pytest.mark.gpu(limit_s=900)
+def test_sglang(setting: Setting) -> Figures:
+    """A server on the same GPU: requests, sync, mismatch, memory.
+
+    Raises where log-probs differ; not run without a Python that has SGLang.
+    """
     _require_sglang()
     shape, path = setting.size(QWEN3_0_6B, TINY), str(setting.directory / "model")
     config = AutoConfig.for_model(**shape)

@@ -8,26 +8,34 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
+from gpu_models import LOSS, QWEN3_0_6B, TINY, batch_of, engine_of
+from gpu_points import Figures, NotRun, Setting
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl_gpu.points.training import LOSS, batch_of, engine_of
-from core_rl_gpu.setting import Figures, NotRun, Setting
-from core_rl_gpu.shapes import QWEN3_0_6B, TINY
-
-__all__ = ["bfloat16", "float32", "megatron"]
 
 REHEARSED = ["--check=I7.logprobs", "--quick"]
 
 
-def float32(setting: Setting) -> Figures:
-    """Raises where a check fails."""
+@pytest.mark.nightly
+@pytest.mark.gpu(limit_s=900)
+def test_suite_float32(setting: Setting) -> Figures:
+    """The suite on fsdp, float32.
+
+    Raises where a check fails.
+    """
     return _suite(setting, "fsdp", "float32")
 
 
-def bfloat16(setting: Setting) -> Figures:
-    """Raises where a check fails."""
+@pytest.mark.nightly
+@pytest.mark.gpu(limit_s=900)
+def test_suite_bfloat16(setting: Setting) -> Figures:
+    """The suite on fsdp, bfloat16; bits of two equal steps.
+
+    Raises where a check fails.
+    """
     figures = dict(_suite(setting, "fsdp", "bfloat16"))
     figures["two equal steps have equal bits"] = _repeats(setting)
     torch.use_deterministic_algorithms(True)
@@ -38,8 +46,13 @@ def bfloat16(setting: Setting) -> Figures:
     return figures
 
 
-def megatron(setting: Setting) -> Figures:
-    """Raises where a check fails; not run where Megatron-Core is not installed."""
+@pytest.mark.nightly
+@pytest.mark.gpu(limit_s=900)
+def test_megatron(setting: Setting) -> Figures:
+    """The suite on megatron, and memory while it saves.
+
+    Raises where a check fails; not run where Megatron-Core is not installed.
+    """
     if importlib.util.find_spec("megatron") is None:
         raise NotRun("megatron-core is not installed: pip install 'core-rl[megatron]'")
     figures = dict(_suite(setting, "megatron", "float32"))
