@@ -23,7 +23,7 @@ nox.options.sessions = ["tests"]
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 # With ./, without which `pip wheel` would fetch a stranger's package of this name.
-TRAINER = "./trainer"
+TRAINER, CLUSTER = "./trainer", "./cluster"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang", "plugins/vllm"]
 EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
@@ -52,11 +52,13 @@ ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRI
 def _install(session: nox.Session, *extras: str) -> None:
     """Install core-rl with ``extras``, and every plugin of this repository, from the checkout.
 
-    The trainer is installed with ``train`` and ``dev``, as pip does for users.
+    The trainer is installed with ``train`` and ``dev``, and the cluster with ``cluster`` and ``dev``, as pip does for
+    users.
     """
     trainer = [TRAINER] if {"dev", "train"} & set(extras) else []
+    cluster = [CLUSTER] if {"dev", "cluster"} & set(extras) else []
     examples = EXAMPLES if "dev" in extras else []
-    parts = [argument for part in trainer + PLUGINS + examples for argument in ("-e", part)]
+    parts = [argument for part in trainer + cluster + PLUGINS + examples for argument in ("-e", part)]
     session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *parts)
 
 
@@ -113,7 +115,7 @@ def _served(session: nox.Session, engine: str, *arguments: str, chosen: Sequence
 def _cluster(session: nox.Session, *arguments: str) -> None:
     """Tests on several machines, which Linux namespaces stand for; skipped where there is no root or no Slurm."""
     _install_slurm(session)
-    session.run("pytest", "core/cluster_tests", *arguments, env=ENV)
+    session.run("pytest", "cluster/cluster_tests", *arguments, env=ENV)
 
 
 def _install_slurm(session: nox.Session) -> None:
@@ -204,19 +206,24 @@ def wheels(session: nox.Session) -> None:
     """Build the wheels, install them in a clean place, and use them away from the checkout."""
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    places = [".", TRAINER, *PLUGINS, *SERVER_PLUGINS]
+    places = [".", TRAINER, CLUSTER, *PLUGINS, *SERVER_PLUGINS]
     session.run("python", "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), *places)
-    trainer = str(next(dist.glob("core_rl_trainer-*.whl")))
-    built = [str(wheel) for wheel in sorted(dist.glob("*.whl")) if str(wheel) != trainer]
+    users = [str(next(dist.glob(f"core_rl_{name}-*.whl"))) for name in ("trainer", "cluster")]
+    built = [str(wheel) for wheel in sorted(dist.glob("*.whl")) if str(wheel) not in users]
     session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *built, "core-rl[conformance]")
     # Not below the checkout, where pytest would find its configuration.
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):
-        session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('core_rl_trainer')")
+        session.run(
+            "python",
+            "-c",
+            "import importlib.util as u; assert not any(map(u.find_spec, ['core_rl_trainer', 'core_rl_cluster']))",
+        )
         session.run("core-rl", "engines", "--strict")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
         session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
-        session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), trainer)
-        session.run("core-rl", "train", "--help")
+        session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *users)
+        for command in ("train", "agent"):
+            session.run("core-rl", command, "--help")
         session.run("python", "-c", "from core_rl_trainer import run_recipe")
 
 
@@ -269,7 +276,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Run the code of the documentation, and build the site into site/; a broken link fails."""
-    _install(session, "conformance", "train", "docs")
+    _install(session, "cluster", "conformance", "train", "docs")
     session.run("pytest", "docs/tests", *session.posargs, env=ENV)
     session.run("mkdocs", "build", "--strict")
 

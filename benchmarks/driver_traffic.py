@@ -33,7 +33,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.channel import Buffer, Channel
 from core_rl.distributed.process_group import RankAddress
-from core_rl.launch.hosts.base import Rank, Slot
+from core_rl.launch.hosts import Rank, Slot
 from core_rl.launch.kept import KeptMessage
 from core_rl.launch.messages import pack_reply
 from core_rl.launch.remote import RankState

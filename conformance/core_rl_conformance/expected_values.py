@@ -14,7 +14,7 @@ from torch import Tensor
 
 from core_rl.config.engine import Head
 from core_rl.engine.loading import load_engine
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl_conformance.hints.explanations import Mistakes
 from core_rl_conformance.inputs.data import Ragged, Repeated
 from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures

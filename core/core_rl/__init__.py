@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from core_rl.engine.sync import sync_weights as sync_weights
     from core_rl.engine.train import TrainEngine as TrainEngine
     from core_rl.launch.group import EngineGroup as EngineGroup
-    from core_rl.launch.hosts.attach import AttachHosts as AttachHosts
-    from core_rl.launch.hosts.local import LocalHosts as LocalHosts
-    from core_rl.launch.hosts.ray import RayHosts as RayHosts
-    from core_rl.launch.hosts.slurm import SlurmHosts as SlurmHosts
+    from core_rl.launch.local_hosts import LocalHosts as LocalHosts
 
 _LAZY = {
     "core_rl.backend.loss": ("LossSpec",),
@@ -72,10 +69,7 @@ _LAZY = {
     "core_rl.engine.sync": ("sync_weights",),
     "core_rl.engine.train": ("TrainEngine",),
     "core_rl.launch.group": ("EngineGroup",),
-    "core_rl.launch.hosts.attach": ("AttachHosts",),
-    "core_rl.launch.hosts.local": ("LocalHosts",),
-    "core_rl.launch.hosts.ray": ("RayHosts",),
-    "core_rl.launch.hosts.slurm": ("SlurmHosts",),
+    "core_rl.launch.local_hosts": ("LocalHosts",),
 }
 _HOMES = {name: module for module, names in _LAZY.items() for name in names}
 _AT_ONCE = (

@@ -15,6 +15,7 @@ PACKAGES = [
     "conformance/core_rl_conformance",
     "conformance/core_rl_oracle",
     "trainer/src/core_rl_trainer",
+    "cluster/src/core_rl_cluster",
     "plugins/fsdp/src/core_rl_fsdp",
     "plugins/megatron/src/core_rl_megatron",
     "plugins/sglang/src/core_rl_sglang",

@@ -24,6 +24,7 @@ PATTERNS = (
     "changelog.d/README.md",
     "plugins/*/*.md",
     "trainer/*.md",
+    "cluster/*.md",
 )
 ALL_PAGES = sorted(page for pattern in (*PATTERNS, "examples/**/*.md") for page in ROOT.glob(pattern))
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -14,9 +14,8 @@ from transformers.utils import logging as hf_logging
 from xdist.scheduler import LoadScopeScheduling
 
 from core_rl.errors import CoreRLError
-from core_rl.launch.hosts.base import Hosts
-from core_rl.launch.hosts.local import LocalHosts
-from core_rl.launch.hosts.rehearsal import RehearsalHosts
+from core_rl.launch.hosts import Hosts, load_hosts
+from core_rl.launch.local_hosts import LocalHosts
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome
@@ -133,7 +132,7 @@ class ConformanceSession:
     def _hosts(self) -> Hosts:
         """Where ranks run; agents start when the first group does."""
         return (
-            RehearsalHosts(machines=2, ranks_per_machine=8)
+            load_hosts("rehearsal")(machines=2, ranks_per_machine=8)
             if self.config.getoption("core_rl_agents")
             else LocalHosts()
         )

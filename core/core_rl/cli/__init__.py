@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from core_rl.cli.agent import agent
 from core_rl.cli.engines import app as engines_app
 from core_rl.cli.fields import FieldCommand
 from core_rl.errors import CoreRLError, EngineBroken, RunStopped
@@ -23,7 +22,7 @@ from core_rl.version import __version__
 
 __all__ = ["GROUP", "build_app", "main", "plugin_commands"]
 
-BUILT_IN = ("agent", "engines")
+BUILT_IN = ("engines",)
 
 GROUP = "core_rl_commands"
 """The entry-point group that a distribution declares its commands in."""
@@ -62,7 +61,6 @@ def build_app(*, plugins: bool = True) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    app.command()(agent)
     app.add_typer(engines_app, name="engines")
     for name, found in plugin_commands().items() if plugins else ():
         if name not in BUILT_IN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 

@@ -15,7 +15,7 @@ from typing import Any
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl.launch.failures import Failure
-from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
+from core_rl.launch.hosts import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
 from core_rl.launch.messages import Call, pack_arguments, pack_call, packed, unpack_reply
 

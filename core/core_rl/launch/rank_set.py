@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from core_rl.distributed.process_group import Meeting
 from core_rl.errors import EngineStateError, GroupError
-from core_rl.launch.hosts.base import EXIT_WAIT_S, Hosts, Slot
+from core_rl.launch.hosts import EXIT_WAIT_S, Hosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 from core_rl.launch.remote import RankInfo

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from core_rl.errors import ConfigError, GroupError
-from core_rl.launch.hosts.base import Hosts, Slot
+from core_rl.launch.hosts import Hosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 

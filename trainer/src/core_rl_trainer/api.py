@@ -14,7 +14,7 @@ from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
 from core_rl.engine.updates import schedule_length
 from core_rl.errors import BatchError, ConfigError, CoreRLError, StepError, raise_all
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl.launch.process import end_if_rank_imports_script
 from core_rl.servers.config import ServerEngineConfig
 from core_rl.servers.machine import machine_problems

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.engine import EngineConfig
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.logs.samples import Evaluation

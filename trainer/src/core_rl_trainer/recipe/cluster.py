@@ -9,11 +9,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
-from core_rl.launch.hosts.attach import ATTACH_PORT
 
 __all__ = ["ClusterSection", "ClusterType", "SchedulingSection"]
 
 ClusterType = Literal["local", "ray", "slurm", "attach"]
+
+ATTACH_PORT = 29700
+"""The default port of `core_rl_cluster.AttachHosts`."""
 
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 """Text that fits into one line of a script."""

@@ -5,26 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from importlib import import_module
 from pathlib import Path
 
 from core_rl.errors import ConfigError, raise_all
-from core_rl.launch.hosts.agent_hosts import AgentHosts
-from core_rl.launch.hosts.base import Hosts
-from core_rl.launch.hosts.local import LocalHosts
+from core_rl.launch.hosts import Hosts, load_hosts
+from core_rl.launch.local_hosts import LocalHosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.plan.run_plan import PreparedRun
 from core_rl_trainer.recipe.cluster import ClusterSection
 
-__all__ = ["check_machines", "cluster_hosts", "driver_address", "open_cluster", "require_shared"]
+__all__ = ["check_machines", "cluster_hosts", "open_cluster", "require_shared"]
 
-AGENT_HOSTS = {
-    "attach": "core_rl.launch.hosts.attach:AttachHosts",
-    "ray": "core_rl.launch.hosts.ray:RayHosts",
-    "slurm": "core_rl.launch.hosts.slurm:SlurmHosts",
-}
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 
@@ -32,14 +25,8 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 def open_cluster(section: ClusterSection) -> Iterator[Hosts]:
     """The machines of ``section``; raises `ClusterError` unless all come. They are let go on the way out."""
     with closing(cluster_hosts(section)) as hosts:
-        if isinstance(hosts, AgentHosts):
-            hosts.open()
+        hosts.open()
         yield hosts
-
-
-def driver_address(hosts: Hosts) -> str | None:
-    """The address of this machine towards those of the cluster; None where there are no others."""
-    return hosts.driver_address if isinstance(hosts, AgentHosts) else None
 
 
 def cluster_hosts(section: ClusterSection) -> Hosts:
@@ -49,7 +36,7 @@ def cluster_hosts(section: ClusterSection) -> Hosts:
     scheduling = section.scheduling
     image = {} if scheduling.container_image is None else {"container_image": scheduling.container_image}
     attached = {"key_file": section.key_file} if section.type == "attach" else {}
-    return _agent_hosts(section.type)(
+    return load_hosts(section.type)(
         section.machines,
         section.ranks_per_machine,
         address=section.address,
@@ -60,13 +47,6 @@ def cluster_hosts(section: ClusterSection) -> Hosts:
         **image,
         **attached,
     )
-
-
-def _agent_hosts(name: str) -> Callable[..., AgentHosts]:
-    """The class behind a cluster's type; its module is imported for that type alone."""
-    module, _, attribute = AGENT_HOSTS[name].partition(":")
-    kind: Callable[..., AgentHosts] = getattr(import_module(module), attribute)
-    return kind
 
 
 # ---------------------------------------------------------------- shared paths

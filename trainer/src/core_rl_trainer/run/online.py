@@ -10,7 +10,7 @@ from typing import Any
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.errors import ConfigError, raise_all
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface

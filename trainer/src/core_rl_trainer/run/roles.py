@@ -10,10 +10,9 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl.launch.server_processes import server_processes
 from core_rl_trainer.plan.engines import Plan
-from core_rl_trainer.run.cluster import driver_address
 
 __all__ = ["Roles", "open_roles"]
 
@@ -104,7 +103,7 @@ def open_roles(plan: Plan, finetune: FinetuneSpec, hosts: Hosts) -> Iterator[Rol
             rollout=rollout,
             offloaded=tuple(group for name, group in groups.items() if plan.offloads(name)),
             alternates=plan.alternates,
-            driver_address=driver_address(hosts),
+            driver_address=hosts.driver_address,
         )
 
 

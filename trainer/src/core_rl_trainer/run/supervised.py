@@ -13,7 +13,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.group import EngineGroup
-from core_rl.launch.hosts.base import Hosts
+from core_rl.launch.hosts import Hosts
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.batches import (

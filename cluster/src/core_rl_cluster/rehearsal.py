@@ -1,0 +1,69 @@
+"""`RehearsalHosts`: agents on the driver's own machine, as if it were several."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from core_rl.distributed.authentication import new_key
+from core_rl.errors import ClusterError
+from core_rl.launch.local_hosts import LOOPBACK
+from core_rl.launch.process import signals_for_driver
+from core_rl_cluster.agent_hosts import AGENT, AgentHosts
+from core_rl_cluster.key import KEY_VARIABLE
+
+__all__ = ["RehearsalHosts"]
+
+
+@dataclass(eq=False, repr=False)
+class RehearsalHosts(AgentHosts):
+    """Several machines in one: what goes wrong with agents and connections shows before there is a cluster.
+
+    Ranks take turns on the machines, so that already two ranks are on two of them. All share the devices of this
+    machine; the rest is as `AgentHosts` says.
+    """
+
+    machines: int = 2
+    _: KW_ONLY
+    address: str | None = LOOPBACK
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._agents: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def agents(self) -> list[subprocess.Popen[bytes]]:
+        """The processes of the agents, in the order of their machines."""
+        return list(self._agents)
+
+    def _key(self) -> bytes:
+        return new_key()
+
+    def _launch(self, driver: str, key: bytes) -> None:
+        environ = {**os.environ, KEY_VARIABLE: key.hex()}
+        for number in range(self.machines):
+            command = [sys.executable, *AGENT, "--driver", driver, "--machine", str(number), "--with-parent"]
+            with signals_for_driver():
+                agent = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE)
+            self._agents.append(agent)
+
+    def _check_launched(self) -> None:
+        for number, agent in enumerate(self._agents):
+            if (code := agent.poll()) is not None:
+                raise ClusterError(
+                    f"the agent of machine {number} ended with exit code {code}; see its output"
+                )
+
+    def _end_launched(self) -> None:
+        for agent in self._agents:
+            if agent.stdin is not None:
+                agent.stdin.close()
+        for agent in self._agents:
+            agent.wait()
+        self._agents.clear()
+
+    def _places(self, machines: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
+        return [(machine, device) for device in devices for machine in machines]

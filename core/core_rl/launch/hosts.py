@@ -1,0 +1,141 @@
+"""`Hosts`: where the ranks of groups run, and `Rank`: one of them as the driver sees it. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from core_rl.distributed.channel import Buffer, Channel
+from core_rl.errors import ConfigError, MissingPackage
+from core_rl.launch.kept import Reference
+from core_rl.registry.objects import declared_in, load_entry_point
+
+__all__ = ["EXIT_WAIT_S", "GROUP", "Endable", "Hosts", "Kept", "Rank", "Slot", "end_ranks", "load_hosts"]
+
+GROUP = "rl_hosts"
+"""The entry-point group in which a distribution declares classes of `Hosts` by name."""
+
+EXIT_WAIT_S = 5.0
+"""Seconds for ranks to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A place for one rank."""
+
+    machine: int
+    """The number of the machine."""
+    device: int
+    """The number of its accelerator there."""
+    cores: int
+    """CPU cores of the machine, for all ranks on it."""
+
+
+class Kept(Protocol):
+    """A message that a machine keeps for its ranks."""
+
+    @property
+    def reference(self) -> Reference:
+        """What each of them gets instead."""
+
+    def close(self) -> None:
+        """All have it: the machine need not keep it. Further calls do nothing."""
+
+
+class Endable(Protocol):
+    """A process that can be ended."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the process has ended or is out of reach, or after ``timeout_s`` seconds."""
+
+    def kill(self) -> None:
+        """Kill the process and its children. Does not wait; does nothing after `release`."""
+
+    def release(self) -> None:
+        """Free what is kept of a process that has ended."""
+
+
+class Rank(Endable, Protocol):
+    """The process of one rank, and the channel to it."""
+
+    rank: int
+    channel: Channel
+
+    @property
+    def machine(self) -> int:
+        """The number of its machine."""
+
+    @property
+    def place(self) -> str:
+        """A phrase about its machine, such as `` on node1 (machine 1)``; empty on the driver's own."""
+
+    @property
+    def pid(self) -> int:
+        """The process id on its machine."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process has ended, or is out of reach."""
+
+    def exit_reason(self) -> str:
+        """A phrase about the end of the process."""
+
+    def stacks(self, ask: bool = False) -> str:
+        """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
+
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+        """Send a message to the machine once, for several ranks that are there; raises ``OSError``.
+
+        ``deadline`` is a time of `time.monotonic`.
+        """
+
+
+class Hosts(Protocol):
+    """One machine or several, on which groups start their ranks. Several groups may use one object."""
+
+    @property
+    def driver_address(self) -> str | None:
+        """The address of the driver towards the machines; None where there is no machine but its own."""
+
+    def open(self) -> None:
+        """Wait for all machines, as their first use does; raises `ClusterError`. Further calls do nothing."""
+
+    def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
+        """Places for ``count`` ranks: they fill one machine after the other.
+
+        ``machines`` are those that may be used, in order, by default all; ``devices`` are those of each
+        machine. Raises `ConfigError` for a machine that does not exist, and for too few places.
+        """
+
+    def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
+        """Start ranks of these numbers, each of which then says hello. Raises `GroupError`."""
+
+    def address_of(self, machine: int) -> str:
+        """The address under which the ranks of all machines reach this one."""
+
+    def close(self) -> None:
+        """End what is left on the machines. Further calls do nothing."""
+
+
+def load_hosts(name: str) -> Callable[..., Hosts]:
+    """Class of hosts that a distribution declares as ``name`` in `GROUP`; raises `ConfigError` where there is none."""
+    points = [point for point in declared_in(GROUP) if point.error is None]
+    if not (claims := [point for point in points if point.name == name]):
+        known = ", ".join(sorted({point.name for point in points})) or "none"
+        raise MissingPackage(
+            f"no installed distribution has hosts named {name!r} (installed: {known}); run: "
+            "pip install 'core-rl[cluster]'"
+        )
+    return cast("Callable[..., Hosts]", load_entry_point("hosts", claims, ConfigError))
+
+
+def end_ranks(ranks: Sequence[Endable], wait_s: float = EXIT_WAIT_S) -> None:
+    """Kill ``ranks``, wait until they have ended, ``wait_s`` seconds at most, and release them."""
+    for rank in ranks:
+        rank.kill()
+    deadline = time.monotonic() + wait_s
+    for rank in ranks:
+        rank.wait(max(0.0, deadline - time.monotonic()))
+        rank.release()
