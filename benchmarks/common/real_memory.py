@@ -21,7 +21,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.state.gather import BUCKET_BYTES
-from core_rl.weight_sync.stream import receiving
+from core_rl.weight_sync.update import weight_update
 
 __all__ = ["equal", "export", "load"]
 
@@ -105,7 +105,7 @@ def _stream(group: EngineGroup, path: Path) -> None:
     group.set_version(1)
 
     def receive() -> None:
-        with receiving(meta, 60) as weights:
+        with weight_update(meta).receive(60) as weights:
             for _ in weights:
                 pass
 

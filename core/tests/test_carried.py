@@ -32,7 +32,7 @@ from core_rl.errors import CheckpointMismatch, UnsupportedCapability, WeightsErr
 from core_rl.reference import ROLLOUT_SPEC, SPEC, ReferenceConfig, ReferenceRolloutConfig
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_shapes
-from core_rl.weight_sync.stream import receiving_buckets
+from core_rl.weight_sync.update import weight_update
 
 EXTRA = {
     "mtp.proj.weight": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).bfloat16(),
@@ -131,7 +131,7 @@ def streamed(engine: TrainEngine, meta: WeightUpdateMeta) -> dict[str, Tensor]:
     """The tensors that ``engine`` sends."""
 
     def receive() -> dict[str, Tensor]:
-        with receiving_buckets(meta, TIMEOUT_S) as buckets:
+        with weight_update(meta).receive_copies(TIMEOUT_S) as buckets:
             return {name: tensor for bucket in buckets for name, tensor in bucket}
 
     with ThreadPoolExecutor(1) as pool:

@@ -18,9 +18,9 @@ from core_rl.weight_sync import device_memory
 from core_rl.weight_sync.accelerators import CudaEnvironment, can_open, require_nccl
 from core_rl.weight_sync.buckets import flat_bytes, start_of
 from core_rl.weight_sync.device_memory import Opened
-from core_rl.weight_sync.group import ReceiverRanks, RendezvousServer
-from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import Bucket, receiving
+from core_rl.weight_sync.distributed import RendezvousServer
+from core_rl.weight_sync.messages import Bucket, ReceiverRanks
+from core_rl.weight_sync.update import weight_update
 
 __all__ = ["gpu"]
 
@@ -48,13 +48,13 @@ def test_ranks_that_nccl_refuses_are_refused_before_they_join(tmp_path: Path, ca
     ranks = ReceiverRanks(count=1, cuda=(environment(), server))
 
     def receive() -> None:
-        with receiving(meta, 20, lambda: ranks) as received:
+        with weight_update(meta).receive(20, lambda: ranks) as received:
             list(received)
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(receive)
         with pytest.raises(WeightsError, match=message):
-            send_tensors(iter([("a", torch.zeros(2))]), meta, device=CUDA)
+            weight_update(meta).send(iter([("a", torch.zeros(2))]), device=CUDA)
         with pytest.raises(WeightsError, match=message):
             arrival.result(20)
 
@@ -102,7 +102,7 @@ def sent(tmp_path: Path, ranks: ReceiverRanks, gpu: FakeGpu) -> list[tuple[Bucke
 
     def receive() -> list[tuple[Bucket, list[Bucket], int]]:
         found = []
-        with receiving(meta, 20, lambda: ranks) as received:
+        with weight_update(meta).receive(20, lambda: ranks) as received:
             for bucket in received:
                 flats = [gpu.rebuild(*memory.arguments) for memory in received.device_memory]
                 copy = [(name, tensor.clone()) for name, tensor in bucket]
@@ -111,7 +111,7 @@ def sent(tmp_path: Path, ranks: ReceiverRanks, gpu: FakeGpu) -> list[tuple[Bucke
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(receive)
-        send_tensors(iter(TENSORS), meta, device=CUDA)
+        weight_update(meta).send(iter(TENSORS), device=CUDA)
         return arrival.result(20)
 
 

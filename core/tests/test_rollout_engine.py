@@ -33,7 +33,7 @@ from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
-from core_rl.engine import weight_updates
+from core_rl.engine import sync
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import (
@@ -48,8 +48,7 @@ from core_rl.errors import (
     WeightsError,
 )
 from core_rl.weight_sync import rendezvous
-from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import receiving
+from core_rl.weight_sync.update import weight_update
 
 SHORT = SamplingParams(max_new_tokens=3)
 REQUEST = LLMRequest(input_ids=(1, 2), sampling=SHORT)
@@ -231,7 +230,7 @@ class Sender:
     """A train engine that sends one tensor."""
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        send_tensors(iter([("a", torch.ones(3))]), meta)
+        weight_update(meta).send(iter([("a", torch.ones(3))]))
 
 
 def test_the_error_of_an_engine_that_fails_before_it_listens_reaches_the_sender_at_once(
@@ -249,7 +248,7 @@ def test_the_error_of_an_engine_that_fails_before_it_listens_reaches_the_sender_
         engine.update_weights(meta).result(60)
 
     def receive(meta: WeightUpdateMeta) -> None:
-        with receiving(meta, 20) as received:
+        with weight_update(meta).receive(20) as received:
             assert [name for bucket in received for name, _ in bucket] == ["a"]
 
     backend.update = receive
@@ -495,7 +494,7 @@ def test_destroy_fails_an_update_that_waits_for_its_sender(backend: ToyBackend, 
 
     def receive(meta: WeightUpdateMeta) -> None:
         waiting.set()
-        with receiving(meta, 10):
+        with weight_update(meta).receive(10):
             raise AssertionError("no sender connects")
 
     backend.update = receive
@@ -515,7 +514,7 @@ def test_destroy_fails_an_update_that_waits_for_its_sender(backend: ToyBackend, 
 def test_destroy_does_not_wait_for_a_server_that_does_not_answer(
     backend: ToyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_updates, "CLOSE_WAIT_S", 0.1)
+    monkeypatch.setattr(sync, "CLOSE_WAIT_S", 0.1)
     loading, gone = threading.Event(), threading.Event()
 
     def load(meta: WeightUpdateMeta) -> None:

@@ -33,22 +33,21 @@ from core_rl.distributed.comm import Comm
 from core_rl.engine import sync
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import ConfigError, WeightsError
-from core_rl.weight_sync import group as weight_group
-from core_rl.weight_sync import rendezvous
-from core_rl.weight_sync import sender as weight_sender
-from core_rl.weight_sync.group import ReceiverRanks, WeightGroup
+from core_rl.weight_sync import distributed, rendezvous
+from core_rl.weight_sync import tensor as tensor_update
+from core_rl.weight_sync.distributed import WeightGroup
+from core_rl.weight_sync.lora import AdapterMetadata
 from core_rl.weight_sync.messages import (
-    AdapterMetadata,
     Bucket,
     Kind,
+    ReceiverRanks,
     digest_of,
     pickled_by_name,
     receive_message,
     shared_by_name,
 )
 from core_rl.weight_sync.rendezvous import abandon
-from core_rl.weight_sync.sender import send_tensors, send_weights
-from core_rl.weight_sync.stream import receiving, receiving_buckets
+from core_rl.weight_sync.update import weight_update
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 SHAPES = st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3), st.sampled_from(DTYPES)), max_size=12)
@@ -59,14 +58,14 @@ def meta(directory: Path, **changes: Any) -> WeightUpdateMeta:
 
 
 def collect(what: WeightUpdateMeta, timeout_s: float = 20) -> list[Bucket]:
-    with receiving(what, timeout_s) as received:
+    with weight_update(what).receive(timeout_s) as received:
         return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
 
 
 def passed(tensors: Sequence[tuple[str, Tensor]], what: WeightUpdateMeta) -> list[Bucket]:
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, what)
-        send_tensors(iter(tensors), what)
+        weight_update(what).send(iter(tensors))
         return arrival.result(20)
 
 
@@ -107,7 +106,7 @@ def test_strided_and_reused_tensors_arrive_as_they_are(tmp_path: Path) -> None:
 def passed_stream(stream: Iterator[tuple[str, Tensor]], what: WeightUpdateMeta) -> list[Bucket]:
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, what)
-        send_tensors(stream, what)
+        weight_update(what).send(stream)
         return arrival.result(20)
 
 
@@ -116,7 +115,7 @@ def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMeta
     what, lora = meta(tmp_path, method="lora"), LoraConfig(rank=2, alpha=4)
 
     def receive() -> None:
-        with receiving(what, 20) as received:
+        with weight_update(what).receive(20) as received:
             assert received.adapter == adapter
             assert adapter is not None
             adapter.require_fit(lora, lambda: "abcd")
@@ -133,7 +132,7 @@ def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMeta
             nullcontext() if adapter else pytest.raises(WeightsError, match="sent no metadata of its adapter")
         )
         with expected:
-            send_tensors(iter([("a", torch.zeros(2))]), what, adapter=adapter)
+            weight_update(what, adapter).send(iter([("a", torch.zeros(2))]))
         with expected:
             arrival.result(20)
 
@@ -142,7 +141,7 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
     what = meta(tmp_path, bucket_bytes=8)
 
     def refuse() -> None:
-        with receiving(what, 20) as received:
+        with weight_update(what).receive(20) as received:
             for _ in received:
                 raise WeightsError("no room for them")
 
@@ -156,7 +155,7 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
                 yield f"t{number}", torch.zeros(2)
 
         with pytest.raises(WeightsError, match="no room for them"):
-            send_tensors(stream(), what)
+            weight_update(what).send(stream())
         assert consumed == list(range(6)), "other ranks are in the middle of the stream: it goes to its end"
         with pytest.raises(WeightsError, match="no room"):
             arrival.result(20)
@@ -167,7 +166,7 @@ def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path)
     what = meta(tmp_path)
 
     def refuse() -> None:
-        with receiving(what, 20):
+        with weight_update(what).receive(20):
             raise WeightsError("no room for them")
 
     with ThreadPoolExecutor(1) as pool:
@@ -178,7 +177,7 @@ def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path)
             yield "a", torch.zeros(2)
 
         with pytest.raises(WeightsError, match="the receiver of the weights failed: no room for them"):
-            send_tensors(stream(), what)
+            weight_update(what).send(stream())
 
 
 def test_the_error_of_a_receiver_that_waits_no_longer_reaches_a_late_sender(
@@ -188,7 +187,7 @@ def test_the_error_of_a_receiver_that_waits_no_longer_reaches_a_late_sender(
     with pytest.raises(WeightsError, match=r"within 0\.1 s"):
         collect(meta(tmp_path), 0.1)
     with pytest.raises(WeightsError, match=r"the receiver of the weights failed: .* within 0\.1 s"):
-        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
 def test_the_exports_error_reaches_the_receiver(tmp_path: Path) -> None:
@@ -199,8 +198,8 @@ def test_the_exports_error_reaches_the_receiver(tmp_path: Path) -> None:
     what = meta(tmp_path, bucket_bytes=1)
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, what)
-        with pytest.raises(ValueError, match="a shard is missing"):
-            send_tensors(breaking(), what)
+        with pytest.raises(WeightsError, match="a shard is missing"):
+            weight_update(what).send(breaking())
         with pytest.raises(WeightsError, match="a shard is missing"):
             arrival.result(20)
 
@@ -212,7 +211,7 @@ def die_after_two(what: WeightUpdateMeta) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield f"t{number}", torch.zeros(4)
 
-    send_tensors(dying(), what)
+    weight_update(what).send(dying())
 
 
 def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
@@ -234,13 +233,13 @@ def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: P
         yield "c", torch.full((4,), 3.0)
 
     def receive() -> list[float]:
-        with receiving(what, 20) as received:
+        with weight_update(what).receive(20) as received:
             assert replaced.wait(20)
             return [float(tensor[0]) for bucket in received for _, tensor in bucket]
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(receive)
-        send_tensors(stream(), what)
+        weight_update(what).send(stream())
         assert arrival.result(20) == [1.0, 2.0, 3.0]
 
 
@@ -258,11 +257,11 @@ def test_no_rank_begins_to_stream_before_the_writer_has_met_the_receiver(
     def receive() -> list[str]:
         time.sleep(0.3)
         met.set()
-        with receiving(what, 20) as weights:
+        with weight_update(what).receive(20) as weights:
             return [name for bucket in weights for name, _ in bucket]
 
     def send(world: Comm) -> None:
-        send_weights(stream(), what, world, is_writer=world.rank == 1, device=torch.device("cpu"))
+        weight_update(what).send(stream(), world, is_writer=world.rank == 1, device=torch.device("cpu"))
 
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
         arrival = pool.submit(receive) if received else None
@@ -280,7 +279,7 @@ def test_too_little_shared_memory_is_an_error_and_no_signal(
     what = meta(tmp_path)
 
     def receive() -> None:
-        with receiving(what, 20) as received:
+        with weight_update(what).receive(20) as received:
             list(received)
 
     monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=3, f_blocks=16, f_frsize=2**20))
@@ -292,7 +291,7 @@ def test_too_little_shared_memory_is_an_error_and_no_signal(
         arrival = pool.submit(receive)
         says = r"'large' needs 4 MiB of shared memory, and /dev/shm has 3 MiB free of 16 MiB; enlarge"
         with pytest.raises(WeightsError, match=says):
-            send_tensors(stream, what)
+            weight_update(what).send(stream)
         with pytest.raises(WeightsError, match=says):
             arrival.result(20)
 
@@ -336,7 +335,7 @@ def test_damaged_buckets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         tensors[0][1].view(torch.uint8)[0] ^= 1
         return digest
 
-    monkeypatch.setattr(weight_sender, "digest_of", damaging)
+    monkeypatch.setattr(tensor_update, "digest_of", damaging)
     with pytest.raises(WeightsError, match="2 tensors from 'a' on .* did not arrive as they were sent"):
         passed([("a", torch.ones(4)), ("b", torch.ones(4))], meta(tmp_path, verify=True))
 
@@ -345,7 +344,7 @@ def test_versions_must_agree(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, meta(tmp_path))
         with pytest.raises(WeightsError, match="weights of version 4; 3 was expected"):
-            send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path, version=4))
+            weight_update(meta(tmp_path, version=4)).send(iter([("a", torch.zeros(1))]))
         with pytest.raises(WeightsError, match="version 4"):
             arrival.result(20)
 
@@ -356,7 +355,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         collect(meta(tmp_path), 0.2)
     (tmp_path / "meet").write_text("/nowhere/left-from-a-run-that-died")
     with pytest.raises(WeightsError, match="no inference engine waits for weights"):
-        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
     with pytest.raises(ConfigError, match="needs a path"):
         collect(meta(tmp_path, path=None))
 
@@ -367,7 +366,7 @@ def test_a_rendezvous_file_that_others_may_write_is_refused(tmp_path: Path) -> N
     with pytest.raises(
         WeightsError, match=r"may be written by other users \(mode -rw-rw-rw-\).*could run code"
     ):
-        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
 def test_a_rendezvous_file_of_another_user_is_refused(
@@ -376,14 +375,14 @@ def test_a_rendezvous_file_of_another_user_is_refused(
     (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
     monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "meet").stat().st_uid + 1)
     with pytest.raises(WeightsError, match=r"belongs to the user \d+, and this process to \d+"):
-        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
 def test_a_rendezvous_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
     (tmp_path / "meet").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WeightsError, match="cannot be read"):
-        send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
 def test_the_receiver_writes_a_file_that_nobody_else_may_write(tmp_path: Path) -> None:
@@ -406,7 +405,7 @@ def test_nothing_is_unpickled_from_a_process_of_another_user(
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, meta(tmp_path))
         with pytest.raises(WeightsError, match=r"the receiver of the weights runs as the user \d+, and this"):
-            send_tensors(iter([("a", torch.zeros(1))]), meta(tmp_path))
+            weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
         with pytest.raises(WeightsError, match="the sender of the weights runs as the user"):
             arrival.result(20)
     assert not unpickled
@@ -420,7 +419,7 @@ def collect_grouped(what: WeightUpdateMeta, leave_after: int) -> tuple[list[Buck
     """Buckets received by the group, or in memory once this rank has left it; and a flag for each: by broadcast?"""
     found: list[Bucket] = []
     flags = []
-    with receiving(what, 20, lambda: ReceiverRanks(count=1)) as received:
+    with weight_update(what).receive(20, lambda: ReceiverRanks(count=1)) as received:
         assert received.group is not None
         group = WeightGroup.join(received.group, 1, torch.device("cpu"))
         for bucket in received:
@@ -441,7 +440,7 @@ def test_a_group_carries_the_buckets_and_memory_what_it_cannot(tmp_path: Path, l
     what = grouped(tmp_path, verify=True)
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect_grouped, what, leave_after)
-        send_tensors(iter(tensors), what)
+        weight_update(what).send(iter(tensors))
         buckets, flags = arrival.result(30)
     arrived = [item for bucket in buckets for item in bucket]
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
@@ -451,15 +450,15 @@ def test_a_group_carries_the_buckets_and_memory_what_it_cannot(tmp_path: Path, l
 
 
 def test_a_group_that_nobody_joins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_group, "JOIN_S", 0.5)
+    monkeypatch.setattr(distributed, "JOIN_S", 0.5)
 
     def stay_away() -> list[tuple[int, bool]]:
-        with receiving(grouped(tmp_path), 20, lambda: ReceiverRanks(count=1)) as received:
+        with weight_update(grouped(tmp_path)).receive(20, lambda: ReceiverRanks(count=1)) as received:
             return [(len(bucket), received.broadcast) for bucket in received]
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(stay_away)
-        send_tensors(iter([("a", torch.ones(3)), ("b", torch.ones(2))]), grouped(tmp_path))
+        weight_update(grouped(tmp_path)).send(iter([("a", torch.ones(3)), ("b", torch.ones(2))]))
         assert arrival.result(20) == [(2, False)]
 
 
@@ -481,7 +480,7 @@ class Sender:
     def upload_weights(self, what: WeightUpdateMeta) -> None:
         if self.error is not None:
             raise self.error
-        send_tensors(iter([("a", torch.ones(3))]), what)
+        weight_update(what).send(iter([("a", torch.ones(3))]))
 
 
 def test_sync_does_both_sides(tmp_path: Path) -> None:
@@ -556,7 +555,7 @@ def test_buckets_go_to_another_machine_over_tcp(
     adapter = AdapterMetadata(rank=1, alpha=1, rslora=False) if method == "lora" else None
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect_here, what)
-        send_tensors(iter(tensors), what, adapter=adapter)
+        weight_update(what, adapter).send(iter(tensors))
         arrived = arrival.result(20)
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(arrived, tensors, strict=True))
@@ -565,7 +564,7 @@ def test_buckets_go_to_another_machine_over_tcp(
 
 
 def collect_here(what: WeightUpdateMeta) -> Bucket:
-    with receiving_buckets(what, 20) as buckets:
+    with weight_update(what).receive_copies(20) as buckets:
         return [item for bucket in buckets for item in bucket]
 
 
@@ -578,7 +577,7 @@ def test_a_receiver_sends_strangers_away(tmp_path: Path) -> None:
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100)):
             with socket.create_connection(("127.0.0.1", found["port"])) as stranger:
                 stranger.sendall(data)
-        send_tensors(iter([("a", torch.ones(2))]), what)
+        weight_update(what).send(iter([("a", torch.ones(2))]))
         ((name, _),) = arrival.result(20)[0]
     assert name == "a"
 
@@ -591,13 +590,13 @@ def test_an_error_of_a_receiver_on_another_machine_reaches_the_sender(tmp_path: 
     what = meta(tmp_path, host="127.0.0.1")
 
     def fail() -> None:
-        with receiving(what, 20) as received:
+        with weight_update(what).receive(20) as received:
             next(iter(received))
             raise ValueError("no room")
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(fail)
         with pytest.raises(WeightsError, match="no room"):
-            send_tensors(iter([("a", torch.ones(2))]), what)
+            weight_update(what).send(iter([("a", torch.ones(2))]))
         with pytest.raises(ValueError, match="no room"):
             arrival.result(20)

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["listed_files", "start_trace", "traced_files"]
+__all__ = ["listed_files", "start_trace", "stop_trace", "traced_files"]
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = re.compile(r"(core|conformance|src)/core_rl\w*/")
@@ -19,6 +19,13 @@ def start_trace() -> None:
     """Record the files of functions that run in this thread and in threads that start later."""
     threading.setprofile(_record)
     sys.setprofile(_record)
+
+
+def stop_trace() -> None:
+    """Record no more, in this thread and in later ones."""
+    threading.setprofile(None)  # type: ignore[arg-type]  # typeshed lacks None before 3.12
+    sys.setprofile(None)
+    _traced.clear()
 
 
 def _record(frame: FrameType, event: str, _: object) -> None:
@@ -34,7 +41,6 @@ def traced_files() -> frozenset[str]:
 
 
 def listed_files(page: str, section: str) -> list[str]:
-    """The files that the first table of ``section`` of a page in ``docs`` links to, relative to the repository."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"## {section}\n")[2]
-    rows = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("| ")]
-    return re.findall(r"\]\(\.\./([^)#]+\.py)\)", "\n".join(rows))
+    """The Python files that ``section`` of a page in ``docs`` links to before its next heading."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n{section}\n")[2]
+    return re.findall(r"\]\(\.\./([^)#]+\.py)\)", text.partition("\n#")[0])

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.weight_updates import abandon_until_done
+from core_rl.engine.sync import abandon_until_done
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl.weight_sync.messages import AdapterMetadata
-from core_rl.weight_sync.sender import send_tensors
-from core_rl.weight_sync.stream import Bucket, ReceivedWeights, receiving, receiving_buckets
+from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.tensor import ReceivedWeights
+from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
@@ -68,9 +69,9 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
 
 def _catch(meta: WeightUpdateMeta) -> Caught:
     if meta.method == "distributed":
-        with receiving_buckets(meta, CALL_TIMEOUT_S) as buckets:
+        with weight_update(meta).receive_copies(CALL_TIMEOUT_S) as buckets:
             return _as_caught(list(buckets), None)
-    with receiving(meta, CALL_TIMEOUT_S) as received:
+    with weight_update(meta).receive(CALL_TIMEOUT_S) as received:
         return _as_caught(_read_late(received), received.adapter)
 
 
@@ -111,7 +112,7 @@ def sent(
     buckets: list[Bucket] = []
     try:
         stream = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        send_tensors(stream, meta, adapter=adapter, on_bucket=buckets.append)
+        weight_update(meta, adapter).send(stream, on_bucket=buckets.append)
     except WeightsError:
         # The receiver knows better why.
         arrival.result(CALL_TIMEOUT_S)

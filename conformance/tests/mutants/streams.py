@@ -13,7 +13,8 @@ from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict, check_source
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import RECEIVE_TIMEOUT_S, ReferenceRolloutBackend
-from core_rl.weight_sync.stream import Bucket, receiving, receiving_buckets
+from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.update import weight_update
 from mutants.updates import Entries
 from mutants.uploads import Sends, Whole
 from mutants.zoo import Context, Mutant
@@ -111,7 +112,7 @@ class ServesFromTheBuckets(ReferenceRolloutBackend):
     """The weights are views of the memory that the sender gave, also after the update."""
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+        with weight_update(meta).receive(RECEIVE_TIMEOUT_S) as received:
             tensors = {name: tensor for bucket in received for name, tensor in bucket}
             self._on_worker(self._install_tensors, tensors, meta.version)
 
@@ -143,7 +144,7 @@ class InstallsAsItComes(ReferenceRolloutBackend):
     """Each bucket is copied into the weights that serve."""
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
-        with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as received:
+        with weight_update(meta).receive_copies(RECEIVE_TIMEOUT_S) as received:
             held = dict(self._model.named_parameters())
             whole = {}
             for bucket in received:
@@ -178,7 +179,7 @@ class ResumesBeforeTheRestore(Answering):
         self._on_worker(self._may_begin.clear)  # after the requests in flight
         self._answered.clear()
         try:
-            with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as received, torch.no_grad():
+            with weight_update(meta).receive_copies(RECEIVE_TIMEOUT_S) as received, torch.no_grad():
                 tensors: dict[str, Tensor] = {}
                 for bucket in received:
                     tensors.update(bucket)

@@ -10,8 +10,9 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.persistence import Persistence
 from core_rl.reference.train import ReferenceBackend
-from core_rl.weight_sync.messages import AdapterMetadata, Bucket
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.update import weight_update
 
 Whole = Iterator[tuple[str, Tensor]]
 
@@ -32,7 +33,7 @@ class PassedUploads(Persistence):
             base = run.tensors.base_digest() if meta.verify else None
             adapter = backend.described(AdapterMetadata.of(lora, base))
         whole = ((name, tensor) for name, tensor in stream if tensor is not None)
-        send_tensors(backend.sent(whole, meta), meta, adapter=adapter, on_bucket=backend.bucket_sent)
+        weight_update(meta, adapter).send(backend.sent(whole, meta), on_bucket=backend.bucket_sent)
 
 
 class Sends(ReferenceBackend):

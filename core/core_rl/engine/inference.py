@@ -22,7 +22,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.request_gate import InferenceComponents
-from core_rl.engine.weight_updates import WeightUpdates
+from core_rl.engine.sync import WeightUpdates
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.episodes import StalenessLimit

@@ -15,8 +15,8 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.updates import Updates
 from core_rl.errors import EngineStateError
-from core_rl.weight_sync.messages import AdapterMetadata
-from core_rl.weight_sync.sender import send_weights
+from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.update import weight_update
 
 __all__ = ["Persistence"]
 
@@ -130,6 +130,5 @@ class Persistence:
                 base = run.tensors.base_digest() if meta.verify else None
                 kinds, adapter = ("adapter",), AdapterMetadata.of(run.config.model.lora, base)
             stream = (item for kind in kinds for item in self.named_tensors(kind))
-            send_weights(
-                stream, meta, run.world, is_writer=run.groups.is_writer, device=run.device, adapter=adapter
-            )
+            update = weight_update(meta, adapter)
+            update.send(stream, run.world, is_writer=run.groups.is_writer, device=run.device)

@@ -1,17 +1,28 @@
-"""`sync_weights`: weights from a train engine to an inference engine, by any method that both have."""
+"""`sync_weights`: weights from a train engine to an inference engine, by any method that both have.
+
+`WeightUpdates` is the inference engine's side: its updates, one after another, in a thread of their own.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.weight_updates import abandon_until_done
+from core_rl.weight_sync.rendezvous import abandon, expecting, forget_error
 
-__all__ = ["WeightSender", "sync_weights"]
+if TYPE_CHECKING:
+    from core_rl.engine.inference import InferenceEngine
 
+__all__ = ["WeightSender", "WeightUpdates", "abandon_until_done", "sync_weights"]
+
+POLL_S = 0.1
+CLOSE_WAIT_S = 10.0
+"""Seconds for an update to end once it waits for no sender any more."""
 INTERRUPT_WAIT_S = 2.0
 """Seconds that the receiver may take to end after Ctrl-C in the sender."""
 
@@ -52,3 +63,45 @@ def sync_weights(
             abandon_until_done(meta, arrival, limit if isinstance(error, Exception) else INTERRUPT_WAIT_S)
             raise
         arrival.result(timeout_s)
+
+
+class WeightUpdates:
+    """Calls ``install`` for each update, in the order of `submit`."""
+
+    def __init__(self, install: Callable[[WeightUpdateMeta], None]) -> None:
+        self._install = install
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="core-rl-weights")
+        self._unfinished: list[tuple[WeightUpdateMeta, Future[None]]] = []
+
+    def submit(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Queue an update; the future is done when it is installed, or has its error."""
+        self._unfinished = [(of, update) for of, update in self._unfinished if not update.done()]
+        if meta.method != "disk":
+            forget_error(meta)
+        update = self._thread.submit(self._run, meta)
+        self._unfinished.append((meta, update))
+        return update
+
+    def _run(self, meta: WeightUpdateMeta) -> None:
+        """Install an update; a sender that has not connected finds the error."""
+        with nullcontext() if meta.method == "disk" else expecting(meta):
+            self._install(meta)
+
+    def close(self) -> None:
+        """Cancel queued updates, and fail one that waits for its sender.
+
+        Any other ends by itself. After `CLOSE_WAIT_S` seconds this returns without it: it may wait much longer for a
+        server that does not answer, until the backend is torn down.
+        """
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for meta, update in self._unfinished:
+            abandon_until_done(meta, update, CLOSE_WAIT_S)
+
+
+def abandon_until_done(meta: WeightUpdateMeta, update: Future[Any], timeout_s: float) -> None:
+    """Return when ``update`` is done, or after ``timeout_s`` seconds; no sender will connect to its receiver."""
+    deadline = time.monotonic() + timeout_s
+    while not update.done() and time.monotonic() < deadline:
+        if meta.method != "disk":
+            abandon(meta)  # again: the receiver may not have opened its socket yet
+        wait([update], POLL_S)

@@ -39,7 +39,7 @@ from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.toolkit.model_files import carried_tensors
 from core_rl.toolkit.positions import rotary_modules
-from core_rl.weight_sync.stream import receiving, receiving_buckets
+from core_rl.weight_sync.update import weight_update
 
 __all__ = ["ReferenceRolloutBackend"]
 
@@ -190,7 +190,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         if meta.method == "lora":
             self._receive_adapter(meta)
             return
-        with receiving_buckets(meta, RECEIVE_TIMEOUT_S) as buckets:
+        with weight_update(meta).receive_copies(RECEIVE_TIMEOUT_S) as buckets:
             # Requests use the old weights until all of the new ones have arrived.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
             self._on_worker(self._install_tensors, tensors, meta.version)
@@ -198,7 +198,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         lora = self.config.model.lora
         assert lora is not None  # the core asks only then
-        with receiving(meta, RECEIVE_TIMEOUT_S) as received:
+        with weight_update(meta).receive(RECEIVE_TIMEOUT_S) as received:
             assert received.adapter is not None
             received.adapter.require_fit(lora, self._base_digest)
             factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from torch import Tensor
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
@@ -121,6 +122,14 @@ class ServedAdapter:
         """The directory that servers load it from."""
         self.name = None if directory is None else f"core-rl-{uuid4().hex}"
         """Its name on servers; no two adapters of any engines share one."""
+
+    @staticmethod
+    def written(form: AdapterForm, factors: Mapping[str, Tensor], meta: WeightUpdateMeta) -> ServedAdapter:
+        """The adapter of ``factors``, in files next to the path of ``meta``."""
+        file = Path(meta.path or "")
+        directory = Path(tempfile.mkdtemp(prefix=f".{file.name}.adapter-", dir=file.parent))
+        form.write(factors, directory)
+        return ServedAdapter(meta.version, directory)
 
     def version_of(self, weight_version: int) -> int:
         """The version of a token that was drawn when the server reported ``weight_version``."""

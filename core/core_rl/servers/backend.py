@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
 from functools import cached_property, partial
 from typing import TypeVar
@@ -14,28 +15,34 @@ from torch import Tensor
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
+from core_rl.backend.tensors import check_shapes
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.distributed.devices import wants_cuda
 from core_rl.distributed.loop_thread import LoopThread
-from core_rl.errors import LayoutError
+from core_rl.errors import LayoutError, WeightsError
+from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Api
+from core_rl.servers.broadcasts import BroadcastWeights
 from core_rl.servers.calls import Requests
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.file_limit import requests_at_one_time
 from core_rl.servers.fleet import Fleet
 from core_rl.servers.model import ServedModel
 from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
-from core_rl.servers.receiving import WeightReceiver
 from core_rl.servers.scores import Scorer
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
-from core_rl.servers.weights import DiskWeights
+from core_rl.servers.weights import DiskWeights, TensorWeights
 from core_rl.servers.wire import Wire
+from core_rl.weight_sync.messages import ReceiverRanks
+from core_rl.weight_sync.tensor import ReceivedWeights
+from core_rl.weight_sync.update import weight_update
 
 __all__ = ["ServerBackend"]
 
 C = TypeVar("C", bound=ServerEngineConfig)
 
+SENT = "the weights that were sent"
 KEEP_ALIVE_S = 2.0
 """An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
 
@@ -101,7 +108,6 @@ class ServerBackend(InferenceBackend[C]):
         self.loop.wait(self.fleet.connect())
         self._requests = Requests(self.fleet.pool, self.wire, requests_at_one_time())
         self._scorer = Scorer(self._requests, self.wire, self.model.limits.vocab_size)
-        self._receiver = WeightReceiver(self.loop, self.fleet, self.model)
         return self.model.limits
 
     @cached_property
@@ -166,7 +172,63 @@ class ServerBackend(InferenceBackend[C]):
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         require_protocols(self.server_class, SYNC_PROTOCOLS[meta.method])
-        self._receiver.update(meta)
+        if meta.method == "disk":
+            self.loop.wait(self.fleet.install(DiskWeights.checked(meta, self.model.shapes)))
+        elif meta.method == "lora":
+            self._receive_adapter(meta)
+        else:
+            self._receive_tensors(meta)
+
+    def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
+        """Write the adapter to files, which servers read in addition to those of the adapter before."""
+        form = self.model.adapter
+        assert form is not None  # the core checks it
+        with weight_update(meta).receive(self.fleet.update_timeout_s) as received:
+            assert received.adapter is not None
+            received.adapter.require_fit(form.lora, lambda: self.model.digest)
+            factors = {name: tensor.clone() for bucket in received for name, tensor in bucket}
+            # The scheduler of a server dies of a wrong shape.
+            shapes = {name: tuple(tensor.shape) for name, tensor in factors.items()}
+            check_shapes(shapes, form.shapes, "the adapter that was sent")
+            adapter = ServedAdapter.written(form, factors, meta)
+            self.loop.wait(self.fleet.install_adapter(adapter))
+
+    def _receive_tensors(self, meta: WeightUpdateMeta) -> None:
+        """Pass buckets to the servers; they compute until the first one has arrived."""
+        weights = (BroadcastWeights if meta.method == "distributed" else TensorWeights)(meta.version)
+
+        def ranks() -> ReceiverRanks | None:
+            return weights.receiver_ranks(self.loop.wait(self.fleet.ready_servers()))
+
+        with weight_update(meta).receive(self.fleet.update_timeout_s, ranks) as received:
+            if received.group is not None:
+                self.loop.wait(weights.join(received.group))
+            try:
+                self._install(weights, received)
+            finally:
+                self.loop.wait(weights.leave())
+
+    def _install(self, weights: TensorWeights, received: ReceivedWeights) -> None:
+        installing: Future[None] | None = None
+        missing = dict(self.model.shapes)
+        try:
+            for bucket in received:
+                shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
+                # A server may die of a wrong shape.
+                check_shapes(shapes, {name: missing.pop(name) for name in shapes if name in missing}, SENT)
+                installing = installing or self.loop.run(self.fleet.install(weights))
+                received.allow_broadcast()
+                self.loop.wait(weights.add(bucket, received.device_memory, broadcast=received.broadcast))
+            check_shapes({}, missing, SENT)
+        except BaseException as error:
+            # Servers that have some of the buckets are paused.
+            self.loop.wait(weights.finish(WeightsError(f"the update broke off: {error}")))
+            if installing is not None:
+                installing.exception()
+            raise
+        self.loop.wait(weights.finish())
+        assert installing is not None
+        installing.result()
 
     def set_version(self, version: int) -> None:
         self.loop.wait(self.fleet.set_weight_version(version))

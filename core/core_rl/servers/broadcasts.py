@@ -12,10 +12,10 @@ import torch
 from core_rl.servers.api import Refused, ServerTimeout
 from core_rl.servers.pool import failures
 from core_rl.servers.server import LoadsBroadcasts, Server
-from core_rl.servers.weights import TensorWeights, first_ranks, ranks_of
+from core_rl.servers.weights import TensorWeights, environments, first_ranks
 from core_rl.weight_sync.device_memory import DeviceMemory
-from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, RendezvousServer, WeightGroup
-from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.distributed import RendezvousServer, WeightGroup, address_towards
+from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 
 __all__ = ["BroadcastWeights"]
 
@@ -92,6 +92,17 @@ class BroadcastWeights(TensorWeights):
         finally:
             await member.leave(address.name)
             group.close()
+
+
+def ranks_of(servers: Sequence[Server]) -> ReceiverRanks:
+    """The ranks of ``servers``, and the address of one server: a loopback only where all of them have such."""
+    hosts = {server.host for server in servers}
+    return ReceiverRanks(
+        count=sum(server.ranks for server in servers),
+        host=min(hosts, key=lambda host: (address_towards(host).startswith("127."), host)),
+        on_cpu=all(server.device == "cpu" for server in servers),
+        cuda=environments(servers),
+    )
 
 
 def _member(server: Server) -> LoadsBroadcasts:

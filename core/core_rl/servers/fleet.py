@@ -27,6 +27,7 @@ class Fleet:
     def __init__(self, options: ServerOptions, servers: Sequence[Server], weights: Weights) -> None:
         self.pool = ServerPool(options, servers, self._restore)
         self._interrupt = options.in_flight
+        self.update_timeout_s = options.update_timeout_s
         self._weights_lock = asyncio.Lock()
         self._weights = weights
         self._adapter = ServedAdapter(weights.version)

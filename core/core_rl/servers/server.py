@@ -18,8 +18,7 @@ from core_rl.servers.config import Interrupt
 from core_rl.servers.process import RunningServer
 from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl.weight_sync.device_memory import DeviceMemory
-from core_rl.weight_sync.group import GroupAddress
-from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.messages import Bucket, GroupAddress
 
 __all__ = [
     "FRESH",

@@ -20,9 +20,9 @@ from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedDirectory
 from core_rl.servers.server import LoadsTensors, Server
+from core_rl.weight_sync.accelerators import CudaEnvironment
 from core_rl.weight_sync.device_memory import DeviceMemory
-from core_rl.weight_sync.group import GroupAddress, ReceiverRanks, address_towards
-from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights", "require_shared_memory_with"]
 
@@ -103,8 +103,9 @@ class TensorWeights:
         """The ranks of ``servers``, which get what only they can read; None where there are none."""
         if not servers:
             return None
+        require_shared_memory_with(servers)
         self._first_rank = first_ranks(servers, 0)
-        return ranks_of(servers)
+        return ReceiverRanks(count=sum(server.ranks for server in servers), cuda=environments(servers))
 
     async def join(self, group: GroupAddress) -> None:
         """Have the servers join ``group``."""
@@ -183,16 +184,9 @@ def first_ranks(servers: Sequence[Server], start: int) -> dict[Server, int]:
     return dict(zip(servers, numbers, strict=False))
 
 
-def ranks_of(servers: Sequence[Server]) -> ReceiverRanks:
-    """The ranks of ``servers``, and the address of one of them: a loopback only where all of them have such."""
-    own = {server.host for server in servers}
-    environments = [server.cuda() for server in servers]
-    return ReceiverRanks(
-        count=sum(server.ranks for server in servers),
-        host=min(own, key=lambda host: (address_towards(host).startswith("127."), host)),
-        on_cpu=all(server.device == "cpu" for server in servers),
-        cuda=tuple(found for found in environments if found is not None),
-    )
+def environments(servers: Sequence[Server]) -> tuple[CudaEnvironment, ...]:
+    """CUDA environments of ``servers``, as far as they are known."""
+    return tuple(cuda for server in servers if (cuda := server.cuda()) is not None)
 
 
 def require_shared_memory_with(servers: Sequence[Server]) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from core_rl.distributed.channel import Channel
+from core_rl.errors import WeightsError
 from core_rl.weight_sync.device_memory import device_bytes
-from core_rl.weight_sync.messages import Bucket, shared_by_name
-from core_rl.weight_sync.shared_memory import require_shared_memory
+from core_rl.weight_sync.messages import REPLY_TIMEOUT_S, Bucket, shared_by_name
 
-__all__ = ["Filling", "HostStaging", "flat_bytes", "shared_bytes", "start_of"]
+__all__ = ["Filling", "HostStaging", "RemoteBucket", "flat_bytes", "require_shared_memory", "start_of"]
 
 ALIGNMENT = 64
+DIRECTORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 
 class Filling:
@@ -104,3 +111,57 @@ def start_of(tensor: Tensor) -> int:
 def _view(flat: Tensor, start: int, like: Tensor) -> Tensor:
     """The bytes from ``start`` on as a contiguous tensor of the shape and dtype of ``like``."""
     return flat[start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteBucket:
+    """The description of a bucket, after whose message its bytes are sent."""
+
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
+    """Names, dtypes, shapes, and places in bytes."""
+    used: int
+    """Bytes up to the end of the last tensor."""
+
+    @staticmethod
+    def of(bucket: Bucket) -> RemoteBucket:
+        """The description of ``bucket``."""
+        return RemoteBucket(
+            tensors=tuple((name, t.dtype, tuple(t.shape), start_of(t)) for name, t in bucket),
+            used=flat_bytes(bucket).numel(),
+        )
+
+    @staticmethod
+    def send_bytes(bucket: Bucket, channel: Channel) -> None:
+        """Send the bytes of ``bucket``; raises as `Channel.send`."""
+        channel.send_bytes(flat_bytes(bucket).numpy().data, time.monotonic() + REPLY_TIMEOUT_S)
+
+    def receive(self, channel: Channel) -> Bucket:
+        """The bucket, in this machine's shared memory; raises as `Channel.receive`, and `WeightsError` without room."""
+        require_shared_memory(self.used, f"a bucket from {self.tensors[0][0]!r} on")
+        flat = shared_bytes(max(1, self.used))[: self.used]
+        channel.receive_into(flat.numpy().data, time.monotonic() + REPLY_TIMEOUT_S)
+        return [
+            (name, flat[start : start + _nbytes(dtype, shape)].view(dtype).view(shape))
+            for name, dtype, shape, start in self.tensors
+        ]
+
+
+def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * torch.Size(shape).numel()
+
+
+def require_shared_memory(needed: int, subject: str) -> None:
+    """Raise `WeightsError` where fewer than ``needed`` bytes are free for ``subject``; only Linux has such a limit."""
+    if not DIRECTORY.is_dir():
+        return
+    space = os.statvfs(DIRECTORY)
+    free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    if free < needed:
+        raise WeightsError(
+            f"{subject} needs {_mib(needed)} of shared memory, and {DIRECTORY} has {_mib(free)} free of {_mib(size)}; "
+            "enlarge it (a container's is 64 MiB by default: docker run --shm-size=64g), or sync by 'disk'"
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"

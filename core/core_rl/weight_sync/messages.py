@@ -1,31 +1,35 @@
-"""Messages between sender and receiver of weights: kinds, buckets, adapters and encoding."""
+"""Messages between sender and receiver of weights: kinds, records, channels and encoding."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 
-from core_rl.config.engine import LoraConfig
 from core_rl.distributed.agreement import describe
-from core_rl.distributed.channel import Channel
-from core_rl.errors import WeightsError, raise_all
+from core_rl.distributed.channel import LIMIT_BYTES, Channel
+from core_rl.errors import WeightsError
+from core_rl.weight_sync.accelerators import CudaEnvironment
 
 __all__ = [
-    "AdapterMetadata",
+    "REPLY_TIMEOUT_S",
     "Bucket",
+    "GroupAddress",
     "Kind",
+    "ReceiverRanks",
+    "RemoteChannel",
     "digest_of",
     "pickled_by_name",
     "receive_message",
@@ -35,6 +39,8 @@ __all__ = [
 
 Bucket = list[tuple[str, Tensor]]
 """Tensors with their names, as views of one piece of shared memory."""
+Backend = Literal["gloo", "nccl"]
+
 REPLY_TIMEOUT_S = 1800.0
 """Seconds that either side waits at most between two messages."""
 _sharing_strategy = threading.Lock()
@@ -55,34 +61,37 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterMetadata:
-    """Properties of an adapter that its factors do not show."""
+class ReceiverRanks:
+    """The receiver's ranks: by ``distributed`` those that join the group."""
 
-    rank: int
-    alpha: int
-    rslora: bool
-    base: str | None = None
-    """Digest of the weights below it (`digest_of_directory`); None for an update without ``verify``."""
+    count: int
+    """Ranks other than the sender's."""
+    host: str = "127.0.0.1"
+    """The address of one of them: the sender listens where its machine sends from to get there."""
+    on_cpu: bool = False
+    """Whether they receive on the CPU, so that the group is one of gloo whatever the sender's device."""
+    cuda: tuple[CudaEnvironment, ...] = ()
+    """CUDA environments of the servers whose ranks they are, as far as they are known."""
 
-    @staticmethod
-    def of(lora: LoraConfig, base: str | None) -> AdapterMetadata:
-        """The metadata of an adapter by ``lora`` over the weights with the digest ``base``."""
-        return AdapterMetadata(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, base=base)
 
-    def require_fit(self, lora: LoraConfig, base: Callable[[], str]) -> None:
-        """Raise one `WeightsError` unless it agrees with the receiver's ``lora`` and with ``base()``, its digest."""
-        raise_all(WeightsError, "the adapter does not fit this engine", self._violations(lora, base))
+@dataclass(frozen=True, kw_only=True)
+class GroupAddress:
+    """Address, size and name of a group, for a rank that joins."""
 
-    def _violations(self, lora: LoraConfig, base: Callable[[], str]) -> Iterator[str]:
-        for name in ("rank", "alpha", "rslora"):
-            sent, own = getattr(self, name), getattr(lora, name)
-            if sent != own:
-                yield f"model.lora.{name} is {sent!r} at the sender and {own!r} here; set both to the same"
-        if self.base is not None and self.base != (own := base()):
-            yield (
-                f"it belongs to another base model (digest {self.base[:8]} at the sender and {own[:8]} here); set "
-                "model.path to the base that it is trained on"
-            )
+    host: str
+    port: int
+    world_size: int
+    name: str
+    backend: Backend
+
+
+class RemoteChannel(Channel):
+    """A channel to another machine, which shares no memory with this one."""
+
+    def __init__(self, sock: socket.socket, limit_bytes: int = LIMIT_BYTES) -> None:
+        super().__init__(sock, limit_bytes)
+        self.own_address: str = sock.getsockname()[0]
+        """The address of this machine towards the other one."""
 
 
 def pickled_by_name(value: object) -> bytes:

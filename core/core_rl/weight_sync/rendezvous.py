@@ -26,7 +26,7 @@ from core_rl.distributed.channel import LIMIT_BYTES, Channel
 from core_rl.distributed.lease import set_lease
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import ConfigError, WeightsError
-from core_rl.weight_sync.remote_buckets import RemoteChannel
+from core_rl.weight_sync.messages import RemoteChannel
 
 __all__ = ["abandon", "accepted", "connect", "expecting", "forget_error"]
 

@@ -23,7 +23,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
 from core_rl.weight_sync.device_memory import DeviceMemory, Opened
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
 from core_rl_sglang.config import PYTHON_VARIABLE
@@ -90,7 +90,7 @@ def test_interrupted_group_keeps_old_weights(engine: InferenceEngine, root: Path
     served, meta = engine.score(BATCH), grouped(3, tmp_path)
     arrival = engine.update_weights(meta)
     with pytest.raises(WeightsError, match="the trainer died"):
-        send_tensors(dying_stream(tiny_model(root, seed=3)), meta)
+        weight_update(meta).send(dying_stream(tiny_model(root, seed=3)))
     with pytest.raises(WeightsError):
         arrival.result(60)
     assert engine.get_version() == 0
@@ -102,7 +102,7 @@ def test_killed_server_recovers_broadcast_weights(
 ) -> None:
     new, meta = tiny_model(root, seed=1), grouped(4, tmp_path)
     arrival = engine.update_weights(meta)
-    send_tensors(iter(tensors_of(Path(new)).items()), meta)
+    weight_update(meta).send(iter(tensors_of(Path(new)).items()))
     arrival.result(60)
     require_serves(engine, new)
     before = pid_of(engine)
@@ -129,7 +129,7 @@ def test_server_killed_in_update_recovers_new_weights(
                 time.sleep(0.2)
             yield item
 
-    send_tensors(killing(), meta)
+    weight_update(meta).send(killing())
     arrival.result(120)
     assert engine.get_version() == 6
     require_serves(engine, new)
@@ -141,7 +141,7 @@ def test_dead_trainer_changes_nothing(engine: InferenceEngine, root: Path, tmp_p
     meta = WeightUpdateMeta(method="tensor", version=9, path=str(tmp_path / "meet"), bucket_bytes=4096)
     arrival = engine.update_weights(meta)
     with pytest.raises(WeightsError, match="the trainer died"):
-        send_tensors(dying_stream(tiny_model(root, seed=3)), meta)
+        weight_update(meta).send(dying_stream(tiny_model(root, seed=3)))
     with pytest.raises(WeightsError):
         arrival.result(60)
     assert engine.get_version() == before

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.group import GroupAddress, WeightGroup
+from core_rl.weight_sync.distributed import WeightGroup
+from core_rl.weight_sync.messages import GroupAddress
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_sglang.backend import SGLangBackend
 

@@ -36,8 +36,8 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.distributed.comm import Comm
 from core_rl.errors import RolloutError, WeightsError
 from core_rl.servers.server import Server
-from core_rl.weight_sync import group as weight_group
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync import distributed
+from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 
 __all__ = ["gpu"]
@@ -96,7 +96,7 @@ def test_tensors_reach_every_server_in_buckets(tmp_path: Path, count: int) -> No
             method="tensor", version=3, path=str(tmp_path / "rendezvous"), bucket_bytes=4096
         )
         arrival = engine.update_weights(meta)
-        send_tensors(iter(tensors.items()), meta)
+        weight_update(meta).send(iter(tensors.items()))
         arrival.result(20)
         assert engine.get_version() == 3
         for stub in made:
@@ -129,7 +129,7 @@ def test_interrupted_stream_restores_old_weights(tmp_path: Path) -> None:
         )
         arrival = engine.update_weights(meta)
         with pytest.raises(WeightsError, match="the trainer died"):
-            send_tensors(dying_stream(tiny_model(tmp_path, seed=1)), meta)
+            weight_update(meta).send(dying_stream(tiny_model(tmp_path, seed=1)))
         with pytest.raises(WeightsError):
             arrival.result(20)
         assert engine.get_version() == 0
@@ -172,7 +172,7 @@ def test_broadcast_reaches_late_server(tmp_path: Path, count: int) -> None:
     with stubs(tmp_path, count) as made, connected(made) as engine:
         meta = grouped(tmp_path)
         arrival = engine.update_weights(meta)
-        send_tensors(iter(tensors.items()), meta)
+        weight_update(meta).send(iter(tensors.items()))
         arrival.result(20)
         for stub in made:
             require_broadcast(stub, tensors)
@@ -199,7 +199,7 @@ def test_server_death_in_broadcast_blocks_no_peer(tmp_path: Path) -> None:
 
         made[1].faults["/update_weights_from_distributed"] = first(1, die)
         arrival = engine.update_weights(meta)
-        send_tensors(iter(tensors.items()), meta)
+        weight_update(meta).send(iter(tensors.items()))
         arrival.result(30)
         assert engine.get_version() == 3
         for stub in made:
@@ -212,7 +212,7 @@ def test_interrupted_broadcast_restores_old_weights(tmp_path: Path) -> None:
         meta = grouped(tmp_path)
         arrival = engine.update_weights(meta)
         with pytest.raises(WeightsError, match="the trainer died"):
-            send_tensors(dying_stream(tiny_model(tmp_path, seed=1)), meta)
+            weight_update(meta).send(dying_stream(tiny_model(tmp_path, seed=1)))
         with pytest.raises(WeightsError):
             arrival.result(20)
         assert engine.get_version() == 0
@@ -228,10 +228,10 @@ def test_failed_recovery_ends_wait(stub: Stub, tmp_path: Path, monkeypatch: pyte
     with connected([stub], retries=1) as engine:
         meta = grouped(tmp_path)
         arrival = engine.update_weights(meta)
-        send_tensors(iter(tensors.items()), meta)
+        weight_update(meta).send(iter(tensors.items()))
         arrival.result(20)
         stub.stop()
-        monkeypatch.setattr(weight_group, "JOIN_S", 0.2)
+        monkeypatch.setattr(distributed, "JOIN_S", 0.2)
         stub.faults["/init_weights_update_group"] = lambda _request, _body: web.json_response({})
         stub.start()
         with pytest.raises(RolloutError, match=r"none of the SGLang servers .* is left: .*did not join"):
@@ -346,7 +346,7 @@ def test_late_servers_read_bucket_copies(
             method="tensor", version=3, path=str(tmp_path / "rendezvous"), bucket_bytes=4096
         )
         arrival = engine.update_weights(meta)
-        send_tensors(iter(tensors.items()), meta, device=CUDA)
+        weight_update(meta).send(iter(tensors.items()), device=CUDA)
         arrival.result(20)
         assert [stub.version for stub in made] == ["3", "3"]
     assert gpu.alive == 0

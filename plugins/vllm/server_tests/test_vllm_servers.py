@@ -17,7 +17,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
 
@@ -124,7 +124,7 @@ def test_tokens_carry_their_weight_version(
 
         running = asyncio.gather(*map(until_it_is_there, range(4)))
         if method != "disk":
-            await asyncio.to_thread(send_tensors, iter(tensors_of(Path(new)).items()), meta)
+            await asyncio.to_thread(weight_update(meta).send, iter(tensors_of(Path(new)).items()))
         await asyncio.wrap_future(arrival)
         await running
         return found
@@ -152,7 +152,7 @@ def test_dead_trainer_leaves_old_weights(
 
     arrival = engine.update_weights(meta)
     with pytest.raises(WeightsError, match="the trainer died"):
-        send_tensors(dying(), meta)
+        weight_update(meta).send(dying())
     with pytest.raises(WeightsError):
         arrival.result(60)
     assert engine.get_version() == version

@@ -28,7 +28,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMResponse, PartialResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, RolloutError, WeightsError
-from core_rl.weight_sync.sender import send_tensors
+from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 
 GENERATE = "/inference/v1/generate"
@@ -101,7 +101,7 @@ def test_a_server_without_routes_for_weights_is_refused(stub: VllmStub) -> None:
 def sent(engine: InferenceEngine, model: str, meta: WeightUpdateMeta, *, dies: bool = False) -> None:
     """Update ``engine`` from a trainer with the weights of ``model``, which may die on the way."""
     arrival = engine.update_weights(meta)
-    send_tensors(dying_stream(model) if dies else iter(tensors_of(Path(model)).items()), meta)
+    weight_update(meta).send(dying_stream(model) if dies else iter(tensors_of(Path(model)).items()))
     arrival.result(20)
 
 

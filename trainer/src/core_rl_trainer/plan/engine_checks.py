@@ -10,7 +10,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, WeightsError
-from core_rl.weight_sync.shared_memory import require_shared_memory
+from core_rl.weight_sync.buckets import require_shared_memory
 from core_rl_trainer.recipe.placement import PlacementSection, placement_problems
 from core_rl_trainer.recipe.recipe import Recipe
 

@@ -1,16 +1,20 @@
-"""A process group for weights (``method="distributed"``): rank 0 sends, the other ranks are those of a rollout engine.
+"""An update by ``distributed``: `DistributedUpdate`, through a process group of the sender and the receiver's ranks.
 
-It is made for one update; the groups of the trainer and of the servers are as before. Rank 0 keeps the store.
-The other ranks are threads of an engine in this process (`WeightGroup.join`), or servers on any machine that get the
-`GroupAddress`.
+The group is made for one update; the groups of the trainer and of the servers are as before. Rank 0 sends and keeps the
+store. The other ranks are threads of an engine in this process (`WeightGroup.join`), or servers on any machine that get
+the `GroupAddress`. The sender broadcasts each bucket as soon as the receiver has allowed it. Where the group breaks,
+the receiver falls back to the buckets in shared memory.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -19,13 +23,16 @@ from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.T
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from core_rl.distributed.channel import Channel
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.accelerators import CudaEnvironment, require_nccl
+from core_rl.weight_sync.accelerators import require_nccl
+from core_rl.weight_sync.messages import Bucket, GroupAddress, Kind, ReceiverRanks, RemoteChannel
+from core_rl.weight_sync.tensor import ReceivedWeights, Sender, TensorUpdate
 
-__all__ = ["GroupAddress", "ReceiverRanks", "RendezvousServer", "WeightGroup", "address_towards"]
+__all__ = ["DistributedUpdate", "RendezvousServer", "WeightGroup", "address_towards"]
 
-Backend = Literal["gloo", "nccl"]
+logger = logging.getLogger(__name__)
 
 JOIN_S = 60.0
 """The longest wait for ranks to join."""
@@ -33,29 +40,82 @@ BROADCAST_S = 300.0
 """The longest time of one broadcast."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReceiverRanks:
-    """The receiver's ranks: by ``distributed`` those that join the group."""
+class DistributedUpdate(TensorUpdate):
+    """One update of weights through a process group, with a copy through memory."""
 
-    count: int
-    """Ranks other than the sender's."""
-    host: str = "127.0.0.1"
-    """The address of one of them: the sender listens where its machine sends from to get there."""
-    on_cpu: bool = False
-    """Whether they receive on the CPU, so that the group is one of gloo whatever the sender's device."""
-    cuda: tuple[CudaEnvironment, ...] = ()
-    """CUDA environments of the servers whose ranks they are, as far as they are known."""
+    def sender(self, device: torch.device, on_bucket: Callable[[Bucket], object] | None) -> Sender:
+        return _GroupSender(self, device, on_bucket)
+
+    def greet(
+        self, received: ReceivedWeights, channel: Channel, ranks: Callable[[], ReceiverRanks | None]
+    ) -> None:
+        received.read_hello()
+        members = ranks()
+        if members is not None and members.on_cpu and isinstance(channel, RemoteChannel):
+            members = None  # the buckets go over TCP anyway
+        received.reply(Kind.READY, members)
+        if members is not None:
+            _, received.group = received.next_message()
+
+    @contextmanager
+    def receive_copies(self, timeout_s: float) -> Iterator[Iterator[Bucket]]:
+        with self.receive(timeout_s, lambda: ReceiverRanks(count=1, on_cpu=True)) as received:
+            if received.group is None:
+                yield ([(name, tensor.clone()) for name, tensor in bucket] for bucket in received)
+                return
+            group = WeightGroup.join(received.group, 1, torch.device("cpu"))
+            try:
+                yield _broadcast(received, group)
+            finally:
+                group.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupAddress:
-    """Address, size and name of a group, for a rank that joins."""
+def _broadcast(received: ReceivedWeights, group: WeightGroup) -> Iterator[Bucket]:
+    for bucket in received:
+        received.allow_broadcast()
+        yield [(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket]
 
-    host: str
-    port: int
-    world_size: int
-    name: str
-    backend: Backend
+
+class _GroupSender(Sender):
+    """Rank 0 of the group, as long as that is whole."""
+
+    _group: WeightGroup | None = None
+
+    def share_with(self, ranks: ReceiverRanks, channel: Channel) -> None:
+        if isinstance(channel, RemoteChannel):
+            ranks = replace(ranks, host=channel.own_address)
+        rendezvous = RendezvousServer(ranks, self.device)
+        try:
+            self.post(Kind.GROUP, rendezvous.address)
+            self._group = rendezvous.wait()
+            self.broadcasts = True
+        except WeightsError as error:
+            self._fall_back(error)
+        finally:
+            rendezvous.close()
+
+    def after_bucket(self, tensors: Bucket, on_device: Bucket) -> None:
+        if self._group is None:
+            return
+        self.reply(Kind.ALLOW_BROADCAST)
+        try:
+            for _, tensor in tensors if self._group.on_cpu else on_device:
+                self._group.broadcast(tensor)
+        except WeightsError as error:
+            self._fall_back(error)
+
+    def _fall_back(self, error: WeightsError) -> None:
+        logger.warning("falling back to shared memory for weight version %d: %s", self.meta.version, error)
+        self._leave()
+
+    def _leave(self) -> None:
+        group, self._group, self.broadcasts = self._group, None, False
+        if group is not None:
+            group.close()
+
+    def close(self, failure: str | None) -> None:
+        self._leave()
+        super().close(failure)
 
 
 def address_towards(host: str) -> str:

@@ -1,0 +1,17 @@
+"""`weight_update`: the update of a meta, by its method."""
+
+from __future__ import annotations
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.weight_sync.distributed import DistributedUpdate
+from core_rl.weight_sync.lora import AdapterMetadata, LoraUpdate
+from core_rl.weight_sync.tensor import TensorUpdate
+
+__all__ = ["weight_update"]
+
+
+def weight_update(meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None) -> TensorUpdate:
+    """The update of ``meta`` by any method but ``disk``; ``adapter`` describes what a sender sends by ``lora``."""
+    if meta.method == "lora":
+        return LoraUpdate(meta, adapter)
+    return (DistributedUpdate if meta.method == "distributed" else TensorUpdate)(meta)
