@@ -23,7 +23,7 @@ def start_trace() -> None:
 
 def stop_trace() -> None:
     """Record no more, in this thread and in later ones."""
-    threading.setprofile(None)  # type: ignore[arg-type]  # typeshed lacks None before 3.12
+    threading.setprofile(None)
     sys.setprofile(None)
     _traced.clear()
 
