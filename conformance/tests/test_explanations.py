@@ -62,7 +62,7 @@ STACKS = """Fatal Python error: Segmentation fault
 Current thread 0x00007f (most recent call first):
   File "/venv/lib/python3.11/site-packages/torch/nn/functional.py", line 90 in linear
   File "/home/me/mine/engine.py", line 9 in run
-  File "/x/core_rl/engine/passes.py", line 3 in _run
+  File "/x/core_rl/engine/step.py", line 3 in _run
 
 Thread 0x00008f (most recent call first):
   File "/home/me/mine/other.py", line 1 in wait

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import FinetuneSpec, TensorKind
 from core_rl.backend.metrics import Metric
-from core_rl.backend.steps import PostHook
+from core_rl.backend.steps import AggregateFn, PostHook
 from core_rl.backend.tensors import NamedTensors
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
@@ -31,7 +31,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.guards import check_config
-from core_rl.engine.passes import AggregateFn
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError
 from core_rl.launch.group import EngineGroup

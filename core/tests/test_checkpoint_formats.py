@@ -391,11 +391,16 @@ def test_another_format_is_refused(
         engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format=other))
 
 
+def change_runtime(engine: TrainEngine, **fields: Any) -> None:
+    persistence = engine._parts.persistence
+    persistence.runtime = replace(persistence.runtime, **fields)
+
+
 def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"))
     engine = start()
     engine.save(meta)
-    engine._parts.runtime.spec = replace(SPEC, name="other")
+    change_runtime(engine, spec=replace(SPEC, name="other"))
     with pytest.raises(
         CheckpointMismatch, match=r"engine 'reference', and this is 'other'; save with format='por"
     ):
@@ -404,7 +409,7 @@ def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> N
 
 def test_undeclared_formats_are_refused(start: Start, tmp_path: Path) -> None:
     engine = start()
-    engine._parts.runtime.spec = replace(SPEC, capabilities=frozenset())
+    change_runtime(engine, spec=replace(SPEC, capabilities=frozenset()))
     for name in STATEFUL:
         meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
         for call in (engine.save, engine.load):
@@ -464,16 +469,15 @@ def test_another_layout_is_asked_only_of_an_engine_that_declares_resharding(
 ) -> None:
     engine, meta = start(), SaveLoadMeta(path=str(tmp_path / "a"))
     engine.save(meta)
-    runtime = engine._parts.runtime
     layout = ParallelLayout(cp=2)
-    runtime.config = runtime.config.model_copy(update={"layout": layout})
+    change_runtime(engine, config=engine.config.model_copy(update={"layout": layout}))
     with monkeypatch.context() as patch:
         patch.setattr(sharded, "ShardFiles", None)  # nothing is read before the refusal
         with pytest.raises(
             UnsupportedCapability, match=r"saved at the layout dp1, and this is cp2: .*'resharding'"
         ):
             engine.load(meta)
-    runtime.spec = replace(SPEC, capabilities=SPEC.capabilities | {Capability.RESHARDING})
+    change_runtime(engine, spec=replace(SPEC, capabilities=SPEC.capabilities | {Capability.RESHARDING}))
     engine.load(meta)
 
 

@@ -14,8 +14,7 @@ from core_rl.backend.tensors import LocalSlice
 from core_rl.config.base import parse_config
 from core_rl.config.engine import OptimizerConfig, ScheduleConfig
 from core_rl.distributed.comm import Comm
-from core_rl.engine.schedule_function import ScheduleFunction
-from core_rl.engine.updates import learning_rate, schedule_length
+from core_rl.engine.schedule import ScheduleFunction, learning_rate, schedule_length
 from core_rl.errors import ConfigError, LossError
 from core_rl.state.store import global_grad_norm
 

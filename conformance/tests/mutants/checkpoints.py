@@ -99,11 +99,11 @@ class _ForgetsTheSchedule(Persistence):
     """Saves that no step of the schedule was made."""
 
     def save(self, meta: SaveLoadMeta) -> None:
-        progress = self.runtime.progress
+        progress = self.step.progress
         if meta.format == "portable":
-            self.runtime.progress = replace(progress, lr_steps=0)
+            self.step.progress = replace(progress, lr_steps=0)
         super().save(meta)
-        self.runtime.progress = progress
+        self.step.progress = progress
 
 
 class ScheduleNotSaved(ReferenceBackend):

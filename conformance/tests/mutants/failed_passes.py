@@ -11,7 +11,7 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.passes import Passes
+from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from mutants.zoo import Mutant
 
@@ -53,20 +53,20 @@ class CountsAFailedPassTwice(ReferenceBackend):
             super().zero_grad()
 
 
-class _Forgets(Passes):
+class _Forgets(TrainStep):
     """Takes the next pass for a new one."""
 
     def forward_backward(self, *arguments: Any) -> dict[str, float]:
         try:
             return super().forward_backward(*arguments)
         finally:
-            self.runtime.pending.failed = False
+            self.gradients.failed = False
 
 
 class RepeatsAFailedPass(ReferenceBackend):
     """A pass is repeated on the gradients of the one that raised."""
 
-    components = TrainComponents(passes=_Forgets)
+    components = TrainComponents(step=_Forgets)
 
 
 MUTANTS = (

@@ -80,9 +80,9 @@ class _LoadsProgress(Persistence):
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
-        run = self.runtime
+        progress = self.step.progress
         if not meta.with_optimizer:
-            run.progress = replace(run.progress, version=run.progress.version + 1)
+            self.step.progress = replace(progress, version=progress.version + 1)
 
 
 class LoadsProgressUnasked(ReferenceBackend):

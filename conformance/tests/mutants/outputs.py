@@ -16,7 +16,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.passes import Passes
+from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.attention import Segments
 from mutants.bases import Packed, TrainContext
@@ -227,7 +227,7 @@ class NeverBackInTrainingMode(ReferenceBackend):
         self.model.train(training and not self._evaluated)
 
 
-class _ForgetsTheSpec(Passes):
+class _ForgetsTheSpec(TrainStep):
     """Gives log-probs where logits are asked for alone."""
 
     def forward(
@@ -239,7 +239,7 @@ class _ForgetsTheSpec(Passes):
 class GivesUndeclaredLogits(ReferenceBackend):
     """A forward pass forgets what the spec says."""
 
-    components = TrainComponents(passes=_ForgetsTheSpec)
+    components = TrainComponents(step=_ForgetsTheSpec)
 
 
 MUTANTS = (

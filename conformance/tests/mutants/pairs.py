@@ -16,7 +16,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.guards import require_optimizer
 from core_rl.engine.persistence import Persistence
-from core_rl.engine.updates import Updates
+from core_rl.engine.step import TrainStep
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.store import TensorStore
@@ -32,7 +32,7 @@ class EntropyInBits(ReferenceBackend):
         return {name: v / math.log(2) if name == "entropy" else v for name, v in outputs.items()}
 
 
-class _ReportsTheClippedNorm(Updates):
+class _ReportsTheClippedNorm(TrainStep):
     """Reports no norm above ``max_grad_norm``."""
 
     def optimizer_step(self) -> dict[str, float]:
@@ -44,7 +44,7 @@ class _ReportsTheClippedNorm(Updates):
 class NormAfterClipping(ReferenceBackend):
     """The norm that is reported is that of the gradients after clipping."""
 
-    components = TrainComponents(updates=_ReportsTheClippedNorm)
+    components = TrainComponents(step=_ReportsTheClippedNorm)
 
 
 class GradientsThreeTimesTheOthers(ReferenceBackend):
@@ -57,7 +57,7 @@ class GradientsThreeTimesTheOthers(ReferenceBackend):
                 (3.0 * loss).backward()
 
 
-class _AdvancesTwice(Updates):
+class _AdvancesTwice(TrainStep):
     """Advances the schedule by two."""
 
     def lr_scheduler_step(self) -> float:
@@ -68,7 +68,7 @@ class _AdvancesTwice(Updates):
 class ScheduleAdvancedTwice(ReferenceBackend):
     """Each step of the schedule is two."""
 
-    components = TrainComponents(updates=_AdvancesTwice)
+    components = TrainComponents(step=_AdvancesTwice)
 
 
 class LossScaleOfTheSecondStep(ReferenceBackend):

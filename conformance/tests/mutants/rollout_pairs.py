@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import NamedTensors
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.updates import Updates
+from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import OwnExport, TrainContext
 from mutants.outputs import WithTemperature
@@ -48,7 +48,7 @@ class UploadsTheStepBefore(OwnExport):
             yield from super().export_tensors(kind)
 
 
-class _RaisesTheVersion(Updates):
+class _RaisesTheVersion(TrainStep):
     """Records one more than the driver says."""
 
     def set_version(self, version: int) -> None:
@@ -58,7 +58,7 @@ class _RaisesTheVersion(Updates):
 class CountsVersionsItself(ReferenceBackend):
     """Every upload raises the version."""
 
-    components = TrainComponents(updates=_RaisesTheVersion)
+    components = TrainComponents(step=_RaisesTheVersion)
 
 
 class BesideAWrongRollout(ReferenceBackend):

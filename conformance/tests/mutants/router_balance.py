@@ -17,7 +17,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.passes import Passes
+from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routing, balance_loss
 from core_rl_conformance.profile import MOE
@@ -120,7 +120,7 @@ class BalanceInsteadOfLoss(ReferenceBackend):
         return replace(output, logprobs=output.logprobs.detach())
 
 
-class _AddsTheBalance(Passes):
+class _AddsTheBalance(TrainStep):
     """Adds the balance to the loss of an evaluation."""
 
     def forward_backward(
@@ -134,7 +134,7 @@ class _AddsTheBalance(Passes):
 class BalanceInEvaluation(ReferenceBackend):
     """The loss of an evaluation is that with the balance."""
 
-    components = TrainComponents(passes=_AddsTheBalance)
+    components = TrainComponents(step=_AddsTheBalance)
 
 
 ALONE = "I18.aux-gradient"

@@ -16,8 +16,7 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.components import TrainComponents
-from core_rl.engine.passes import Passes
-from core_rl.engine.updates import Updates
+from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import OwnNorm, TrainContext
 from mutants.zoo import Mutant
@@ -145,18 +144,14 @@ class InfinityIsFiltered(OwnNorm):
         return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
 
 
-class _Evaluates(Passes):
-    """Evaluates where there is no optimizer."""
+class _Evaluates(TrainStep):
+    """Evaluates and makes no step where there is no optimizer."""
 
     def forward_backward(
         self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
     ) -> dict[str, float]:
         mode = mode if self.runtime.config.optimizer else "forward"
         return super().forward_backward(batch, loss, mb_spec, mode, *totals)
-
-
-class _StepsInVain(Updates):
-    """Makes no step where there is no optimizer."""
 
     def optimizer_step(self) -> dict[str, float]:
         return super().optimizer_step() if self.runtime.config.optimizer else {}
@@ -165,14 +160,14 @@ class _StepsInVain(Updates):
 class TrainsWithoutOptimizer(ReferenceBackend):
     """Any engine is taken for trainable."""
 
-    components = TrainComponents(passes=_Evaluates, updates=_StepsInVain)
+    components = TrainComponents(step=_Evaluates)
 
 
-class _DecaysAnyway(Updates):
+class _DecaysAnyway(TrainStep):
     """Decays the weights before a step in which nothing counts."""
 
     def optimizer_step(self) -> dict[str, float]:
-        if not self.runtime.pending.weight:
+        if not self.gradients.weight:
             for part in self.runtime.backend.state().local("master"):
                 part.tensor.mul_(1 - 1e-4)
         return super().optimizer_step()
@@ -181,22 +176,22 @@ class _DecaysAnyway(Updates):
 class StepsWithoutTokens(ReferenceBackend):
     """A batch in which nothing counts still decays the weights."""
 
-    components = TrainComponents(updates=_DecaysAnyway)
+    components = TrainComponents(step=_DecaysAnyway)
 
 
-class _RaisesTheVersion(Updates):
+class _RaisesTheVersion(TrainStep):
     """Counts steps as versions."""
 
     def optimizer_step(self) -> dict[str, float]:
-        report, run = super().optimizer_step(), self.runtime
-        run.progress = replace(run.progress, version=run.progress.version + int(report["update_successful"]))
+        report, progress = super().optimizer_step(), self.progress
+        self.progress = replace(progress, version=progress.version + int(report["update_successful"]))
         return report
 
 
 class CountsItsOwnVersion(ReferenceBackend):
     """Each step raises the version, which is the driver's."""
 
-    components = TrainComponents(updates=_RaisesTheVersion)
+    components = TrainComponents(step=_RaisesTheVersion)
 
 
 class UntiesTheHead(ReferenceBackend):

@@ -12,11 +12,13 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.errors import EngineContractError
+from core_rl.data.partition import unshard_output, unshard_rows
+from core_rl.errors import BatchError, EngineContractError
 
-__all__ = ["CollectStep", "LossStep", "MicroBatchStep", "MicroBatches", "PostHook"]
+__all__ = ["AggregateFn", "CollectStep", "LossStep", "MicroBatchStep", "MicroBatches", "PostHook"]
 
 PostHook = Callable[[ModelOutput, SequenceBatch], Tensor]
+AggregateFn = Callable[[list[Tensor]], Any]
 
 
 class MicroBatchStep(Protocol):
@@ -177,3 +179,39 @@ class CollectStep(_Step):
         kept = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
         self.collected[number] = kept
         return 0.0
+
+    def in_order(
+        self,
+        batch: SequenceBatch,
+        collected: Mapping[int, ModelOutput | Tensor],
+        output_seqlens: Sequence[int] | None,
+        aggregate_fn: AggregateFn | None,
+    ) -> Any:
+        """What the output rank ``collected`` for each micro-batch, in the order of ``batch``."""
+        plan = self._micro_batches.plan
+        numbers = [number for number, part in enumerate(plan) if part]
+        parts, values = [plan[number] for number in numbers], [collected[number] for number in numbers]
+        outputs = [value for value in values if isinstance(value, ModelOutput)]
+        if len(outputs) == len(values):
+            return unshard_output(outputs, batch, parts)
+        sizes = batch.lengths if output_seqlens is None else output_seqlens
+        rows = [
+            _rows(value, [sizes[index] for index in part], fixed=output_seqlens is not None)
+            for value, part in zip(values, parts, strict=True)
+        ]
+        return (aggregate_fn or torch.cat)(unshard_rows(rows, parts))
+
+
+def _rows(value: ModelOutput | Tensor, sizes: list[int], *, fixed: bool) -> Sequence[Tensor]:
+    """One tensor for each sequence of a micro-batch: ``sizes`` rows each, or one where they are not ``fixed``."""
+    if not isinstance(value, Tensor):
+        raise BatchError(f"post_hook must return a tensor; it returned a {type(value).__name__}")
+    if not fixed and len(value) != sum(sizes):
+        sizes = [1] * len(sizes)
+    if len(value) != sum(sizes):
+        raise BatchError(
+            f"post_hook returned {len(value)} rows for {len(sizes)} sequences with {sum(sizes)} expected rows; "
+            "return one row for each token or sequence, or pass output_seqlens"
+        )
+    rows: tuple[Tensor, ...] = value.detach().to("cpu").split(sizes)
+    return rows

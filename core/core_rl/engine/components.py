@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.backend.train_backend import AnyTrainBackend, BuildContext
 from core_rl.config.capability import Capability
@@ -16,11 +17,10 @@ from core_rl.distributed.devices import chosen_device, use_device
 from core_rl.distributed.process_group import RankAddress, join, local_index
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
-from core_rl.engine.passes import Passes
 from core_rl.engine.persistence import Persistence
-from core_rl.engine.runtime import Runtime, Status
-from core_rl.engine.schedule_function import ScheduleFunction
-from core_rl.engine.updates import Updates, schedule_length
+from core_rl.engine.runtime import Runtime
+from core_rl.engine.schedule import ScheduleFunction, schedule_length
+from core_rl.engine.step import TrainStep
 from core_rl.registry.spec import EngineSpec
 from core_rl.seeds import derive_seed
 from core_rl.state.rng_state import RngState
@@ -35,8 +35,7 @@ class Parts:
 
     runtime: Runtime
     modes: Modes
-    passes: Passes
-    updates: Updates
+    step: TrainStep
     persistence: Persistence
 
 
@@ -45,8 +44,7 @@ class TrainComponents:
     """Classes of the parts. Only the suite's own tests give others: faulty ones, which checks must reject."""
 
     tensors: type[TensorStore] = TensorStore
-    passes: type[Passes] = Passes
-    updates: type[Updates] = Updates
+    step: type[TrainStep] = TrainStep
     persistence: type[Persistence] = Persistence
 
     def build(
@@ -54,7 +52,6 @@ class TrainComponents:
         spec: EngineSpec,
         config: TrainEngineConfig,
         backend: AnyTrainBackend,
-        status: Status,
         addr: RankAddress | None,
         ft_spec: FinetuneSpec | None,
         resources: ExitStack,
@@ -101,7 +98,8 @@ class TrainComponents:
             half=config.dtype == "bfloat16",
             lora=config.model.lora is not None,
         )
-        guards.check_experts(spec, config.model, backend.hf_config())
+        model = backend.hf_config()
+        guards.check_experts(spec, config.model, model)
         if context.parameter_rules is not None:
             context.parameter_rules.check(tensors.shapes("grads"))
         tensors.check()
@@ -111,7 +109,8 @@ class TrainComponents:
             spec=spec,
             config=config,
             backend=backend,
-            status=status,
+            model=model,
+            limits=ModelLimits.of(model),
             world=world,
             groups=groups,
             device=device,
@@ -121,11 +120,6 @@ class TrainComponents:
             tensors=tensors,
         )
         modes = Modes(runtime)
-        updates = self.updates(runtime, modes)
-        return Parts(
-            runtime=runtime,
-            modes=modes,
-            passes=self.passes(runtime, modes),
-            updates=updates,
-            persistence=self.persistence(runtime, modes, updates),
-        )
+        step = self.step(runtime, modes)
+        persistence = self.persistence(runtime, modes, step)
+        return Parts(runtime=runtime, modes=modes, step=step, persistence=persistence)

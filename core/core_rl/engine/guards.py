@@ -257,9 +257,9 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
         raise BatchError("token field 'routing' names an expert twice for one token and layer")
 
 
-def check_batch(batch: SequenceBatch, model: PretrainedConfig) -> None:
-    """Raise one `BatchError` that lists token ids and lengths that the model cannot take."""
-    raise_all(BatchError, model.model_type, batch_violations(batch, ModelLimits.of(model)))
+def check_batch(batch: SequenceBatch, model: PretrainedConfig, limits: ModelLimits) -> None:
+    """Raise one `BatchError` that lists token ids and lengths beyond the ``limits`` of ``model``."""
+    raise_all(BatchError, model.model_type, batch_violations(batch, limits))
 
 
 def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]:

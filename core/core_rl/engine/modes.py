@@ -9,7 +9,7 @@ from core_rl.backend.meta import StatePart
 from core_rl.backend.protocols import MemoryPart, SupportsLora, SupportsOffload, SupportsOwnOffload
 from core_rl.config.capability import Capability
 from core_rl.engine import guards
-from core_rl.engine.runtime import Pending, Runtime
+from core_rl.engine.runtime import Runtime
 from core_rl.errors import EngineStateError
 from core_rl.state.host_copies import HostCopies
 
@@ -109,7 +109,6 @@ class Modes:
         self._zero_on_return = "model" in self.offloaded
         if not self._zero_on_return:
             self.runtime.backend.zero_grad()
-        self.runtime.pending = Pending()
 
 
 def parts_of(model: bool, optimizer: bool) -> frozenset[StatePart]:

@@ -13,7 +13,7 @@ from core_rl.config.capability import Capability
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
-from core_rl.engine.updates import Updates
+from core_rl.engine.step import TrainStep
 from core_rl.errors import EngineStateError
 from core_rl.weight_sync.lora import AdapterMetadata
 from core_rl.weight_sync.update import weight_update
@@ -30,10 +30,10 @@ FORMAT_CAPABILITY: dict[CheckpointFormat, Capability] = {
 class Persistence:
     """Named tensors, checkpoints and uploads of one engine."""
 
-    def __init__(self, runtime: Runtime, modes: Modes, updates: Updates) -> None:
+    def __init__(self, runtime: Runtime, modes: Modes, step: TrainStep) -> None:
         self.runtime = runtime
         self.modes = modes
-        self.updates = updates
+        self.step = step
         self.saving: BackgroundSave | None = None
         """The save in the background, if any."""
 
@@ -47,9 +47,9 @@ class Persistence:
             guards.require_adapter_on(self.modes.adapter_off, "named_tensors('params')")
         guards.require_present(self.modes.offloaded, kind, guards.part_of(kind))
         if kind == "grads":
-            if not run.pending.passes:
+            if not self.step.gradients.passes:
                 raise EngineStateError("there are no gradients to export; call forward_backward() first")
-            self.updates.reduce()
+            self.step.reduce()
         return run.tensors.stream(kind)
 
     def load_named_tensors(self, kind: TensorKind, source: TensorSource) -> None:
@@ -87,9 +87,9 @@ class Persistence:
         self.wait_for_saves()
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
             progress = load_contents(self.contents(), meta)
-            self.modes.zero_grad()  # those of the weights before, which a refused checkpoint keeps
+            self.step.zero_grad()  # those of the weights before, which a refused checkpoint keeps
         if progress is not None:
-            run.progress = replace(progress)
+            self.step.progress = replace(progress)
 
     def _require_format(self, method: str, name: CheckpointFormat) -> None:
         if name in FORMAT_CAPABILITY:
@@ -109,7 +109,7 @@ class Persistence:
             tensors=run.tensors,
             world=run.world,
             is_writer=run.groups.is_writer,
-            progress=run.progress,
+            progress=self.step.progress,
             rng=run.rng,
         )
 

@@ -18,7 +18,7 @@ from core_rl.backend.meta import (
     TensorKind,
     WeightUpdateMeta,
 )
-from core_rl.backend.steps import PostHook
+from core_rl.backend.steps import AggregateFn, PostHook
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.backend.train_backend import AnyTrainBackend, PassMode
 from core_rl.config.capability import Capability
@@ -33,9 +33,7 @@ from core_rl.distributed.process_group import RankAddress
 from core_rl.engine import guards
 from core_rl.engine.components import Parts, TrainComponents
 from core_rl.engine.modes import parts_of
-from core_rl.engine.passes import AggregateFn
-from core_rl.engine.runtime import Status
-from core_rl.errors import ConfigError, EngineContractError
+from core_rl.errors import ConfigError, EngineContractError, EngineStateError
 from core_rl.registry.spec import EngineSpec
 from core_rl.state.freed_memory import give_back_freed
 
@@ -78,7 +76,7 @@ class TrainEngine:
         self.backend = backend
         """The plugin's object, for tests and debugging."""
         self._components = components or TrainComponents()
-        self._status = Status()
+        self._state = "new"
 
     # ------------------------------------------------------------- life cycle
 
@@ -91,10 +89,10 @@ class TrainEngine:
         Raises `UnsupportedCapability` for a mixture of experts where the engine declares none, `EngineStateError` when
         called twice, and what `load` raises for ``model.lora.path``.
         """
-        self._status.require("new", "initialize()")
+        self._require("new", "initialize()")
         with ExitStack() as resources:
             self._parts = self._components.build(
-                self.spec, self.config, self.backend, self._status, addr, ft_spec, resources
+                self.spec, self.config, self.backend, addr, ft_spec, resources
             )
             self.config, self.device = self._parts.runtime.config, self._parts.runtime.device
             lora = self.config.model.lora
@@ -102,7 +100,7 @@ class TrainEngine:
                 self._parts.persistence.load(SaveLoadMeta(path=lora.path, format="adapter"))
             self._parts.modes.offload(parts_of(self.config.offload_params, self.config.offload_optimizer))
             self._resources = resources.pop_all()
-        self._status.name = "ready"
+        self._state = "ready"
         give_back_freed()
 
     def destroy(self) -> None:
@@ -110,19 +108,29 @@ class TrainEngine:
 
         Waits for a save in the background, and raises its `CheckpointError` after all is freed.
         """
-        before, self._status.name = self._status.name, "destroyed"
-        if before not in ("ready", "failed"):
+        before, self._state = self._state, "destroyed"
+        if before != "ready":
             return
         try:
-            if before == "ready":
+            if self._parts.step.failure is None:
                 self._parts.persistence.wait_for_saves()
         finally:
             self._resources.close()
 
     def _ready(self, method: str) -> Parts:
         """The parts of an engine that is ready; raises `EngineStateError` for any other."""
-        self._status.require("ready", method)
+        self._require("ready", method)
         return self._parts
+
+    def _require(self, needed: str, method: str) -> None:
+        """Raise `EngineStateError` unless the engine is in the state that ``method`` needs."""
+        failure = self._parts.step.failure if self._state == "ready" else None
+        if failure is not None:
+            raise EngineStateError(
+                f"{method} on an engine that has failed: {type(failure).__name__}: {failure}. Its ranks are "
+                "not in step any more; destroy() it and build another"
+            ) from failure
+        guards.require_state(self._state, needed, method)
 
     # ------------------------------------------------------------------ ranks
 
@@ -187,7 +195,7 @@ class TrainEngine:
     def switch_adapter(self, on: bool) -> bool:
         """Either half of `disable_adapter`, for a driver in another process; returns whether the adapter was on."""
         guards.require_capability(self.spec, Capability.LORA, "disable_adapter()")
-        self._status.require("ready", "disable_adapter()")
+        self._require("ready", "disable_adapter()")
         guards.require_adapter(self.config, "disable_adapter()")
         return self._parts.modes.switch_adapter(on)
 
@@ -198,7 +206,7 @@ class TrainEngine:
         `ConfigError` for a third device. No collective.
         """
         target = torch.device(device)
-        self._status.require("ready", "to()")
+        self._require("ready", "to()")
         if target.type not in ("cpu", self.device.type):
             raise ConfigError(f"to({str(device)!r}): this engine runs on {self.device}; name that, or 'cpu'")
         self._parts.modes.move(parts_of(model, optimizer), "to()", away=target.type != self.device.type)
@@ -226,9 +234,9 @@ class TrainEngine:
         """
         parts = self._ready("train_batch()")
         with parts.modes.inside("train"):
-            parts.modes.zero_grad()
-            metrics = parts.passes.forward_backward(batch, loss, mb_spec, "last")
-            return metrics | parts.updates.optimizer_step()
+            parts.step.zero_grad()
+            metrics = parts.step.forward_backward(batch, loss, mb_spec, "last")
+            return metrics | parts.step.optimizer_step()
 
     def forward_backward(
         self,
@@ -248,9 +256,9 @@ class TrainEngine:
 
         An error of the loss is raised on all ranks; then `optimizer_zero_grad` comes before the next pass.
         """
-        self._status.require("ready", "forward_backward()")
+        self._require("ready", "forward_backward()")
         mode: PassMode = "forward" if forward_only else "accumulate"
-        return self._parts.passes.forward_backward(batch, loss, mb_spec, mode, total_weight, total_tokens)
+        return self._parts.step.forward_backward(batch, loss, mb_spec, mode, total_weight, total_tokens)
 
     def eval_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
         """The loss and its metrics without gradients, dropout off."""
@@ -274,24 +282,24 @@ class TrainEngine:
         sequences and joined by ``aggregate_fn(list of one tensor for each sequence)``, by default
         ``torch.cat``.
         """
-        return self._ready("forward()").passes.forward(
+        return self._ready("forward()").step.forward(
             batch, mb_spec, outputs, temperature, output_seqlens, post_hook, aggregate_fn
         )
 
     def optimizer_zero_grad(self) -> None:
         """Drop what has accumulated."""
-        self._ready("optimizer_zero_grad()").modes.zero_grad()
+        self._ready("optimizer_zero_grad()").step.zero_grad()
 
     def optimizer_step(self) -> dict[str, float]:
         """Clip, update the weights and drop the gradients; or skip, if anything is not finite or nothing counted.
 
         A skipped step leaves weights and moments untouched and reports ``update_successful`` 0.
         """
-        return self._ready("optimizer_step()").updates.optimizer_step()
+        return self._ready("optimizer_step()").step.optimizer_step()
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one and return the learning rate of the next step. No collective."""
-        return self._ready("lr_scheduler_step()").updates.lr_scheduler_step()
+        return self._ready("lr_scheduler_step()").step.lr_scheduler_step()
 
     def shard_data(self, batch: SequenceBatch) -> SequenceBatch:
         """This rank's part of a batch that every rank holds in full. No collective."""
@@ -363,19 +371,19 @@ class TrainEngine:
     @property
     def progress(self) -> EngineProgress:
         """Scheduler steps, updates and version."""
-        return self._parts.runtime.progress
+        return self._parts.step.progress
 
     def restore_progress(self, progress: EngineProgress) -> None:
         """Continue from ``progress``, as a checkpoint does. No collective."""
-        self._parts.runtime.progress = replace(progress)
+        self._parts.step.progress = replace(progress)
 
     def set_version(self, version: int) -> None:
         """Record the version that the driver gave to the weights. No collective."""
-        self._parts.updates.set_version(version)
+        self._parts.step.set_version(version)
 
     def get_version(self) -> int:
         """The version that the driver gave to the weights. No collective."""
-        return self._parts.runtime.progress.version
+        return self._parts.step.progress.version
 
     def get_scheduling_config(self) -> Scheduling:
         """Resources that one rank needs. No collective."""

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
-from core_rl.engine.updates import schedule_length
+from core_rl.engine.schedule import schedule_length
 from core_rl.errors import BatchError, ConfigError, CoreRLError, StepError, raise_all
 from core_rl.launch.hosts import Hosts
 from core_rl.launch.process import end_if_rank_imports_script

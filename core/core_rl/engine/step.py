@@ -1,33 +1,34 @@
-"""`Passes`: training, evaluation and forward passes of a train engine."""
+"""`TrainStep`: a step of a train engine, from the passes that accumulate gradients to the update of the weights."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import EngineProgress
 from core_rl.backend.metrics import Metric, merge_metrics
-from core_rl.backend.steps import CollectStep, LossStep, MicroBatches, PostHook
+from core_rl.backend.steps import AggregateFn, CollectStep, LossStep, MicroBatches, PostHook
 from core_rl.backend.train_backend import PassMode
+from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
-from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.data.partition import unshard_output, unshard_rows
+from core_rl.data.outputs import OutputName
 from core_rl.distributed.agreement import agree
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
-from core_rl.errors import BatchError, CoreRLError, LossError, OutOfDeviceMemory
+from core_rl.engine.schedule import learning_rate
+from core_rl.errors import BatchError, CoreRLError, EngineStateError, LossError, OutOfDeviceMemory
+from core_rl.state.freed_memory import give_back_freed
 
-__all__ = ["AggregateFn", "Passes"]
-
-AggregateFn = Callable[[list[Tensor]], Any]
+__all__ = ["Accumulated", "TrainStep"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +38,28 @@ LESS_MEMORY = (
 )
 
 
-class Passes:
-    """Cuts batches, scales losses and reduces metrics."""
+@dataclass
+class Accumulated:
+    """Gradients since the last optimizer step."""
+
+    passes: int = 0
+    weight: float = 0.0
+    finite: bool = True
+    reduced: bool = False
+    failed: bool = False
+    """A pass raised, so that the gradients are of a part of the batch."""
+
+
+class TrainStep:
+    """Passes of one engine, the gradients that they accumulate, its updates and its progress."""
 
     def __init__(self, runtime: Runtime, modes: Modes) -> None:
         self.runtime = runtime
         self.modes = modes
+        self.progress = EngineProgress()
+        self.gradients = Accumulated()
+        self.failure: BaseException | None = None
+        """The first error of a pass after which ranks are not in step any more."""
 
     def forward_backward(
         self,
@@ -58,7 +75,7 @@ class Passes:
         guards.check_outputs(run.spec, run.config, loss.outputs)
         if training:
             guards.require_trainable(run.config, self.modes.mode, self.modes.adapter_off)
-            run.pending.require_open()
+            self._require_open()
         with self.modes.inside("train" if training else "eval"):
             micro_batches = self.cut(batch, mb_spec)
             weights = self._weights(loss, micro_batches)
@@ -69,9 +86,9 @@ class Passes:
                     self._run(micro_batches, step, mode)
                 metrics, finite = self._reduced(step, loss, weights)
         if training:
-            run.pending.passes += 1
-            run.pending.weight += sum(weights)
-            run.pending.finite &= finite
+            self.gradients.passes += 1
+            self.gradients.weight += sum(weights)
+            self.gradients.finite &= finite
         return metrics
 
     def forward(
@@ -97,7 +114,7 @@ class Passes:
         collected = run.groups.model_parallel.broadcast(step.collected, run.groups.output_source)
         # This rank alone may raise here: no collective follows.
         guards.check_output_seqlens(output_seqlens, batch)
-        return _gather_collected(batch, micro_batches.plan, collected, output_seqlens, aggregate_fn)
+        return step.in_order(batch, collected, output_seqlens, aggregate_fn)
 
     # ------------------------------------------------------------ inside a pass
 
@@ -105,25 +122,37 @@ class Passes:
         """Check the batch and cut it, into equally many micro-batches on all data-parallel ranks."""
         run = self.runtime
 
-        def wanted() -> int:
-            guards.check_batch(batch, run.backend.hf_config())
-            guards.check_routing(run.spec, batch, run.backend.hf_config())
+        def count_here() -> int:
+            guards.check_batch(batch, run.model, run.limits)
+            guards.check_routing(run.spec, batch, run.model)
             return count_micro_batches(batch, mb_spec)
 
-        count = max(agree(run.groups.data_parallel, wanted, "the batch", foreign=BatchError))
+        count = max(agree(run.groups.data_parallel, count_here, "the batch", foreign=BatchError))
         multiple = run.backend.micro_batch_multiple
         plan = plan_micro_batches(batch, mb_spec, -(-count // multiple) * multiple)
         return MicroBatches(batch, plan, run.device)
+
+    def _require_open(self) -> None:
+        """Raise `EngineStateError` where no more gradients may be added."""
+        if self.gradients.failed:
+            raise EngineStateError(
+                "forward_backward() after a pass that raised: the gradients are of a part of the batch; call "
+                "optimizer_zero_grad() first"
+            )
+        if self.gradients.reduced:
+            raise EngineStateError(
+                "the gradients were already reduced by an export; call optimizer_step() or optimizer_zero_grad() first"
+            )
 
     def _weights(self, loss: LossSpec, micro_batches: MicroBatches) -> list[float]:
         """The weight of each data-parallel rank's sequences; an error of ``weight_fn`` is raised on all ranks."""
         world, group = self.runtime.world, self.runtime.groups.data_parallel
 
-        def own() -> tuple[int, float]:
+        def weight_here() -> tuple[int, float]:
             return group.rank, sum(map(loss.weight, micro_batches.real()))
 
-        found = dict(agree(world, own, "weight_fn", foreign=LossError))
-        return [found[rank] for rank in range(group.size)]
+        weights = dict(agree(world, weight_here, "weight_fn", foreign=LossError))
+        return [weights[rank] for rank in range(group.size)]
 
     def _run(self, micro_batches: MicroBatches, step: LossStep | CollectStep, mode: PassMode) -> None:
         """Run the backend. When it raises in a world of several ranks, the engine has failed."""
@@ -147,7 +176,7 @@ class Passes:
             run.backend.abort()
         except Exception:  # of a plugin, while its first error is on the way
             logger.exception("abort() raised after a failed pass")
-            run.status.fail(error)
+            self.failure = error
 
     @contextmanager
     def _marking_failure(self, training: bool) -> Iterator[None]:
@@ -155,7 +184,7 @@ class Passes:
         try:
             yield
         except BaseException as error:
-            self.runtime.pending.failed |= training
+            self.gradients.failed |= training
             # Errors that ranks agree on are of ours; any other is of this rank alone, as a collective's timeout.
             if not isinstance(error, CoreRLError):
                 self._fail(error)
@@ -164,7 +193,7 @@ class Passes:
     def _fail(self, error: BaseException) -> None:
         """Take the engine for failed, unless it is the only rank."""
         if self.runtime.world.size > 1:
-            self.runtime.status.fail(error)
+            self.failure = error
 
     def loss_scale(self, loss: LossSpec, weights: list[float], total_weight: float | None) -> float:
         """The factor of the sums; the gradients are then *added* over data-parallel ranks."""
@@ -192,11 +221,11 @@ class Passes:
         """Metrics over all micro-batches and ranks, and whether every loss was finite."""
         is_output_rank = self.runtime.groups.is_output_rank
 
-        def own() -> tuple[dict[str, Metric], float] | None:
+        def result_here() -> tuple[dict[str, Metric], float] | None:
             step.raise_failure()
             return (merge_metrics(step.metrics), step.total()) if is_output_rank else None
 
-        gathered = agree(self.runtime.world, own, "the pass failed", foreign=LossError)
+        gathered = agree(self.runtime.world, result_here, "the pass failed", foreign=LossError)
         answers = [answer for answer in gathered if answer is not None]
         totals = [total for _, total in answers]
         if loss.normalize_scope == "global":
@@ -209,38 +238,76 @@ class Passes:
             map(math.isfinite, totals)
         )
 
+    # ------------------------------------------------------------------ update
 
-def _gather_collected(
-    batch: SequenceBatch,
-    plan: Sequence[Sequence[int]],
-    collected: Mapping[int, ModelOutput | Tensor],
-    output_seqlens: Sequence[int] | None,
-    aggregate_fn: AggregateFn | None,
-) -> Any:
-    """Gather what was ``collected`` for each micro-batch of ``plan``, in the order of ``batch``."""
-    numbers = [number for number, part in enumerate(plan) if part]
-    parts, values = [plan[number] for number in numbers], [collected[number] for number in numbers]
-    outputs = [value for value in values if isinstance(value, ModelOutput)]
-    if len(outputs) == len(values):
-        return unshard_output(outputs, batch, parts)
-    sizes = batch.lengths if output_seqlens is None else output_seqlens
-    rows = [
-        _rows(value, [sizes[index] for index in part], fixed=output_seqlens is not None)
-        for value, part in zip(values, parts, strict=True)
-    ]
-    return (aggregate_fn or torch.cat)(unshard_rows(rows, parts))
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip, update the weights and drop the gradients, or skip; see `TrainEngine.optimizer_step`."""
+        run = self.runtime
+        optimizer = guards.require_optimizer(run.config)
+        if self.gradients.failed:
+            raise EngineStateError(
+                "optimizer_step() after a pass that raised: the gradients are of a part of the batch; call "
+                "optimizer_zero_grad() and forward_backward() again"
+            )
+        if not self.gradients.passes:
+            raise EngineStateError("optimizer_step() without gradients; call forward_backward() first")
+        with self.modes.onloaded("model", "optimizer"), run.rng.own():
+            metrics = self._clipped_step(optimizer)
+        if run.device.type == "cpu":
+            give_back_freed()
+        return metrics
 
+    def _clipped_step(self, optimizer: OptimizerConfig) -> dict[str, float]:
+        run = self.runtime
+        counted, finite = self.gradients.weight > 0, self.gradients.finite
+        norm = self.grad_norm() if counted else 0.0
+        lr = self.learning_rate(optimizer)
+        successful = counted and finite and math.isfinite(norm)
+        if successful:
+            count = self.progress.updates + 1
+            run.backend.step(self.clip_scale(optimizer, norm), lr, count)
+            self.progress = replace(self.progress, updates=count)
+        else:
+            reason = (
+                "no token counts in this batch" if not counted else "the loss or a gradient is not finite"
+            )
+            logger.warning("optimizer step skipped: %s; weights and moments are unchanged", reason)
+        self.zero_grad()
+        return {"grad_norm": norm, "lr": lr, "update_successful": float(successful)}
 
-def _rows(value: ModelOutput | Tensor, sizes: list[int], *, fixed: bool) -> Sequence[Tensor]:
-    """One tensor for each sequence of a micro-batch: ``sizes`` rows each, or one where they are not ``fixed``."""
-    if not isinstance(value, Tensor):
-        raise BatchError(f"post_hook must return a tensor; it returned a {type(value).__name__}")
-    if not fixed and len(value) != sum(sizes):
-        sizes = [1] * len(sizes)
-    if len(value) != sum(sizes):
-        raise BatchError(
-            f"post_hook returned {len(value)} rows for {len(sizes)} sequences with {sum(sizes)} expected rows; "
-            "return one row for each token or sequence, or pass output_seqlens"
-        )
-    rows: tuple[Tensor, ...] = value.detach().to("cpu").split(sizes)
-    return rows
+    def clip_scale(self, optimizer: OptimizerConfig, norm: float) -> float:
+        """The factor of the gradients that brings their norm down to ``max_grad_norm``."""
+        limit = optimizer.max_grad_norm
+        return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+    def grad_norm(self) -> float:
+        """The pre-clip norm of the reduced gradients."""
+        self.reduce()
+        return self.runtime.tensors.grad_norm()
+
+    def reduce(self) -> None:
+        """Reduce the gradients over data-parallel ranks, once."""
+        if not self.gradients.reduced:
+            self.runtime.backend.reduce_grads()
+            self.gradients.reduced = True
+
+    def learning_rate(self, optimizer: OptimizerConfig) -> float:
+        """The learning rate of the next step."""
+        run = self.runtime
+        return learning_rate(optimizer, self.progress.lr_steps, run.schedule_steps, run.schedule_function)
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one; returns the learning rate of the next step."""
+        run = self.runtime
+        optimizer = guards.require_optimizer(run.config)
+        self.progress = replace(self.progress, lr_steps=self.progress.lr_steps + 1)
+        return self.learning_rate(optimizer)
+
+    def set_version(self, version: int) -> None:
+        """Record the version of the weights."""
+        self.progress = replace(self.progress, version=version)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients; of an offloaded model, as soon as it is back."""
+        self.modes.zero_grad()
+        self.gradients = Accumulated()
