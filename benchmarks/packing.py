@@ -90,10 +90,10 @@ def batches(arguments: argparse.Namespace) -> None:
     )
 
 
-def there_and_back(given: Sequence[SequenceBatch], budget: int) -> None:
+def there_and_back(batches: Sequence[SequenceBatch], budget: int) -> None:
     """All that the core does to batches around the model: outputs for each token, and a row for each sequence."""
     spec = MicroBatchSpec(max_tokens=budget)
-    for part in (part for batch in given for part in shard(batch, 8)):
+    for part in (part for batch in batches for part in shard(batch, 8)):
         plan = plan_micro_batches(part, spec, count_micro_batches(part, spec))
         micro_batches = MicroBatches(part, plan, part.device)
         outputs = [ModelOutput(logprobs=item.input_ids.float()) for item in micro_batches.items]

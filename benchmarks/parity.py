@@ -125,7 +125,10 @@ def batch_of(step: int) -> SequenceBatch:
 def differences(curve: list[tuple[float, float]], first: list[tuple[float, float]]) -> list[float]:
     """The largest relative difference of losses, and that of norms."""
     pairs = list(zip(curve, first, strict=True))
-    return [max(abs(own[i] - other[i]) / abs(other[i]) for own, other in pairs) for i in range(2)]
+    return [
+        max(abs(values[i] - reference[i]) / abs(reference[i]) for values, reference in pairs)
+        for i in range(2)
+    ]
 
 
 def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
@@ -141,8 +144,11 @@ def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
         width = 8.0 - number  # they lie on one another
         for index in range(2):
             axes[index].plot([point[index] for point in curve], label=name, linewidth=width)
-        apart = [abs(own[1] - other[1]) / other[1] for own, other in zip(curve, first, strict=True)]
-        axes[2].plot(apart, ".", color=axes[0].lines[-1].get_color())
+        differences = [
+            abs(values[1] - reference[1]) / reference[1]
+            for values, reference in zip(curve, first, strict=True)
+        ]
+        axes[2].plot(differences, ".", color=axes[0].lines[-1].get_color())
     axes[2].set_yscale("log")
     axes[2].set_ylim(1e-9, 10)
     axes[2].axhline(2.0, color="black", linestyle=":")

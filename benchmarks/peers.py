@@ -77,10 +77,10 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
 
 def installed(peer: str) -> bool:
     """Whether ``peer`` can be imported; says how to install it if not."""
-    found = importlib.util.find_spec(peer) is not None
-    if not found:
+    installed = importlib.util.find_spec(peer) is not None
+    if not installed:
         Console().print(f"{peer} is left out, since it is not installed: {INSTALL[peer]}")
-    return found
+    return installed
 
 
 if __name__ == "__main__":

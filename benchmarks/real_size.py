@@ -75,7 +75,7 @@ def lora(arguments: argparse.Namespace) -> list[Line]:
     return _beside("LoRA step", "engine, LoRA", "by hand, LoRA", arguments)
 
 
-def _beside(what: str, engine: str, hand: str, arguments: argparse.Namespace) -> list[Line]:
+def _beside(label: str, engine: str, hand: str, arguments: argparse.Namespace) -> list[Line]:
     """Rounds of both sides; each round begins with the other one."""
     costs: dict[str, list[Cost]] = {engine: [], hand: []}
     for number in range(arguments.rounds):
@@ -96,14 +96,14 @@ def _beside(what: str, engine: str, hand: str, arguments: argparse.Namespace) ->
         "peak GiB": lambda cost: cost.peak / 2**30,
     }
     return [
-        _compared(f"{what}, {name}", [*map(figure, costs[engine])], [*map(figure, costs[hand])])
+        _compared(f"{label}, {name}", [*map(figure, costs[engine])], [*map(figure, costs[hand])])
         for name, figure in figures.items()
     ]
 
 
-def _compared(what: str, own: list[float], other: list[float]) -> Line:
-    ratio = statistics.median(a / b for a, b in zip(own, other, strict=True))
-    return Line(what, f"{_spread(own)}; by hand {_spread(other)}", ratio, 1.05)
+def _compared(label: str, ours: list[float], by_hand: list[float]) -> Line:
+    ratio = statistics.median(a / b for a, b in zip(ours, by_hand, strict=True))
+    return Line(label, f"{_spread(ours)}; by hand {_spread(by_hand)}", ratio, 1.05)
 
 
 def _spread(values: list[float]) -> str:

@@ -88,14 +88,14 @@ def main() -> None:
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     """All sides of ``arguments.comparison`` on this rank."""
-    whole = make_batch(skewed_lengths(arguments.sequences))
+    full_batch = make_batch(skewed_lengths(arguments.sequences))
     variants, layout = COMPARISONS[arguments.comparison], {"layout": {"dp": arguments.ranks}}
     # The first engine joins the process group, and the others find it there.
     engines = {
         name: start_engine(variant.engine, None if number else address, {**layout, **variant.fields})
         for number, (name, variant) in enumerate(variants.items())
     }
-    batch = next(iter(engines.values())).shard_data(whole)
+    batch = next(iter(engines.values())).shard_data(full_batch)
     sides = by_hand(arguments, batch)
     for name, variant in variants.items():
         sides[name] = engine_step(engines[name], train_last(batch, variant.trained), arguments.budget)
@@ -103,8 +103,8 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     if arguments.profile:
         profile(sides[last])
     else:
-        title = work_of(whole, arguments)
-        compare(title, sides, whole.num_tokens, base=base, repeats=arguments.repeats)
+        title = work_of(full_batch, arguments)
+        compare(title, sides, full_batch.num_tokens, base=base, repeats=arguments.repeats)
     for engine in reversed(engines.values()):
         engine.destroy()
 

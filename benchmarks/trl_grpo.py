@@ -100,12 +100,12 @@ def interleave(
     sides: Mapping[str, Callable[[], GRPOPhases]], repeats: int, warmup: int = 1
 ) -> dict[str, list[GRPOPhases]]:
     """The phases of each round: every round runs every side once, and starts with another one each time."""
-    found: dict[str, list[GRPOPhases]] = {name: [] for name in sides}
+    timings: dict[str, list[GRPOPhases]] = {name: [] for name in sides}
     for name, counts in turns(list(sides), repeats=repeats, warmup=warmup):
         phases = sides[name]()
         if counts:
-            found[name].append(phases)
-    return found
+            timings[name].append(phases)
+    return timings
 
 
 def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: int) -> None:
@@ -118,10 +118,12 @@ def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: i
     table.add_column("")
     for column in ("log-probs, s", "updates, s", "both, s", f"both / {OURS}"):
         table.add_column(column, justify="right")
-    totals = {name: [sum(phases[p] for p in PHASES) for phases in found] for name, found in seconds.items()}
-    for name, found in seconds.items():
-        columns = [[phases[phase] for phase in PHASES] for phases in found]
-        ratios = [own / other for own, other in zip(totals[name], totals[OURS], strict=True)]
+    totals = {
+        name: [sum(phases[p] for p in PHASES) for phases in timings] for name, timings in seconds.items()
+    }
+    for name, timings in seconds.items():
+        columns = [[phases[phase] for phase in PHASES] for phases in timings]
+        ratios = [time_s / base_s for time_s, base_s in zip(totals[name], totals[OURS], strict=True)]
         parts = [spread([column[index] for column in columns]) for index in range(len(PHASES))]
         table.add_row(name, *parts, spread(totals[name]), spread(ratios))
     Console(width=max(120, Console().width)).print(table)

@@ -77,10 +77,10 @@ def measure(shape: dict[str, Any], arguments: argparse.Namespace) -> None:
 
 def make_packed(vocab_size: int, arguments: argparse.Namespace) -> SequenceBatch:
     """Sequences of skewed lengths that fill the micro-batches."""
-    wanted = arguments.tokens * arguments.micro_batches
+    token_count = arguments.tokens * arguments.micro_batches
     lengths: list[int] = []
-    for length in skewed_lengths(wanted, low=64, high=arguments.longest, mean=arguments.longest / 4):
-        if sum(lengths) + length > wanted:
+    for length in skewed_lengths(token_count, low=64, high=arguments.longest, mean=arguments.longest / 4):
+        if sum(lengths) + length > token_count:
             break
         lengths.append(length)
     return make_batch(lengths, vocab_size)

@@ -70,25 +70,29 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--output", help="where the model is saved")
-    chosen = parser.parse_args()
+    arguments = parser.parse_args()
 
-    fields = {"model": {"path": chosen.model}, "layout": chosen.layout, "optimizer": {"lr": chosen.lr}}
-    config = parse_config(load_config(chosen.engine), fields, f"the config of {chosen.engine!r}")
-    texts = read_texts(chosen.data, AutoTokenizer.from_pretrained(chosen.model))
-    engine = load_engine(chosen.engine, config)
+    fields = {
+        "model": {"path": arguments.model},
+        "layout": arguments.layout,
+        "optimizer": {"lr": arguments.lr},
+    }
+    config = parse_config(load_config(arguments.engine), fields, f"the config of {arguments.engine!r}")
+    texts = read_texts(arguments.data, AutoTokenizer.from_pretrained(arguments.model))
+    engine = load_engine(arguments.engine, config)
     if not isinstance(engine, TrainEngine):
-        parser.error(f"--engine {chosen.engine}: it is for inference; name one that trains")
+        parser.error(f"--engine {arguments.engine}: it is for inference; name one that trains")
     # Joins the world that the launcher names in the environment.
-    engine.initialize(None, FinetuneSpec(dataset_size=chosen.steps))
-    for step in range(chosen.steps):
-        part = engine.shard_data(make_batch(texts, step, chosen.batch_size))
+    engine.initialize(None, FinetuneSpec(dataset_size=arguments.steps))
+    for step in range(arguments.steps):
+        part = engine.shard_data(make_batch(texts, step, arguments.batch_size))
         metrics = engine.train_batch(part, LOSS, BUDGET)
         engine.lr_scheduler_step()
         if engine.world.rank == 0:
             sys.stdout.write(json.dumps({"step": step, **metrics}) + "\n")
             sys.stdout.flush()
-    if chosen.output:
-        engine.save(SaveLoadMeta(path=chosen.output, format="hf", tokenizer_path=chosen.model))
+    if arguments.output:
+        engine.save(SaveLoadMeta(path=arguments.output, format="hf", tokenizer_path=arguments.model))
     engine.destroy()
 
 

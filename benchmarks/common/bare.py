@@ -71,8 +71,8 @@ class WithLoss(nn.Module):
             keep[0, bounds[:-1]] = False
         states, targets = hidden[:, :-1][keep[:, 1:]], ids[keep]
         total = hidden.new_zeros(())
-        for chunk, wanted in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
-            total = total + F.cross_entropy(self.model.lm_head(chunk).float(), wanted, reduction="sum")
+        for chunk, labels in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
+            total = total + F.cross_entropy(self.model.lm_head(chunk).float(), labels, reduction="sum")
         return total
 
 

@@ -89,8 +89,8 @@ def _loss(model: nn.Module, head: Tensor, ids: Sequence[Tensor]) -> Tensor:
     predicted = positions.nonzero().squeeze(1)
     states, targets = hidden[predicted - 1], packed[predicted]
     total = states.new_zeros((), dtype=torch.float32)
-    for chunk, wanted in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
-        total = total + checkpoint(_chunk_loss, chunk, head, wanted, use_reentrant=False)
+    for chunk, labels in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
+        total = total + checkpoint(_chunk_loss, chunk, head, labels, use_reentrant=False)
     return total / len(predicted)
 
 

@@ -38,7 +38,7 @@ def compare(
     for column in ("seconds", f"{unit}/s", f"time / {base}"):
         table.add_column(column, justify="right")
     for name, times in seconds.items():
-        ratios = [own / other for own, other in zip(times, seconds[base], strict=True)]
+        ratios = [time_s / base_s for time_s, base_s in zip(times, seconds[base], strict=True)]
         speed = f"{amount / statistics.median(times):,.0f}"
         table.add_row(name, spread(times), speed, spread(ratios))
     Console(width=max(110, Console().width)).print(table)

@@ -43,9 +43,11 @@ def equal(arguments: argparse.Namespace) -> list[Line]:
             "a second step": lambda: group.train_batch(batch, LossSpec(fn=token_nll), cut),
         }.items():
             call()
-            held = [own_bytes(pid) / MIB for pid in group.pids]
-            figure = " and ".join(f"{value:,.0f}" for value in held)
-            lines.append(Line(f"dp2, MiB of the ranks after {name}", figure, max(held) / min(held), 1.05))
+            resident = [own_bytes(pid) / MIB for pid in group.pids]
+            figure = " and ".join(f"{value:,.0f}" for value in resident)
+            lines.append(
+                Line(f"dp2, MiB of the ranks after {name}", figure, max(resident) / min(resident), 1.05)
+            )
     return lines
 
 
@@ -59,17 +61,19 @@ def load(arguments: argparse.Namespace) -> list[Line]:
 
 
 def _loaded(
-    what: str, engine: str, layout: dict[str, int], arguments: argparse.Namespace, *, trained: bool
+    label: str, engine: str, layout: dict[str, int], arguments: argparse.Namespace, *, trained: bool
 ) -> Line:
     with _group(engine, arguments, layout, trained=trained) as group:
         with peaks_of(group.pids) as peaks:
             group.initialize()
-        held = [own_bytes(pid) - before for pid, before in zip(group.pids, peaks.before, strict=True)]
+        resident = [own_bytes(pid) - before for pid, before in zip(group.pids, peaks.before, strict=True)]
     count = _parameters()
     state = _config(engine, arguments, layout, trained=trained).state_bytes(count, count if trained else 0)
     part = state.weights + state.moments
-    figure = f"peak {max(peaks.growth) / MIB:,.0f}, kept {max(held) / MIB:,.0f}, part {part / MIB:,.0f} MiB"
-    return Line(f"load, {what}", figure, max(peaks.growth) / part, 1.2)
+    figure = (
+        f"peak {max(peaks.growth) / MIB:,.0f}, kept {max(resident) / MIB:,.0f}, part {part / MIB:,.0f} MiB"
+    )
+    return Line(f"load, {label}", figure, max(peaks.growth) / part, 1.2)
 
 
 def export(arguments: argparse.Namespace) -> list[Line]:
@@ -86,12 +90,12 @@ def export(arguments: argparse.Namespace) -> list[Line]:
             _stream(group, arguments.scratch / "stream")
     return [
         Line(
-            f"{what}, MiB beside two buckets of {BUCKET_BYTES // MIB}",
+            f"{label}, MiB beside two buckets of {BUCKET_BYTES // MIB}",
             f"{growth / MIB:,.0f}",
             growth / (2 * BUCKET_BYTES),
             1.0,
         )
-        for what, growth in (("hf export", saving.growth[1]), ("tensor stream", sending.growth[1]))
+        for label, growth in (("hf export", saving.growth[1]), ("tensor stream", sending.growth[1]))
     ]
 
 

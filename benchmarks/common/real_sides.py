@@ -80,11 +80,11 @@ def steps_of(
 ) -> list[Cost]:
     """``count`` steps of ``side`` after ``warmup`` others, in a fresh process with one thread."""
     context = multiprocessing.get_context("spawn")
-    own, other = context.Pipe(duplex=False)
-    process = context.Process(target=_take, args=(other, side, path, lengths, vocabulary, warmup + count))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_take, args=(sender, side, path, lengths, vocabulary, warmup + count))
     process.start()
-    other.close()
-    costs: list[Cost] = own.recv()
+    sender.close()
+    costs: list[Cost] = receiver.recv()
     process.join()
     return costs[warmup:]
 

@@ -82,16 +82,16 @@ class _Timed(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         start = time.perf_counter()
-        found = super()._generate_and_score_completions(inputs)
+        result = super()._generate_and_score_completions(inputs)
         self.seconds["scoring"] += time.perf_counter() - start
-        return found
+        return result
 
-    def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
         start = time.perf_counter()
-        found = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        result = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
         if not torch.is_grad_enabled():
             self.seconds["logprobs"] += time.perf_counter() - start
-        return found
+        return result
 
 
 class _Given:

@@ -85,11 +85,11 @@ def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], 
     return step
 
 
-def _with_bounds(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+def _with_bounds(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Tell the attention where sequences begin: the positions that are 0."""
-    positions = named["position_ids"][0]
+    positions = keywords["position_ids"][0]
     bounds = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-    return arguments, named | {"bounds": bounds}
+    return arguments, keywords | {"bounds": bounds}
 
 
 def _batch(ids: Sequence[Tensor], budget: int) -> TensorDict:

@@ -53,8 +53,8 @@ class Case:
     @property
     def multiples(self) -> tuple[int, int]:
         """Divisors of the model's layers and experts: all layouts that it is run on must take it."""
-        other = self.other_setting if self.check.min_layouts > 1 else None
-        places = [place for place in (self.setting, self.partner_setting, other) if place is not None]
+        other_setting = self.other_setting if self.check.min_layouts > 1 else None
+        places = [place for place in (self.setting, self.partner_setting, other_setting) if place is not None]
         return math.lcm(*(p.layer_multiple for p in places)), math.lcm(*(p.expert_multiple for p in places))
 
     @property
@@ -69,8 +69,8 @@ class Case:
     def name(self) -> str:
         """The part of the test's name in brackets."""
         parts = [self.target.spec.name, str(self.setting), self.family, self.dtype]
-        other = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_setting)]
-        return "-".join([*parts, *other])
+        suffix = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_setting)]
+        return "-".join([*parts, *suffix])
 
     def of_partner(self) -> Case:
         """The same case from the side of the partner."""

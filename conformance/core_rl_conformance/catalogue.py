@@ -112,8 +112,8 @@ class Check:
     @property
     def where_to_look(self) -> str:
         """The part of the description for somebody whose engine fails."""
-        _, found, rest = self.description.partition("Look at:")
-        return " ".join(rest.split()) if found else ""
+        _, marker, rest = self.description.partition("Look at:")
+        return " ".join(rest.split()) if marker else ""
 
 
 def natural_order(identifier: str) -> tuple[int, str]:
@@ -158,7 +158,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
             raise ValueError(
                 f"the docstring of check {identifier!r} lacks {absent}; say why, and where to look"
             )
-        found = Check(
+        declared = Check(
             identifier=identifier,
             description=description,
             requires=frozenset(requires),
@@ -174,7 +174,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
             dtype=dtype,
             function=function,
         )
-        setattr(function, ATTRIBUTE, found)
+        setattr(function, ATTRIBUTE, declared)
         return function
 
     return mark
@@ -182,8 +182,8 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
 
 def check_of(function: object) -> Check | None:
     """The check that ``function`` is, if it is one."""
-    found = getattr(function, ATTRIBUTE, None)
-    return found if isinstance(found, Check) else None
+    check = getattr(function, ATTRIBUTE, None)
+    return check if isinstance(check, Check) else None
 
 
 def load_checks() -> dict[str, Check]:
@@ -192,20 +192,20 @@ def load_checks() -> dict[str, Check]:
     Raises `ConfigError` when two checks have one identifier, or when a declared one cannot be loaded.
     """
     checks: dict[str, Check] = {}
-    for found in (*(one for module in _modules() for one in checks_in(module)), *declared_checks()):
-        if found.identifier in checks:
+    for check in (*(one for module in _modules() for one in checks_in(module)), *declared_checks()):
+        if check.identifier in checks:
             raise ConfigError(
-                f"two checks are called {found.identifier!r}, of the modules {found.function.__module__} and "
-                f"{checks[found.identifier].function.__module__}; identifiers are unique"
+                f"two checks are called {check.identifier!r}, of the modules {check.function.__module__} and "
+                f"{checks[check.identifier].function.__module__}; identifiers are unique"
             )
-        checks[found.identifier] = found
+        checks[check.identifier] = check
     return checks
 
 
 def checks_in(module: ModuleType) -> list[Check]:
     """The checks that ``module`` defines, in order."""
-    found = (check_of(value) for value in vars(module).values())
-    return [one for one in found if one is not None and one.function.__module__ == module.__name__]
+    checks = (check_of(value) for value in vars(module).values())
+    return [one for one in checks if one is not None and one.function.__module__ == module.__name__]
 
 
 def declared_checks() -> list[Check]:
@@ -217,10 +217,10 @@ def declared_checks() -> list[Check]:
     for point in declared_in(GROUP):
         if point.error is not None:  # `core-rl engines` reports damaged metadata
             continue
-        found = check_of(load_entry_point("check", [point], ConfigError))
-        if found is None:
+        check = check_of(load_entry_point("check", [point], ConfigError))
+        if check is None:
             raise ConfigError(f"{point.described('check')} is no check; decorate the function with @check")
-        checks.append(found)
+        checks.append(check)
     return checks
 
 

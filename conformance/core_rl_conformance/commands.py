@@ -38,17 +38,17 @@ def checks(
 
         write_text(markdown, handbook.checks_page(known.values()))
         return
-    found = handbook.select_checks(known, names or [])
+    selected = handbook.select_checks(known, names or [])
     if names:
-        typer.echo("\n\n".join(map(handbook.text_of, found)))
+        typer.echo("\n\n".join(map(handbook.text_of, selected)))
         return
-    width = max(len(check.identifier) for check in found)
-    for check in found:
+    width = max(len(check.identifier) for check in selected)
+    for check in selected:
         typer.echo(f"{check.identifier.ljust(width)}  {check.title}")
 
 
-def _print_schema(wanted: bool) -> None:
-    if wanted:
+def _print_schema(enabled: bool) -> None:
+    if enabled:
         from core_rl_conformance.report.files import SCHEMA_FILE
 
         typer.echo(SCHEMA_FILE.read_text(encoding="utf-8"), nl=False)

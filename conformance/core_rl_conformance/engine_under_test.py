@@ -106,26 +106,26 @@ class EngineUnderTest:
         A plain ``layout`` goes without the options of the case's setting.
         """
         model = model or self.model()
-        own = spec is None or spec == self.spec
+        under_test = spec is None or spec == self.spec
         path = str(self.expected.models.directory(model))
-        setting = self._setting(layout, own)
+        setting = self._setting(layout, under_test)
         values: dict[str, Any] = {
-            **(setting.over(self.case.target.profile.options) if own else {}),
+            **(setting.over(self.case.target.profile.options) if under_test else {}),
             "model": {"path": path, "head": model.head, "frozen": list(frozen)},
-            "dtype": self.case.dtype if own else "float32",
-            "device": self.case.device if own else "cpu",
+            "dtype": self.case.dtype if under_test else "float32",
+            "device": self.case.device if under_test else "cpu",
             "layout": setting.layout,
             "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
             **(changes or {}),
         }
         return _parsed(spec or self.spec, values, TrainEngineConfig)
 
-    def _setting(self, asked: ParallelLayout | Setting | None, own: bool) -> Setting:
-        if isinstance(asked, Setting):
-            return asked
-        if asked is None and own:
+    def _setting(self, layout: ParallelLayout | Setting | None, under_test: bool) -> Setting:
+        if isinstance(layout, Setting):
+            return layout
+        if layout is None and under_test:
             return self.case.setting
-        return Setting(layout=asked or ParallelLayout())
+        return Setting(layout=layout or ParallelLayout())
 
     def start(
         self,
@@ -247,19 +247,19 @@ class EngineUnderTest:
         lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
         return "\n".join(lines)
 
-    def verify_scalar(self, what: str, got: float, expected: float, allowed: Tolerance) -> None:
+    def verify_scalar(self, label: str, got: float, expected: float, allowed: Tolerance) -> None:
         """Compare two numbers."""
         __tracebackhide__ = True
-        self.verify(diagnose.compare_scalar(what, got, expected, allowed))
+        self.verify(diagnose.compare_scalar(label, got, expected, allowed))
 
-    def verify_same(self, what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    def verify_same(self, label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare tensors by name, bit for bit."""
         __tracebackhide__ = True
-        self.verify(diagnose.same_named(what, got, expected))
+        self.verify(diagnose.same_named(label, got, expected))
 
     def verify_tokens(
         self,
-        what: str,
+        label: str,
         got: Sequence[Tensor],
         expected: ExpectedOutputs,
         places: Places | None = None,
@@ -273,7 +273,7 @@ class EngineUnderTest:
         """
         __tracebackhide__ = True
         finding = diagnose.compare_tokens(
-            what,
+            label,
             got,
             expected.values,
             expected.tolerance,
@@ -284,7 +284,7 @@ class EngineUnderTest:
         self.verify(finding)
 
     def verify_logprobs(
-        self, what: str, group: EngineGroup, model: TinyModel, data: Ragged, cut: MicroBatchSpec = ONE_PASS
+        self, label: str, group: EngineGroup, model: TinyModel, data: Ragged, cut: MicroBatchSpec = ONE_PASS
     ) -> None:
         """Compare the log-probs of every token of ``data`` with the oracle's for ``model``."""
         __tracebackhide__ = True
@@ -293,11 +293,11 @@ class EngineUnderTest:
             return per_sequence(group.forward(data.batch(), cut), "logprobs", data)
 
         expected = self.outputs(model, data, "logprobs")
-        self.verify_tokens(f"log-probs {what}", answer(), expected, self.places(data), again=answer)
+        self.verify_tokens(f"log-probs {label}", answer(), expected, self.places(data), again=answer)
 
     def verify_gradients(
         self,
-        what: str,
+        label: str,
         group: EngineGroup,
         metrics: Mapping[str, float],
         expected: ExpectedGradients,
@@ -312,18 +312,18 @@ class EngineUnderTest:
         grads = group.named_tensors("grads")
         of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
         self.verify(
-            diagnose.compare_scalar(f"the loss {what}", loss, truth.loss, expected.loss, explain=of_loss)
+            diagnose.compare_scalar(f"the loss {label}", loss, truth.loss, expected.loss, explain=of_loss)
         )
         of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
         self.verify(
             diagnose.compare_named(
-                f"gradients {what}", grads, truth.grads, expected.tolerances, explain=of_grads
+                f"gradients {label}", grads, truth.grads, expected.tolerances, explain=of_grads
             )
         )
 
     def verify_backward(
         self,
-        what: str,
+        label: str,
         group: EngineGroup,
         model: Judged,
         data: Ragged,
@@ -339,15 +339,15 @@ class EngineUnderTest:
             return found["loss"], group.named_tensors("grads")
 
         metrics = group.forward_backward(data.batch(), loss.spec(), cut)
-        self.verify_gradients(what, group, metrics, self.gradients(model, data, loss), again)
+        self.verify_gradients(label, group, metrics, self.gradients(model, data, loss), again)
         group.optimizer_zero_grad()
         return metrics
 
 
 def _parsed(spec: EngineSpec, values: Mapping[str, Any], kind: type[ConfigT]) -> ConfigT:
-    found = parse_config(load_config(spec), values, f"the config of {spec.name!r}")
-    assert isinstance(found, kind)
-    return found
+    config = parse_config(load_config(spec), values, f"the config of {spec.name!r}")
+    assert isinstance(config, kind)
+    return config
 
 
 def per_sequence(output: ModelOutput, name: str, data: Ragged) -> list[Tensor]:

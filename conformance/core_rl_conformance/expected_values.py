@@ -164,10 +164,10 @@ class ExpectedValues:
         def run() -> ExpectedGradients:
             # Sums over all tokens round more than sums over those of the sequences that differ.
             plain, loss, all_ = self.plain(of, dtype, device), TokenMeanLoss(), data.all.for_oracle()
-            whole = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
+            full = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
             one_by_one = (data.distinct.for_oracle(), data.order)
-            whole.append(plain.repeated_gradients(*one_by_one, loss.of_sequence, 1.0))
-            return _run_gradients(self.oracle(of), plain, data.distinct, RepeatedLoss(), whole)
+            full.append(plain.repeated_gradients(*one_by_one, loss.of_sequence, 1.0))
+            return _run_gradients(self.oracle(of), plain, data.distinct, RepeatedLoss(), full)
 
         return self._keep(of, ("gradients of many", data, dtype, device), run)
 
@@ -248,13 +248,13 @@ def _run_gradients(
     plain: PlainModel,
     data: Ragged,
     loss: CheckLoss,
-    others: Sequence[tuple[float, dict[str, Tensor]]] = (),
+    rest: Sequence[tuple[float, dict[str, Tensor]]] = (),
 ) -> ExpectedGradients:
     """``others`` are runs of the plain model that compute the same from more sequences."""
     sequences = data.for_oracle()
     truth = oracle.gradients(sequences, loss.of_sequence, loss.temperature)
     runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
-    runs += others
+    runs += rest
     return ExpectedGradients(
         oracle=truth,
         tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),

@@ -100,8 +100,8 @@ def _table(checks: Iterable[Check]) -> str:
 
 def described_checks() -> list[Check]:
     """What `load_checks` finds, in the same order. Functions of the suite's own checks are not there to be called."""
-    own = (found for file in sorted(CHECKS_DIRECTORY.glob("*.py")) for found in _checks_of(file))
-    return [*own, *declared_checks()]
+    suite_checks = (entry for file in sorted(CHECKS_DIRECTORY.glob("*.py")) for entry in _checks_of(file))
+    return [*suite_checks, *declared_checks()]
 
 
 class _Names(dict[str, Any]):
@@ -137,9 +137,9 @@ def _checks_of(file: Path) -> Iterator[Check]:
         for decorator in node.decorator_list:
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "check":
                 mark: Callable[[Callable[..., None]], object] = names.value(decorator)
-                found = check_of(mark(_undefined(ast.get_docstring(node) or "")))
-                assert found is not None  # marked just now
-                yield found
+                check = check_of(mark(_undefined(ast.get_docstring(node) or "")))
+                assert check is not None  # marked just now
+                yield check
 
 
 def _undefined(docstring: str) -> Callable[..., None]:

@@ -119,5 +119,5 @@ class CaseRecord(Record):
     @classmethod
     def from_properties(cls, properties: Iterable[tuple[str, object]]) -> CaseRecord | None:
         """The result among the user properties of a report, if there is one."""
-        found = [value for name, value in properties if name == PROPERTY]
-        return cls.model_validate_json(str(found[-1])) if found else None
+        records = [value for name, value in properties if name == PROPERTY]
+        return cls.model_validate_json(str(records[-1])) if records else None

@@ -120,15 +120,15 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config = pluginmanager.get_plugin("pytestconfig")
     assert isinstance(config, pytest.Config)
     words = list(_words(config))
-    asked = any(word.partition("=")[0] == "--engine" for word in words)
+    requested = any(word.partition("=")[0] == "--engine" for word in words)
     # A worker of pytest-xdist gets parsed options instead of a command line.
-    asked = asked or bool(getattr(config.option, ENGINES, None))
-    if not asked and not {"-h", "--help"} & set(words):
+    requested = requested or bool(getattr(config.option, ENGINES, None))
+    if not requested and not {"-h", "--help"} & set(words):
         return
     group = parser.getgroup("core-rl conformance", "conformance of core-rl engines")
-    help_ = HELP if asked else "\n".join([f"{HELP}. With it:", *map(_usage, OPTIONS)])
+    help_ = HELP if requested else "\n".join([f"{HELP}. With it:", *map(_usage, OPTIONS)])
     group.addoption("--engine", action="append", dest=ENGINES, default=[], metavar="NAME", help=help_)
-    for name, fields in OPTIONS if asked else ():
+    for name, fields in OPTIONS if requested else ():
         group.addoption(name, **fields)
 
 

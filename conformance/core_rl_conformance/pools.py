@@ -162,17 +162,17 @@ class _SharedServers:
     def addresses(self, spec: EngineSpec, config: InferenceEngineConfig) -> tuple[str, ...]:
         """Addresses of servers for ``config``; started if there are none, after ending others that are too many."""
         key = (spec.name, _architecture(config))
-        found = self._launched.pop(key, None)
-        if found is None:
+        launched = self._launched.pop(key, None)
+        if launched is None:
             self._make_room(config.layout.dp)
             owner = self._make(spec, config)
             self._launched[key] = (owner, ())
-            found = (owner, owner.launch_server())
-        self._launched[key] = found
-        return found[1]
+            launched = (owner, owner.launch_server())
+        self._launched[key] = launched
+        return launched[1]
 
-    def _make_room(self, wanted: int) -> None:
-        while self._launched and wanted + sum(len(a) for _, a in self._launched.values()) > MOST_SERVERS:
+    def _make_room(self, count: int) -> None:
+        while self._launched and count + sum(len(a) for _, a in self._launched.values()) > MOST_SERVERS:
             self._end(next(iter(self._launched)))
 
     def discard(self, name: str) -> None:

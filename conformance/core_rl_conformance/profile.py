@@ -106,8 +106,8 @@ class Waiver:
 
     def covers(self, check: str, setting: Setting, family: str) -> bool:
         """Whether this failure was declared."""
-        here = self.layouts is None or str(setting) in map(str, self.layouts)
-        return self.check == check and here and (self.families is None or family in self.families)
+        matches = self.layouts is None or str(setting) in map(str, self.layouts)
+        return self.check == check and matches and (self.families is None or family in self.families)
 
 
 @dataclass(frozen=True, kw_only=True)

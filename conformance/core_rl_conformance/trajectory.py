@@ -86,9 +86,9 @@ def _oracle_training(oracle: Oracle, state: AdamWState, training: Training) -> T
     losses, norms = [], []
     for data, rate in zip(training.data, training.rates, strict=True):
         oracle.set_parameters(state.params)
-        found = oracle.gradients(data.for_oracle(), training.loss.of_sequence, training.loss.temperature)
-        losses.append(found.loss)
-        norms.append(training.config.step(state, found.grads, rate))
+        result = oracle.gradients(data.for_oracle(), training.loss.of_sequence, training.loss.temperature)
+        losses.append(result.loss)
+        norms.append(training.config.step(state, result.grads, rate))
     return Trajectory(losses=losses, norms=norms, weights=state.params)
 
 

@@ -66,9 +66,11 @@ class MaskedPairs:
             loss = -(logprobs + entropy_coef * entropy).mean()
             loss.backward()
         grads = {
-            own: part.clone()
+            written_name: part.clone()
             for name, value in model.named_parameters()
-            for own, part in written(name, torch.zeros_like(value) if value.grad is None else value.grad)
+            for written_name, part in written(
+                name, torch.zeros_like(value) if value.grad is None else value.grad
+            )
         }
         model.zero_grad(set_to_none=True)
         return float(loss.detach()), grads
@@ -118,10 +120,10 @@ class _Given(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func is not torch.nn.functional.dropout:
-            return func(*args, **named)
-        weights, rate = args[0], float(named["p"] if "p" in named else args[1])
+            return func(*args, **keywords)
+        weights, rate = args[0], float(keywords["p"] if "p" in keywords else args[1])
         if rate == 0.0:
             return weights
         return weights * next(self._factors)[:, :, None, None].to(weights.dtype)

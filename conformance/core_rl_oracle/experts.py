@@ -37,17 +37,17 @@ def watched(model: nn.Module, replay: Tensor | None = None) -> Iterator[list[Cho
 
     With ``replay [T, layers, k]`` they choose these experts, and normalise the present probabilities of them.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
     routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     with ExitStack() as stack:
         for layer, router in enumerate(routers):
-            given = None if replay is None else replay[:, layer]
-            stack.callback(router.register_forward_hook(partial(_after, found, given)).remove)
-        yield found
+            inputs = None if replay is None else replay[:, layer]
+            stack.callback(router.register_forward_hook(partial(_after, choices, inputs)).remove)
+        yield choices
 
 
 def _after(
-    found: list[Choice],
+    choices: list[Choice],
     replay: Tensor | None,
     router: nn.Module,  # noqa: ARG001  hooks get it by position
     args: tuple[Tensor, ...],  # noqa: ARG001
@@ -57,9 +57,11 @@ def _after(
     if replay is not None:
         experts = replay.to(logits.device)
         probabilities = torch.softmax(logits.float(), -1)
-        picked = torch.stack([row[chosen] for row, chosen in zip(probabilities, experts, strict=True)])
+        picked = torch.stack(
+            [row[expert_ids] for row, expert_ids in zip(probabilities, experts, strict=True)]
+        )
         gates = (picked / picked.sum(-1, keepdim=True)).to(logits.dtype)
-    found.append(Choice(logits, experts))
+    choices.append(Choice(logits, experts))
     return logits, gates, experts
 
 
@@ -84,8 +86,8 @@ def written(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
     Fused gates and ups are ``[experts, gates then ups, hidden]``, downs ``[experts, hidden, intermediate]``.
     """
-    prefix, found, part = name.partition(".experts.")
-    if not found:
+    prefix, separator, part = name.partition(".experts.")
+    if not separator:
         yield name, value
         return
     for expert, matrix in enumerate(value):
@@ -100,6 +102,6 @@ def written(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 def overwrite(local: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Set the ``local`` tensors in place to ``values``, which have checkpoint names."""
     for name, tensor in local.items():
-        for own, view in written(name, tensor):
-            if own in values:
-                view.copy_(values[own])
+        for written_name, view in written(name, tensor):
+            if written_name in values:
+                view.copy_(values[written_name])

@@ -37,8 +37,8 @@ class _Promote(TorchFunctionMode):
     ) -> Any:
         if func in CASTS:
             return args[0].double()
-        named = {name: _promoted(value) for name, value in (kwargs or {}).items()}
-        return func(*(_promoted(value) for value in args), **named)
+        keywords = {name: _promoted(value) for name, value in (kwargs or {}).items()}
+        return func(*(_promoted(value) for value in args), **keywords)
 
 
 class _Refuse(TorchDispatchMode):

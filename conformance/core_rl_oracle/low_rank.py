@@ -61,13 +61,13 @@ class LowRank:
 
         Each ``order`` of the multiplications rounds in its own way.
         """
-        found = dict(weights)
+        merged = dict(weights)
         for name in self.layers:
             weight = weights[f"{name}.weight"]
             a, b = self.factors[name + A].to(weight), self.factors[name + B].to(weight)
             product = (self.scaling * (b @ a), (self.scaling * b) @ a, b @ (self.scaling * a))[order]
-            found[f"{name}.weight"] = weight + (product.T if name in self.transposed else product)
-        return found
+            merged[f"{name}.weight"] = weight + (product.T if name in self.transposed else product)
+        return merged
 
 
 def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, int, bool]]:
@@ -77,12 +77,12 @@ def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, in
     """
     inside = {id(module) for module in trunk.modules()}
     mixture = any(".experts." in name for name, _ in model.named_parameters())
-    found = {}
+    result = {}
     for name, module in model.named_modules():
         if mixture and name.rpartition(".")[2] in EXPERT_PARTS:
             continue
         transposed = type(module).__name__ == "Conv1D"  # GPT-2's
         if id(module) in inside and (transposed or isinstance(module, nn.Linear)):
             sizes = module.get_parameter("weight").shape
-            found[name] = (sizes[transposed], sizes[not transposed], transposed)
-    return found
+            result[name] = (sizes[transposed], sizes[not transposed], transposed)
+    return result

@@ -54,13 +54,13 @@ def hidden_matrix(name: str, value: Tensor) -> bool:
 def newton_schulz(matrix: Tensor, steps: int, *, transposed: bool = False) -> Tensor:
     """The iterations on ``matrix``; ``transposed`` computes the same from the other side, where it is square."""
     rows, columns = matrix.shape
-    other = rows > columns or (rows == columns and transposed)
-    x = matrix.T if other else matrix
+    flipped = rows > columns or (rows == columns and transposed)
+    x = matrix.T if flipped else matrix
     x = x / max(math.sqrt(float(x.double().square().sum())), EPS)
     for _ in range(steps):
         gram = x @ x.T
         x = A * x + B * (gram @ x) + C * (gram @ (gram @ x))
-    return x.T if other else x
+    return x.T if flipped else x
 
 
 def rate_factor(config: MixedOptimizer, matrix: Tensor) -> float:
@@ -106,12 +106,12 @@ class MixedOptimizer:
         clipped = {name: value.to(self.dtype) * scale for name, value in grads.items()}
         directions = {}
         for name, grad in clipped.items():
-            own = self.settings[name]
-            state.params[name].mul_(1 - lr * own.lr_factor * own.weight_decay)
-            if own.muon:
+            setting = self.settings[name]
+            state.params[name].mul_(1 - lr * setting.lr_factor * setting.weight_decay)
+            if setting.muon:
                 directions[name] = self._direction(state.momentum[name], grad)
             else:
-                self._adam(state, name, grad, lr * own.lr_factor)
+                self._adam(state, name, grad, lr * setting.lr_factor)
         for name, update in self.updates(self, directions).items():
             state.params[name].sub_(lr * self.settings[name].lr_factor * update)
         return norm
@@ -171,8 +171,10 @@ def mixed_tolerances(
     for transposed, nudge in ((False, None), (True, None), (False, 1), (True, 2), (False, 3)):
         plain = replace(config, dtype=torch.float32, transposed=transposed)
         state = start.copied(torch.float32)
-        for number, (own, rate) in enumerate(zip(grads, rates, strict=True)):
-            plain.step(state, own if nudge is None else _nudged(own, 1000 * nudge + number), rate)
+        for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
+            plain.step(
+                state, step_grads if nudge is None else _nudged(step_grads, 1000 * nudge + number), rate
+            )
         runs.append(state)
     return {
         kind: tolerances([getattr(run, kind) for run in runs], getattr(expected, kind), torch.float32)

@@ -90,9 +90,9 @@ class Oracle:
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters, float64, by their written names, a tied one once."""
         return {
-            own: part.detach().clone()
+            written_name: part.detach().clone()
             for name, value in self.model.named_parameters()
-            for own, part in written(name, value)
+            for written_name, part in written(name, value)
         }
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
@@ -112,11 +112,11 @@ class Oracle:
         with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
             _forget_lengths(self.model)
-            found = self._outputs(ids, temperature)
+            outputs = self._outputs(ids, temperature)
             if choices:
-                found["aux_loss"] = balance(choices)
-                found["routing"] = torch.stack([choice.experts for choice in choices], dim=1)
-            return found
+                outputs["aux_loss"] = balance(choices)
+                outputs["routing"] = torch.stack([choice.experts for choice in choices], dim=1)
+            return outputs
 
     def _outputs(self, ids: Tensor, temperature: float) -> dict[str, Tensor]:
         if self.head == "lm":
@@ -152,9 +152,9 @@ class Oracle:
                     part.backward()
             total, weight = total + float(part.detach()), weight + counted
         grads = {
-            own: part
+            written_name: part
             for name, value in self.model.named_parameters()
-            for own, part in written(
+            for written_name, part in written(
                 name, torch.zeros_like(value) if value.grad is None else value.grad / weight
             )
         }

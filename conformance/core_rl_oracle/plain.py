@@ -101,11 +101,11 @@ class PlainModel:
     ) -> list[dict[str, Tensor]]:
         """The outputs of each sequence under ``variant``, in the caller's order; without logits."""
         model = self.model(variant)
-        found: dict[int, dict[str, Tensor]] = {}
+        outputs: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
             for rows in _cuts(variant, sequences):
-                found |= self._batch(model, variant, rows, sequences, temperature)
-        return [found[index] for index in range(len(sequences))]
+                outputs |= self._batch(model, variant, rows, sequences, temperature)
+        return [outputs[index] for index in range(len(sequences))]
 
     def gradients(
         self, variant: Variant, sequences: Sequence[OracleSequence], loss: SequenceLoss, temperature: float
@@ -131,14 +131,14 @@ class PlainModel:
         alone = Variant(rows_at_once=1)
         weights = [_weight(loss, sequence, self.head) for sequence in distinct]
         weight = sum(weights[number] for number in order)
-        found: list[tuple[float, list[Tensor]]] = []
+        results: list[tuple[float, list[Tensor]]] = []
         for number in range(len(distinct)):
             model = self.model(alone)
             part = self._add_gradients(alone, [number], distinct, loss, temperature, weight)
-            found.append((part, list(_gradients(model).values())))
-        total, sums = 0.0, [torch.zeros_like(grad) for grad in found[0][1]]
+            results.append((part, list(_gradients(model).values())))
+        total, sums = 0.0, [torch.zeros_like(grad) for grad in results[0][1]]
         for number in order:
-            part, grads = found[number]
+            part, grads = results[number]
             total += part
             torch._foreach_add_(sums, grads)
         return total, _written(dict(zip(_gradients(model), sums, strict=True)))
@@ -221,7 +221,7 @@ class PlainModel:
                 input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
             )
         states = hidden.last_hidden_state
-        found = {}
+        result = {}
         for row, (index, start) in enumerate(zip(rows, starts, strict=True)):
             own = states[row, start : start + len(sequences[index].input_ids)]
             outputs = _head_outputs(
@@ -230,20 +230,20 @@ class PlainModel:
             if choices:
                 first = row * width + start
                 outputs["aux_loss"] = balance([choice.rows(first, first + len(own)) for choice in choices])
-            found[index] = {name: value.cpu() for name, value in outputs.items()}
-        return found
+            result[index] = {name: value.cpu() for name, value in outputs.items()}
+        return result
 
 
 def _replay(
     sequences: Sequence[OracleSequence], rows: Sequence[int], starts: Sequence[int], width: int
 ) -> Tensor | None:
     """The experts to choose, ``[rows * width, layers, k]``, any for padding; None leaves it to the routers."""
-    given = [sequences[index].fields.get("routing") for index in rows]
-    if given[0] is None:
+    inputs = [sequences[index].fields.get("routing") for index in rows]
+    if inputs[0] is None:
         return None
-    layers, k = given[0].shape[1:]
+    layers, k = inputs[0].shape[1:]
     replay = torch.arange(k).repeat(len(rows), width, layers, 1)
-    for row, (start, routing) in enumerate(zip(starts, given, strict=True)):
+    for row, (start, routing) in enumerate(zip(starts, inputs, strict=True)):
         assert routing is not None
         replay[row, start : start + len(routing)] = routing
     return replay.flatten(0, 1)
@@ -303,7 +303,11 @@ def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def _written(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``grads`` under the names of the checkpoint, in float32 on the CPU."""
-    return {own: part.float().cpu() for name, grad in grads.items() for own, part in written(name, grad)}
+    return {
+        written_name: part.float().cpu()
+        for name, grad in grads.items()
+        for written_name, part in written(name, grad)
+    }
 
 
 def _cuts(variant: Variant, sequences: Sequence[OracleSequence]) -> Iterator[list[int]]:

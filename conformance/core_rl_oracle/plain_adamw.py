@@ -42,11 +42,11 @@ def step_tolerances(
         optimizer = PlainAdamW(start, config, kernel)
         for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
             scale = config.clip_scale(grad_norm(step_grads))
-            given = {
+            values = {
                 name: grad.float() if nudge is None else _nudged(grad, nudge, number)
                 for name, grad in step_grads.items()
             }
-            optimizer.step({name: grad * scale for name, grad in given.items()}, rate)
+            optimizer.step({name: grad * scale for name, grad in values.items()}, rate)
         runs.append(optimizer.state)
     return {
         kind: tolerances([getattr(run, kind) for run in runs], getattr(expected, kind), torch.float32)

@@ -120,11 +120,11 @@ def signed_mean(
     hardly any error must not be judged by its own luck. ``floor`` is free for a single token; in a mean over
     ``n`` tokens, roundings that are independent leave a part in ``sqrt(n)`` of it.
     """
-    own, plain = _means(errors), [_means(variant) for variant in plain_errors]
-    deviation = max(_deviation(own), *(_deviation(variant) for variant in plain))
-    limit = FACTOR * max(abs(fmean(variant)) for variant in plain) + SIGMAS * deviation / math.sqrt(len(own))
+    ours, plain = _means(errors), [_means(variant) for variant in plain_errors]
+    deviation = max(_deviation(ours), *(_deviation(variant) for variant in plain))
+    limit = FACTOR * max(abs(fmean(variant)) for variant in plain) + SIGMAS * deviation / math.sqrt(len(ours))
     count = max(1, sum(error.numel() for error in errors))
-    return SignedMean(mean=fmean(own), limit=limit + floor / math.sqrt(count))
+    return SignedMean(mean=fmean(ours), limit=limit + floor / math.sqrt(count))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    asked = (config.option.seeds, config.option.full, config.option.kill_matrix)
-    if any(value not in (None, False) for value in asked) and not hasattr(config, "workerinput"):
+    requested = (config.option.seeds, config.option.full, config.option.kill_matrix)
+    if any(value not in (None, False) for value in requested) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Collector(config), "core_rl_kill_matrix")
 
 

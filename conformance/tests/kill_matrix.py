@@ -31,7 +31,7 @@ class Kill:
     """Layout and model."""
     seed: int
     outcome: Outcome
-    meant: bool = True
+    intended: bool = True
     """Whether the check is the one that is meant for the mutant."""
 
     def to_property(self) -> tuple[str, str]:
@@ -66,7 +66,7 @@ class KillMatrix:
     def add(self, kill: Kill) -> None:
         """Take one result."""
         row = self._rows.setdefault(kill.mutant, _Row(issue=kill.issue))
-        if kill.meant:
+        if kill.intended:
             row.check, row.place = kill.check, kill.place
             row.outcomes[kill.seed] = kill.outcome
             return
@@ -119,8 +119,8 @@ class KillMatrix:
         """Sorted by check, so that a reader sees what proves each of them."""
         for name, row in sorted(self._rows.items(), key=lambda item: (_natural(item[1].check), item[0])):
             outcomes = [SYMBOLS[row.outcomes[seed]] if seed in row.outcomes else "" for seed in self.seeds]
-            others = [", ".join(row.others)] * self._full
-            yield [name, row.issue, row.place, row.check, *outcomes, *others]
+            extra = [", ".join(row.others)] * self._full
+            yield [name, row.issue, row.place, row.check, *outcomes, *extra]
 
 
 def _natural(check: str) -> tuple[int, str]:

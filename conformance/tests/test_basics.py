@@ -34,8 +34,8 @@ def test_most_basic_failure_is_named() -> None:
     assert failures.add(_case("I1.gradients", layout=DP2)) == ""
     assert failures.add(_case("I20.adamw", layout=DP2)) == "I1.gradients fails too: fix it first"
     assert failures.add(_case("I20.adamw", family="gpt2")) == ""
-    other = replace(_case("I20.adamw"), target=Target(spec=spec_of(_Other), profile=Profile()))
-    assert failures.add(other) == ""
+    other_engine = replace(_case("I20.adamw"), target=Target(spec=spec_of(_Other), profile=Profile()))
+    assert failures.add(other_engine) == ""
 
 
 class _Other(ReferenceBackend):

@@ -63,10 +63,10 @@ def subject(expected_values: ExpectedValues, tmp_path: Path) -> EngineUnderTest:
 
 
 @pytest.mark.parametrize(("own", "partner"), [(0.9, -0.9), (5.0, 5.0), (1.5, 0.0)])
-def test_pair_tolerance_adds_both_engines(subject: EngineUnderTest, own: float, partner: float) -> None:
-    verify_pair(subject, [pair_scalars("the loss", own, partner, 0.0, ONE)])
+def test_pair_tolerance_adds_both_engines(subject: EngineUnderTest, ours: float, partner: float) -> None:
+    verify_pair(subject, [pair_scalars("the loss", ours, partner, 0.0, ONE)])
     (measured,) = subject.measurements
-    assert measured.limit == 2.0 and measured.error == abs(own - partner)
+    assert measured.limit == 2.0 and measured.error == abs(ours - partner)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_pair_tolerance_adds_both_engines(subject: EngineUnderTest, own: float, 
         (-3.0, 2.0, "'other' is off as well: the loss by 2.0e+00 (allowed 1.0e+00); fix both"),
     ],
 )
-def test_wrong_engine_fails(subject: EngineUnderTest, own: float, partner: float, said: str) -> None:
+def test_wrong_engine_fails(subject: EngineUnderTest, error: float, partner: float, message: str) -> None:
     with pytest.raises(AssertionError) as caught:
-        verify_pair(subject, [pair_scalars("the loss", own, partner, 0.0, ONE)])
-    assert "'reference' is off the oracle: the loss by" in str(caught.value) and said in str(caught.value)
+        verify_pair(subject, [pair_scalars("the loss", error, partner, 0.0, ONE)])
+    assert "'reference' is off the oracle: the loss by" in str(caught.value) and message in str(caught.value)
 
 
 @pytest.mark.parametrize("partner", [3.5, float("nan")])
@@ -126,12 +126,12 @@ def test_correct_engine_passes_with_broken_partner(
     expected_values: ExpectedValues,
     broken: type[ReferenceBackend],
     identifier: str,
-    said: str,
+    message: str,
     tmp_path: Path,
 ) -> None:
     partner = spec_of(broken)
     try:
-        with pytest.raises(NotRun, match=said):
+        with pytest.raises(NotRun, match=message):
             run_check(
                 expected_values,
                 identifier,

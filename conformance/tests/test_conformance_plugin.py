@@ -192,8 +192,8 @@ def test_any_directory_collects_every_check_and_nothing_else(pytester: pytest.Py
     pytester.makepyfile("def test_mine(): assert False")
     arguments = ["--engine=reference", "--collect-only", "-q"]
     packaged = _collected(run(pytester, *arguments, "--pyargs", "core_rl_conformance"))
-    own = {c.identifier for c in load_checks().values() if c.kind == "train" and c.partner is None}
-    assert {name.partition("[")[0] for name in packaged} == own
+    checks = {c.identifier for c in load_checks().values() if c.kind == "train" and c.partner is None}
+    assert {name.partition("[")[0] for name in packaged} == checks
     # No path at all means the suite as well.
     assert _collected(run(pytester, *arguments)) == packaged
     # A path that holds other tests adds none of them.

@@ -123,9 +123,9 @@ def test_only_known_token_error_shapes_are_named(hint: str) -> None:
     assert finding.problem is not None
     assert torch.tensor(finding.error) > SMALL.limit
     assert re.search(hint, finding.problem), finding.problem
-    others = [other for other in SHAPES if other != hint and re.search(other, finding.problem)]
+    shapes = [shape for shape in SHAPES if shape != hint and re.search(shape, finding.problem)]
     # Where a shift loses an end, and where a reversal moves the zeros, ends are wrong as well.
-    assert not others, finding.problem
+    assert not shapes, finding.problem
 
 
 @settings(derandomize=True, deadline=None)
@@ -136,8 +136,8 @@ def test_token_set_matches_wrong_tokens_exactly(
     got = list((VALUES + NOISE * _marked(sorted(wrong))).split(BATCH.lengths))
     tokens = Tokens.of(got, EXPECTED, SMALL, PLACES)
     hints = token_hints(tokens)
-    named = [part for shape in PLACES_OF_ERRORS for part in shape(tokens) if part[0] in hints]
-    for sentence, inside in named:
+    matching = [part for shape in PLACES_OF_ERRORS for part in shape(tokens) if part[0] in hints]
+    for sentence, inside in matching:
         assert not bool((tokens.wrong & ~inside).any()), sentence
         assert bool((~inside & ~FIRST).any()) and 2 * int(tokens.wrong.sum()) >= int((inside & ~FIRST).sum())
 
@@ -384,8 +384,8 @@ def _never() -> str | None:
 def test_a_named_cause_leaves_no_place_for_precision() -> None:
     wide = Tolerance(baseline=0.0, floor=1.0)
     assert "precision before logic" in compare_scalar("loss", 3.7, 1.0, wide).precision_hint
-    named = compare_scalar("loss", 3.0, 1.0, wide)
-    assert named.names_cause and named.precision_hint == ""
+    finding = compare_scalar("loss", 3.0, 1.0, wide)
+    assert finding.names_cause and finding.precision_hint == ""
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def answers(seed: int, penalty: float) -> tuple[list[list[int]], list[torch.Tens
     """Twenty answers of 24 tokens, drawn with a ``penalty`` on repetition, and the log-probs without it."""
     rows = torch.log_softmax(2.0 * logprobs(temperature=2.0, size=24 * 40).reshape(24, 40), -1)
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    responses = []
     for _ in range(20):
         ids: list[int] = []
         for row in rows:
@@ -95,8 +95,8 @@ def answers(seed: int, penalty: float) -> tuple[list[list[int]], list[torch.Tens
                 torch.full((len(set(ids)),), -penalty).double(),
             )
             ids.append(int(torch.multinomial(bent.exp(), 1, generator=generator)))
-        found.append(ids)
-    return found, [rows] * len(found)
+        responses.append(ids)
+    return responses, [rows] * len(responses)
 
 
 def test_answers_rarely_surprise() -> None:

@@ -23,8 +23,8 @@ def _same() -> list[Tensor]:
 
 def test_nondeterminism_is_explained_first() -> None:
     moved = [GOT[0] + torch.tensor([0.0, 0.0, 0.1])]
-    said = explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), lambda: moved)
-    assert said is not None and said.startswith("not deterministic") and "1.0e-01" in said
+    message = explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), lambda: moved)
+    assert message is not None and message.startswith("not deterministic") and "1.0e-01" in message
     assert explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), _same) == "a mistake"
     assert explain_tokens(GOT, SMALL, lambda: iter([("a mistake", moved)]), None) is None
 
@@ -33,17 +33,17 @@ def test_losses_and_gradients_are_explained() -> None:
     grads, limits = {"weight": torch.ones(3)}, {"weight": SMALL}
     assert explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
     assert explain_loss(1.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (1.0, grads)) is None
-    said = explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (2.5, grads))
-    assert said is not None and said.startswith("not deterministic")
+    message = explain_loss(2.0, SMALL, lambda: iter([("a mistake", WRONG)]), lambda: (2.5, grads))
+    assert message is not None and message.startswith("not deterministic")
     assert explain_named(grads, limits, lambda: iter([("a mistake", WRONG)]), None) == "a mistake"
-    said = explain_named(grads, limits, lambda: iter(()), lambda: (2.0, {"weight": torch.zeros(3)}))
-    assert said is not None and said.startswith("not deterministic")
+    message = explain_named(grads, limits, lambda: iter(()), lambda: (2.0, {"weight": torch.zeros(3)}))
+    assert message is not None and message.startswith("not deterministic")
 
 
 def test_loss_mistakes_cover_temperature_and_entropy() -> None:
     assert [sentence for sentence, _ in SequenceMeanLoss().mistakes()] == []
-    said = " ".join(sentence for sentence, _ in TokenMeanLoss(temperature=0.8).mistakes())
-    assert "the temperature 0.8 is left out" in said and "entropy" in said
+    message = " ".join(sentence for sentence, _ in TokenMeanLoss(temperature=0.8).mistakes())
+    assert "the temperature 0.8 is left out" in message and "entropy" in message
 
 
 TRACEBACK = """Traceback (most recent call last):

@@ -24,11 +24,11 @@ def test_checks_page_is_current() -> None:
 
 
 def test_checks_are_described_as_they_are() -> None:
-    found = described_checks()
-    assert [one.identifier for one in found] == list(CHECKS)
+    factors = described_checks()
+    assert [one.identifier for one in factors] == list(CHECKS)
     differing = [
         (one.identifier, field.name)
-        for one in found
+        for one in factors
         for field in fields(Check)
         if field.name != "function"
         and getattr(one, field.name) != getattr(CHECKS[one.identifier], field.name)
@@ -56,15 +56,15 @@ def test_checks_command_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_every_check_has_its_heading(name: str) -> None:
     assert f"### {name}\n" in checks_page([CHECKS[name]])
-    said = text_of(CHECKS[name])
-    assert said.startswith(f"{name} (") and "  Why: " in said and "  Look at: " in said
+    message = text_of(CHECKS[name])
+    assert message.startswith(f"{name} (") and "  Why: " in message and "  Look at: " in message
 
 
 def test_names_choose_by_their_beginning_in_natural_order() -> None:
-    found = [check.identifier for check in select_checks(CHECKS, ["I1.", "I20.adamw"])]
-    assert found[-2:] == ["I20.adamw", "I20.adamw-value-head"] and len(found) > 3
-    assert all(name.startswith("I1.") for name in found[:-2])
-    assert found == sorted(found, key=natural_order)
+    selected = [check.identifier for check in select_checks(CHECKS, ["I1.", "I20.adamw"])]
+    assert selected[-2:] == ["I20.adamw", "I20.adamw-value-head"] and len(selected) > 3
+    assert all(name.startswith("I1.") for name in selected[:-2])
+    assert selected == sorted(selected, key=natural_order)
     assert len(select_checks(CHECKS, [])) == len(CHECKS)
 
 

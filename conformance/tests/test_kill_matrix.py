@@ -25,8 +25,8 @@ OTHER = replace(KILL, mutant="entropy-in-bits", check="I10.export")
 def _matrix(*kills: Kill) -> KillMatrix:
     matrix = KillMatrix()
     for kill in kills:
-        (found,) = Kill.from_properties([("else", 1), kill.to_property()])
-        matrix.add(found)
+        (records,) = Kill.from_properties([("else", 1), kill.to_property()])
+        matrix.add(records)
     return matrix
 
 
@@ -51,7 +51,7 @@ def test_mutant_must_die_with_every_seed(outcome: str, cell: str) -> None:
 
 
 def test_additional_kills_have_their_column() -> None:
-    also = replace(KILL, check="I1.gradients", meant=False)
+    also = replace(KILL, check="I1.gradients", intended=False)
     lives = replace(also, check="I7.logprobs", outcome="survived")
     matrix = _matrix(also, lives, KILL, OTHER)
     assert "| I2.data-parallel | x | I1.gradients |" in matrix.markdown()
@@ -61,12 +61,12 @@ def test_additional_kills_have_their_column() -> None:
 
 @pytest.mark.nightly
 def test_seeds_multiply_the_zoo_and_give_a_file(pytester: pytest.Pytester) -> None:
-    here = Path(__file__).parent
+    matches = Path(__file__).parent
     command = [
-        f"--rootdir={here.parents[1]}",
+        f"--rootdir={matches.parents[1]}",
         "-p",
         "no:cacheprovider",
-        str(here / "test_mutants.py"),
+        str(matches / "test_mutants.py"),
         "-k",
         "entropy-in-bits and not correct",
         "--seeds=2",

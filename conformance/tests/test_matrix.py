@@ -36,11 +36,11 @@ WAIVER = Waiver(check="I7.logprobs", reason="a known bug", owner="somebody", rai
 
 def test_every_module_has_documented_checks() -> None:
     modules = {path.stem for path in CHECKS_DIRECTORY.glob("*.py")} - {"__init__"}
-    assert {found.function.__module__.rpartition(".")[2] for found in CHECKS.values()} == modules
-    for identifier, found in CHECKS.items():
-        assert found.identifier == identifier
-        assert len(found.title) > 20 and found.where_to_look
-        assert check_of(found.function) is found
+    assert {entry.function.__module__.rpartition(".")[2] for entry in CHECKS.values()} == modules
+    for identifier, entry in CHECKS.items():
+        assert entry.identifier == identifier
+        assert len(entry.title) > 20 and entry.where_to_look
+        assert check_of(entry.function) is entry
 
 
 @pytest.mark.parametrize("identifier", ["logprobs", "I7", "I7.LogProbs", "7.logprobs", "I7.log probs"])
@@ -70,56 +70,56 @@ def test_a_check_without_an_explanation_is_refused() -> None:
 # --------------------------------------------------------------------- matrix
 
 
-def _places(found: list[Case]) -> list[tuple[str, str]]:
-    return [(str(case.layout), case.family) for case in found]
+def _places(selected: list[Case]) -> list[tuple[str, str]]:
+    return [(str(case.layout), case.family) for case in selected]
 
 
 def test_models_rotate_after_first_two_layouts() -> None:
-    found = cases(CHECKS["I7.logprobs"], WIDE, Selection())
+    selected = cases(CHECKS["I7.logprobs"], WIDE, Selection())
     everything = {(d, f) for d in ("dp1", "dp2") for f in ("qwen3", "llama")}
-    assert everything < set(_places(found)) and len(found) == len(everything) + 1
-    assert [str(case.layout) for case in found].count("dp4") == 1
-    assert len({case.name for case in found}) == len(found)
+    assert everything < set(_places(selected)) and len(selected) == len(everything) + 1
+    assert [str(case.layout) for case in selected].count("dp4") == 1
+    assert len({case.name for case in selected}) == len(selected)
 
 
 def test_second_layout_runs_three_models() -> None:
     target = replace(WIDE, profile=replace(WIDE.profile, families=FAMILIES))
     seen: set[str] = set()
     for seed in range(len(FAMILIES)):
-        found = cases(CHECKS["I7.logprobs"], target, Selection(seed=seed))
-        assert [str(case.layout) for case in found] == ["dp1"] * len(FAMILIES) + ["dp2"] * 3 + ["dp4"]
-        assert {case.family for case in found if case.layout == DP1} == set(FAMILIES)
-        seen |= {case.family for case in found if case.layout == DP2}
+        selected = cases(CHECKS["I7.logprobs"], target, Selection(seed=seed))
+        assert [str(case.layout) for case in selected] == ["dp1"] * len(FAMILIES) + ["dp2"] * 3 + ["dp4"]
+        assert {case.family for case in selected if case.layout == DP1} == set(FAMILIES)
+        seen |= {case.family for case in selected if case.layout == DP2}
     assert seen == set(FAMILIES)
 
 
 def test_checks_are_chosen_by_patterns_of_their_names() -> None:
     some = Selection(checks=("I1.*", "I20.adamw"))
-    wanted = {name for name in CHECKS if some.wants(name)}
-    assert {"I1.gradients", "I20.adamw"} <= wanted
-    assert not {"I10.export", "I20.adamw-value-head"} & wanted
+    required = {name for name in CHECKS if some.wants(name)}
+    assert {"I1.gradients", "I20.adamw"} <= required
+    assert not {"I10.export", "I20.adamw-value-head"} & required
     assert some.narrowed and all(map(Selection().wants, CHECKS))
 
 
 def test_models_rotate_on_early_settings() -> None:
     one_layout = replace(WIDE.profile, layouts=(DP1,), settings=(HSDP, replace(HSDP, name="other")))
     target = replace(WIDE, profile=one_layout)
-    found = cases(CHECKS["I7.logprobs"], target, Selection())
-    assert [str(case.setting) for case in found] == ["dp1", "dp1", "dp4-hsdp", "dp4-other"]
-    assert [case.name for case in found][-1].startswith("wide-dp4-other-")
-    assert [str(case.other_setting) for case in found] == ["dp4-hsdp", "dp4-hsdp", "dp4-other", "dp1"]
-    (chosen,) = cases(CHECKS["I4.clipping"], target, Selection(layouts=("dp4-hsdp",)))
-    assert (chosen.setting, chosen.layout) == (HSDP, DP4)
+    selected = cases(CHECKS["I7.logprobs"], target, Selection())
+    assert [str(case.setting) for case in selected] == ["dp1", "dp1", "dp4-hsdp", "dp4-other"]
+    assert [case.name for case in selected][-1].startswith("wide-dp4-other-")
+    assert [str(case.other_setting) for case in selected] == ["dp4-hsdp", "dp4-hsdp", "dp4-other", "dp1"]
+    (selection,) = cases(CHECKS["I4.clipping"], target, Selection(layouts=("dp4-hsdp",)))
+    assert (selection.setting, selection.layout) == (HSDP, DP4)
 
 
 def test_a_layout_may_take_some_models_only() -> None:
     narrow = Setting(layout=DP4, families=("llama",))
     target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2), settings=(narrow,)))
-    found = [case for one in CHECKS.values() for case in cases(one, target, Selection(layouts=("dp4",)))]
-    assert {case.family for case in found if not (case.not_run or case.not_supported)} == {"llama"}
+    selected = [case for one in CHECKS.values() for case in cases(one, target, Selection(layouts=("dp4",)))]
+    assert {case.family for case in selected if not (case.not_run or case.not_supported)} == {"llama"}
     (moving,) = cases(CHECKS["I11.other-layout"], target, Selection(layouts=("dp1",), families=("qwen3",)))
     assert moving.other_setting == AT_DP2
-    (tied,) = (case for case in found if case.check.identifier == "I10.tied-gradient")
+    (tied,) = (case for case in selected if case.check.identifier == "I10.tied-gradient")
     assert "takes a model that this can use" in tied.not_run
 
 
@@ -130,9 +130,9 @@ def test_setting_options_override_profile_options() -> None:
 
 
 def test_models_take_turns_over_layouts() -> None:
-    found = cases(CHECKS["I4.clipping"], WIDE, Selection())
-    assert [str(case.layout) for case in found] == ["dp1", "dp2", "dp4"]
-    assert {case.family for case in found} == {"qwen3", "llama"}
+    selected = cases(CHECKS["I4.clipping"], WIDE, Selection())
+    assert [str(case.layout) for case in selected] == ["dp1", "dp2", "dp4"]
+    assert {case.family for case in selected} == {"qwen3", "llama"}
 
 
 @pytest.mark.parametrize("name", ["I7.logprobs", "I4.clipping"])
@@ -141,31 +141,31 @@ def test_checks_take_turns_on_further_layouts(name: str, seed: int) -> None:
     settings = tuple(Setting(name=str(number), layout=DP4) for number in range(6))
     target = replace(WIDE, profile=replace(WIDE.profile, layouts=(DP1, DP2, DP4), settings=settings))
     selection = Selection(seed=seed, sample_every=3)
-    found = [str(case.setting) for case in cases(CHECKS[name], target, selection)]
-    assert "dp2" in found
-    assert 3 <= len(set(found)) == len(found) <= 4
+    selected = [str(case.setting) for case in cases(CHECKS[name], target, selection)]
+    assert "dp2" in selected
+    assert 3 <= len(set(selected)) == len(selected) <= 4
     assert selection.narrowed
 
 
 def test_quick_session_uses_second_layout() -> None:
-    found = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
-    run = [case for case in found if not (case.not_run or case.not_supported)]
+    selected = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
+    run = [case for case in selected if not (case.not_run or case.not_supported)]
     assert {str(case.layout) for case in run if case.check.each != "engine"} == {"dp2"}
     assert {case.family for case in run} == {"qwen3"}
-    own = {one.identifier for one in CHECKS.values() if one.kind == "train" and one.partner is None}
-    own -= {one.identifier for one in CHECKS.values() if one.min_cp > 1}
-    left_out = {case.check.identifier for case in found if case.not_run or case.not_supported}
-    assert {case.check.identifier for case in found} - left_out == {
-        name for name in own if CHECKS[name].requires <= SPEC_DP.capabilities
+    checks = {one.identifier for one in CHECKS.values() if one.kind == "train" and one.partner is None}
+    checks -= {one.identifier for one in CHECKS.values() if one.min_cp > 1}
+    left_out = {case.check.identifier for case in selected if case.not_run or case.not_supported}
+    assert {case.check.identifier for case in selected} - left_out == {
+        name for name in checks if CHECKS[name].requires <= SPEC_DP.capabilities
     }
 
 
 def test_further_dtypes_are_run_with_fewer_models() -> None:
     spec = replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.BFLOAT16})
     target = Target(spec=spec, profile=replace(WIDE.profile, dtypes=("float32", "bfloat16")))
-    found = cases(CHECKS["I7.logprobs"], target, Selection())
-    halves = [case for case in found if case.dtype == "bfloat16"]
-    assert len(found) - len(halves) == 5
+    selected = cases(CHECKS["I7.logprobs"], target, Selection())
+    halves = [case for case in selected if case.dtype == "bfloat16"]
+    assert len(selected) - len(halves) == 5
     assert [str(case.layout) for case in halves] == ["dp1", "dp2"]
     assert all(Capability.BFLOAT16 in case.capabilities for case in halves)
 
@@ -185,25 +185,25 @@ def test_single_dtype_checks_keep_their_dtype() -> None:
 
 
 def test_undeclared_capability_gives_single_case() -> None:
-    (found,) = cases(CHECKS["I2.data-parallel"], NARROW, Selection())
-    assert found.not_supported == "undeclared: data_parallel"
+    (selected,) = cases(CHECKS["I2.data-parallel"], NARROW, Selection())
+    assert selected.not_supported == "undeclared: data_parallel"
 
 
 def test_a_selection_without_wide_layouts_is_not_run() -> None:
-    (found,) = cases(CHECKS["I2.data-parallel"], WIDE, Selection(layouts=("dp1",)))
-    assert "dp >= 2" in found.not_run
+    (selected,) = cases(CHECKS["I2.data-parallel"], WIDE, Selection(layouts=("dp1",)))
+    assert "dp >= 2" in selected.not_run
 
 
 def test_tied_checks_need_tied_model() -> None:
-    (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(layouts=("dp2",)))
-    assert found.family == "qwen3"
-    (found,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(families=("llama",)))
-    assert "qwen3, gpt2, gemma2" in found.not_run
+    (selected,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(layouts=("dp2",)))
+    assert selected.family == "qwen3"
+    (selected,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(families=("llama",)))
+    assert "qwen3, gpt2, gemma2" in selected.not_run
 
 
 def test_cases_certify_capabilities_of_their_layout_and_check() -> None:
-    found = cases(CHECKS["I11.resume"], WIDE, Selection(layouts=("dp2",), families=("llama",)))
-    assert found[0].capabilities == {Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL}
+    selected = cases(CHECKS["I11.resume"], WIDE, Selection(layouts=("dp2",), families=("llama",)))
+    assert selected[0].capabilities == {Capability.SHARDED_CHECKPOINT, Capability.DATA_PARALLEL}
 
 
 @pytest.mark.parametrize(
@@ -230,8 +230,8 @@ def test_experts_need_declared_capability() -> None:
     assert "model 'qwen3_moe' needs the capability 'moe'" in problem
     completed = profile.completed(declared)
     assert completed.families == ("llama", MOE)
-    found = cases(CHECKS["I7.logprobs"], Target(spec=declared, profile=completed), Selection())
-    assert [(case.family, Capability.MOE in case.capabilities) for case in found] == [
+    selected = cases(CHECKS["I7.logprobs"], Target(spec=declared, profile=completed), Selection())
+    assert [(case.family, Capability.MOE in case.capabilities) for case in selected] == [
         ("llama", False),
         (MOE, True),
     ]
@@ -264,14 +264,14 @@ WRONG_PROFILES = {
 
 @pytest.mark.parametrize("message", WRONG_PROFILES)
 def test_wrong_profiles_are_explained(message: str) -> None:
-    found = list(WRONG_PROFILES[message].violations(SPEC, CHECKS))
-    assert len(found) == 1
-    assert re.search(message, found[0])
+    problems = list(WRONG_PROFILES[message].violations(SPEC, CHECKS))
+    assert len(problems) == 1
+    assert re.search(message, problems[0])
 
 
 def test_options_without_a_name_are_refused() -> None:
-    (found,) = replace(SAVING, name="").violations(("llama",))
-    assert "'dp1': give it both a name and options, or neither" in found
+    (problems,) = replace(SAVING, name="").violations(("llama",))
+    assert "'dp1': give it both a name and options, or neither" in problems
 
 
 def test_a_right_profile_has_no_violations() -> None:
@@ -292,9 +292,9 @@ def test_waivers_cover_named_checks() -> None:
 # -------------------------------------------------------------------- summary
 
 
-def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -> CaseRecord:
+def _result(check: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -> CaseRecord:
     values: dict[str, object] = {
-        "check": found.identifier,
+        "check": check.identifier,
         "engine": SPEC_DP.name,
         "layout": "dp2",
         "model": "llama",
@@ -303,7 +303,7 @@ def _result(found: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -
         "outcome": outcome,
         "provisional": False,
         "seconds": 0.5,
-        "capabilities": tuple(sorted(found.requires | {Capability.DATA_PARALLEL})),
+        "capabilities": tuple(sorted(check.requires | {Capability.DATA_PARALLEL})),
     }
     return CaseRecord(**{**values, **fields})
 
@@ -314,8 +314,8 @@ def _summary(narrowed: bool = False, spec: EngineSpec = SPEC_DP) -> Summary:
 
 def test_complete_session_has_no_problem() -> None:
     summary = _summary()
-    for found in CHECKS.values():
-        summary.add(_result(found))
+    for entry in CHECKS.values():
+        summary.add(_result(entry))
     assert summary.problems() == {"wide": []}
 
 
@@ -327,10 +327,10 @@ def test_empty_session_is_no_success() -> None:
 
 def test_unproven_capability_is_a_problem() -> None:
     summary, narrowed = _summary(), _summary(narrowed=True)
-    for found in CHECKS.values():
-        outcome = Outcome.NOT_RUN if Capability.SYNC_DISK in found.requires else Outcome.PASSED
-        summary.add(_result(found, outcome))
-        narrowed.add(_result(found, outcome))
+    for entry in CHECKS.values():
+        outcome = Outcome.NOT_RUN if Capability.SYNC_DISK in entry.requires else Outcome.PASSED
+        summary.add(_result(entry, outcome))
+        narrowed.add(_result(entry, outcome))
     assert ["sync_disk" in problem for problem in summary.problems()["wide"]] == [True]
     assert narrowed.problems() == {"wide": []}
 
@@ -338,8 +338,8 @@ def test_unproven_capability_is_a_problem() -> None:
 def test_unavailable_packages_are_no_problem() -> None:
     """CUDA is declared and not asked for, and no check here can show LoRA."""
     summary = _summary(spec=replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.LORA}))
-    for found in CHECKS.values():
-        summary.add(_result(found))
+    for entry in CHECKS.values():
+        summary.add(_result(entry))
     assert summary.problems() == {"wide": []}
 
 
@@ -349,9 +349,9 @@ def test_eight_bit_moments_need_their_package(installed: bool, monkeypatch: pyte
     found_spec = object() if installed else None
     monkeypatch.setattr("core_rl_conformance.session.summary.find_spec", lambda package: found_spec)
     summary = _summary(spec=replace(SPEC_DP, capabilities=SPEC_DP.capabilities | {Capability.ADAMW_8BIT}))
-    for found in CHECKS.values():
-        outcome = Outcome.NOT_RUN if Capability.ADAMW_8BIT in found.requires else Outcome.PASSED
-        summary.add(_result(found, outcome))
+    for entry in CHECKS.values():
+        outcome = Outcome.NOT_RUN if Capability.ADAMW_8BIT in entry.requires else Outcome.PASSED
+        summary.add(_result(entry, outcome))
     assert ["adamw_8bit" in problem for problem in summary.problems()["wide"]] == [True] * installed
 
 
@@ -363,7 +363,7 @@ def test_a_failure_is_not_overwritten() -> None:
 
 
 def test_results_with_several_partners_coexist() -> None:
-    summary, pair = _summary(), next(found for found in CHECKS.values() if found.partner)
+    summary, pair = _summary(), next(entry for entry in CHECKS.values() if entry.partner)
     outcomes = {"first": Outcome.PASSED, "second": Outcome.FAILED, "third": Outcome.PASSED}
     for partner, outcome in outcomes.items():
         summary.add(_result(pair, outcome, partner=partner))

@@ -52,10 +52,10 @@ def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expect
         yield made
 
 
-def _kill(mutant: Mutant, check: str, seed: int, said: str | None, meant: bool = True) -> Kill:
+def _kill(mutant: Mutant, check: str, seed: int, message: str | None, intended: bool = True) -> Kill:
     outcome: Outcome = "survived"
-    if said is not None:
-        outcome = "killed" if not meant or re.search(mutant.says, said) else "killed for another reason"
+    if message is not None:
+        outcome = "killed" if not intended or re.search(mutant.says, message) else "killed for another reason"
     return Kill(
         mutant=mutant.name,
         issue=mutant.issue,
@@ -63,7 +63,7 @@ def _kill(mutant: Mutant, check: str, seed: int, said: str | None, meant: bool =
         place=f"{mutant.layout} {mutant.family}",
         seed=seed,
         outcome=outcome,
-        meant=meant,
+        intended=intended,
     )
 
 
@@ -75,11 +75,11 @@ def test_mutant_dies_by_its_check(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    said = attack(expected_values, mutant, load_checks()[mutant.killed_by], seed, tmp_path)
-    found = _kill(mutant, mutant.killed_by, seed, said)
-    record_property(*found.to_property())
-    assert said is not None, f"{mutant.issue}: {mutant.killed_by} passes"
-    assert found.outcome == "killed", f"{mutant.issue}: the message misses the cause:\n{said}"
+    message = attack(expected_values, mutant, load_checks()[mutant.killed_by], seed, tmp_path)
+    kill = _kill(mutant, mutant.killed_by, seed, message)
+    record_property(*kill.to_property())
+    assert message is not None, f"{mutant.issue}: {mutant.killed_by} passes"
+    assert kill.outcome == "killed", f"{mutant.issue}: the message misses the cause:\n{message}"
 
 
 def test_mutant_under_every_check(
@@ -91,10 +91,10 @@ def test_mutant_under_every_check(
     """Fails for nothing: it fills the last column of the kill matrix."""
     for check in other_checks(suspect):
         try:
-            said = attack(expected_values, suspect, check, 0, tmp_path / check.identifier)
+            message = attack(expected_values, suspect, check, 0, tmp_path / check.identifier)
         except Exception as error:  # noqa: BLE001 - whatever a check stumbles over fails its session
-            said = str(error)
-        record_property(*_kill(suspect, check.identifier, 0, said, meant=False).to_property())
+            message = str(error)
+        record_property(*_kill(suspect, check.identifier, 0, message, intended=False).to_property())
 
 
 def test_every_check_kills_a_mutant() -> None:

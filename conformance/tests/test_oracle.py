@@ -64,9 +64,9 @@ def llama_by_hand(p: dict[str, Tensor], config: LlamaConfig, ids: list[int]) -> 
         for t in range(len(ids)):
             heads = []
             for head in range(HEADS):
-                own, shared = slice(head * size, head * size + size), head // groups
+                span, shared = slice(head * size, head * size + size), head // groups
                 key = slice(shared * size, shared * size + size)
-                query = rotated(q[t, own], t)
+                query = rotated(q[t, span], t)
                 scores = [float(query @ rotated(k[s, key], s)) / math.sqrt(size) for s in range(t + 1)]
                 total = math.fsum(map(math.exp, scores))
                 weights = torch.tensor([math.exp(score) / total for score in scores], dtype=torch.float64)

@@ -43,10 +43,10 @@ def attended(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     for t in range(len(q)):
         heads = []
         for head in range(CONFIG.num_attention_heads):
-            own = slice(head * size, head * size + size)
+            span = slice(head * size, head * size + size)
             key = slice(head // groups * size, head // groups * size + size)
             seen = range(max(0, t - window + 1), t + 1)
-            products = [float(rotated(q[t, own], t) @ rotated(k[s, key], s)) for s in seen]
+            products = [float(rotated(q[t, span], t) @ rotated(k[s, key], s)) for s in seen]
             scores = [capped(p / math.sqrt(CONFIG.query_pre_attn_scalar), 2.0) for p in products]
             total = math.fsum(map(math.exp, scores))
             weights = torch.tensor([math.exp(score) / total for score in scores], dtype=torch.float64)

@@ -59,18 +59,18 @@ def test_the_oracle_is_torchs_muon_in_float64(fields: dict[str, Any]) -> None:
     settings = {name: Settings(muon=value.dim() == 2, weight_decay=0.1) for name, value in START.items()}
     config = MixedOptimizer(adamw=replace(ADAMW, max_grad_norm=None), settings=settings, **fields)
     state = MixedState.start(START, settings)
-    own = {name: nn.Parameter(value.clone()) for name, value in START.items() if value.dim() == 2}
+    parameters = {name: nn.Parameter(value.clone()) for name, value in START.items() if value.dim() == 2}
     optimizer = torch.optim.Muon(
-        own.values(), weight_decay=0.1, **{"adjust_lr_fn": "match_rms_adamw", **fields}
+        parameters.values(), weight_decay=0.1, **{"adjust_lr_fn": "match_rms_adamw", **fields}
     )
     for grads, rate in zip(GRADS, RATES, strict=True):
         config.step(state, grads, rate)
         optimizer.param_groups[0]["lr"] = rate
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.grad = grads[name].clone()
         with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
             optimizer.step()
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         torch.testing.assert_close(state.params[name], parameter.detach(), rtol=1e-9, atol=1e-12, msg=name)
 
 
@@ -112,4 +112,4 @@ def test_a_thousandth_is_more_than_rounding() -> None:
     right = STEPS.state()
     noisy = {name: value * (1 + 1e-3 * hidden_matrix(name, value)) for name, value in right.params.items()}
     assert not _off({name: value.float() for name, value in right.params.items()}, right)
-    assert _off(noisy, right) == [name for name, own in RULED.items() if own.muon]
+    assert _off(noisy, right) == [name for name, setting in RULED.items() if setting.muon]

@@ -45,9 +45,9 @@ def test_cuda_kernels_sum_in_fixed_order(
 
 
 def test_nondeterministic_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[tuple[bool, bool]] = []
+    selected: list[tuple[bool, bool]] = []
     monkeypatch.setattr(
-        torch, "use_deterministic_algorithms", lambda on, warn_only: chosen.append((on, warn_only))
+        torch, "use_deterministic_algorithms", lambda on, warn_only: selected.append((on, warn_only))
     )
     use_deterministic_kernels(None)  # type: ignore[arg-type]
-    assert chosen == [(True, True)]
+    assert selected == [(True, True)]

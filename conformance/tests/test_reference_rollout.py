@@ -145,9 +145,9 @@ def test_batching_does_not_change_draws(
     together = ask(engine, requests)
     alone = [ask(engine, [request])[0] for request in requests]
     assert batches == [6, 1, 1, 1, 1, 1, 1]
-    for one, other in zip(together, alone, strict=True):
-        assert one.output_ids == other.output_ids
-        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+    for one, single in zip(together, alone, strict=True):
+        assert one.output_ids == single.output_ids
+        torch.testing.assert_close(one.logprobs, single.logprobs, rtol=0, atol=1e-4)
         expected = plain_logprobs(store.directory(model), one, sampling.logprob_temperature)
         torch.testing.assert_close(torch.tensor(one.logprobs).double(), expected, rtol=0, atol=1e-4)
         assert one.versions == (0,) * 8
@@ -231,8 +231,8 @@ def test_answers_end_with_their_stop_token(
         if source == "config":
             (path / "generation_config.json").unlink()
     engine = serve(path)
-    other = LLMRequest(input_ids=(9, 9), sampling=sampling)
-    response = ask(engine, [other, replace(request, sampling=sampling)])[1]
+    second = LLMRequest(input_ids=(9, 9), sampling=sampling)
+    response = ask(engine, [second, replace(request, sampling=sampling)])[1]
     assert response.output_ids == unstopped[:end]
     assert response.stop_reason == "stop"
     ignoring = ask(engine, [replace(request, sampling=replace(sampling, ignore_eos=True))])[0]

@@ -38,28 +38,28 @@ CASES = [
 
 
 def test_layout_needs_all_checks() -> None:
-    there = ("data_parallel",)
-    some = [case("I10.value", capabilities=there)]
-    every = [case(check.identifier, capabilities=there) for check in CHECKS if check.kind == "train"]
-    pair = [case("I10.value", capabilities=there, partner="other")]
-    (narrow,), (whole,), (beside,) = (certify(there, cases, NEEDS) for cases in (some, every, pair))
-    assert (narrow.state, whole.state, beside.state) == (UNCERTIFIED, CERTIFIED, UNCERTIFIED)
+    capabilities = ("data_parallel",)
+    some = [case("I10.value", capabilities=capabilities)]
+    every = [case(check.identifier, capabilities=capabilities) for check in CHECKS if check.kind == "train"]
+    pair = [case("I10.value", capabilities=capabilities, partner="other")]
+    (narrow,), (full,), (beside,) = (certify(capabilities, cases, NEEDS) for cases in (some, every, pair))
+    assert (narrow.state, full.state, beside.state) == (UNCERTIFIED, CERTIFIED, UNCERTIFIED)
     assert narrow.reason.endswith("was not selected")
 
 
 def test_missing_package_does_not_block_layouts() -> None:
-    there = ("data_parallel",)
-    every = [case(check.identifier, capabilities=there) for check in CHECKS if check.kind == "train"]
+    capabilities = ("data_parallel",)
+    every = [case(check.identifier, capabilities=capabilities) for check in CHECKS if check.kind == "train"]
     missing = case(
-        "I10.value", Outcome.NOT_RUN, capabilities=(*there, "value_head"), reason="needs a package"
+        "I10.value", Outcome.NOT_RUN, capabilities=(*capabilities, "value_head"), reason="needs a package"
     )
     cases = [*every, missing]
-    states = {part.name: part.state for part in certify([*there, "value_head"], cases, NEEDS)}
+    states = {part.name: part.state for part in certify([*capabilities, "value_head"], cases, NEEDS)}
     assert states == {"data_parallel": CERTIFIED, "value_head": UNCERTIFIED}
     ran = case(
         "I10.value", capabilities=("value_head",)
     )  # then the other one is missing at this layout alone
-    (layout, _) = certify([*there, "value_head"], [*cases, ran], NEEDS)
+    (layout, _) = certify([*capabilities, "value_head"], [*cases, ran], NEEDS)
     assert layout.state == UNCERTIFIED
 
 
@@ -67,14 +67,17 @@ def test_missing_package_does_not_block_layouts() -> None:
 def test_capability_needs_all_its_checks(
     cases: list[CaseRecord], state: CapabilityState, reason: str
 ) -> None:
-    (found,) = certify(["value_head"], cases, NEEDS)
-    assert (found.name, found.state, found.reason) == ("value_head", state, reason)
+    (capability,) = certify(["value_head"], cases, NEEDS)
+    assert (capability.name, capability.state, capability.reason) == ("value_head", state, reason)
 
 
 def test_only_declared_capabilities_are_judged_in_order() -> None:
-    found = certify({"value_head", "cuda"}, [case("I10.value")], NEEDS)
-    assert [(part.name, part.state) for part in found] == [("cuda", UNCERTIFIED), ("value_head", CERTIFIED)]
-    assert "--device=cuda" in found[0].reason
+    capabilities = certify({"value_head", "cuda"}, [case("I10.value")], NEEDS)
+    assert [(part.name, part.state) for part in capabilities] == [
+        ("cuda", UNCERTIFIED),
+        ("value_head", CERTIFIED),
+    ]
+    assert "--device=cuda" in capabilities[0].reason
 
 
 def test_foreign_and_provisional_checks_are_not_needed() -> None:

@@ -13,12 +13,12 @@ from core_rl.machine import describe_machine
 
 
 def test_environment_is_described() -> None:
-    found = describe_machine(extra="conformance")
-    assert found.packages["torch"] == torch.__version__ and "transformers" in found.packages
-    assert found.packages["core-rl"] == __version__ and "pytest" in found.packages
-    assert "ruff" not in found.packages and "nox" not in found.packages
-    assert found.python == f"{platform.python_implementation()} {platform.python_version()}"
-    assert found.cores >= 1 and found.threads == torch.get_num_threads() and found.processor
+    factors = describe_machine(extra="conformance")
+    assert factors.packages["torch"] == torch.__version__ and "transformers" in factors.packages
+    assert factors.packages["core-rl"] == __version__ and "pytest" in factors.packages
+    assert "ruff" not in factors.packages and "nox" not in factors.packages
+    assert factors.python == f"{platform.python_implementation()} {platform.python_version()}"
+    assert factors.cores >= 1 and factors.threads == torch.get_num_threads() and factors.processor
 
 
 def test_an_engines_distribution_brings_its_requirements(

@@ -91,10 +91,10 @@ def test_markdown_is_a_single_table() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
     assert rows[0] == ["", "mine 0.1.0", "other 0.1.0"]
     assert {len(row) for row in rows} == {3}
-    found = {row[0]: row[1:] for row in rows}
-    assert found["verdict"] == ["❌ failed", "○ not run"]
-    assert found["checks passed"] == ["1 of 2", "0 of 0"]
-    assert found["`value_head`"] == ["❌", "○"]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["verdict"] == ["❌ failed", "○ not run"]
+    assert cells["checks passed"] == ["1 of 2", "0 of 0"]
+    assert cells["`value_head`"] == ["❌", "○"]
     assert "certified" in legend
 
 

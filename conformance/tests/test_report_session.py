@@ -38,7 +38,7 @@ def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]
     assert {part.state for part in engine.capabilities} == {CapabilityState.UNCERTIFIED}
     assert "--report=out/a.json" in report.command and "torch" in report.environment.packages
     suites = ET.parse(tmp_path / "junit.xml").getroot()
-    kept = [
+    retained = [
         [
             (part.get("name", ""), part.get("value", ""))
             for part in case.iter("property")
@@ -46,9 +46,9 @@ def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]
         ]
         for case in suites.iter("testcase")
     ]
-    assert len(kept) == 2 and {len(properties) for properties in kept} == {1}
-    read = [CaseRecord.from_properties(properties) for properties in kept]
-    assert {found.check for found in read if found} == {"I7.values", "contract.version"}
+    assert len(retained) == 2 and {len(properties) for properties in retained} == {1}
+    read = [CaseRecord.from_properties(properties) for properties in retained]
+    assert {record.check for record in read if record} == {"I7.values", "contract.version"}
 
 
 def test_a_bad_destination_ends_the_session_at_once(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def _install(project: Path, site: Path) -> str:
 @pytest.mark.parametrize("path", list(Skeleton(name="ddp", class_prefix="DDP").files()))
 def test_example_equals_written_skeleton(path: str) -> None:
     written = Skeleton(name="ddp", class_prefix="DDP").files()[path]
-    found = (EXAMPLE / path).read_text(encoding="utf-8")
+    text = (EXAMPLE / path).read_text(encoding="utf-8")
     # The example's README tells how to run it inside the repository.
-    assert path == "README.md" or found == written, (
+    assert path == "README.md" or text == written, (
         f"change skeleton/templates and {path} of the example together"
     )
 
@@ -52,8 +52,8 @@ def test_example_equals_written_skeleton(path: str) -> None:
 def test_example_has_no_extra_files() -> None:
     ignored = {"__pycache__", ".pytest_cache", ".hypothesis"}
     paths = [path.relative_to(EXAMPLE) for path in EXAMPLE.rglob("*") if path.is_file()]
-    found = {str(path) for path in paths if not ignored & set(path.parts)}
-    assert found == set(Skeleton(name="ddp", class_prefix="DDP").files())
+    present = {str(path) for path in paths if not ignored & set(path.parts)}
+    assert present == set(Skeleton(name="ddp", class_prefix="DDP").files())
 
 
 def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,13 +66,13 @@ def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.Captu
     for arguments in (["engines", "--json"], ["engines", "show", "odd-2b", "--json"]):
         command = [sys.executable, "-m", "core_rl.cli", *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        found = json.loads(result.stdout)
-        if "engines" in found:
-            (entry,) = [entry for entry in found["engines"] if entry["name"] == "odd-2b"]
+        listed = json.loads(result.stdout)
+        if "engines" in listed:
+            (entry,) = [entry for entry in listed["engines"] if entry["name"] == "odd-2b"]
             assert (entry["status"], entry["distribution"]) == ("ok", "core-rl-odd-2b")
         else:
-            assert found["factory"] == "core_rl_odd_2b.engine:Odd2bBackend"
-            assert "options.bucket_bytes" in [field["name"] for field in found["fields"]]
+            assert listed["factory"] == "core_rl_odd_2b.engine:Odd2bBackend"
+            assert "options.bucket_bytes" in [field["name"] for field in listed["fields"]]
 
 
 @pytest.mark.slow

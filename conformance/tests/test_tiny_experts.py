@@ -24,9 +24,9 @@ def _choices(model: torch.nn.Module, ids: list[list[int]]) -> list[Choice]:
     """Of all sequences, by layer."""
     rows = []
     for row in ids:
-        with torch.no_grad(), watched(model) as found:
+        with torch.no_grad(), watched(model) as choices:
             model(input_ids=torch.tensor([row]), use_cache=False)
-        rows.append(list(found))
+        rows.append(list(choices))
     return [
         Choice(torch.cat([r[layer].logits for r in rows]), torch.cat([r[layer].experts for r in rows]))
         for layer in range(len(rows[0]))
@@ -54,14 +54,14 @@ def test_no_rounding_changes_a_choice(tmp_path: Path, seed: int) -> None:
 def test_checkpoint_names_and_values_match_files(tmp_path: Path) -> None:
     model = TinyModel(family=MOE)
     directory = ModelStore(tmp_path).directory(model)
-    found, files = Oracle(directory).parameters(), load_file(directory / "model.safetensors")
-    assert found.keys() == files.keys()
-    assert all(torch.equal(found[name].float(), files[name]) for name in files)
+    parameters, files = Oracle(directory).parameters(), load_file(directory / "model.safetensors")
+    assert parameters.keys() == files.keys()
+    assert all(torch.equal(parameters[name].float(), files[name]) for name in files)
 
 
 def test_weights_are_set_by_written_names(tmp_path: Path) -> None:
     store = ModelStore(tmp_path)
-    oracle, other = (Oracle(store.directory(TinyModel(family=MOE, seed=seed))) for seed in (0, 1))
-    oracle.set_parameters(other.parameters())
-    pairs = zip(oracle.parameters().values(), other.parameters().values(), strict=True)
+    oracle, second = (Oracle(store.directory(TinyModel(family=MOE, seed=seed))) for seed in (0, 1))
+    oracle.set_parameters(second.parameters())
+    pairs = zip(oracle.parameters().values(), second.parameters().values(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)

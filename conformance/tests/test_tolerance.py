@@ -72,9 +72,9 @@ def test_noise_around_zero_has_no_signed_mean() -> None:
 
 def test_small_systematic_drift_is_detected() -> None:
     plain = [_errors(0.0, 1e-6, seed) for seed in range(6)]
-    found = signed_mean(_errors(3e-6, 1e-6, 9), plain, 0.0)
-    assert not found.passes
-    assert found.mean == pytest.approx(3e-6, rel=0.2)
+    drift = signed_mean(_errors(3e-6, 1e-6, 9), plain, 0.0)
+    assert not drift.passes
+    assert drift.mean == pytest.approx(3e-6, rel=0.2)
 
 
 def test_large_overall_errors_are_detected() -> None:

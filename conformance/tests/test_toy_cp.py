@@ -43,8 +43,8 @@ def _wanted(engine: str) -> Iterator[Case]:
         everywhere = check.identifier in ON_OTHER_LAYOUTS
         for layout in ("cp2", "dp2cp2", "cp4"):
             if everywhere or (layout == "cp2" and engine == "gather"):
-                found = cases(check, TARGETS[engine], Selection(layouts=(layout,), quick=True))
-                yield from (case for case in found if not (case.not_run or case.not_supported))
+                selected = cases(check, TARGETS[engine], Selection(layouts=(layout,), quick=True))
+                yield from (case for case in selected if not (case.not_run or case.not_supported))
 
 
 def _parameters() -> list[ParameterSet]:

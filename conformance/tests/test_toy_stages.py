@@ -30,8 +30,8 @@ ON_FOUR_RANKS = {"I1.gradients", "I2.data-parallel", "I4.grad-norm", "I7.logprob
 def _wanted(layout: str, target: Target) -> Iterator[Case]:
     for check in load_checks().values():
         if layout != "dp2pp2" or check.identifier in ON_FOUR_RANKS:
-            found = cases(check, target, Selection(layouts=(layout,), quick=True))
-            yield from (case for case in found if not (case.not_run or case.not_supported))
+            selected = cases(check, target, Selection(layouts=(layout,), quick=True))
+            yield from (case for case in selected if not (case.not_run or case.not_supported))
 
 
 def _parameters() -> list[ParameterSet]:

@@ -63,18 +63,18 @@ def _cases(layout: str) -> Iterator[Case]:
 
 def _parameters() -> list[ParameterSet]:
     """All checks on ``tp2``, and on ``dp2tp2`` those that gain from it."""
-    wanted = [case for case in _cases("tp2") if case.check.min_dp == 1]
-    wanted += [case for case in _cases("dp2tp2") if case.check.identifier in WITH_DATA_PARALLEL]
-    wanted += [case for case in _cases("tp2sp") if case.check.identifier in WITH_SEQUENCE_PARALLEL]
-    wanted = [case for case in wanted if not case.not_supported]
-    quick = [case for case in wanted if case.layout == TP2 and case.check.identifier in FIRST]
+    required = [case for case in _cases("tp2") if case.check.min_dp == 1]
+    required += [case for case in _cases("dp2tp2") if case.check.identifier in WITH_DATA_PARALLEL]
+    required += [case for case in _cases("tp2sp") if case.check.identifier in WITH_SEQUENCE_PARALLEL]
+    required = [case for case in required if not case.not_supported]
+    quick = [case for case in required if case.layout == TP2 and case.check.identifier in FIRST]
     return [
         pytest.param(
             case,
             id=f"{case.check.identifier}-{case.layout}-{case.family}",
             marks=() if case in quick else pytest.mark.nightly,
         )
-        for case in wanted
+        for case in required
     ]
 
 
@@ -93,15 +93,17 @@ def test_correct_engine_passes(expected_values: ExpectedValues, case: Case, tmp_
 def _differing_replicas(engine: TrainEngine) -> list[str]:
     """Replicated parameters that are not the same bits on all ranks, and gradients of them likewise."""
     state = engine.backend.state()
-    own = {
+    first = {
         f"{kind} {part.name}": part.tensor
         for kind in ("master", "grads")
         for part in state.local(kind)
         if part.shape == state.shapes(kind)[part.name]
     }
-    ranks = engine.world.gather(own)
-    assert len(ranks) == engine.world.size > 1 and all(own)
-    return [name for name in own if not all(torch.equal(other[name], ranks[0][name]) for other in ranks)]
+    ranks = engine.world.gather(first)
+    assert len(ranks) == engine.world.size > 1 and all(first)
+    return [
+        name for name in first if not all(torch.equal(replica[name], ranks[0][name]) for replica in ranks)
+    ]
 
 
 @pytest.mark.slow

@@ -39,9 +39,9 @@ def test_steps_run_in_sequence(directory: Path, expected: ExpectedTraining) -> N
     oracle = Oracle(directory)
     state = AdamWState.start(oracle.parameters())
     for step, data in enumerate(TRAINING.data[:2]):
-        found = oracle.gradients(data.for_oracle(), LOSS.of_sequence, LOSS.temperature)
-        assert (found.loss, found.norm) == (expected.truth.losses[step], expected.truth.norms[step])
-        CONFIG.step(state, found.grads, CONFIG.linear_lr(step, len(BATCHES) + 2))
+        result = oracle.gradients(data.for_oracle(), LOSS.of_sequence, LOSS.temperature)
+        assert (result.loss, result.norm) == (expected.truth.losses[step], expected.truth.norms[step])
+        CONFIG.step(state, result.grads, CONFIG.linear_lr(step, len(BATCHES) + 2))
         oracle.set_parameters(state.params)
 
 
@@ -58,14 +58,14 @@ def test_every_step_clips_and_moves_weights(directory: Path, expected: ExpectedT
 def test_wrong_schedule_exceeds_every_tolerance(
     directory: Path, expected: ExpectedTraining, part: str
 ) -> None:
-    other = expected_training(directory, "lm", replace(TRAINING, total_steps=20), torch.float32, "cpu").truth
+    second = expected_training(directory, "lm", replace(TRAINING, total_steps=20), torch.float32, "cpu").truth
     if part == "weights":
         for name, value in expected.truth.weights.items():
-            assert not expected.weights[name].allows(float((value - other.weights[name]).abs().max()))
+            assert not expected.weights[name].allows(float((value - second.weights[name]).abs().max()))
         return
     # The rate of the first step is the same, so losses and norms differ from step 2 on.
     for step in (2, 3):
-        difference = abs(getattr(expected.truth, part)[step] - getattr(other, part)[step])
+        difference = abs(getattr(expected.truth, part)[step] - getattr(second, part)[step])
         assert not getattr(expected, part)[step].allows(difference)
 
 

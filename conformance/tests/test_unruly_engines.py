@@ -75,15 +75,15 @@ def test_children_end_with_dead_engine(pytester: pytest.Pytester, engine: Callab
 
 def _living(words: str) -> list[str]:
     """Command lines of processes that hold ``words`` and are no zombies."""
-    found = []
+    children = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if words in line:
-            found.append(line)
-    return found
+            children.append(line)
+    return children
 
 
 def test_disagreeing_ranks_are_detected(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:

@@ -45,11 +45,11 @@ def session(pytester: pytest.Pytester, spec: EngineSpec, *arguments: str) -> dic
 def test_correct_engines_raise_no_alarm(
     pytester: pytest.Pytester, engine: Add, kind: type[Packed], arguments: tuple[str, ...]
 ) -> None:
-    found = session(pytester, engine(kind, PROFILE, declared(kind)), *arguments)
-    assert "failed" not in found and found["passed"] > ENOUGH
+    result = session(pytester, engine(kind, PROFILE, declared(kind)), *arguments)
+    assert "failed" not in result and result["passed"] > ENOUGH
 
 
 @pytest.mark.nightly
 def test_faulty_engine_fails_many_quick_checks(pytester: pytest.Pytester, engine: Add) -> None:
-    found = session(pytester, engine(EveryFault, IN_HALF, CAPABILITIES | {C.BFLOAT16}), "--quick")
-    assert found["failed"] >= ENOUGH
+    result = session(pytester, engine(EveryFault, IN_HALF, CAPABILITIES | {C.BFLOAT16}), "--quick")
+    assert result["failed"] >= ENOUGH

@@ -27,8 +27,8 @@ Message = Mapping[str, Any]
 
 def last_guess(completion: Sequence[Message]) -> int | None:
     """The number that the model wrote last."""
-    found = re.findall(r"\d+", completion[-1]["content"])
-    return int(found[-1]) if found else None
+    match = re.findall(r"\d+", completion[-1]["content"])
+    return int(match[-1]) if match else None
 
 
 def is_right(completion: Sequence[Message], answer: str) -> float:

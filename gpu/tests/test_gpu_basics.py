@@ -31,11 +31,11 @@ def test_machine(setting: Setting) -> Figures:
     if missing:
         raise RuntimeError(f"varlen_attn of torch {torch.__version__} has no {sorted(missing)}")
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
-    found = describe_machine()
+    machine_info = describe_machine()
     figures: dict[str, float | str] = {
         "torch": torch.__version__,
-        "python": found.python,
-        "cores": found.cores,
+        "python": machine_info.python,
+        "cores": machine_info.cores,
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "shared memory, MiB": 0 if shared is None else shared.f_bavail * shared.f_frsize / 2**20,
     }
@@ -59,9 +59,9 @@ def test_group(setting: Setting) -> Figures:
     Raises where a rank computes wrongly, or processes are left.
     """
     with EngineGroup("fsdp", model={"config": TINY}, device=setting.device) as ranks:
-        (found,), pids, starting_s = ranks.run(_product), ranks.pids, ranks.starting_s
-    if found != (8.0, setting.device):
-        raise RuntimeError(f"the rank computed {found}, not (8.0, {setting.device!r})")
+        (product,), pids, starting_s = ranks.run(_product), ranks.pids, ranks.starting_s
+    if product != (8.0, setting.device):
+        raise RuntimeError(f"the rank computed {product}, not (8.0, {setting.device!r})")
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     if left:
         raise RuntimeError(f"the processes {left} are left")

@@ -49,10 +49,10 @@ def _attention_errors(setting: Setting, lengths: list[int], width: int, window: 
     # A soft cap so high that it changes nothing makes the plain kernel compute.
     ways: list[dict[str, Any]] = [{}, {"softcap": 1e4}]
     truth = _attended([part.double() for part in exact], bounds, window, weights.double(), {"softcap": 1e9})
-    own, plain = (_attended(exact, bounds, window, weights.to(setting.dtype), way) for way in ways)
+    ours, plain = (_attended(exact, bounds, window, weights.to(setting.dtype), way) for way in ways)
     return [
-        _distance(found, expected) / (FACTOR * _distance(other, expected) + FLOOR)
-        for found, other, expected in zip(own, plain, truth, strict=True)
+        _distance(actual, expected) / (FACTOR * _distance(plain_error, expected) + FLOOR)
+        for actual, plain_error, expected in zip(ours, plain, truth, strict=True)
     ]
 
 
@@ -68,8 +68,8 @@ def _attended(
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).abs().max() / expected.abs().max())
+def _distance(values: Tensor, expected: Tensor) -> float:
+    return float((values.double() - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.slow
@@ -87,10 +87,10 @@ def test_logprobs(setting: Setting) -> Figures:
     targets = torch.randint(0, vocabulary, (tokens,), device=setting.device)
     with torch.no_grad():
         rows = slice(0, 64)
-        found, _ = token_logprobs(states[rows], weight, targets[rows])
+        logprobs, _ = token_logprobs(states[rows], weight, targets[rows])
         logits = states[rows].double() @ weight.double().T
         exact = logits.log_softmax(-1).gather(1, targets[rows, None]).squeeze(1)
-        error = float((found - exact).abs().max())
+        error = float((logprobs - exact).abs().max())
     # The CPU rounds the product itself to bfloat16; CUDA adds up in float32.
     allowed = setting.size(1e-4, 0.05)
     if error > allowed:
@@ -99,8 +99,8 @@ def test_logprobs(setting: Setting) -> Figures:
     for chunk in setting.size((512, 2048, 4096), (64, 256)):
 
         def step(rows: int = chunk) -> None:
-            found, _ = token_logprobs(states, weight, targets, chunk=rows, keep_bytes=0)
-            found.sum().backward()
+            logprobs, _ = token_logprobs(states, weight, targets, chunk=rows, keep_bytes=0)
+            logprobs.sum().backward()
 
         figures[f"{chunk} rows: forward and backward, ms"] = setting.milliseconds(step)
         figures[f"{chunk} rows: peak, MiB"] = setting.peak_mib(step)
@@ -135,8 +135,8 @@ def test_experts(setting: Setting) -> Figures:
         block = block.to(setting.device, setting.dtype)
 
         def step(block: nn.Module = block) -> Tensor:
-            found = block(states)
-            out: Tensor = found[0] if isinstance(found, tuple) else found
+            output = block(states)
+            out: Tensor = output[0] if isinstance(output, tuple) else output
             out.float().sum().backward()
             return out.detach()
 

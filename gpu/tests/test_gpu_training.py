@@ -188,11 +188,11 @@ def test_checkpoints(setting: Setting) -> Figures:
     figures: dict[str, float | str] = {"sharded save, s/GiB": _seconds(lambda: engine.save(meta)) / gib}
     expected = engine.train_batch(batch, LOSS, spec)
     figures["sharded load, s/GiB"] = _seconds(lambda: engine.load(meta)) / gib
-    found = engine.train_batch(batch, LOSS, spec)
+    metrics = engine.train_batch(batch, LOSS, spec)
     names = ("loss", "grad_norm", "lr")
-    if any(found[name] != expected[name] for name in names):
+    if any(metrics[name] != expected[name] for name in names):
         raise RuntimeError(
-            f"after a load the next step gives {[found[n] for n in names]}, not {[expected[n] for n in names]}"
+            f"after a load the next step gives {[metrics[n] for n in names]}, not {[expected[n] for n in names]}"
         )
     exported = SaveLoadMeta(path=str(setting.directory / "hf"), format="hf", with_optimizer=False)
     figures["export, s"] = _seconds(lambda: engine.save(exported))

@@ -94,10 +94,10 @@ async def _responses(server: InferenceEngine, count: int) -> list[LLMResponse]:
 
 def _gap(trainer: TrainEngine, responses: list[LLMResponse]) -> float:
     batch = SequenceBatch.from_sequences([[*r.input_ids, *r.output_ids] for r in responses])
-    found = trainer.forward(batch, MicroBatchSpec(max_tokens=16_384))["logprobs"]
+    logprobs = trainer.forward(batch, MicroBatchSpec(max_tokens=16_384))["logprobs"]
     starts, gaps = batch.cu_seqlens.tolist(), list[float]()
     for response, start in zip(responses, starts, strict=False):
         first = start + len(response.input_ids)
-        own = found[first : first + len(response.output_ids)].tolist()
-        gaps += [abs(a - b) for a, b in zip(own, response.logprobs, strict=True)]
+        local = logprobs[first : first + len(response.output_ids)].tolist()
+        gaps += [abs(a - b) for a, b in zip(local, response.logprobs, strict=True)]
     return sum(gaps) / len(gaps)

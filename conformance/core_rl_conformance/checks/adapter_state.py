@@ -64,7 +64,7 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
     loading: tuple[PreTrainedModel, dict[str, object]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
         path, local_files_only=True, output_loading_info=True
     )
-    problems = {name: str(found) for name, found in loading[1].items() if found}
+    problems = {name: str(mismatch) for name, mismatch in loading[1].items() if mismatch}
     subject.require(not problems, f"transformers reports while loading the export: {problems}")
     if subject.spec.supports(Capability.SYNC_DISK):
         group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
@@ -74,8 +74,8 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
         subject.verify_same("parameters of a sync", tensors_of(path), params)
     if subject.spec.supports(Capability.SYNC_TENSOR):
         point = str(subject.directory("meeting"))
-        found = caught(group, WeightUpdateMeta(method="tensor", version=2, path=point)).tensors
-        sent = {name: value for name, value in found.items() if name in params}
+        mismatch = caught(group, WeightUpdateMeta(method="tensor", version=2, path=point)).tensors
+        sent = {name: value for name, value in mismatch.items() if name in params}
         subject.verify_same("parameters of a sync by tensor", sent, params)
     adapter = TinyAdapter(model=model, rslora=True, some=True, seed=1)
     group = start(subject, adapter)
@@ -88,21 +88,22 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     base = subject.expected.oracle(adapter.model).parameters()
     low_rank = low_rank_of(adapter, group)
     params = group.named_tensors("params")
-    held = {name: value.float() for name, value in base.items()}
-    subject.verify_same("the base below the adapter", base_of(group.named_tensors("master")), held)
+    base_values = {name: value.float() for name, value in base.items()}
+    subject.verify_same("the base below the adapter", base_of(group.named_tensors("master")), base_values)
     adapted = {f"{name}.weight" for name in low_rank.layers}
     expected = {name: value for name, value in low_rank.merged(base).items() if name in adapted}
     orders: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
     variants = [
-        {name: low_rank.merged(held, order)[name].to(subject.dtype) for name in expected} for order in orders
+        {name: low_rank.merged(base_values, order)[name].to(subject.dtype) for name in expected}
+        for order in orders
     ]
     allowed = tolerances(variants, expected, subject.dtype)
-    found = {name: value for name, value in params.items() if name in adapted}
-    what = f"merged weights (rslora: {adapter.rslora})"
-    subject.verify(compare_named(what, found, expected, allowed))
-    others = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
-    found = {name: value for name, value in params.items() if name not in adapted}
-    subject.verify_same("exported weights without an adapter", found, others)
+    adapted_params = {name: value for name, value in params.items() if name in adapted}
+    label = f"merged weights (rslora: {adapter.rslora})"
+    subject.verify(compare_named(label, adapted_params, expected, allowed))
+    unadapted = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
+    adapted_params = {name: value for name, value in params.items() if name not in adapted}
+    subject.verify_same("exported weights without an adapter", adapted_params, unadapted)
     return params
 
 
@@ -122,15 +123,15 @@ def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("saved")
     group.save(moving.meta(path, "adapter"))
-    held, outputs = adapter_of(group.named_tensors("master")), outputs_of(group, subject.data())
-    subject.verify_same("the adapter's file", load_file(path / "adapter_model.safetensors"), held)
-    subject.verify_same("named_tensors('adapter')", group.named_tensors("adapter"), held)
+    factors, outputs = adapter_of(group.named_tensors("master")), outputs_of(group, subject.data())
+    subject.verify_same("the adapter's file", load_file(path / "adapter_model.safetensors"), factors)
+    subject.verify_same("named_tensors('adapter')", group.named_tensors("adapter"), factors)
     _verify_config(subject, path, adapter)
     group = start(subject, adapter, optimizer={"lr": 3e-3}, seed=5)
     group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
     outputs_of(group, subject.data())
     group.load(moving.meta(path, "adapter"))
-    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), held)
+    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), factors)
     subject.verify_same("outputs after a load", outputs_of(group, subject.data()), outputs)
     group = start(subject, adapter, seed=6, fields={"path": str(path)})
     subject.verify_same("outputs with model.lora.path", outputs_of(group, subject.data()), outputs)
@@ -147,8 +148,8 @@ def _verify_config(subject: EngineUnderTest, path: Path, adapter: TinyAdapter) -
         "target_modules": kinds,
         "base_model_name_or_path": str(subject.expected.models.directory(adapter.model)),
     }
-    found = {name: config.get(name) for name in expected}
-    subject.require(found == expected, f"adapter_config.json has {found}; expected {expected}")
+    settings = {name: config.get(name) for name in expected}
+    subject.require(settings == expected, f"adapter_config.json has {settings}; expected {expected}")
 
 
 @check("I11.adapter-resume", requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT], each="layout")
@@ -174,9 +175,9 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
     moving.offload_and_onload(subject, group, saved)
     reports = moving.train(group, subject, [2])
     expected = moving.state(group)
-    other = replace(adapter, model=moving.elsewhere(adapter.model))
+    second_adapter = replace(adapter, model=moving.elsewhere(adapter.model))
     for form in moving.formats(subject):
-        group = _start(subject, other)
+        group = _start(subject, second_adapter)
         moving.train(group, subject, [5])
         group.load(moving.meta(subject.directory(form), form))
         moving.verify_state(subject, f"after the load of {form!r}", group, saved)
@@ -205,8 +206,8 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     Look at: offsets of empty shards, the digest of the base, and what ranks other than the first load.
     """
     adapter = TinyAdapter(model=subject.model())
-    other = subject.case.other_setting
-    assert other is not None  # the check asks for a profile with two
+    setting = subject.case.other_setting
+    assert setting is not None  # the check asks for a profile with two
     group = _start(subject, adapter)
     load(subject, group, adapter)
     moving.train(group, subject, [0, 1])
@@ -215,11 +216,11 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     saved = moving.state(group)
     alone: moving.State = {"master": saved["master"]}
     for form in MOVED:
-        group = start(subject, adapter, layout=other, seed=5)
+        group = start(subject, adapter, layout=setting, seed=5)
         group.load(moving.meta(subject.directory(form), form))
-        what = f"{form!r} loaded on {other}"
-        moving.verify_state(subject, what, group, alone if form == "adapter" else saved)
-        verify_outputs(subject, group, adapter, what)
+        label = f"{form!r} loaded on {setting}"
+        moving.verify_state(subject, label, group, alone if form == "adapter" else saved)
+        verify_outputs(subject, group, adapter, label)
 
 
 def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
@@ -245,12 +246,14 @@ def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
     Look at: methods that were overridden; the checks are the core's.
     """
     adapter = TinyAdapter(model=subject.model())
-    others = {
+    adapters = {
         "low": replace(adapter, rank=2),
         "scaled": replace(adapter, alpha=9),
         "some": replace(adapter, some=True),
     }
-    paths = {name: other.write(subject.directory(name)) for name, other in others.items()}
+    paths = {
+        name: foreign_adapter.write(subject.directory(name)) for name, foreign_adapter in adapters.items()
+    }
     paths["elsewhere"] = subject.directory("elsewhere")
     elsewhere = replace(adapter, model=moving.elsewhere(adapter.model))
     start(subject, elsewhere).save(moving.meta(paths["elsewhere"], "adapter"))
@@ -265,8 +268,8 @@ def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
         "merged weights": (WeightsError, lambda: group.load(moving.meta(base, "hf"))),
         "training inside disable_adapter()": (EngineStateError, lambda: _train_without(group, subject)),
     }
-    for what, (kind, act) in refusals.items():
-        subject.require_error(kind, act, f"{what} raised no {kind.__name__}")
+    for label, (kind, act) in refusals.items():
+        subject.require_error(kind, act, f"{label} raised no {kind.__name__}")
     subject.verify_same("weights after refusals", group.named_tensors("master"), before)
 
 

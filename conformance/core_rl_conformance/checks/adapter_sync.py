@@ -53,17 +53,18 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     bases = set()
     for version, bucket_bytes in ((4, LARGE_BUCKET), (5, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        found = caught(group, _meta(subject, version, bucket_bytes))
-        names = [name for bucket in found.buckets for name in bucket]
+        sent_update = caught(group, _meta(subject, version, bucket_bytes))
+        names = [name for bucket in sent_update.buckets for name in bucket]
         subject.require(len(names) == len(set(names)), f"a factor comes twice: {sorted(names)}")
-        what = f"factors sent after step {version - 3} in buckets of {bucket_bytes} bytes"
-        subject.verify_same(what, found.tensors, adapter_of(group.named_tensors("master")))
-        said = found.adapter
+        label = f"factors sent after step {version - 3} in buckets of {bucket_bytes} bytes"
+        subject.verify_same(label, sent_update.tensors, adapter_of(group.named_tensors("master")))
+        metadata = sent_update.adapter
         subject.require(
-            said is not None and (said.rank, said.alpha, said.rslora) == (adapter.rank, adapter.alpha, True),
-            f"the sender says {said}, and the adapter has rank {adapter.rank}, alpha {adapter.alpha} and rsLoRA",
+            metadata is not None
+            and (metadata.rank, metadata.alpha, metadata.rslora) == (adapter.rank, adapter.alpha, True),
+            f"the sender says {metadata}, and the adapter has rank {adapter.rank}, alpha {adapter.alpha} and rsLoRA",
         )
-        bases |= {said.base if said is not None else None}
+        bases |= {metadata.base if metadata is not None else None}
     subject.require(len(bases) == 1 and None not in bases, f"the digests of the base are {bases}; it is one")
     serving.verify_version(subject, group, 3, "after uploading an adapter")
 
@@ -99,12 +100,12 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (5, TINY_BUCKET)):
         new = replace(kind, seed=version)
         update = partial(_give, engine, _meta(subject, version, bucket_bytes), new)
-        found = asyncio.run(serving.meanwhile(engine, long, update))
-        what = f"around the update to version {version}"
-        _verify_drawn(subject, what, found, kind.model, {**before, version: new})
+        responses = asyncio.run(serving.meanwhile(engine, long, update))
+        label = f"around the update to version {version}"
+        _verify_drawn(subject, label, responses, kind.model, {**before, version: new})
         serving.verify_version(subject, engine, version, "after the update")
-        what, (last,) = f"after the update to version {version}", before.values()
-        _verify_drawn(subject, what, serving.ask(engine, requests), kind.model, {version: new}, last)
+        label, (last,) = f"after the update to version {version}", before.values()
+        _verify_drawn(subject, label, serving.ask(engine, requests), kind.model, {version: new}, last)
         before = {version: new}
 
 
@@ -122,24 +123,24 @@ def _said_of(adapter: TinyAdapter) -> AdapterMetadata:
 
 def _verify_drawn(
     subject: EngineUnderTest,
-    what: str,
-    found: list[LLMResponse],
+    label: str,
+    responses: list[LLMResponse],
     model: TinyModel,
     sides: Mapping[int, Judged],
     before: Judged | None = None,
 ) -> None:
     """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
     __tracebackhide__ = True
-    expected = {version: serving.expected_of(subject, side, found) for version, side in sides.items()}
+    expected = {version: serving.expected_of(subject, side, responses) for version, side in sides.items()}
     guesses = {
         "log-probs of the base, without the adapter": lambda: (
-            serving.expected_of(subject, model, found).values
+            serving.expected_of(subject, model, responses).values
         ),
         "log-probs of the adapter before": lambda: (
-            serving.expected_of(subject, before or model, found).values
+            serving.expected_of(subject, before or model, responses).values
         ),
     }
-    serving.verify_by_version(subject, f"log-probs of tokens drawn {what}", found, expected, guesses)
+    serving.verify_by_version(subject, f"log-probs of tokens drawn {label}", responses, expected, guesses)
 
 
 @check(
@@ -161,12 +162,12 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     requests = serving.requests_for(subject.data().select(serving.FEW))
     old = replace(kind, seed=2)
     _give(engine, _meta(subject, 2), old)
-    for number, (what, (factors, said)) in enumerate(_misfits(replace(kind, seed=3)).items()):
-        give = partial(sent, engine, _meta(subject, 3 + number, TINY_BUCKET), factors, said)
-        subject.require_error(WeightsError, give, f"an adapter {what} did not raise a WeightsError")
-        serving.verify_version(subject, engine, 2, f"after an adapter {what}")
+    for number, (label, (factors, metadata)) in enumerate(_misfits(replace(kind, seed=3)).items()):
+        give = partial(sent, engine, _meta(subject, 3 + number, TINY_BUCKET), factors, metadata)
+        subject.require_error(WeightsError, give, f"an adapter {label} did not raise a WeightsError")
+        serving.verify_version(subject, engine, 2, f"after an adapter {label}")
         _verify_drawn(
-            subject, f"after an adapter {what}", serving.ask(engine, requests), kind.model, {2: old}
+            subject, f"after an adapter {label}", serving.ask(engine, requests), kind.model, {2: old}
         )
     new = replace(kind, seed=4)
     _give(engine, _meta(subject, 20), new)
@@ -174,14 +175,14 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
 
 
 def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], AdapterMetadata]]:
-    factors, said = _factors(adapter), _said_of(adapter)
+    factors, metadata = _factors(adapter), _said_of(adapter)
     last = list(factors)[-1]
     return {
-        "of another alpha": (factors, replace(said, alpha=adapter.alpha + 1)),
-        "without rsLoRA": (factors, replace(said, rslora=False)),
-        "over another base": (factors, replace(said, base="0" * 32)),
-        "without a factor": ({name: value for name, value in factors.items() if name != last}, said),
-        "with a wrong shape": ({**factors, last: factors[last][:-1]}, said),
+        "of another alpha": (factors, replace(metadata, alpha=adapter.alpha + 1)),
+        "without rsLoRA": (factors, replace(metadata, rslora=False)),
+        "over another base": (factors, replace(metadata, base="0" * 32)),
+        "without a factor": ({name: value for name, value in factors.items() if name != last}, metadata),
+        "with a wrong shape": ({**factors, last: factors[last][:-1]}, metadata),
     }
 
 
@@ -208,6 +209,6 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
-        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+        responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
         trained = {version: snapshot_of(subject, adapter, group)}
-        _verify_drawn(subject, f"after sync {version}", found, adapter.model, trained)
+        _verify_drawn(subject, f"after sync {version}", responses, adapter.model, trained)

@@ -48,10 +48,10 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         output = group.forward(data.batch(), BUDGET, ("logprobs", "entropy"), 0.8)
         for name in ("logprobs", "entropy"):
             expected = subject.outputs(adapter, data, name, 0.8)
-            what = f"{name} with an adapter (rslora: {adapter.rslora})"
+            label = f"{name} with an adapter (rslora: {adapter.rslora})"
             got = per_sequence(output, name, data)
-            subject.verify_tokens(what, got, expected, subject.places(data))
-            verify_overall(subject, what, got, expected)
+            subject.verify_tokens(label, got, expected, subject.places(data))
+            verify_overall(subject, label, got, expected)
 
 
 @check("I7.adapter-disabled", requires=[Capability.LORA], each="layout")
@@ -151,18 +151,18 @@ def _verify_gradients(
     """Compare with the oracle; with ``disabled``, there is a pass without the adapter before gradients are read."""
     expected = subject.gradients(adapter, data, loss)
     metrics = group.forward_backward(data.batch(), loss.spec(), cut)
-    what = f"with an adapter and {cut}"
+    label = f"with an adapter and {cut}"
     if disabled:
-        what = f"with an adapter, {cut} and disable_adapter() before and after the backward pass"
+        label = f"with an adapter, {cut} and disable_adapter() before and after the backward pass"
         with group.disable_adapter():
             outputs_of(group, data)
-    subject.verify_scalar(f"the loss {what}", metrics["loss"], expected.oracle.loss, expected.loss)
+    subject.verify_scalar(f"the loss {label}", metrics["loss"], expected.oracle.loss, expected.loss)
     base = base_of(written(expected.oracle.grads))
     trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}
-    found = group.named_tensors("grads")
-    frozen = sorted(set(found) & set(base))
+    grads = group.named_tensors("grads")
+    frozen = sorted(set(grads) & set(base))
     subject.require(not frozen, f"the base model has gradients next to an adapter: {', '.join(frozen[:6])}")
-    subject.verify(compare_named(f"gradients {what}", found, trained, written(expected.tolerances)))
+    subject.verify(compare_named(f"gradients {label}", grads, trained, written(expected.tolerances)))
     group.optimizer_zero_grad()
 
 
@@ -177,9 +177,9 @@ def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     adapter = TinyAdapter(model=model)
-    first, other = (start(subject, adapter, seed=seed).named_tensors("master") for seed in (11, 12))
+    first, second = (start(subject, adapter, seed=seed).named_tensors("master") for seed in (11, 12))
     group = start(subject, adapter, seed=11, optimizer=optimizer_config(CONFIG))
-    drawn = [adapter_of(tensors) for tensors in (first, other, group.named_tensors("master"))]
+    drawn = [adapter_of(tensors) for tensors in (first, second, group.named_tensors("master"))]
     subject.verify_same("adapters drawn from the same seed", drawn[2], drawn[0])
     for name, value in drawn[0].items():
         known = not value.any() if ".lora_B." in name else not torch.equal(value, drawn[1][name])
@@ -208,7 +208,7 @@ def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     load(subject, group, adapter)
     fresh = group.named_tensors("master")["score.weight"]
     group.train_batch(data.batch(), ValueLoss().spec(), ONE_PASS)
-    held, values = group.named_tensors("adapter"), outputs_of(group, data, ("values",))
+    tensors, values = group.named_tensors("adapter"), outputs_of(group, data, ("values",))
     trained = {"score.weight": group.named_tensors("master")["score.weight"]}
     subject.require(
         not trained["score.weight"].equal(fresh), "a step of the adapter leaves score.weight as it was"
@@ -217,8 +217,8 @@ def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     group.save(SaveLoadMeta(path=path, format="adapter"))
     group = start(subject, adapter, seed=5)
     group.load(SaveLoadMeta(path=path, format="adapter"))
-    found = {"score.weight": group.named_tensors("master")["score.weight"]}
-    subject.verify_same("the head after a load of its adapter", found, trained)
-    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), held)
-    found = outputs_of(group, data, ("values",))
-    subject.verify_same("values after a load of the adapter", found, values)
+    exported = {"score.weight": group.named_tensors("master")["score.weight"]}
+    subject.verify_same("the head after a load of its adapter", exported, trained)
+    subject.verify_same("the adapter after a load", group.named_tensors("adapter"), tensors)
+    exported = outputs_of(group, data, ("values",))
+    subject.verify_same("values after a load of the adapter", exported, values)

@@ -47,6 +47,6 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
 def _verify_step(
     subject: EngineUnderTest, group: EngineGroup, step: int, expected: dict[str, float], which: str
 ) -> None:
-    (found,) = moving.train(group, subject, [step])
-    what = f"step {step} of the {which} of two engines in the same processes"
-    moving.verify_report(subject, what, found, expected, "alone it reports")
+    (step_metrics,) = moving.train(group, subject, [step])
+    label = f"step {step} of the {which} of two engines in the same processes"
+    moving.verify_report(subject, label, step_metrics, expected, "alone it reports")

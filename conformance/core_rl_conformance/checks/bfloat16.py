@@ -93,16 +93,16 @@ def _verify_exact(
 ) -> None:
     """Compare with the oracle, by the rule with the errors of the plain model in bfloat16 and a floor of float32."""
     sequences = data.for_oracle()
-    truth = [found[name] for found in subject.expected.oracle(model).evaluate(sequences, temperature)]
+    truth = [outputs[name] for outputs in subject.expected.oracle(model).evaluate(sequences, temperature)]
     plain = subject.expected.plain(model, torch.bfloat16, subject.case.device)
     runs = [plain.outputs(variant, sequences, temperature) for variant in EXACT_VARIANTS]
     allowed = tolerance(
-        [torch.cat([found[name] for found in run]) for run in runs], torch.cat(truth), torch.float32
+        [torch.cat([outputs[name] for outputs in run]) for run in runs], torch.cat(truth), torch.float32
     )
     got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,), temperature), name, data)
     kind = "hardly rounds" if model.focused else "computes exactly"
-    what = f"{name} at temperature {temperature:g} of a model that bfloat16 {kind}"
-    subject.verify(compare_tokens(what, got, truth, allowed, subject.places(data)))
+    label = f"{name} at temperature {temperature:g} of a model that bfloat16 {kind}"
+    subject.verify(compare_tokens(label, got, truth, allowed, subject.places(data)))
 
 
 def _verify_trained(
@@ -117,8 +117,8 @@ def _verify_trained(
         for variant in EXACT_VARIANTS
     ]
     got = group.forward_backward(data.batch(), loss.spec(), ONE_PASS)["loss"]
-    what = f"the loss of a training pass at temperature {loss.temperature:g} of a model that bfloat16 computes exactly"
-    subject.verify_scalar(what, got, truth, scalar_tolerance(runs, truth, torch.float32))
+    label = f"the loss of a training pass at temperature {loss.temperature:g} of a model that bfloat16 computes exactly"
+    subject.verify_scalar(label, got, truth, scalar_tolerance(runs, truth, torch.float32))
 
 
 @check("I20.bfloat16-sums", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")
@@ -159,7 +159,7 @@ def _gradients(
 
 def _verify_sum(
     subject: EngineUnderTest,
-    what: str,
+    label: str,
     got: Mapping[str, Tensor],
     parts: list[dict[str, Tensor]],
     copies: int,
@@ -175,7 +175,7 @@ def _verify_sum(
         order = torch.randperm(len(terms), generator=torch.Generator().manual_seed(seed)).tolist()
         runs.append({name: _added([terms[place][name] for place in order]) for name in got})
     allowed = tolerances(runs, exact, torch.float32)
-    finding = compare_named(f"gradients {what}", got, exact, allowed)
+    finding = compare_named(f"gradients {label}", got, exact, allowed)
     if finding.problem is not None:
         reason = (
             "\nthey are not the sum of what each sequence gives alone: it is added up in less than float32"
@@ -209,6 +209,6 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     batches = [subject.data(PROBE[:3], seed).batch() for seed in range(UPDATES)]
     shadow.train(subject, group, batches, TokenMeanLoss().spec(), ONE_PASS)
     shadow.verify(subject, group, f"after {UPDATES} small updates")
-    given = str(subject.expected.models.directory(model))
-    group.load(SaveLoadMeta(path=given, format="hf"))
+    source = str(subject.expected.models.directory(model))
+    group.load(SaveLoadMeta(path=source, format="hf"))
     subject.verify_same("master weights after a load of float32 files", group.named_tensors("master"), truth)

@@ -114,9 +114,9 @@ def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
         moving.verify_state(subject, f"after {name!r} without moments was refused", group, before)
         for path in (full, bare):
             group.load(replace(moving.meta(path, name), with_optimizer=False))
-            what = f"after {name!r} was loaded with_optimizer=False"
-            moving.verify_state(subject, what, group, {**before, **weights})
-            moving.verify_progress(subject, what, group, progress)
+            label = f"after {name!r} was loaded with_optimizer=False"
+            moving.verify_state(subject, label, group, {**before, **weights})
+            moving.verify_progress(subject, label, group, progress)
 
 
 def _size(path: Path) -> int:
@@ -139,17 +139,17 @@ def damaged_checkpoint_is_refused(subject: EngineUnderTest) -> None:
     largest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
-    for what, damage in (("a changed byte", bytes(content)), ("a missing file", None)):
+    for label, damage in (("a changed byte", bytes(content)), ("a missing file", None)):
         largest.unlink()
         if damage is not None:
             largest.write_bytes(damage)
-        _verify_refused(subject, group, moving.meta(path, "sharded"), CheckpointDamaged, what)
-        moving.verify_state(subject, f"after {what} was refused", group, before)
+        _verify_refused(subject, group, moving.meta(path, "sharded"), CheckpointDamaged, label)
+        moving.verify_state(subject, f"after {label} was refused", group, before)
         largest.write_bytes(bytes(content))
 
 
 def _verify_refused(
-    subject: EngineUnderTest, group: EngineGroup, what: SaveLoadMeta, error: type[CheckpointError], flaw: str
+    subject: EngineUnderTest, group: EngineGroup, label: SaveLoadMeta, error: type[CheckpointError], flaw: str
 ) -> None:
-    problem = f"a {what.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}"
-    subject.require_error(error, lambda: group.load(what), problem)
+    problem = f"a {label.format!r} checkpoint with {flaw} was loaded; expected {error.__name__}"
+    subject.require_error(error, lambda: group.load(label), problem)

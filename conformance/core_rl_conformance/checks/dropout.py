@@ -61,9 +61,11 @@ def _watch(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when:
     return when, masks.found(subject, when, metrics)
 
 
-def _verify_gradients(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, kept: Tensor) -> None:
+def _verify_gradients(
+    subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, keep_mask: Tensor
+) -> None:
     """Compare with the gradients of the model that has these masks."""
-    expected = masks.gradients(kept)
+    expected = masks.gradients(keep_mask)
     loss = {"loss": expected.oracle.loss}  # it follows from the log-probs
     subject.verify_gradients("with the masks of the forward pass", group, loss, expected)
 
@@ -89,23 +91,23 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     Look at: the dropout module of the adapter layers, what the config gives it, and the seed of each rank.
     """
     adapter = TinyAdapter(model=subject.model())
-    found: list[Mapping[str, Tensor]] = []
+    passes: list[Mapping[str, Tensor]] = []
     for rank in range(subject.layout.dp):
         data = _one_token_of_rank(subject, rank)
         group = start(subject, adapter, fields={"dropout": RATE})
         load(subject, group, adapter, f"adapter-{rank}")
         metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
         grads = adapter_of(group.named_tensors("grads"))
-        kept = _kept_inputs(subject, adapter, grads)
-        expected = _gradients_with(subject, adapter, kept, data)
+        keep_mask = _kept_inputs(subject, adapter, grads)
+        expected = _gradients_with(subject, adapter, keep_mask, data)
         of_rank = f"of one token on data-parallel rank {rank}, with the masks that they show"
         truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
         subject.verify(
             compare_named(f"gradients {of_rank}", grads, {name: truth[name] for name in grads}, allowed)
         )
         subject.verify_scalar(f"the loss {of_rank}", metrics["loss"], expected.oracle.loss, expected.loss)
-        found.append(kept)
-    verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", found)
+        passes.append(keep_mask)
+    verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", passes)
 
 
 def _one_token_of_rank(subject: EngineUnderTest, rank: int) -> Ragged:
@@ -126,16 +128,16 @@ def _kept_inputs(
     columns = {
         layer: grads[f"{PREFIX}{layer}.lora_A.weight"].ne(0).any(0) for layer in adapter.low_rank().layers
     }
-    kept = {layer: column for layer, column in columns.items() if bool(column.any())}
-    subject.require(bool(kept), "a training pass leaves no gradient in any factor A of the adapter")
-    return kept
+    keep_mask = {layer: column for layer, column in columns.items() if bool(column.any())}
+    subject.require(bool(keep_mask), "a training pass leaves no gradient in any factor A of the adapter")
+    return keep_mask
 
 
 def _gradients_with(
-    subject: EngineUnderTest, adapter: TinyAdapter, kept: Mapping[str, Tensor], data: Ragged
+    subject: EngineUnderTest, adapter: TinyAdapter, keep_mask: Mapping[str, Tensor], data: Ragged
 ) -> ExpectedGradients:
     """Gradients of the adapter with these masks on its inputs."""
-    factors = {layer: column / (1.0 - RATE) for layer, column in kept.items()}
+    factors = {layer: column / (1.0 - RATE) for layer, column in keep_mask.items()}
     model = adapter.model
     masked = replace(adapter.low_rank(), inputs=factors)
     return subject.gradients(

@@ -70,13 +70,15 @@ def _verify_step(subject: EngineUnderTest, group: EngineGroup, config: MixedOpti
     right = start.copied(config.dtype)
     config.step(right, grads, CONFIG.lr)
     allowed = mixed_tolerances(start, right, config, [grads], [CONFIG.lr])
-    what = f"after step {number}"
-    found = group.named_tensors("master")
-    subject.verify(compare_named(f"weights {what}", found, right.params, allowed["params"], before["master"]))
+    label = f"after step {number}"
+    exported = group.named_tensors("master")
+    subject.verify(
+        compare_named(f"weights {label}", exported, right.params, allowed["params"], before["master"])
+    )
     for kind in MOMENTS:
         exact = getattr(right, kind)
         limits = with_rounding_to_codes(kind, exact, allowed[kind])
-        subject.verify(compare_named(f"{kind} {what}", group.named_tensors(kind), exact, limits))
+        subject.verify(compare_named(f"{kind} {label}", group.named_tensors(kind), exact, limits))
 
 
 @check("I11.resume-8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
@@ -113,12 +115,12 @@ def resume_with_8_bit_moments_is_bitwise(subject: EngineUnderTest) -> None:
 
 
 def _verify_near(subject: EngineUnderTest, group: EngineGroup, saved: moving.State) -> None:
-    what = "after the load of 'portable'"
-    moving.verify_state(subject, what, group, {"master": saved["master"]})
+    label = "after the load of 'portable'"
+    moving.verify_state(subject, label, group, {"master": saved["master"]})
     for kind in MOMENTS:
         exact = Tolerance(baseline=0.0, floor=0.0)
         limits = with_rounding_to_codes(kind, saved[kind], dict.fromkeys(saved[kind], exact))
-        subject.verify(compare_named(f"{kind} {what}", group.named_tensors(kind), saved[kind], limits))
+        subject.verify(compare_named(f"{kind} {label}", group.named_tensors(kind), saved[kind], limits))
 
 
 def _wide(subject: EngineUnderTest) -> TinyModel:

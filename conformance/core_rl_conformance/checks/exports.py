@@ -78,8 +78,8 @@ def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
         _verify_export(subject, group, path, "lm")
-    other = subject.expected.models.directory(elsewhere(model))
-    group.load(SaveLoadMeta(path=str(other), format="hf"))
+    old_directory = subject.expected.models.directory(elsewhere(model))
+    group.load(SaveLoadMeta(path=str(old_directory), format="hf"))
     path = subject.directory("sync-after-a-load")
     group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
     _verify_export(subject, group, path, "lm", " after a load")
@@ -94,10 +94,12 @@ def _verify_export(
         path, output_loading_info=True, local_files_only=True, dtype=torch.float32
     )
     model, report = loading
-    problems = {name: str(found) for name, found in report.items() if found}
+    problems = {name: str(mismatch) for name, mismatch in report.items() if mismatch}
     subject.require(not problems, f"transformers reports while loading the export: {problems}")
     loaded = {
-        own: part for name, value in model.named_parameters() for own, part in written(name, value.detach())
+        written_name: part
+        for name, value in model.named_parameters()
+        for written_name, part in written(name, value.detach())
     }
     # The scalar heads stay in float32, whatever the compute dtype.
     params = {
@@ -150,13 +152,13 @@ def tensors_that_nobody_knows_are_carried(subject: EngineUnderTest) -> None:
         _verify_carried(subject, "a weight sync by 'tensor'", caught(group, meta).tensors)
 
 
-def _verify_carried(subject: EngineUnderTest, what: str, found: Mapping[str, Tensor]) -> None:
+def _verify_carried(subject: EngineUnderTest, label: str, carried: Mapping[str, Tensor]) -> None:
     subject.require(
-        CARRIED.keys() <= found.keys(),
-        f"{what} lacks {sorted(CARRIED.keys() - found.keys())} of the checkpoint",
+        CARRIED.keys() <= carried.keys(),
+        f"{label} lacks {sorted(CARRIED.keys() - carried.keys())} of the checkpoint",
     )
-    other = [name for name, value in CARRIED.items() if not _identical(value, found[name])]
-    subject.require(not other, f"{what} has other values of {other} than the checkpoint")
+    mismatches = [name for name, value in CARRIED.items() if not _identical(value, carried[name])]
+    subject.require(not mismatches, f"{label} has other values of {mismatches} than the checkpoint")
 
 
 def _identical(left: Tensor, right: Tensor) -> bool:

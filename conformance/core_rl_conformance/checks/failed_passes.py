@@ -45,10 +45,10 @@ def a_failed_pass_leaves_nothing(subject: EngineUnderTest) -> None:
     group.optimizer_zero_grad()
     _raise_in_a_pass(subject, group)
     group.optimizer_zero_grad()
-    other = elsewhere(model)
-    weights = {name: value.float() for name, value in subject.expected.oracle(other).parameters().items()}
+    second = elsewhere(model)
+    weights = {name: value.float() for name, value in subject.expected.oracle(second).parameters().items()}
     group.load_named_tensors("master", TensorDict(weights))
-    subject.verify_logprobs("of weights that were loaded after a pass that raised", group, other, data)
+    subject.verify_logprobs("of weights that were loaded after a pass that raised", group, second, data)
 
 
 def _raise_in_a_pass(subject: EngineUnderTest, group: EngineGroup) -> None:

@@ -67,7 +67,7 @@ def _verify_frozen(
     expected = subject.gradients(model, data, loss)
     grads = expected.oracle.grads
     frozen = {name for name in grads if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    what = (
+    label = (
         f"with {len(frozen)} of {len(grads)} parameters frozen ({patterns[0]}{', ...' * (len(patterns) > 1)})"
     )
     group = subject.start(model, frozen=patterns, optimizer=optimizer_config(CONFIG))
@@ -75,8 +75,8 @@ def _verify_frozen(
     group.forward_backward(data.batch(), loss.spec(), TWO)
     trained = {name: grad for name, grad in grads.items() if name not in frozen}
     found = group.named_tensors("grads")
-    subject.verify(compare_named(f"gradients {what}", found, trained, expected.tolerances))
-    shadow.step(subject, group, f"of the first step {what}")
+    subject.verify(compare_named(f"gradients {label}", found, trained, expected.tolerances))
+    shadow.step(subject, group, f"of the first step {label}")
     shadow.train(subject, group, [subject.data(seed=1).batch()], loss.spec(), TWO)
-    shadow.verify(subject, group, what)
+    shadow.verify(subject, group, label)
     return group

@@ -51,13 +51,15 @@ def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data()
     group = subject.start(model)
     for cut in (*(MicroBatchSpec(count=count) for count in (2, 4, 7)), MicroBatchSpec(max_tokens=48)):
-        what = f"with {cut.count} micro-batches" if cut.count else f"with a budget of {cut.max_tokens} tokens"
-        metrics = subject.verify_backward(what, group, model, data, TOKEN_MEAN, cut)
-        _verify_metrics(subject, what, metrics, model, data)
+        label = (
+            f"with {cut.count} micro-batches" if cut.count else f"with a budget of {cut.max_tokens} tokens"
+        )
+        metrics = subject.verify_backward(label, group, model, data, TOKEN_MEAN, cut)
+        _verify_metrics(subject, label, metrics, model, data)
 
 
 def _verify_metrics(
-    subject: EngineUnderTest, what: str, metrics: Mapping[str, float], model: TinyModel, data: Ragged
+    subject: EngineUnderTest, label: str, metrics: Mapping[str, float], model: TinyModel, data: Ragged
 ) -> None:
     """Sums, means and extremes of what the loss reports, over all micro-batches and ranks."""
     logprobs = subject.outputs(model, data, "logprobs", TOKEN_MEAN.temperature)
@@ -74,7 +76,7 @@ def _verify_metrics(
     }
     for name, (value, tolerance) in expected.items():
         got = metrics.get(name, math.nan)
-        subject.verify_scalar(f"the metric {name!r} {what}", got, value, tolerance)
+        subject.verify_scalar(f"the metric {name!r} {label}", got, value, tolerance)
 
 
 @check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2)
@@ -103,14 +105,14 @@ def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
     group = subject.start(model)
     for loss in LOSSES:
         expected = subject.gradients(model, data, loss)
-        for what, parts in cuts.items():
+        for label, parts in cuts.items():
             batches = data.batch().split(parts)
             metrics = group.run(backward_on_parts, batches, loss.spec(), MicroBatchSpec(max_tokens=48))
             subject.require(
                 all(m["loss"] == metrics[0]["loss"] for m in metrics),
-                f"ranks report different losses {what}: {[m['loss'] for m in metrics]}",
+                f"ranks report different losses {label}: {[m['loss'] for m in metrics]}",
             )
-            subject.verify_gradients(what, group, metrics[0], expected)
+            subject.verify_gradients(label, group, metrics[0], expected)
             group.optimizer_zero_grad()
 
 
@@ -133,11 +135,11 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     # The square root of a float64 sum over float32 entries: a few units in the last place of a float64
     # and, in an engine that sums in float32 chunks, of a float32.
     exact = Tolerance(baseline=0.0, floor=4 * torch.finfo(torch.float32).eps * gathered)
-    what = "the reported norm, against that of the exported gradients,"
-    subject.verify_scalar(what, reported, gathered, exact)
+    label = "the reported norm, against that of the exported gradients,"
+    subject.verify_scalar(label, reported, gathered, exact)
     # From here on the norm is right for its gradients: what differs is wrong in them.
-    what = "the norm of the exported gradients (reported as it is: see I1.gradients)"
-    subject.verify_scalar(what, reported, expected.oracle.norm, expected.norm)
+    label = "the norm of the exported gradients (reported as it is: see I1.gradients)"
+    subject.verify_scalar(label, reported, expected.oracle.norm, expected.norm)
     batch_norm = group.train_batch(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)["grad_norm"]
     subject.require(
         math.isfinite(batch_norm) and batch_norm > 0.05,
@@ -184,7 +186,7 @@ def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     it.
     """
     model, data = subject.model(), subject.data()
-    other = subject.data(seed=1)
+    second = subject.data(seed=1)
     expected = subject.gradients(model, data, TOKEN_MEAN)
     group = subject.start(model)
     before = group.named_tensors("master")
@@ -192,8 +194,8 @@ def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     subject.verify_scalar("the loss of eval_batch()", evaluated["loss"], expected.oracle.loss, expected.loss)
     _verify_metrics(subject, "of eval_batch()", evaluated, model, data)
     metrics = group.forward_backward(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)
-    group.eval_batch(other.batch(), TOKEN_MEAN.spec(), ONE_PASS)
-    group.forward(other.batch(), ONE_PASS)
+    group.eval_batch(second.batch(), TOKEN_MEAN.spec(), ONE_PASS)
+    group.forward(second.batch(), ONE_PASS)
     subject.verify_gradients("with evaluations before and after", group, metrics, expected)
     subject.verify_same("weights after evaluations", group.named_tensors("master"), before)
 
@@ -225,8 +227,8 @@ def untrained_tokens_count_nothing(subject: EngineUnderTest) -> None:
     Look at: the loss mask on its way through packing and micro-batches.
     """
     model, data = subject.model(), subject.data(seed=2)
-    kept = [index for index, row in enumerate(data.rows) if any(row.mask[1:])]
-    expected = subject.gradients(model, data.select(kept), TOKEN_MEAN)
+    trained_rows = [index for index, row in enumerate(data.rows) if any(row.mask[1:])]
+    expected = subject.gradients(model, data.select(trained_rows), TOKEN_MEAN)
     group = subject.start(model)
     batch = data.batch()
     elsewhere = torch.where(batch.loss_mask, batch["advantages"], 1e3)

@@ -35,9 +35,9 @@ def values_match_the_oracle(subject: EngineUnderTest) -> None:
         verify_form(subject, output, "values", data)
         for name in ("values", "bootstrap"):
             expected = subject.outputs(model, data, name)
-            what = f"{name}{of} at temperature {temperature:g}"
+            label = f"{name}{of} at temperature {temperature:g}"
             got = per_sequence(output, name, data)
-            subject.verify_tokens(what, got, expected, subject.places(data, cut))
+            subject.verify_tokens(label, got, expected, subject.places(data, cut))
 
 
 @check("I7.scores", requires=[Capability.REWARD_HEAD], each="layout")

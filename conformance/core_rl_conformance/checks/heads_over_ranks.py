@@ -65,15 +65,15 @@ def heads_that_cp_does_not_divide(subject: EngineUnderTest) -> None:
 
 def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
     model = subject.model().with_odd_heads()
-    what = f"of a model with {model.heads} heads at {layout}"
+    label = f"of a model with {model.heads} heads at {layout}"
     try:
         group = subject.start(model, layout=layout)
     except REFUSALS:
-        own = subject.model()
-        _verify_right(subject, subject.start(own), own, f"after the refusal {what}")
+        fields = subject.model()
+        _verify_right(subject, subject.start(fields), fields, f"after the refusal {label}")
         return
     try:
-        _verify_right(subject, group, model, what)
+        _verify_right(subject, group, model, label)
     except CoreRLError as error:
         reason = str(error).splitlines()[0]
         problem = (
@@ -82,7 +82,7 @@ def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
         raise AssertionError(subject.failure_message(problem)) from error
 
 
-def _verify_right(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str) -> None:
+def _verify_right(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, label: str) -> None:
     data = subject.data()
-    subject.verify_logprobs(what, group, model, data)
-    subject.verify_backward(what, group, model, data, LOSS)
+    subject.verify_logprobs(label, group, model, data)
+    subject.verify_backward(label, group, model, data, LOSS)

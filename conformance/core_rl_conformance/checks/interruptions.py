@@ -42,18 +42,18 @@ def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
     data = subject.data()
     requests = [request for _ in range(REPEATED) for request in serving.requests_for(data, LONG, 20)]
     for _ in range(ATTEMPTS):
-        during, found = asyncio.run(_interrupted(engine, requests))
+        during, responses = asyncio.run(_interrupted(engine, requests))
         if during is not None:
             break
     problem = f"{during or 'all'} requests that a pause had interrupted were answered before resume()"
     subject.require(during == 0, problem)
-    wrong = [response for response in found if len(response.output_ids) != LONG.max_new_tokens]
+    wrong = [response for response in responses if len(response.output_ids) != LONG.max_new_tokens]
     subject.require(
         not wrong,
-        f"{len(wrong)} of {len(found)} interrupted answers do not have the {LONG.max_new_tokens} tokens that were "
+        f"{len(wrong)} of {len(responses)} interrupted answers do not have the {LONG.max_new_tokens} tokens that were "
         f"asked for: {sorted({len(response.output_ids) for response in wrong})}",
     )
-    serving.verify_logprobs(subject, "log-probs of interrupted answers", model, found)
+    serving.verify_logprobs(subject, "log-probs of interrupted answers", model, responses)
 
 
 async def _interrupted(
@@ -121,10 +121,10 @@ def _verify_sleep(
         subject.require_error(EngineStateError, lambda: serving.ask(engine, requests[:1]), problem)
     finally:
         engine.resume_memory()
-    found = serving.ask(engine, requests)
-    serving.verify_served(subject, f"of greedy tokens after {turn}", found, model, old, version)
-    changed = sum(a != b.output_ids for a, b in zip(before, found, strict=True))
-    subject.require(not changed, f"after {turn}, {changed} of {len(found)} greedy answers are other ones")
+    responses = serving.ask(engine, requests)
+    serving.verify_served(subject, f"of greedy tokens after {turn}", responses, model, old, version)
+    changed = sum(a != b.output_ids for a, b in zip(before, responses, strict=True))
+    subject.require(not changed, f"after {turn}, {changed} of {len(responses)} greedy answers are other ones")
 
 
 @check("contract.launched-servers", kind="inference", requires=[Capability.LAUNCH_SERVER], each="engine")

@@ -44,10 +44,10 @@ def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
     group = _start_muon(subject, model)
     params = group.named_tensors("master")
     settings = default_settings(params, CONFIG.weight_decay, muon=True)
-    what = f"after {STEPS} steps of Muon"
+    label = f"after {STEPS} steps of Muon"
     config = MixedOptimizer(adamw=CONFIG, settings=settings)
-    verify_mixed_steps(subject, group, config, settings, LOSS, STEPS, what)
-    verify_outputs(subject, group, model, what)
+    verify_mixed_steps(subject, group, config, settings, LOSS, STEPS, label)
+    verify_outputs(subject, group, model, label)
 
 
 @check("I20.rules", requires=[Capability.OPTIMIZER_RULES], each="layout")
@@ -124,14 +124,14 @@ def _start_with_rules(subject: EngineUnderTest, rules: tuple[dict[str, Any], ...
     return subject.start(optimizer={**optimizer_config(CONFIG), "rules": list(rules)})
 
 
-def _verify_rules(subject: EngineUnderTest, rules: tuple[dict[str, Any], ...], what: str) -> None:
+def _verify_rules(subject: EngineUnderTest, rules: tuple[dict[str, Any], ...], label: str) -> None:
     group = _start_with_rules(subject, rules)
     defaults = default_settings(group.named_tensors("master"), CONFIG.weight_decay)
     settings = dict(defaults)
     for rule in rules:
         fields = {name: value for name, value in rule.items() if name != "pattern"}
-        for name, own in settings.items():
+        for name, setting in settings.items():
             if fnmatchcase(name, rule["pattern"]):
-                settings[name] = replace(own, **fields)
+                settings[name] = replace(setting, **fields)
     config = MixedOptimizer(adamw=CONFIG, settings=settings)
-    verify_mixed_steps(subject, group, config, defaults, LOSS, STEPS, what)
+    verify_mixed_steps(subject, group, config, defaults, LOSS, STEPS, label)

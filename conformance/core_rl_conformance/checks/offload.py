@@ -34,9 +34,9 @@ def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
     group.offload()
     readable = [kind for kind, refused in group.run(_refused_kinds)[0].items() if not refused]
     subject.require(not readable, f"named_tensors gives {', '.join(readable)} while the engine is offloaded")
-    found = group.forward(data, ONE_PASS)["logprobs"]
+    logprobs = group.forward(data, ONE_PASS)["logprobs"]
     subject.require(
-        torch.equal(found, outputs),
+        torch.equal(logprobs, outputs),
         "log-probs of an engine that was offloaded before are others than without",
     )
     group.onload()
@@ -68,15 +68,15 @@ def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = moving.start(subject, model)
     expected = _steps(group, subject, offload=False)
-    wanted = moving.state(group)
+    reference = moving.state(group)
     for when, changes in (("with offload() in between", {}), ("offloaded as configured", CONFIGURED)):
         group = moving.start(subject, model, changes=changes)
-        found = _steps(group, subject, offload=not changes)
-        for number, (own, plain) in enumerate(zip(found, expected, strict=True)):
-            what = f"step {number} {when}"
-            moving.verify_report(subject, what, own, plain, "without offloading")
+        metrics = _steps(group, subject, offload=not changes)
+        for number, (ours, plain) in enumerate(zip(metrics, expected, strict=True)):
+            label = f"step {number} {when}"
+            moving.verify_report(subject, label, ours, plain, "without offloading")
         group.onload()
-        moving.verify_state(subject, f"after training {when}", group, wanted)
+        moving.verify_state(subject, f"after training {when}", group, reference)
 
 
 def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[dict[str, float]]:
@@ -105,7 +105,7 @@ def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = moving.start(subject, model)
     moving.train(group, subject, [0, 1])
-    held = moving.state(group)
+    state = moving.state(group)
     group.offload()
     group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
     reports = moving.train(group, subject, [2])
@@ -115,7 +115,7 @@ def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
     moving.train(group, subject, [5])
     group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
     group.onload()
-    moving.verify_state(subject, "loaded into an offloaded engine", group, held)
+    moving.verify_state(subject, "loaded into an offloaded engine", group, state)
     group.offload()
     moving.verify_steps(subject, 2, moving.train(group, subject, [2]), reports)
     group.onload()

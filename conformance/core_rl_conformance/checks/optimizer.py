@@ -67,9 +67,9 @@ def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, s
     shadow = Shadow.of(group, DECAYING, total_steps=steps + 2)
     batches = [subject.data(PROBE, seed).batch() for seed in range(steps)]
     shadow.train(subject, group, batches, loss.spec(), TWO)
-    what = f"after {steps} steps"
-    shadow.verify(subject, group, what)
-    verify_outputs(subject, group, model, what)
+    label = f"after {steps} steps"
+    shadow.verify(subject, group, label)
+    verify_outputs(subject, group, model, label)
     updates = group.progress.updates
     subject.require(updates == steps, f"{steps} steps count as {updates} updates")
 
@@ -108,8 +108,8 @@ def exports_leave_the_gradients(subject: EngineUnderTest) -> None:
     for kind in KINDS:
         group.named_tensors(kind)
         subject.verify_gradients(f"after an export of {kind!r}", group, metrics, expected)
-    for what in _saved(subject, group):
-        subject.verify_gradients(f"after {what}", group, metrics, expected)
+    for label in _saved(subject, group):
+        subject.verify_gradients(f"after {label}", group, metrics, expected)
     shadow.step(subject, group, "of the step after exports")
     shadow.verify(subject, group, "after exports between backward pass and step")
 
@@ -145,9 +145,10 @@ def _verify_move(subject: EngineUnderTest, model: TinyModel, data: Ragged, loss:
     group.train_batch(data.batch(), loss.spec(), ONE_PASS)
     after = group.named_tensors("master")
     for name, grad in expected.oracle.grads.items():
-        reached = grad.abs() > 100 * expected.tolerances[name].limit
-        still = int(((after[name] == before[name]) & reached).sum())
+        significant = grad.abs() > 100 * expected.tolerances[name].limit
+        still = int(((after[name] == before[name]) & significant).sum())
         subject.require(
-            not still, f"{still} of {int(reached.sum())} entries of {name} have a gradient and did not move"
+            not still,
+            f"{still} of {int(significant.sum())} entries of {name} have a gradient and did not move",
         )
         subject.require(bool(torch.isfinite(after[name]).all()), f"{name} is not finite after one step")

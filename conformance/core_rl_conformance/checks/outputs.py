@@ -73,8 +73,8 @@ def logits_match_the_oracle(subject: EngineUnderTest) -> None:
     names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
     output = subject.start(model).forward(data.batch(), BUDGET, names, 0.6)
     for name in names:
-        what = f"{name}, all asked together, at temperature 0.6"
-        _compare(subject, output, name, model, data, what, 0.6, cut=BUDGET)
+        label = f"{name}, all asked together, at temperature 0.6"
+        _compare(subject, output, name, model, data, label, 0.6, cut=BUDGET)
     long = subject.data(lengths=LONG, seed=3)
     output = subject.start(model).forward(long.batch(), ONE_PASS, ("logits",))
     _compare(subject, output, "logits", model, long, "logits of a long batch")
@@ -107,10 +107,12 @@ def _verify_token_output(
     group = group or subject.start(model)
     expected = subject.outputs(model, data, name, temperature)
     answer = partial(group.forward, data.batch(), BUDGET, (name,), temperature)
-    output, what = answer(), f"{name} at temperature {temperature:g}"
-    _compare(subject, output, name, model, data, what, temperature, cut=BUDGET, plotted=plotted, again=answer)
+    output, label = answer(), f"{name} at temperature {temperature:g}"
+    _compare(
+        subject, output, name, model, data, label, temperature, cut=BUDGET, plotted=plotted, again=answer
+    )
     if name != "logits":
-        verify_overall(subject, what, per_sequence(output, name, data), expected)
+        verify_overall(subject, label, per_sequence(output, name, data), expected)
 
 
 def _compare(
@@ -119,7 +121,7 @@ def _compare(
     name: OutputName,
     model: TinyModel,
     data: Ragged,
-    what: str,
+    label: str,
     temperature: float = 1.0,
     *,
     cut: MicroBatchSpec = ONE_PASS,
@@ -133,7 +135,7 @@ def _compare(
     got = per_sequence(output, name, data)
     places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
     repeat = None if again is None else lambda: per_sequence(again(), name, data)
-    subject.verify_tokens(what, got, expected, places, plotted=plotted, again=repeat)
+    subject.verify_tokens(label, got, expected, places, plotted=plotted, again=repeat)
 
 
 @check("I7.long-batch", each="layout")
@@ -168,18 +170,18 @@ def neighbours_change_nothing(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     expected = subject.outputs(model, data, "logprobs")
-    other = subject.data(seed=1)
-    mixed = Ragged(tuple(other.rows[i] if i % 2 else row for i, row in enumerate(data.rows)))
+    second = subject.data(seed=1)
+    mixed = Ragged(tuple(second.rows[i] if i % 2 else row for i, row in enumerate(data.rows)))
     order = range(len(data.rows))
     group = subject.start(model)
-    for what, batch, originals, places in (
+    for label, batch, originals, places in (
         ("next to other neighbours", mixed, order[::2], order[::2]),
         ("in the reverse order", data.select(order[::-1]), order[::-1], order),
         ("alone", data.select([2]), [2], [0]),
     ):
         rows = per_sequence(group.forward(batch.batch(), ONE_PASS), "logprobs", batch)
         got, values = [rows[place] for place in places], [expected.values[index] for index in originals]
-        subject.verify(compare_tokens(f"log-probs {what}", got, values, expected.tolerance))
+        subject.verify(compare_tokens(f"log-probs {label}", got, values, expected.tolerance))
 
 
 @check("I9.dropout-off", each="layout")
@@ -205,16 +207,16 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
         )
     group.train_batch(data.batch(), loss.spec(), ONE_PASS)
     batch = data.batch()
-    for what, output in (
+    for label, output in (
         ("by forward()", group.forward(batch, BUDGET)),
         ("by a second forward()", group.forward(batch, BUDGET)),
         ("inside train_mode()", group.run(forward_inside_train_mode, batch, ONE_PASS, ("logprobs",))[0]),
     ):
         got = per_sequence(output, "logprobs", data)
-        subject.verify_tokens(f"log-probs {what}", got, expected, subject.places(data))
+        subject.verify_tokens(f"log-probs {label}", got, expected, subject.places(data))
     evaluated = group.eval_batch(data.batch(), loss.spec(), ONE_PASS)["loss"]
-    what = "the loss of eval_batch(), without dropout,"
-    subject.verify_scalar(what, evaluated, truth.oracle.loss, truth.loss)
+    label = "the loss of eval_batch(), without dropout,"
+    subject.verify_scalar(label, evaluated, truth.oracle.loss, truth.loss)
     if subject.spec.supports(Capability.VALUE_HEAD):
         critic = subject.model(dropout=0.5, head="value")
         got = per_sequence(subject.start(critic).forward(batch, ONE_PASS, ("values",)), "values", data)

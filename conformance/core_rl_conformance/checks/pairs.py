@@ -50,9 +50,9 @@ def two_engines_have_the_same_logprobs(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data()
     with partners_part(subject):
         partner = _outputs(subject.peer)
-    own = _outputs(subject)
+    ours = _outputs(subject)
     quantities = [
-        pair_tokens(name, own[name], partner[name], subject.outputs(model, data, name), subject.places(data))
+        pair_tokens(name, ours[name], partner[name], subject.outputs(model, data, name), subject.places(data))
         for name in OUTPUTS
     ]
     verify_pair(subject, quantities)
@@ -110,23 +110,23 @@ def two_engines_train_alike(subject: EngineUnderTest) -> None:
     expected = expected_training(subject, training)
     with partners_part(subject):
         partner = train_end_to_end(subject.peer, training)
-    own = train_end_to_end(subject, training)
-    verify_pair(subject, list(_pair_steps(own, partner, expected)))
-    verify_rates(subject, training, own)
+    ours = train_end_to_end(subject, training)
+    verify_pair(subject, list(_pair_steps(ours, partner, expected)))
+    verify_rates(subject, training, ours)
 
 
-def _pair_steps(own: Trained, partner: Trained, expected: ExpectedTraining) -> Iterator[PairFinding]:
+def _pair_steps(ours: Trained, partner: Trained, expected: ExpectedTraining) -> Iterator[PairFinding]:
     """Losses and norms in the order of the steps, and then the weights."""
     truth = expected.truth
-    for step, (left, right) in enumerate(zip(own.reports, partner.reports, strict=True)):
-        for what, name, values, allowed in (
+    for step, (left, right) in enumerate(zip(ours.reports, partner.reports, strict=True)):
+        for label, name, values, allowed in (
             ("the loss", "loss", truth.losses, expected.losses),
             ("the norm", "grad_norm", truth.norms, expected.norms),
         ):
-            found = left[name], right[name]
-            yield pair_scalars(f"{what} of step {step}", *found, values[step], allowed[step])
-    what = f"weights after {len(own.reports)} steps"
-    yield pair_named(what, own.weights, partner.weights, truth.weights, expected.weights)
+            pair = left[name], right[name]
+            yield pair_scalars(f"{label} of step {step}", *pair, values[step], allowed[step])
+    label = f"weights after {len(ours.reports)} steps"
+    yield pair_named(label, ours.weights, partner.weights, truth.weights, expected.weights)
 
 
 @check(

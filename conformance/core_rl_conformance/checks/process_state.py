@@ -38,11 +38,11 @@ def calls_leave_global_state(subject: EngineUnderTest) -> None:
     ``torch.manual_seed`` and ``set_grad_enabled`` outside of a context.
     """
     group = subject.start()
-    for rank, found in enumerate(group.run(unusual_settings)):
-        subject.require(not found, f"after initialize(), on rank {rank}: {', '.join(found)}")
+    for rank, changes in enumerate(group.run(unusual_settings)):
+        subject.require(not changes, f"after initialize(), on rank {rank}: {', '.join(changes)}")
     path = str(subject.directory("saved"))
-    for rank, found in enumerate(group.run(changed_settings, path, _few_tokens(subject), LOSS.spec())):
-        subject.require(not found, f"on rank {rank}: {'; '.join(found)}")
+    for rank, changes in enumerate(group.run(changed_settings, path, _few_tokens(subject), LOSS.spec())):
+        subject.require(not changes, f"on rank {rank}: {'; '.join(changes)}")
 
 
 @check("contract.flat-memory", each="layout")

@@ -115,8 +115,8 @@ class _Trial:
         output = group.forward(data.batch(), drawn.cut, temperature=LOSS.temperature)
         got = per_sequence(output, "logprobs", data)
         logprobs = subject.outputs(self._model, data, "logprobs", LOSS.temperature)
-        what = "log-probs of a drawn batch"
-        yield compare_tokens(what, got, logprobs.values, logprobs.tolerance, subject.places(data))
+        label = "log-probs of a drawn batch"
+        yield compare_tokens(label, got, logprobs.values, logprobs.tolerance, subject.places(data))
         if not bool(data.batch().loss_mask.any()):
             return
         expected = subject.gradients(self._model, data, LOSS)

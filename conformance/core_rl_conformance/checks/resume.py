@@ -115,18 +115,18 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     are wrong: the optimizer's groups after a load.
     """
     model = subject.model()
-    other = subject.case.other_setting
-    assert other is not None  # the check asks for a profile with two
+    second = subject.case.other_setting
+    assert second is not None  # the check asks for a profile with two
     group = moving.start(subject, model)
     moving.train(group, subject, [0, 1])
     group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
     expected, progress = moving.state(group), group.progress
-    group = moving.start(subject, moving.elsewhere(model), layout=other, config=CHANGED)
+    group = moving.start(subject, moving.elsewhere(model), layout=second, config=CHANGED)
     group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
-    what = f"loaded on {other}"
-    moving.verify_state(subject, what, group, expected)
-    moving.verify_progress(subject, what, group, progress)
-    moving.verify_next_steps(subject, group, model, what, CHANGED)
+    label = f"loaded on {second}"
+    moving.verify_state(subject, label, group, expected)
+    moving.verify_progress(subject, label, group, progress)
+    moving.verify_next_steps(subject, group, model, label, CHANGED)
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
@@ -139,19 +139,19 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = moving.start(subject, model)
     moving.train(group, subject, [0, 1])
-    held = {}
+    state = {}
     for number, name in enumerate(moving.formats(subject)):
         group.set_version(7 + number)
-        held[name] = (moving.state(group), group.progress)
+        state[name] = (moving.state(group), group.progress)
         later = replace(moving.meta(subject.directory(name), name), asynchronous=True)
         group.run(_save_and_train, later, [subject.data(seed=seed).batch() for seed in (2, 3)])
         group.wait_for_saves()
     group = moving.start(subject, moving.elsewhere(model))
-    for name, (expected, progress) in held.items():
+    for name, (expected, progress) in state.items():
         group.load(moving.meta(subject.directory(name), name))
-        what = f"loaded from a {name!r} checkpoint that was saved in the background"
-        moving.verify_state(subject, what, group, expected)
-        moving.verify_progress(subject, what, group, progress)
+        label = f"loaded from a {name!r} checkpoint that was saved in the background"
+        moving.verify_state(subject, label, group, expected)
+        moving.verify_progress(subject, label, group, progress)
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:

@@ -42,8 +42,8 @@ def undeclared_capabilities_of_rollouts_refuse(subject: EngineUnderTest) -> None
     """
     engine = subject.serve()
     verify_undeclared(subject, _refusals(subject, engine))
-    found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
-    serving.verify_logprobs(subject, "log-probs after refusals", subject.model(), found)
+    responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+    serving.verify_logprobs(subject, "log-probs after refusals", subject.model(), responses)
 
 
 def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
@@ -102,8 +102,8 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
         longer = serving.requests_for(
             subject.data().select(serving.FEW), replace(serving.PLAIN, max_new_tokens=20)
         )
-        found = asyncio.run(serving.meanwhile(engine, longer, partial(engine.set_version, 42)))
-        _require_versions(subject, "with set_version(42) on the way", found, {41, 42})
+        responses = asyncio.run(serving.meanwhile(engine, longer, partial(engine.set_version, 42)))
+        _require_versions(subject, "with set_version(42) on the way", responses, {41, 42})
         serving.verify_version(subject, engine, 42, "after set_version(42)")
         _require_versions(subject, "after set_version(42)", serving.ask(engine, requests), {42})
     finally:
@@ -111,10 +111,10 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
 
 
 def _require_versions(
-    subject: EngineUnderTest, when: str, found: Sequence[LLMResponse], versions: set[int]
+    subject: EngineUnderTest, when: str, responses: Sequence[LLMResponse], versions: set[int]
 ) -> None:
     __tracebackhide__ = True
-    for response in found:
+    for response in responses:
         subject.require(
             response.stop_reason == "length",
             f"{when}, an answer ended with {response.stop_reason!r} after {len(response.output_ids)} tokens",
@@ -135,12 +135,12 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
     requests = serving.requests_for(data)
-    found = asyncio.run(_cancelling(engine, requests))
+    responses = asyncio.run(_cancelling(engine, requests))
     subject.require(
-        all(response.stop_reason == "length" for response in found),
-        f"next to cancelled requests, answers ended with {sorted({r.stop_reason for r in found})}",
+        all(response.stop_reason == "length" for response in responses),
+        f"next to cancelled requests, answers ended with {sorted({r.stop_reason for r in responses})}",
     )
-    serving.verify_logprobs(subject, "log-probs next to cancelled requests", model, found)
+    serving.verify_logprobs(subject, "log-probs next to cancelled requests", model, responses)
     serving.verify_logprobs(
         subject, "log-probs after cancelled requests", model, serving.ask(engine, requests[:4])
     )
@@ -149,17 +149,17 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
 async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
     """The answers to every second request; the others are cancelled before they begin, as they begin, and later."""
     tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
-    given_up, kept = tasks[::2], tasks[1::2]
+    given_up, remaining = tasks[::2], tasks[1::2]
     given_up[0].cancel()
     await serving.let_begin()
     # An engine may answer all at one time: later ones may be complete when they are cancelled.
     given_up[1].cancel()
-    answered = asyncio.as_completed(kept, timeout=CALL_TIMEOUT_S)
+    answered = asyncio.as_completed(remaining, timeout=CALL_TIMEOUT_S)
     for task, answer in zip(given_up[2:], answered, strict=False):
         await answer
         task.cancel()
     await asyncio.gather(*given_up, return_exceptions=True)
-    return await asyncio.wait_for(asyncio.gather(*kept), CALL_TIMEOUT_S)
+    return await asyncio.wait_for(asyncio.gather(*remaining), CALL_TIMEOUT_S)
 
 
 @check("contract.rollout-rid", kind="inference", each="engine")
@@ -172,9 +172,9 @@ def requests_have_rids_of_their_own(subject: EngineUnderTest) -> None:
     model = subject.model()
     engine = subject.serve(model)
     request = serving.requests_for(subject.data().select(serving.FEW))[0]
-    refused, found = asyncio.run(_sharing_a_rid(engine, request))
+    refused, responses = asyncio.run(_sharing_a_rid(engine, request))
     subject.require(refused, f"two requests with the rid {request.rid!r} were in flight at one time")
-    serving.verify_logprobs(subject, "log-probs next to a refused request", model, found)
+    serving.verify_logprobs(subject, "log-probs next to a refused request", model, responses)
     serving.verify_logprobs(
         subject, "log-probs of a rid that is free again", model, serving.ask(engine, [request])
     )
@@ -203,11 +203,11 @@ def paused_engines_hold_requests_back(subject: EngineUnderTest) -> None:
     model = subject.model()
     engine = subject.serve(model)
     requests = serving.requests_for(subject.data().select(serving.FEW))
-    early, found = asyncio.run(_paused(engine, requests))
+    early, responses = asyncio.run(_paused(engine, requests))
     subject.require(
         early == 0, f"{early} of {len(requests)} requests were answered while the engine was paused"
     )
-    serving.verify_logprobs(subject, "log-probs after a pause", model, found)
+    serving.verify_logprobs(subject, "log-probs after a pause", model, responses)
 
 
 async def _paused(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> tuple[int, list[LLMResponse]]:

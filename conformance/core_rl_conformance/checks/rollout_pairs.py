@@ -30,7 +30,7 @@ def _step(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
 
 def _verify_sides(
     subject: EngineUnderTest,
-    what: str,
+    label: str,
     trained: Sequence[Tensor],
     rolled: Sequence[Tensor],
     expected: Sequence[Tensor],
@@ -43,17 +43,17 @@ def _verify_sides(
         f"the rollout engine {subject.peer.spec.name!r}": rolled,
     }
     findings = {
-        name: compare_tokens(f"{what} of {name}", got, expected, tolerance) for name, got in sides.items()
+        name: compare_tokens(f"{label} of {name}", got, expected, tolerance) for name, got in sides.items()
     }
     right = [name for name, finding in findings.items() if finding.problem is None]
     for name, finding in findings.items():
         if finding.problem is not None:
-            others = f"{right[0]} agrees with the oracle" if right else "both engines are off the oracle"
-            problem = f"{name} is off the oracle, and {others}\n{finding.problem}"
+            verdict = f"{right[0]} agrees with the oracle" if right else "both engines are off the oracle"
+            problem = f"{name} is off the oracle, and {verdict}\n{finding.problem}"
             subject.verify(replace(finding, problem=problem))
         subject.verify(finding)
     subject.verify(
-        compare_tokens(f"{what}, one engine compared with the other", rolled, trained, tolerance + tolerance)
+        compare_tokens(f"{label}, one engine compared with the other", rolled, trained, tolerance + tolerance)
     )
 
 
@@ -76,16 +76,19 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     truth = subject.snapshot(group, model, "truth")
     for temperature in (1.0, 0.7):
         sampling = SamplingParams(max_new_tokens=8, temperature=temperature, ignore_eos=True)
-        found = serving.ask(engine, serving.requests_for(subject.data(), sampling))
-        whole, expected = serving.sequences_of(found), serving.expected_of(subject, truth, found, temperature)
-        output = group.forward(whole.batch(), BUDGET, ("logprobs",), temperature)
+        responses = serving.ask(engine, serving.requests_for(subject.data(), sampling))
+        sequences, expected = (
+            serving.sequences_of(responses),
+            serving.expected_of(subject, truth, responses, temperature),
+        )
+        output = group.forward(sequences.batch(), BUDGET, ("logprobs",), temperature)
         trained = [
             row[len(response.input_ids) :]
-            for row, response in zip(per_sequence(output, "logprobs", whole), found, strict=True)
+            for row, response in zip(per_sequence(output, "logprobs", sequences), responses, strict=True)
         ]
-        rolled = [torch.tensor(response.logprobs) for response in found]
-        what = f"log-probs of generated tokens at temperature {temperature:g}"
-        _verify_sides(subject, what, trained, rolled, expected.values, expected.tolerance)
+        rolled = [torch.tensor(response.logprobs) for response in responses]
+        label = f"log-probs of generated tokens at temperature {temperature:g}"
+        _verify_sides(subject, label, trained, rolled, expected.values, expected.tolerance)
 
 
 @check(
@@ -133,22 +136,22 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
         group.upload_weights(meta)
         serving.installed(engine, meta)
         group.set_version(version)
-        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
-        carried = {number for response in found for number in response.versions}
+        responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+        carried = {number for response in responses for number in response.versions}
         versions = {"the train engine": group.get_version(), "the rollout engine": engine.get_version()}
         subject.require(
             carried == {version} == set(versions.values()),
             f"after sync {version}, tokens carry {sorted(carried)}, and get_version() is {versions}",
         )
         truth = subject.snapshot(group, model, f"truth-{version}")
-        _verify_arrived(subject, version, found, truth, path, before)
+        _verify_arrived(subject, version, responses, truth, path, before)
         before = truth
 
 
 def _verify_arrived(
     subject: EngineUnderTest,
     version: int,
-    found: Sequence[LLMResponse],
+    responses: Sequence[LLMResponse],
     truth: Snapshot,
     path: Path,
     before: Snapshot,
@@ -156,11 +159,11 @@ def _verify_arrived(
     __tracebackhide__ = True
     guesses = {
         "log-probs of the weights before the sync: the receiver did not take the new ones": (
-            lambda: serving.expected_of(subject, before, found).values
+            lambda: serving.expected_of(subject, before, responses).values
         ),
         "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
-            lambda: serving.expected_of(subject, Snapshot(path), found).values
+            lambda: serving.expected_of(subject, Snapshot(path), responses).values
         ),
     }
-    what = f"log-probs of tokens generated after sync {version}"
-    serving.verify_logprobs(subject, what, truth, found, 1.0, guesses)
+    label = f"log-probs of tokens generated after sync {version}"
+    serving.verify_logprobs(subject, label, truth, responses, 1.0, guesses)

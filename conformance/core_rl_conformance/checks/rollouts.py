@@ -27,14 +27,14 @@ def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
     requests = serving.requests_for(data)
-    found = serving.ask(engine, requests)
+    responses = serving.ask(engine, requests)
     serving.verify_logprobs(
         subject,
         "log-probs of tokens generated in a crowd",
         model,
-        found,
+        responses,
         1.0,
-        _late(subject, model, found),
+        _late(subject, model, responses),
         plotted=True,
     )
     alone = [serving.ask(engine, [requests[index]])[0] for index in serving.FEW]
@@ -48,13 +48,13 @@ def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
 
 
 def _late(
-    subject: EngineUnderTest, model: TinyModel, found: Sequence[LLMResponse]
+    subject: EngineUnderTest, model: TinyModel, responses: Sequence[LLMResponse]
 ) -> dict[str, Callable[[], list[Tensor]]]:
     """The log-prob of the prompt's last token first, and so on; prompts of one token have none."""
 
     def moved() -> list[Tensor]:
-        rows = subject.outputs(model, serving.sequences_of(found), "logprobs").values
-        pairs = zip(rows, found, strict=True)
+        rows = subject.outputs(model, serving.sequences_of(responses), "logprobs").values
+        pairs = zip(rows, responses, strict=True)
         return [row[len(response.input_ids) - 1 : -1] for row, response in pairs]
 
     return {"each token has the log-prob of the token before it": moved}
@@ -73,8 +73,8 @@ def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
     engine = subject.serve(model)
     for temperature in (0.6, 1.7):
         requests = serving.requests_for(data, replace(serving.PLAIN, temperature=temperature))
-        what = f"log-probs of tokens generated at temperature {temperature:g}"
-        serving.verify_logprobs(subject, what, model, serving.ask(engine, requests), temperature)
+        label = f"log-probs of tokens generated at temperature {temperature:g}"
+        serving.verify_logprobs(subject, label, model, serving.ask(engine, requests), temperature)
     greedy = serving.ask(engine, serving.requests_for(data, replace(serving.PLAIN, temperature=0.0)))
     serving.verify_logprobs(subject, "log-probs of greedy tokens", model, greedy)
     limit = serving.expected_of(subject, model, greedy).tolerance.limit
@@ -108,30 +108,30 @@ def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> N
     ):
         sampling = replace(serving.PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
         cuts = [f"top_k = {top_k}"] * (top_k is not None) + [f"top_p = {top_p}"] * (top_p < 1)
-        found = serving.ask(engine, serving.requests_for(data, sampling))
+        responses = serving.ask(engine, serving.requests_for(data, sampling))
         shown = f"{', '.join(cuts)} at temperature {temperature:g}"
-        _verify_cut(subject, model, shown, found, sampling)
+        _verify_cut(subject, model, shown, responses, sampling)
 
 
 def _verify_cut(
     subject: EngineUnderTest,
     model: TinyModel,
     shown: str,
-    found: Sequence[LLMResponse],
+    responses: Sequence[LLMResponse],
     sampling: SamplingParams,
 ) -> None:
-    full = serving.distributions(subject, model, found, sampling.temperature)
-    limit = serving.expected_of(subject, model, found, sampling.temperature).tolerance.limit
+    full = serving.distributions(subject, model, responses, sampling.temperature)
+    limit = serving.expected_of(subject, model, responses, sampling.temperature).tolerance.limit
 
     def after_the_cut() -> list[Tensor]:
         return [
             serving.left_by_cut(rows, sampling, 0.0).log_softmax(-1)[
                 range(len(rows)), list(response.output_ids)
             ]
-            for response, rows in zip(found, full, strict=True)
+            for response, rows in zip(responses, full, strict=True)
         ]
 
-    for response, rows in zip(found, full, strict=True):
+    for response, rows in zip(responses, full, strict=True):
         left = serving.left_by_cut(rows, sampling, 2 * limit)
         for place, (token, row) in enumerate(zip(response.output_ids, left, strict=True)):
             subject.require(
@@ -140,8 +140,8 @@ def _verify_cut(
                 f"{len(response.input_ids)} tokens; only {int(row.isfinite().sum())} other tokens are left",
             )
     guesses = {"log-probs of what the cut has left": after_the_cut}
-    what = f"log-probs of tokens generated with {shown}"
-    serving.verify_logprobs(subject, what, model, found, sampling.temperature, guesses)
+    label = f"log-probs of tokens generated with {shown}"
+    serving.verify_logprobs(subject, label, model, responses, sampling.temperature, guesses)
 
 
 @check("I19.bos", kind="inference", each="layout")
@@ -164,9 +164,11 @@ def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
         "of one special token": [(bos,), (eos,)],
     }
     engine = subject.serve(model)
-    for what, given in prompts.items():
-        found = serving.ask(engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN) for ids in given])
-        serving.verify_logprobs(subject, f"log-probs after prompts {what}", model, found)
+    for label, prompt_ids in prompts.items():
+        responses = serving.ask(
+            engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN) for ids in prompt_ids]
+        )
+        serving.verify_logprobs(subject, f"log-probs after prompts {label}", model, responses)
 
 
 @check("contract.rollout-limits", kind="inference", each="layout")
@@ -192,11 +194,11 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
         LLMRequest(input_ids=ids[:length], sampling=replace(serving.PLAIN, max_new_tokens=count))
         for length, count in lengths
     ]
-    found = serving.ask(engine, requests)
-    for response, (length, count) in zip(found, lengths, strict=True):
+    responses = serving.ask(engine, requests)
+    for response, (length, count) in zip(responses, lengths, strict=True):
         subject.require(
             len(response.output_ids) == count and response.stop_reason == "length",
             f"max_new_tokens = {count} after a prompt of {length} tokens gave {len(response.output_ids)} tokens "
             f"and stop_reason = {response.stop_reason!r}; expected {count} and 'length'",
         )
-    serving.verify_logprobs(subject, "log-probs of short and long answers", model, found)
+    serving.verify_logprobs(subject, "log-probs of short and long answers", model, responses)

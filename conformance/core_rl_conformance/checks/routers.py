@@ -66,13 +66,13 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, ALONE)
     group = _started(subject, 1.0)
-    for what, backward in _cuts(subject, group, data).items():
+    for label, backward in _cuts(subject, group, data).items():
         metrics = backward()
         value = metrics.get("aux_loss", math.nan)
-        balance = compare_scalar(f"the metric 'aux_loss' {what}", value, expected.oracle.loss, expected.loss)
+        balance = compare_scalar(f"the metric 'aux_loss' {label}", value, expected.oracle.loss, expected.loss)
         subject.verify(balance)
         grads = group.named_tensors("grads")
-        subject.verify(compare_named(f"gradients {what}", grads, expected.oracle.grads, expected.tolerances))
+        subject.verify(compare_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances))
         group.optimizer_zero_grad()
 
 
@@ -110,10 +110,10 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     plain = subject.gradients(model, data, replace(loss, coef=0.0))
     group = _started(subject, COEF)
     metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
-    found = group.named_tensors("grads")
+    grads = group.named_tensors("grads")
     subject.verify_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss)
     subject.verify(
-        compare_named("gradients next to a loss", found, expected.oracle.grads, expected.tolerances)
+        compare_named("gradients next to a loss", grads, expected.oracle.grads, expected.tolerances)
     )
     group.optimizer_zero_grad()
     evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]
@@ -121,8 +121,8 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     for part in (range(0, len(data.rows), 3), [i for i in range(len(data.rows)) if i % 3]):
         batch = data.select(part).batch()
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
-    found = group.named_tensors("grads")
-    subject.verify(compare_named("gradients of two calls", found, expected.oracle.grads, expected.tolerances))
+    grads = group.named_tensors("grads")
+    subject.verify(compare_named("gradients of two calls", grads, expected.oracle.grads, expected.tolerances))
 
 
 def _started(subject: EngineUnderTest, coefficient: float) -> EngineGroup:
@@ -147,9 +147,9 @@ def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     same = torch.equal(recorded.long().sort(-1).values, truth.sort(-1).values)
     subject.require(same, "the output 'routing' is not what the oracle's routers choose")
     subject.verify_logprobs("with the recorded routing", group, model, _routed(data, recorded), BUDGET)
-    other = _routed(data, _moved(recorded, model))
-    subject.verify_logprobs("with another routing", group, model, other, BUDGET)
-    subject.verify_backward("with another routing", group, model, other, LOSS, BUDGET)
+    second = _routed(data, _moved(recorded, model))
+    subject.verify_logprobs("with another routing", group, model, second, BUDGET)
+    subject.verify_backward("with another routing", group, model, second, LOSS, BUDGET)
     subject.verify_logprobs("after a replay", group, model, data, BUDGET)
 
 

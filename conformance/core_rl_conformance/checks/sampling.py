@@ -34,27 +34,27 @@ def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
         seeds = (
             range(1000 * subject.case.seed, 1000 * subject.case.seed + DRAWS) if seeded else [None] * DRAWS
         )
-        found = drawn_by(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
+        responses = drawn_by(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
         how = (
             f"at temperature {temperature:g}, {'each with a seed of its own' if seeded else 'without seeds'}"
         )
-        verify_first_tokens(subject, how, found, row)
+        verify_first_tokens(subject, how, responses, row)
     _verify_answers(subject, prompts)
 
 
 def drawn_by(
-    subject: EngineUnderTest, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+    subject: EngineUnderTest, requests: Sequence[tuple[tuple[int, ...], SamplingParams]]
 ) -> list[LLMResponse]:
     """Answers of the engine to prompts, each with its own sampling."""
     engine = subject.serve(subject.model())
-    return ask(engine, [LLMRequest(input_ids=prompt, sampling=sampling) for prompt, sampling in asked])
+    return ask(engine, [LLMRequest(input_ids=prompt, sampling=sampling) for prompt, sampling in requests])
 
 
 def verify_first_tokens(
-    subject: EngineUnderTest, how: str, found: Sequence[LLMResponse], row: Tensor
+    subject: EngineUnderTest, how: str, responses: Sequence[LLMResponse], row: Tensor
 ) -> None:
     """Require that the first tokens of answers to one prompt follow the log-probs ``row [V]``."""
-    drawn = [response.output_ids[0] for response in found]
+    drawn = [response.output_ids[0] for response in responses]
     surprise = most_surprising(drawn, row)
     hint = "; all of them are equal: do requests share a seed?" if len(set(drawn)) == 1 else ""
     subject.require(surprise.tail > FALSE_ALARMS, f"{how}: {surprise}{hint}")
@@ -63,9 +63,9 @@ def verify_first_tokens(
 def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
     """Later tokens are drawn as the first one is; penalties on what an answer has already change only these."""
     sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
-    found = drawn_by(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
-    rows = distributions(subject, subject.model(), found, sampling.temperature)
-    surprise = most_surprising_bet([response.output_ids for response in found], rows)
+    responses = drawn_by(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
+    rows = distributions(subject, subject.model(), responses, sampling.temperature)
+    surprise = most_surprising_bet([response.output_ids for response in responses], rows)
     subject.require(
         surprise.tail > FALSE_ALARMS, f"in answers of {sampling.max_new_tokens} tokens: {surprise}"
     )
@@ -83,11 +83,11 @@ def tokens_follow_what_the_cut_has_left(subject: EngineUnderTest) -> None:
     for temperature, cut in ((0.6, "top_p"), (1.7, "top_p"), (1.7, "top_k")):
         prompt, row = prompts.undecided(temperature)[0]
         sampling = replace(_clear_cut(row, cut), temperature=temperature)
-        found = drawn_by(subject, [(prompt, sampling)] * DRAWS)
+        responses = drawn_by(subject, [(prompt, sampling)] * DRAWS)
         left = left_by_cut(row[None], sampling, 0.0)[0].log_softmax(-1)
         value = getattr(sampling, cut)
         how = f"at temperature {temperature:g} with {cut} = {value:.4g}, which leaves {int(left.isfinite().sum())}"
-        verify_first_tokens(subject, f"{how} tokens", found, left)
+        verify_first_tokens(subject, f"{how} tokens", responses, left)
 
 
 def _clear_cut(row: Tensor, cut: str) -> SamplingParams:
@@ -137,9 +137,9 @@ def requests_of_a_group_differ(subject: EngineUnderTest) -> None:
     request = SamplingParams(max_new_tokens=16, temperature=1.7, ignore_eos=True)
     together = ask(engine, [LLMRequest(input_ids=prompt, sampling=request) for _ in range(8)])
     after = [ask(engine, [LLMRequest(input_ids=prompt, sampling=request)])[0] for _ in range(3)]
-    for what, found in (("at one time", together), ("one after another", after)):
-        different = {response.output_ids for response in found}
+    for label, responses in (("at one time", together), ("one after another", after)):
+        different = {response.output_ids for response in responses}
         subject.require(
-            len(different) == len(found),
-            f"{len(found)} equal requests {what} got {len(different)} different answers of 16 tokens",
+            len(different) == len(responses),
+            f"{len(responses)} equal requests {label} got {len(different)} different answers of 16 tokens",
         )

@@ -49,11 +49,13 @@ def tokens_are_drawn_from_those_that_min_p_leaves(subject: EngineUnderTest) -> N
     for temperature in (0.6, 1.7):
         prompt, row = prompts.undecided(temperature)[0]
         sampling = replace(ONE, temperature=temperature, min_p=_clear_min_p(row))
-        found = drawn_by(subject, [(prompt, sampling)] * DRAWS)
+        responses = drawn_by(subject, [(prompt, sampling)] * DRAWS)
         left = left_by_cut(row[None], sampling, 0.0)[0].log_softmax(-1)
         how = f"at temperature {temperature:g} with min_p = {sampling.min_p:.4g}"
-        verify_first_tokens(subject, f"{how}, which leaves {int(left.isfinite().sum())} tokens", found, left)
-        verify_logprobs(subject, f"log-probs {how}", subject.model(), found, temperature)
+        verify_first_tokens(
+            subject, f"{how}, which leaves {int(left.isfinite().sum())} tokens", responses, left
+        )
+        verify_logprobs(subject, f"log-probs {how}", subject.model(), responses, temperature)
 
 
 def _clear_min_p(row: Tensor) -> float:
@@ -74,8 +76,8 @@ def biases_are_added_to_logits(subject: EngineUnderTest) -> None:
     order = row.argsort(descending=True).tolist()
     bias = ((order[0], -4.0), (order[1], 1.5), (order[len(order) // 2], 3.0))
     how, sampling = f"with logit_bias = {dict(bias)}", replace(ONE, logit_bias=bias)
-    found = drawn_by(subject, [(prompt, sampling)] * DRAWS)
-    verify_first_tokens(subject, how, found, _changed(row, (), sampling).log_softmax(-1))
+    responses = drawn_by(subject, [(prompt, sampling)] * DRAWS)
+    verify_first_tokens(subject, how, responses, _changed(row, (), sampling).log_softmax(-1))
     _verify_changed(subject, replace(LONG, logit_bias=bias), how)
 
 
@@ -104,20 +106,20 @@ def _verify_changed(subject: EngineUnderTest, sampling: SamplingParams, how: str
     prompts = [ids for ids, _ in Prompts.of(subject).undecided(sampling.temperature)]
     plain = replace(sampling, presence_penalty=0.0, repetition_penalty=1.0, logit_bias=())
     # Next to requests of another kind: what is set for one is for no other.
-    asked = [(ids, chosen) for ids in prompts for chosen in (sampling, plain)]
-    answers = drawn_by(subject, asked)
-    for chosen, found, what in (
+    requests = [(ids, parameters) for ids in prompts for parameters in (sampling, plain)]
+    answers = drawn_by(subject, requests)
+    for parameters, responses, label in (
         (sampling, answers[::2], how),
         (plain, answers[1::2], f"next to requests {how}"),
     ):
-        rows = _changed_rows(subject, found, chosen)
-        surprise = most_surprising_bet([response.output_ids for response in found], rows)
-        subject.require(surprise.tail > FALSE_ALARMS, f"{what}: {surprise}")
-        _verify_values(subject, f"log-probs {what}", found, rows, chosen.temperature)
+        rows = _changed_rows(subject, responses, parameters)
+        surprise = most_surprising_bet([response.output_ids for response in responses], rows)
+        subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
+        _verify_values(subject, f"log-probs {label}", responses, rows, parameters.temperature)
 
 
 def _changed_rows(
-    subject: EngineUnderTest, found: Sequence[LLMResponse], sampling: SamplingParams
+    subject: EngineUnderTest, responses: Sequence[LLMResponse], sampling: SamplingParams
 ) -> list[Tensor]:
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, from changed logits, for each of ``found``."""
     return [
@@ -127,7 +129,7 @@ def _changed_rows(
                 for place, row in enumerate(rows)
             ]
         )
-        for response, rows in zip(found, raw_logits(subject, subject.model(), found), strict=True)
+        for response, rows in zip(responses, raw_logits(subject, subject.model(), responses), strict=True)
     ]
 
 
@@ -145,18 +147,18 @@ def _changed(row: Tensor, before: Sequence[int], sampling: SamplingParams) -> Te
 
 def _verify_values(
     subject: EngineUnderTest,
-    what: str,
-    found: Sequence[LLMResponse],
+    label: str,
+    responses: Sequence[LLMResponse],
     rows: Sequence[Tensor],
     temperature: float,
 ) -> None:
-    wanted = [
+    required = [
         row.gather(1, torch.tensor(response.output_ids)[:, None]).squeeze(1)
-        for response, row in zip(found, rows, strict=True)
+        for response, row in zip(responses, rows, strict=True)
     ]
-    tolerance = expected_of(subject, subject.model(), found, temperature).tolerance
-    got = [torch.tensor(response.logprobs) for response in found]
-    subject.verify(compare_tokens(what, got, wanted, tolerance))
+    tolerance = expected_of(subject, subject.model(), responses, temperature).tolerance
+    got = [torch.tensor(response.logprobs) for response in responses]
+    subject.verify(compare_tokens(label, got, required, tolerance))
 
 
 @check("I19.stop-strings", kind="inference", requires=[Capability.STOP_STRINGS], each="layout")
@@ -182,17 +184,17 @@ def answers_end_with_the_token_that_completes_a_text(subject: EngineUnderTest) -
         (("never", f"<{path.stops[0]}>"), path.ids[: place + 1], "stop"),
         (("never",), path.ids, "length"),
     )
-    found = ask(
+    responses = ask(
         engine,
         [LLMRequest(input_ids=path.prompt, sampling=replace(greedy, stop=stop)) for stop, _, _ in table],
     )
-    for response, (stop, ids, reason) in zip(found, table, strict=True):
+    for response, (stop, ids, reason) in zip(responses, table, strict=True):
         subject.require(
             (response.output_ids, response.stop_reason) == (ids, reason),
             f"with stop = {list(stop)}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
             f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (the text of token 7 is '<7>')",
         )
-    verify_logprobs(subject, "log-probs of answers that end with a text", base, found)
+    verify_logprobs(subject, "log-probs of answers that end with a text", base, responses)
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

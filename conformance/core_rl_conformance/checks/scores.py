@@ -31,9 +31,9 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     for temperature, when in ((1.0, ""), (0.6, ""), (1.0, ", asked again")):
         expected = subject.outputs(model, data, "logprobs", temperature)
         got = list(engine.score(data.batch(), temperature).split(data.lengths))
-        what = f"scores at temperature {temperature:g}{when}"
-        subject.verify_tokens(what, got, expected, subject.places(data))
-        verify_overall(subject, what, got, expected)
+        label = f"scores at temperature {temperature:g}{when}"
+        subject.verify_tokens(label, got, expected, subject.places(data))
+        verify_overall(subject, label, got, expected)
 
 
 @check("I7.top-logprobs", kind="inference", requires=[Capability.TOP_LOGPROBS])
@@ -52,13 +52,13 @@ def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         full = [torch.log_softmax(row["logits"], -1) for row in rows]
         for count in (1, 5, model.vocab_size):
             top = engine.top_logprobs(data.batch(), count, temperature)
-            what = f"top {count} log-probs at temperature {temperature:g}"
-            verify_top(subject, what, top, data, full, expected.tolerance)
+            label = f"top {count} log-probs at temperature {temperature:g}"
+            verify_top(subject, label, top, data, full, expected.tolerance)
 
 
 def verify_top(
     subject: EngineUnderTest,
-    what: str,
+    label: str,
     top: TopLogprobs,
     data: Ragged,
     full: list[torch.Tensor],
@@ -71,10 +71,10 @@ def verify_top(
     rows = [(ids[1:], logprobs[1:]) for ids, logprobs in pairs]
     subject.require(
         all(len(set(row.tolist())) == count for ids, _ in rows for row in ids),
-        f"{what}: a token comes twice at one place",
+        f"{label}: a token comes twice at one place",
     )
     got = [logprobs for _, logprobs in rows]
     best = [every[1:].topk(count, dim=-1).values for every in full]
-    subject.verify(compare_tokens(what, got, best, tolerance))
-    own = [every[1:].gather(1, ids) for every, (ids, _) in zip(full, rows, strict=True)]
-    subject.verify(compare_tokens(f"{what}, of the ids that came", got, own, tolerance))
+    subject.verify(compare_tokens(label, got, best, tolerance))
+    expected_values = [every[1:].gather(1, ids) for every, (ids, _) in zip(full, rows, strict=True)]
+    subject.verify(compare_tokens(f"{label}, of the ids that came", got, expected_values, tolerance))

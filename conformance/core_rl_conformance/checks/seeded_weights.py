@@ -39,9 +39,9 @@ def new_weights_are_drawn_from_the_seed(subject: EngineUnderTest) -> None:
     if subject.spec.supports(Capability.LORA):
         lora = TinyAdapter(model=model).section()
         sections["a model with a new adapter"] = {"path": path, "head": "lm", "lora": lora}
-    for what, section in sections.items():
+    for label, section in sections.items():
         group = subject.start(model, changes={"model": section, "seed": SEED})
-        subject.verify_same(what, group.named_tensors("master"), _drawn(section))
+        subject.verify_same(label, group.named_tensors("master"), _drawn(section))
 
 
 def _drawn(section: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -76,8 +76,8 @@ def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
     for name in OUTPUTS:
         expected = subject.outputs(model, data, name, COLD)
         got = per_sequence(output, name, data)
-        what = f"{name} at temperature {COLD:g}"
-        finding = compare_tokens(what, got, expected.values, expected.tolerance, subject.places(data))
+        label = f"{name} at temperature {COLD:g}"
+        finding = compare_tokens(label, got, expected.values, expected.tolerance, subject.places(data))
         if finding.problem is not None:
             finding = replace(finding, problem=finding.problem + _warmer(subject, model, data, got, name))
         subject.verify(finding)
@@ -138,9 +138,9 @@ def _verify_outputs(
 ) -> None:
     expected = subject.outputs(model, data.distinct, name)
     got = per_sequence(output, name, data.all)
-    what = f"{name} of {len(got)} sequences"
+    label = f"{name} of {len(got)} sequences"
     values = [expected.values[number] for number in data.order]
-    finding = compare_tokens(what, got, values, expected.tolerance, subject.places(data.all))
+    finding = compare_tokens(label, got, values, expected.tolerance, subject.places(data.all))
     if finding.problem is not None:
         firsts = [got[data.order.index(number)] for number in range(len(LENGTHS))]
         ignored = _ignored_constant(subject, model, data.distinct, firsts, name)
@@ -191,8 +191,8 @@ def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
     trained = group.forward_backward(data.batch(), TokenMeanLoss().spec(), ONE_PASS)["mean_logprob"]
     truth = subject.outputs(model, data, "logprobs")
     mean = float(torch.cat([values[1:] for values in truth.values]).mean())
-    what = "the mean log-prob of a training pass with a large vocabulary"
-    subject.verify_scalar(what, trained, mean, truth.tolerance)
+    label = "the mean log-prob of a training pass with a large vocabulary"
+    subject.verify_scalar(label, trained, mean, truth.tolerance)
 
 
 @check("I1.gradient-sizes", each="layout")

@@ -73,8 +73,8 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
             for name, t in gradients.tolerances.items()
         }
         got = {"params": group.named_tensors("master")}
-        what = f"after train_batch() with {cut}"
-        for finding in compare_steps(what, got, steps, {"params": allowed}, subject.layout.dp):
+        label = f"after train_batch() with {cut}"
+        for finding in compare_steps(label, got, steps, {"params": allowed}, subject.layout.dp):
             subject.verify(finding)
         truth, loss, norm = gradients.oracle, reported["loss"], reported["grad_norm"]
         subject.verify_scalar("the loss of train_batch()", loss, truth.loss, gradients.loss)
@@ -173,11 +173,11 @@ def few_sequences_are_enough(subject: EngineUnderTest) -> None:
     one = subject.data(lengths=(1,), seed=7)
     group = subject.start(model)
     for part in (single, data, three, subject.data(lengths=(2, 1), seed=8).all_trained()):
-        what = f"of {len(part.rows)} sequences with {sum(part.lengths)} tokens"
-        subject.verify_backward(what, group, model, part, LOSS, MicroBatchSpec(count=3))
+        label = f"of {len(part.rows)} sequences with {sum(part.lengths)} tokens"
+        subject.verify_backward(label, group, model, part, LOSS, MicroBatchSpec(count=3))
     for part in (single, three, one):
-        what = f"of a single sequence of {part.lengths[0]} tokens"
-        subject.verify_logprobs(what, group, model, part, MicroBatchSpec(count=3))
+        label = f"of a single sequence of {part.lengths[0]} tokens"
+        subject.verify_logprobs(label, group, model, part, MicroBatchSpec(count=3))
 
 
 @check("I1.training", each="layout")
@@ -196,12 +196,12 @@ def training_follows_the_oracle(subject: EngineUnderTest) -> None:
     trained = train_end_to_end(subject, training)
     truth = expected.truth
     for step, report in enumerate(trained.reports):
-        for name, found, value, allowed in (
+        for name, actual, value, allowed in (
             ("loss", report["loss"], truth.losses[step], expected.losses[step]),
             ("norm", report["grad_norm"], truth.norms[step], expected.norms[step]),
         ):
-            subject.verify_scalar(f"the {name} of step {step}", found, value, allowed)
+            subject.verify_scalar(f"the {name} of step {step}", actual, value, allowed)
     verify_rates(subject, training, trained)
     start = subject.expected.oracle(subject.model()).parameters()
-    what = f"weights after {len(trained.reports)} steps without an export"
-    subject.verify(compare_named(what, trained.weights, truth.weights, expected.weights, since=start))
+    label = f"weights after {len(trained.reports)} steps without an export"
+    subject.verify(compare_named(label, trained.weights, truth.weights, expected.weights, since=start))

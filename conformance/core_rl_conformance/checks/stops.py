@@ -94,16 +94,16 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
         ("", {"max_new_tokens": 1}, first, "length"),
     )
     samplings = [replace(greedy, **changes) for _, changes, _, _ in table]
-    found = ask(engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling in samplings])
-    for response, (note, changes, ids, reason) in zip(found, table, strict=True):
-        asked = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
-        what = " and ".join(filter(None, [*asked, note]))
+    responses = ask(engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling in samplings])
+    for response, (note, changes, ids, reason) in zip(responses, table, strict=True):
+        options = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
+        label = " and ".join(filter(None, [*options, note]))
         subject.require(
             (response.output_ids, response.stop_reason) == (ids, reason),
-            f"with {what}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
+            f"with {label}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
             f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {unused} or {eos})",
         )
-    verify_logprobs(subject, "log-probs of answers with their stop token", model, found)
+    verify_logprobs(subject, "log-probs of answers with their stop token", model, responses)
 
 
 @check("I19.eos-trained", each="layout")

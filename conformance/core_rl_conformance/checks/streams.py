@@ -63,20 +63,20 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
         (6, TINY_BUCKET, "a load"),
     ):
         if when == "a load":
-            other = subject.expected.models.directory(elsewhere(model))
-            group.load(SaveLoadMeta(path=str(other), format="hf"))
+            second = subject.expected.models.directory(elsewhere(model))
+            group.load(SaveLoadMeta(path=str(second), format="hf"))
         else:
             group.train_batch(subject.data(seed=version - 4).batch(), TokenMeanLoss().spec(), ONE_PASS)
-        found = caught(group, sync_meta(subject, method, version, bucket_bytes, verify=version == 5))
-        what = f"parameters sent after {when} in buckets of {bucket_bytes} bytes"
-        names = [name for bucket in found.buckets for name in bucket]
-        subject.require(len(names) == len(set(names)), f"{what}: a tensor comes twice: {sorted(names)}")
+        sent_update = caught(group, sync_meta(subject, method, version, bucket_bytes, verify=version == 5))
+        label = f"parameters sent after {when} in buckets of {bucket_bytes} bytes"
+        names = [name for bucket in sent_update.buckets for name in bucket]
+        subject.require(len(names) == len(set(names)), f"{label}: a tensor comes twice: {sorted(names)}")
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
-        sent_params = {name: value for name, value in found.tensors.items() if name not in buffers}
-        subject.verify_same(what, sent_params, params)
-        sized = zip(found.buckets, found.sizes, strict=True)
+        sent_params = {name: value for name, value in sent_update.tensors.items() if name not in buffers}
+        subject.verify_same(label, sent_params, params)
+        sized = zip(sent_update.buckets, sent_update.sizes, strict=True)
         large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
-        subject.require(not large, f"{what}: a bucket is larger than that: {large[:1]}")
+        subject.require(not large, f"{label}: a bucket is larger than that: {large[:1]}")
     serving.verify_version(subject, group, 3, "after uploading weights")
 
 
@@ -117,16 +117,16 @@ def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
         new = replace(old, seed=old.seed + 1000 * version)
         tensors = tensors_of(subject.expected.models.directory(new))
         update = partial(sent, engine, sync_meta(subject, method, version, bucket_bytes, verify), tensors)
-        found = asyncio.run(serving.meanwhile(engine, long, update))
+        responses = asyncio.run(serving.meanwhile(engine, long, update))
         sides = {
-            before: serving.expected_of(subject, old, found),
-            version: serving.expected_of(subject, new, found),
+            before: serving.expected_of(subject, old, responses),
+            version: serving.expected_of(subject, new, responses),
         }
-        what = f"log-probs by the weights whose version tokens carry, around the update to version {version}"
-        serving.verify_by_version(subject, what, found, sides)
+        label = f"log-probs by the weights whose version tokens carry, around the update to version {version}"
+        serving.verify_by_version(subject, label, responses, sides)
         serving.verify_version(subject, engine, version, "after the update")
-        what = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
-        serving.verify_served(subject, what, serving.ask(engine, requests), new, old, version)
+        label = f"after the update to version {version} in buckets of {bucket_bytes} bytes"
+        serving.verify_served(subject, label, serving.ask(engine, requests), new, old, version)
         old, before = new, version
 
 
@@ -170,21 +170,21 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
             "lacks a tensor": _Broken(items[:-1], ask),
             "has a wrong shape": _Broken([*items[:-1], (items[-1][0], torch.zeros(3, 5))], ask),
         }
-        for number, (what, stream) in enumerate(broken.items()):
-            problem = f"an update that {what} did not raise a WeightsError"
+        for number, (label, stream) in enumerate(broken.items()):
+            problem = f"an update that {label} did not raise a WeightsError"
             update = partial(sent, engine, sync_meta(subject, method, 2 + number, TINY_BUCKET), stream)
             subject.require_error(WeightsError, update, problem)
             assert stream.asked is not None
             during = stream.asked.result()
-            serving.verify_served(subject, f"during an update that {what}", during, model, model, 0)
-            serving.verify_version(subject, engine, 0, f"after an update that {what}")
+            serving.verify_served(subject, f"during an update that {label}", during, model, model, 0)
+            serving.verify_version(subject, engine, 0, f"after an update that {label}")
             after = serving.ask(engine, requests)
-            serving.verify_served(subject, f"after an update that {what}", after, model, model, 0)
+            serving.verify_served(subject, f"after an update that {label}", after, model, model, 0)
     new = replace(model, seed=model.seed + 1000)
     tensors = tensors_of(subject.expected.models.directory(new))
     sent(engine, sync_meta(subject, method, 9, TINY_BUCKET), tensors)
-    found = serving.ask(engine, requests)
-    serving.verify_served(subject, "after an update that follows broken ones", found, new, model, 9)
+    responses = serving.ask(engine, requests)
+    serving.verify_served(subject, "after an update that follows broken ones", responses, new, model, 9)
 
 
 @dataclass
@@ -247,8 +247,10 @@ def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, sync_meta(subject, method, version, bucket_bytes, verify=True), 120)
-        found = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
-        carried = {number for response in found for number in response.versions}
+        responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+        carried = {number for response in responses for number in response.versions}
         subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
         truth = subject.snapshot(group, model, f"truth-{version}")
-        serving.verify_logprobs(subject, f"log-probs of tokens generated after sync {version}", truth, found)
+        serving.verify_logprobs(
+            subject, f"log-probs of tokens generated after sync {version}", truth, responses
+        )

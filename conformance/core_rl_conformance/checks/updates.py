@@ -70,12 +70,12 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
         # Always through the same directory, as most trainers have it.
         serving.installed(engine, published(subject, new, version, verify, "weights"))
         serving.verify_version(subject, engine, version, "after the update")
-        what = f"after the update to version {version}"
-        serving.verify_served(subject, what, serving.ask(engine, requests), new, old, version)
+        label = f"after the update to version {version}"
+        serving.verify_served(subject, label, serving.ask(engine, requests), new, old, version)
         if subject.spec.supports(Capability.SCORE):
             expected = subject.outputs(new, data, "logprobs")
             got = list(engine.score(data.batch()).split(data.lengths))
-            subject.verify_tokens(f"scores {what}", got, expected, subject.places(data))
+            subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
         old = new
 
 
@@ -97,8 +97,10 @@ def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
     serving.verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
     serving.installed(engine, published(subject, new, 1))
     prompts = [shared, *(shared + row.ids for row in tails.rows), before[0].input_ids + before[0].output_ids]
-    found = [serving.ask(engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN)])[0] for ids in prompts]
-    serving.verify_served(subject, "with a prefix from before the update", found, new, old, 1)
+    responses = [
+        serving.ask(engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN)])[0] for ids in prompts
+    ]
+    serving.verify_served(subject, "with a prefix from before the update", responses, new, old, 1)
 
 
 @check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
@@ -112,19 +114,19 @@ def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     engine = subject.serve(model, keep=False)
     engine.set_version(3)
     requests = serving.requests_for(subject.data().select(serving.FEW))
-    for what, meta in _unreadable(subject, model).items():
-        problem = f"an update from {what} did not raise a WeightsError or a CheckpointError"
+    for label, meta in _unreadable(subject, model).items():
+        problem = f"an update from {label} did not raise a WeightsError or a CheckpointError"
         subject.require_error(
             (WeightsError, CheckpointError), partial(serving.installed, engine, meta), problem
         )
         serving.verify_version(subject, engine, 3, "after a failed update")
         serving.verify_served(
-            subject, f"after an update from {what}", serving.ask(engine, requests), model, model, 3
+            subject, f"after an update from {label}", serving.ask(engine, requests), model, model, 3
         )
     new = _other(model, 1)
     serving.installed(engine, published(subject, new, 9))
-    found = serving.ask(engine, requests)
-    serving.verify_served(subject, "after an update that follows failed ones", found, new, model, 9)
+    responses = serving.ask(engine, requests)
+    serving.verify_served(subject, "after an update that follows failed ones", responses, new, model, 9)
 
 
 def _unreadable(subject: EngineUnderTest, model: TinyModel) -> dict[str, WeightUpdateMeta]:
@@ -137,8 +139,8 @@ def _unreadable(subject: EngineUnderTest, model: TinyModel) -> dict[str, WeightU
     config = model.config()
     config.vocab_size += 2
     foreign = WeightUpdateMeta(version=7, path=str(subject.directory("foreign")))
-    other = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    other.save_pretrained(foreign.directory)
+    second = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    second.save_pretrained(foreign.directory)
     return {
         "a directory that is not there": missing,
         "a file with a flipped bit (verify = True)": flipped,
@@ -165,11 +167,13 @@ def versions_are_those_of_the_weights(subject: EngineUnderTest) -> None:
     engine = subject.serve(old, keep=False)
     data = subject.data()
     requests = serving.requests_for(data, replace(serving.PLAIN, max_new_tokens=40), 20)
-    found = asyncio.run(_during(engine, requests, published(subject, new, 1)))
-    sides = {version: serving.expected_of(subject, model, found) for version, model in enumerate((old, new))}
+    responses = asyncio.run(_during(engine, requests, published(subject, new, 1)))
+    sides = {
+        version: serving.expected_of(subject, model, responses) for version, model in enumerate((old, new))
+    }
     guesses = {"all of them were drawn by the weights before the update": lambda: sides[0].values}
-    what = "log-probs by the weights whose version tokens carry"
-    serving.verify_by_version(subject, what, found, sides, guesses)
+    label = "log-probs by the weights whose version tokens carry"
+    serving.verify_by_version(subject, label, responses, sides, guesses)
     after = serving.ask(engine, serving.requests_for(data, serving.PLAIN, 20))
     serving.verify_served(subject, "after an update with requests in flight", after, new, old, 1)
 
@@ -185,7 +189,7 @@ async def _during(
     running = asyncio.ensure_future(serving.answers(engine, requests[:half]))
     await serving.let_begin()
     update = asyncio.ensure_future(asyncio.to_thread(serving.installed, engine, meta))
-    found = [*await serving.answers(engine, requests[half:]), *await running]
+    responses = [*await serving.answers(engine, requests[half:]), *await running]
     late: deque[LLMResponse] = deque(maxlen=MOST_LATE)
     again = cycle(requests)
     while not update.done():
@@ -193,4 +197,4 @@ async def _during(
         request = LLMRequest(input_ids=asked.input_ids, sampling=asked.sampling)  # with a rid of its own
         late.extend(await serving.answers(engine, [request]))
     await update
-    return [*found, *late]
+    return [*responses, *late]

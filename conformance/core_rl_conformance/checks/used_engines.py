@@ -45,17 +45,17 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
         "of the first batch at another temperature": (first, 0.7),
     }
     group = subject.start(model)
-    for what, (data, temperature) in turns.items():
+    for label, (data, temperature) in turns.items():
         output = group.forward(data.batch(), ONE_PASS, ("logprobs",), temperature)
         expected = subject.outputs(model, data, "logprobs", temperature)
         got = list(output["logprobs"].split(data.lengths))
-        subject.verify_tokens(f"log-probs {what}", got, expected, subject.places(data))
-    for what, data in (
+        subject.verify_tokens(f"log-probs {label}", got, expected, subject.places(data))
+    for label, data in (
         ("of the first batch", first),
         ("of the same tokens, cut elsewhere,", elsewhere),
         ("of the first batch with all tokens trained", first.all_trained()),
     ):
-        subject.verify_backward(what, group, model, data, LOSS)
+        subject.verify_backward(label, group, model, data, LOSS)
     equal = subject.data(EQUAL * subject.layout.dp)
     subject.verify_logprobs("of micro-batches of one size", group, model, equal, MicroBatchSpec(count=4))
 
@@ -83,29 +83,29 @@ def used_engines_load_every_format(subject: EngineUnderTest) -> None:
     exact: Tensor | None = None
     for form in forms:
         _use(subject, group)
-        own, own_progress = moving.state(group), group.progress
+        state, own_progress = moving.state(group), group.progress
         group.load(moving.meta(subject.directory(form), form))
-        what = f"after {form!r} was loaded"
+        label = f"after {form!r} was loaded"
         if form == "hf":
             half = {name: value.to(subject.dtype).float() for name, value in saved["master"].items()}
-            moving.verify_state(subject, what, group, {**own, "master": half})
-            moving.verify_progress(subject, what, group, own_progress)
+            moving.verify_state(subject, label, group, {**state, "master": half})
+            moving.verify_progress(subject, label, group, own_progress)
         else:
-            moving.verify_state(subject, what, group, saved)
-            moving.verify_progress(subject, what, group, progress)
+            moving.verify_state(subject, label, group, saved)
+            moving.verify_progress(subject, label, group, progress)
         if exact is None:
-            verify_outputs(subject, group, model, what)
+            verify_outputs(subject, group, model, label)
         if form != "hf":  # I11.resume and I11.portable-round-trip show their next steps
             answer = group.forward(batch, ONE_PASS)["logprobs"]
             same = exact is None or torch.equal(answer, exact)
             subject.require(
-                same, f"logprobs {what} are others than after {forms[1]!r}, with the same weights"
+                same, f"logprobs {label} are others than after {forms[1]!r}, with the same weights"
             )
             exact = answer
             continue
         shadow = Shadow.of(group, moving.OPTIMIZER, moving.TOTAL_STEPS)
         shadow.train(subject, group, [subject.data(seed=2).batch()], LOSS.spec(), TWO)
-        shadow.verify(subject, group, f"a step {what}")
+        shadow.verify(subject, group, f"a step {label}")
 
 
 def _use(subject: EngineUnderTest, group: EngineGroup) -> None:

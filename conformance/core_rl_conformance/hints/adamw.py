@@ -43,7 +43,7 @@ class Steps:
 
 
 def compare_steps(
-    what: str, got: Named, steps: Steps, allowed: Mapping[str, Mapping[str, Tolerance]], ranks: int
+    label: str, got: Named, steps: Steps, allowed: Mapping[str, Mapping[str, Tolerance]], ranks: int
 ) -> list[Finding]:
     """Compare weights, or weights and moments, after ``steps`` on ``ranks`` data-parallel ranks.
 
@@ -52,13 +52,13 @@ def compare_steps(
     right = steps.state()
     findings = {
         kind: compare_named(
-            f"{KINDS[kind]} {what}",
-            found,
+            f"{KINDS[kind]} {label}",
+            actual,
             getattr(right, kind),
             allowed[kind],
             since=steps.start.params if kind == "params" else None,
         )
-        for kind, found in got.items()
+        for kind, actual in got.items()
     }
     wrong = {kind: finding for kind, finding in findings.items() if finding.problem is not None}
     if not wrong:
@@ -66,7 +66,7 @@ def compare_steps(
     verdict = ", ".join(f"{KINDS[kind]} {'wrong' if kind in wrong else 'right'}" for kind in got)
     guess = _rounded(got) or _guess(steps, lambda mistaken: _explains(mistaken, got, right, allowed), ranks)
     problems = [str(finding.problem) for finding in wrong.values()]
-    problem = "\n".join(filter(None, (f"{what}: {verdict}", *problems, guess)))
+    problem = "\n".join(filter(None, (f"{label}: {verdict}", *problems, guess)))
     return [replace(next(iter(wrong.values())), problem=problem)]
 
 
@@ -74,8 +74,8 @@ def _explains(
     mistaken: AdamWState, got: Named, right: AdamWState, allowed: Mapping[str, Mapping[str, Tolerance]]
 ) -> bool:
     return all(
-        _near(found, getattr(mistaken, kind), getattr(right, kind), allowed[kind])
-        for kind, found in got.items()
+        _near(actual, getattr(mistaken, kind), getattr(right, kind), allowed[kind])
+        for kind, actual in got.items()
     )
 
 
@@ -84,10 +84,10 @@ def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Toler
 
     `LEEWAY` is for what a mistake does to rounding, as where a decay nearly cancels a gradient.
     """
-    whole = _growth(wrong.values(), right.values())
+    overall = _growth(wrong.values(), right.values())
     return set(got) == set(wrong) and all(
         largest_difference(got[name], value)
-        <= LEEWAY * max(1.0, whole, _growth([value], [right[name]])) * tolerances[name].limit
+        <= LEEWAY * max(1.0, overall, _growth([value], [right[name]])) * tolerances[name].limit
         for name, value in wrong.items()
     )
 
@@ -111,8 +111,8 @@ def _rounded(got: Named) -> str | None:
 
 
 def _guess(steps: Steps, fits: Callable[[AdamWState], bool], ranks: int) -> str | None:
-    found = (sentence for sentence, wrong in _mistakes(steps, ranks) if fits(wrong.state()))
-    sentence = next(found, None)
+    matching = (sentence for sentence, wrong in _mistakes(steps, ranks) if fits(wrong.state()))
+    sentence = next(matching, None)
     return None if sentence is None else f"it looks like: {sentence}"
 
 
@@ -139,11 +139,11 @@ def _mistakes(steps: Steps, ranks: int) -> Iterator[tuple[str, Steps]]:
 
 def _step_with_coupled_decay(config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
     clip = config.clip_scale(grad_norm(grads))
-    given = {
+    values = {
         name: clip * value.double() + config.weight_decay * (value.dim() >= 2) * state.params[name]
         for name, value in grads.items()
     }
-    replace(config, weight_decay=0.0, max_grad_norm=None).step(state, given, rate)
+    replace(config, weight_decay=0.0, max_grad_norm=None).step(state, values, rate)
 
 
 def _step_with_decay_of_vectors(config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:

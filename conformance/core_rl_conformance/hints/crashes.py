@@ -50,8 +50,8 @@ def last_line(traceback: str) -> str | None:
     frames = list(_frames(text))
     if not innermost_first:
         frames.reverse()
-    found = min(frames, key=lambda frame: frame.rank, default=None)  # the first of equals
-    return None if found is None else str(found)
+    innermost = min(frames, key=lambda frame: frame.rank, default=None)  # the first of equals
+    return None if innermost is None else str(innermost)
 
 
 def _frames(text: str) -> Iterator[_Frame]:

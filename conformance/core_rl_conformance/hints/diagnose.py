@@ -63,7 +63,7 @@ class Finding:
 
 
 def compare_tokens(
-    what: str,
+    label: str,
     got: Sequence[Tensor],
     expected: Sequence[Tensor],
     tolerance: Tolerance,
@@ -78,22 +78,24 @@ def compare_tokens(
     """
     for index, (left, right) in enumerate(zip(got, expected, strict=True)):
         if left.shape != right.shape:
-            problem = f"{what} of sequence {index} has shape {list(left.shape)}; expected {list(right.shape)}"
-            return Finding(what=what, error=float("inf"), limit=tolerance.limit, problem=problem)
+            problem = (
+                f"{label} of sequence {index} has shape {list(left.shape)}; expected {list(right.shape)}"
+            )
+            return Finding(what=label, error=float("inf"), limit=tolerance.limit, problem=problem)
     errors = [largest_difference(left, right) for left, right in zip(got, expected, strict=True)]
     error = max(errors, default=0.0)
     points = _some_points(got, expected) if keep_points else ()
     if tolerance.allows(error):
-        return Finding(what=what, error=error, limit=tolerance.limit, points=points)
+        return Finding(what=label, error=error, limit=tolerance.limit, points=points)
     tokens = Tokens.of(got, expected, tolerance, places)
-    head = [f"{what} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens)]
-    finding = Finding(what=what, error=error, limit=tolerance.limit, points=points)
+    head = [f"{label} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens)]
+    finding = Finding(what=label, error=error, limit=tolerance.limit, points=points)
     return _with_hints(finding, head, _explained(explain) or token_hints(tokens))
 
 
 def _explained(explain: Explain | None) -> list[str]:
-    found = None if explain is None else explain()
-    return [] if found is None else [LOOKS_LIKE + found]
+    explanation = None if explain is None else explain()
+    return [] if explanation is None else [LOOKS_LIKE + explanation]
 
 
 def _with_hints(finding: Finding, head: Sequence[str], hints: Sequence[str]) -> Finding:
@@ -125,16 +127,16 @@ def _some_points(got: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[tup
     if not len(left):
         return ()
     worst = int((left - right).abs().nan_to_num(nan=float("inf")).argmax())
-    chosen = sorted({*range(0, len(left), -(-len(left) // (MOST_POINTS - 1))), worst})
+    indices = sorted({*range(0, len(left), -(-len(left) // (MOST_POINTS - 1))), worst})
     # Nine digits are all that a float32 has.
-    return tuple((float(f"{float(left[i]):.9g}"), float(f"{float(right[i]):.12g}")) for i in chosen)
+    return tuple((float(f"{float(left[i]):.9g}"), float(f"{float(right[i]):.12g}")) for i in indices)
 
 
 # -------------------------------------------------------------- named tensors
 
 
 def compare_named(
-    what: str,
+    label: str,
     got: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     tolerances: Mapping[str, Tolerance],
@@ -147,36 +149,36 @@ def compare_named(
     ``since`` are the tensors before what is checked changed them: then hints speak of the change. What ``explain``
     finds replaces the hints.
     """
-    problem = _names_problem(what, got, expected)
+    problem = _names_problem(label, got, expected)
     if problem is not None:
-        return Finding(what=what, error=float("inf"), limit=0.0, problem=problem)
+        return Finding(what=label, error=float("inf"), limit=0.0, problem=problem)
     errors = {name: largest_difference(got[name], value) for name, value in expected.items()}
     worst = max(errors, key=lambda name: errors[name] / max(tolerances[name].limit, 1e-300))
     wrong = [name for name, error in errors.items() if not tolerances[name].allows(error)]
     if not wrong:
-        return Finding(what=what, error=errors[worst], limit=tolerances[worst].limit)
-    named = Named(got=got, expected=expected, tolerances=tolerances, wrong=wrong)
+        return Finding(what=label, error=errors[worst], limit=tolerances[worst].limit)
+    comparison = Named(got=got, expected=expected, tolerances=tolerances, wrong=wrong)
     head = [
-        f"{what}: {len(wrong)} of {len(expected)} tensors differ",
+        f"{label}: {len(wrong)} of {len(expected)} tensors differ",
         _tensor_line("first", wrong[0], got, expected, tolerances),
         *(() if worst == wrong[0] else (_tensor_line("worst", worst, got, expected, tolerances),)),
     ]
-    finding = Finding(what=what, error=errors[worst], limit=tolerances[worst].limit)
-    return _with_hints(finding, head, _explained(explain) or named_hints(named, since))
+    finding = Finding(what=label, error=errors[worst], limit=tolerances[worst].limit)
+    return _with_hints(finding, head, _explained(explain) or named_hints(comparison, since))
 
 
-def same_named(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Finding:
+def same_named(label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Finding:
     """Compare tensors by name, bit for bit."""
     exact = {name: Tolerance(baseline=0.0, floor=0.0) for name in expected}
     dtypes = [name for name in expected if name in got and got[name].dtype != expected[name].dtype]
     if dtypes:
         name = dtypes[0]
-        problem = f"{what}: {name} is {got[name].dtype}; expected {expected[name].dtype}"
-        return Finding(what=what, error=float("inf"), limit=0.0, problem=problem)
-    return compare_named(what, got, expected, exact)
+        problem = f"{label}: {name} is {got[name].dtype}; expected {expected[name].dtype}"
+        return Finding(what=label, error=float("inf"), limit=0.0, problem=problem)
+    return compare_named(label, got, expected, exact)
 
 
-def _names_problem(what: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def _names_problem(label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     missing, extra = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
     shapes = [name for name in expected if name in got and got[name].shape != expected[name].shape]
     lines = [f"missing: {', '.join(missing[:5])}"] * bool(missing)
@@ -184,7 +186,7 @@ def _names_problem(what: str, got: Mapping[str, Tensor], expected: Mapping[str, 
     lines += [
         f"{name} is {list(got[name].shape)}; expected {list(expected[name].shape)}" for name in shapes[:3]
     ]
-    return f"{what}: the tensors have other names or shapes\n" + "\n".join(lines) if lines else None
+    return f"{label}: the tensors have other names or shapes\n" + "\n".join(lines) if lines else None
 
 
 def _tensor_line(
@@ -207,41 +209,41 @@ def _tensor_line(
 
 
 def compare_scalar(
-    what: str, got: float, expected: float, tolerance: Tolerance, *, explain: Explain | None = None
+    label: str, got: float, expected: float, tolerance: Tolerance, *, explain: Explain | None = None
 ) -> Finding:
     """Compare two numbers. Any two have a ratio: it is named where it is a fraction of small numbers, or its root."""
     error = largest_difference(
         torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     )
     if tolerance.allows(error):
-        return Finding(what=what, error=error, limit=tolerance.limit)
-    head = f"{what} is {got:.9g}; expected {expected:.9g}; they differ by {error:.3e}, allowed {tolerance}"
+        return Finding(what=label, error=error, limit=tolerance.limit)
+    head = f"{label} is {got:.9g}; expected {expected:.9g}; they differ by {error:.3e}, allowed {tolerance}"
     factor = named_factor(got / expected) if expected else None
     hints = [] if factor is None else [f"{LOOKS_LIKE}{factor} times what is expected"]
-    finding = Finding(what=what, error=error, limit=tolerance.limit)
+    finding = Finding(what=label, error=error, limit=tolerance.limit)
     return _with_hints(finding, [head], _explained(explain) or hints)
 
 
-def compare_mean_square(what: str, found: MeanSquare) -> Finding:
+def compare_mean_square(label: str, mean_square: MeanSquare) -> Finding:
     """Report errors that pass one by one and are too large on the whole."""
     problem = None
-    if not found.tolerance.allows(found.error):
+    if not mean_square.tolerance.allows(mean_square.error):
         problem = (
-            f"the root mean square error of {what} is {found.error:.3e}; allowed {found.tolerance}: no single value "
-            "is far off, and all of them together are; look for a step in a smaller dtype"
+            f"the root mean square error of {label} is {mean_square.error:.3e}; allowed {mean_square.tolerance}: "
+            "no single value is far off, and all of them together are; look for a step in a smaller dtype"
         )
-    name = f"root mean square error of {what}"
-    limit = found.tolerance.limit
-    return Finding(what=name, error=found.error, limit=limit, problem=problem, names_cause=True)
+    name = f"root mean square error of {label}"
+    limit = mean_square.tolerance.limit
+    return Finding(what=name, error=mean_square.error, limit=limit, problem=problem, names_cause=True)
 
 
-def compare_signed_mean(what: str, mean: SignedMean) -> Finding:
+def compare_signed_mean(label: str, mean: SignedMean) -> Finding:
     """Report a mean error that points one way."""
     problem = None
     if not mean.passes:
         problem = (
-            f"the mean error of {what} is {mean.mean:+.3e}, and chance explains {mean.limit:.3e}: "
+            f"the mean error of {label} is {mean.mean:+.3e}, and chance explains {mean.limit:.3e}: "
             "small, but always in one direction"
         )
-    name = f"mean error of {what}"
+    name = f"mean error of {label}"
     return Finding(what=name, error=abs(mean.mean), limit=mean.limit, problem=problem, names_cause=True)

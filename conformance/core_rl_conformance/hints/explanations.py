@@ -45,8 +45,10 @@ def explain_named(
 ) -> str | None:
     """The same for gradients by name."""
     if again is not None:
-        other = again()[1]
-        moved = {name: largest_difference(value, other[name]) for name, value in got.items() if name in other}
+        second = again()[1]
+        moved = {
+            name: largest_difference(value, second[name]) for name, value in got.items() if name in second
+        }
         worst = max(moved, key=lambda name: moved[name] / max(tolerances[name].limit, 1e-300), default=None)
         if worst is not None and not moved[worst] <= tolerances[worst].limit:
             return _not_deterministic(moved[worst])

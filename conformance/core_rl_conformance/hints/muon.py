@@ -79,7 +79,7 @@ def _mistakes(
     config: MixedOptimizer, defaults: Mapping[str, Settings], ranks: int
 ) -> Iterator[tuple[str, Sequence[MixedOptimizer]]]:
     """Sentences, and the ways to make the mistake: each tensor is wrong in one of them."""
-    if any(own.muon for own in config.settings.values()):
+    if any(setting.muon for setting in config.settings.values()):
         for parts in dict.fromkeys((2, ranks)):
             shards = [
                 replace(config, updates=partial(of_shards, parts=parts, dim=dim, factor=factor))
@@ -87,15 +87,20 @@ def _mistakes(
                 for factor in (False, True)
             ]
             yield f"Muon's update is that of a shard, 1 of {parts} parts of a matrix", shards
-        for what, pattern in FUSED.items():
-            sentence = f"Muon's update is that of one matrix with {what}"
+        for label, pattern in FUSED.items():
+            sentence = f"Muon's update is that of one matrix with {label}"
             yield sentence, [replace(config, updates=partial(of_fused, pattern=pattern))]
         yield "Muon's momentum is without Nesterov's step", [replace(config, nesterov=False)]
-    own = config.settings
-    decay = {name: replace(own[name], weight_decay=plain.weight_decay) for name, plain in defaults.items()}
-    rate = {name: replace(own[name], lr_factor=plain.lr_factor) for name, plain in defaults.items()}
-    shifted = dict(zip(own, [*own.values()][-1:] + [*own.values()][:-1], strict=True))
-    moved = {name: replace(own[name], weight_decay=other.weight_decay) for name, other in shifted.items()}
+    setting = config.settings
+    decay = {
+        name: replace(setting[name], weight_decay=plain.weight_decay) for name, plain in defaults.items()
+    }
+    rate = {name: replace(setting[name], lr_factor=plain.lr_factor) for name, plain in defaults.items()}
+    shifted = dict(zip(setting, [*setting.values()][-1:] + [*setting.values()][:-1], strict=True))
+    moved = {
+        name: replace(setting[name], weight_decay=shifted_setting.weight_decay)
+        for name, shifted_setting in shifted.items()
+    }
     for sentence, settings in {
         "the rules are ignored": defaults,
         "the decay of the rules is ignored": decay,
@@ -125,10 +130,10 @@ def of_fused(config: MixedOptimizer, matrices: Matrices, pattern: re.Pattern[str
     """The updates of matrices with equal groups of ``pattern`` as one matrix."""
     groups: dict[object, list[str]] = {}
     for name in matrices:
-        found = pattern.fullmatch(name)
-        groups.setdefault(name if found is None else found.groups(), []).append(name)
+        match = pattern.fullmatch(name)
+        groups.setdefault(name if match is None else match.groups(), []).append(name)
     updates: dict[str, Tensor] = {}
     for names in groups.values():
-        whole = scaled(config, torch.cat([matrices[name] for name in names]))
-        updates |= dict(zip(names, whole.split([len(matrices[name]) for name in names]), strict=True))
+        full = scaled(config, torch.cat([matrices[name] for name in names]))
+        updates |= dict(zip(names, full.split([len(matrices[name]) for name in names]), strict=True))
     return updates

@@ -47,53 +47,58 @@ class Named:
         return ~(difference <= self.tolerances[name].limit)
 
 
-def named_hints(named: Named, since: Mapping[str, Tensor] | None = None) -> list[str]:
+def named_hints(comparison: Named, since: Mapping[str, Tensor] | None = None) -> list[str]:
     """Hints on the shape of the errors, the wrong tensors, and the wrong part of each; one line at most for each.
 
     ``since`` are the tensors before a step: hints then describe the change.
     """
-    value = next((sentence for shape in VALUES if (sentence := shape(_change(named, since)))), None)
+    value = next((sentence for shape in VALUES if (sentence := shape(_change(comparison, since)))), None)
     where = "" if since is None else "in what the steps changed, "
     hints = [] if value is None else [f"it looks like: {where}{value}"]
-    wrong, everything = set(named.wrong), set(named.expected)
-    sets = [part for shape in SETS for part in shape(named) if wrong <= part[1] and part[1] < everything]
+    wrong, everything = set(comparison.wrong), set(comparison.expected)
+    sets = [part for shape in SETS for part in shape(comparison) if wrong <= part[1] and part[1] < everything]
     sets = [part for part in sets if 2 * len(wrong) >= len(part[1])]
     if sets:
         hints.append(min(sets, key=lambda part: len(part[1]))[0])
-    hints += [sentence for shape in PARTS if (sentence := shape(named))][:1]
+    hints += [sentence for shape in PARTS if (sentence := shape(comparison))][:1]
     if len(wrong) < len(everything):
-        hints.append("wrong: " + ", ".join(named.wrong[:6]) + (", ..." if len(wrong) > 6 else ""))
+        hints.append("wrong: " + ", ".join(comparison.wrong[:6]) + (", ..." if len(wrong) > 6 else ""))
     return hints
 
 
-def _change(named: Named, since: Mapping[str, Tensor] | None) -> Named:
+def _change(comparison: Named, since: Mapping[str, Tensor] | None) -> Named:
     if since is None:
-        return named
-    before = {name: since[name].double() for name in named.expected}
+        return comparison
+    before = {name: since[name].double() for name in comparison.expected}
     return Named(
-        got={name: named.got[name].double() - value for name, value in before.items()},
-        expected={name: named.expected[name].double() - value for name, value in before.items()},
-        tolerances=named.tolerances,
-        wrong=named.wrong,
+        got={name: comparison.got[name].double() - value for name, value in before.items()},
+        expected={name: comparison.expected[name].double() - value for name, value in before.items()},
+        tolerances=comparison.tolerances,
+        wrong=comparison.wrong,
     )
 
 
 # ------------------------------------------------------- what the tensors are
 
 
-def _not_finite(named: Named) -> str | None:
-    bad = [name for name in named.wrong if not bool(torch.isfinite(named.got[name]).all())]
-    return f"not finite ({len(bad)} of {len(named.expected)})" if len(bad) == len(named.wrong) else None
+def _not_finite(comparison: Named) -> str | None:
+    bad = [name for name in comparison.wrong if not bool(torch.isfinite(comparison.got[name]).all())]
+    return (
+        f"not finite ({len(bad)} of {len(comparison.expected)})"
+        if len(bad) == len(comparison.wrong)
+        else None
+    )
 
 
-def _zero(named: Named) -> str | None:
-    zero = not any(bool(named.got[name].any()) for name in named.wrong)
-    return f"all zero ({len(named.wrong)} of {len(named.expected)})" if zero else None
+def _zero(comparison: Named) -> str | None:
+    zero = not any(bool(comparison.got[name].any()) for name in comparison.wrong)
+    return f"all zero ({len(comparison.wrong)} of {len(comparison.expected)})" if zero else None
 
 
-def _multiplied(named: Named) -> str | None:
+def _multiplied(comparison: Named) -> str | None:
     factors = [
-        constant_factor(named.got[name], named.expected[name], named.tolerances[name]) for name in named.wrong
+        constant_factor(comparison.got[name], comparison.expected[name], comparison.tolerances[name])
+        for name in comparison.wrong
     ]
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(factors) or max(known) - min(known) > 2e-3 * abs(max(known, key=abs)):
@@ -101,22 +106,26 @@ def _multiplied(named: Named) -> str | None:
     return f"all of them are multiplied by {show_factor(sorted(known)[len(known) // 2])}"
 
 
-def _exchanged(named: Named) -> str | None:
+def _exchanged(comparison: Named) -> str | None:
     """A tensor that stands under another one's name."""
     pairs = []
-    for name in named.wrong:
-        limit = named.tolerances[name].limit
-        owner = next((o for o in named.expected if _equal(named.got[name], named.expected[o], limit)), None)
+    for name in comparison.wrong:
+        limit = comparison.tolerances[name].limit
+        owner = next(
+            (o for o in comparison.expected if _equal(comparison.got[name], comparison.expected[o], limit)),
+            None,
+        )
         if owner is None:
             return None
         pairs.append(f"{name} holds {owner}")
     return f"each is another one: {', '.join(pairs[:3])}{', ...' if len(pairs) > 3 else ''}"
 
 
-def _transposed(named: Named) -> str | None:
-    square = all(value.dim() == 2 and value.shape[0] == value.shape[1] for value in _wrong_ones(named))
+def _transposed(comparison: Named) -> str | None:
+    square = all(value.dim() == 2 and value.shape[0] == value.shape[1] for value in _wrong_ones(comparison))
     same = square and all(
-        _equal(named.got[name].T, named.expected[name], named.tolerances[name].limit) for name in named.wrong
+        _equal(comparison.got[name].T, comparison.expected[name], comparison.tolerances[name].limit)
+        for name in comparison.wrong
     )
     return "each is transposed" if same else None
 
@@ -126,8 +135,8 @@ def _equal(left: Tensor, right: Tensor, limit: float) -> bool:
     return same_shape and bool(((left.double() - right.double()).abs() <= limit).all())
 
 
-def _wrong_ones(named: Named) -> list[Tensor]:
-    return [named.expected[name] for name in named.wrong]
+def _wrong_ones(comparison: Named) -> list[Tensor]:
+    return [comparison.expected[name] for name in comparison.wrong]
 
 
 VALUES: tuple[Callable[[Named], str | None], ...] = (
@@ -141,11 +150,11 @@ VALUES: tuple[Callable[[Named], str | None], ...] = (
 # ------------------------------------------------------------ which they are
 
 
-def _by_layer(named: Named) -> Iterator[tuple[str, set[str]]]:
+def _by_layer(comparison: Named) -> Iterator[tuple[str, set[str]]]:
     layers: dict[int, set[str]] = {}
-    for name in named.expected:
-        if found := LAYER.search(name):
-            layers.setdefault(int(found.group(1)), set()).add(name)
+    for name in comparison.expected:
+        if match := LAYER.search(name):
+            layers.setdefault(int(match.group(1)), set()).add(name)
     for layer, names in layers.items():
         yield f"only parameters of layer {layer} are wrong", names
     if layers:
@@ -155,24 +164,26 @@ def _by_layer(named: Named) -> Iterator[tuple[str, set[str]]]:
         )
 
 
-def _by_kind(named: Named) -> Iterator[tuple[str, set[str]]]:
-    for what, pattern in KINDS.items():
-        names = {name for name in named.expected if pattern.search(name)}
-        note = ", which layouts replicate" if what in ("biases are", "norms are") else ""
-        yield f"only {what} wrong{note}", names
-    for module in dict.fromkeys(name.rsplit(".", 2)[-2] for name in named.expected if name.count(".") > 1):
-        yield f"only {module} is wrong", {name for name in named.expected if f".{module}." in name}
+def _by_kind(comparison: Named) -> Iterator[tuple[str, set[str]]]:
+    for label, pattern in KINDS.items():
+        names = {name for name in comparison.expected if pattern.search(name)}
+        note = ", which layouts replicate" if label in ("biases are", "norms are") else ""
+        yield f"only {label} wrong{note}", names
+    for module in dict.fromkeys(
+        name.rsplit(".", 2)[-2] for name in comparison.expected if name.count(".") > 1
+    ):
+        yield f"only {module} is wrong", {name for name in comparison.expected if f".{module}." in name}
 
 
-def _by_dimension(named: Named) -> Iterator[tuple[str, set[str]]]:
-    vectors = {name for name, value in named.expected.items() if value.dim() < 2}
+def _by_dimension(comparison: Named) -> Iterator[tuple[str, set[str]]]:
+    vectors = {name for name, value in comparison.expected.items() if value.dim() < 2}
     yield "only vectors (norms, biases) are wrong, which layouts replicate", vectors
-    yield "only matrices are wrong; vectors (norms, biases) are right", set(named.expected) - vectors
+    yield "only matrices are wrong; vectors (norms, biases) are right", set(comparison.expected) - vectors
 
 
-def _by_tie(named: Named) -> Iterator[tuple[str, set[str]]]:
-    if not any(KINDS["the head is"].search(name) for name in named.expected):
-        tied = {name for name in named.expected if EMBEDDING.search(name)}
+def _by_tie(comparison: Named) -> Iterator[tuple[str, set[str]]]:
+    if not any(KINDS["the head is"].search(name) for name in comparison.expected):
+        tied = {name for name in comparison.expected if EMBEDDING.search(name)}
         yield "only the embedding is wrong, which is tied to the head: are both uses in it?", tied
 
 
@@ -186,62 +197,64 @@ SETS: tuple[Callable[[Named], Iterator[tuple[str, set[str]]]], ...] = (
 # --------------------------------------------------------- which part of each
 
 
-def _few_rows(named: Named) -> str | None:
+def _few_rows(comparison: Named) -> str | None:
     """Single rows of one matrix: token ids, where it is an embedding or a head."""
-    if len(named.wrong) != 1 or named.expected[named.wrong[0]].dim() < 2:
+    if len(comparison.wrong) != 1 or comparison.expected[comparison.wrong[0]].dim() < 2:
         return None
-    name = named.wrong[0]
-    rows = _indices(named.outside(name), 0).tolist()
-    if len(rows) > 4 or len(rows) == len(named.expected[name]):
+    name = comparison.wrong[0]
+    rows = _indices(comparison.outside(name), 0).tolist()
+    if len(rows) > 4 or len(rows) == len(comparison.expected[name]):
         return None
     ids = (
         ", which are token ids"
         if KINDS["embeddings are"].search(name) or KINDS["the head is"].search(name)
         else ""
     )
-    return f"only rows {rows} of {len(named.expected[name])} of {name} are wrong{ids}"
+    return f"only rows {rows} of {len(comparison.expected[name])} of {name} are wrong{ids}"
 
 
-def _shard(named: Named) -> str | None:
+def _shard(comparison: Named) -> str | None:
     """The same part of every wrong tensor: the shard of one rank."""
-    for dimension, what in ((0, "first"), (1, "second")):
+    for dimension, label in ((0, "first"), (1, "second")):
         for count in RANKS:
-            parts = {_part(named, name, dimension, count) for name in named.wrong}
+            parts = {_part(comparison, name, dimension, count) for name in comparison.wrong}
             if len(parts) == 1 and None not in parts:
                 number = next(iter(parts))
                 return (
-                    f"all wrong entries are in part {number} (from 0) of {count} equal parts of the {what} "
+                    f"all wrong entries are in part {number} (from 0) of {count} equal parts of the {label} "
                     "dimension: the shard of one rank?"
                 )
     return None
 
 
-def _part(named: Named, name: str, dimension: int, count: int) -> int | None:
+def _part(comparison: Named, name: str, dimension: int, count: int) -> int | None:
     """The number of the part that holds all wrong entries of ``name``, half of its indices at least."""
-    wrong = named.outside(name)
+    wrong = comparison.outside(name)
     if wrong.dim() <= dimension or wrong.shape[dimension] < count:
         return None
     size = -(-wrong.shape[dimension] // count)
-    found = _indices(wrong, dimension)
-    numbers = (found // size).unique()
-    return int(numbers[0]) if len(numbers) == 1 and 2 * len(found) >= size else None
+    positions = _indices(wrong, dimension)
+    numbers = (positions // size).unique()
+    return int(numbers[0]) if len(numbers) == 1 and 2 * len(positions) >= size else None
 
 
-def _edges(named: Named) -> str | None:
+def _edges(comparison: Named) -> str | None:
     """The rows next to the cuts between shards, or the last one, which padding follows."""
-    for dimension, what in ((0, "first"), (1, "second")):
-        if any(value.dim() <= dimension for value in _wrong_ones(named)):
+    for dimension, label in ((0, "first"), (1, "second")):
+        if any(value.dim() <= dimension for value in _wrong_ones(comparison)):
             continue
-        found = {name: set(_indices(named.outside(name), dimension).tolist()) for name in named.wrong}
-        sizes = {name: named.expected[name].shape[dimension] for name in named.wrong}
-        if all(sizes[name] > 1 and rows == {sizes[name] - 1} for name, rows in found.items()):
-            return f"only the last index of the {what} dimension is wrong: uneven shards, or padding?"
+        positions = {
+            name: set(_indices(comparison.outside(name), dimension).tolist()) for name in comparison.wrong
+        }
+        sizes = {name: comparison.expected[name].shape[dimension] for name in comparison.wrong}
+        if all(sizes[name] > 1 and rows == {sizes[name] - 1} for name, rows in positions.items()):
+            return f"only the last index of the {label} dimension is wrong: uneven shards, or padding?"
         for count in RANKS[::-1]:
             if all(
                 sizes[name] > 2 * count and rows <= _next_to_cuts(sizes[name], count)
-                for name, rows in found.items()
+                for name, rows in positions.items()
             ):
-                return f"only indices next to the cuts into {count} shards of the {what} dimension are wrong"
+                return f"only indices next to the cuts into {count} shards of the {label} dimension are wrong"
     return None
 
 
@@ -252,8 +265,8 @@ def _next_to_cuts(size: int, count: int) -> set[int]:
 
 def _indices(wrong: Tensor, dimension: int) -> Tensor:
     """The indices along ``dimension`` that hold a wrong entry."""
-    others = [other for other in range(wrong.dim()) if other != dimension]
-    return (wrong.any(dim=others) if others else wrong).nonzero()[:, 0]
+    dimensions = [axis for axis in range(wrong.dim()) if axis != dimension]
+    return (wrong.any(dim=dimensions) if dimensions else wrong).nonzero()[:, 0]
 
 
 PARTS: tuple[Callable[[Named], str | None], ...] = (_few_rows, _edges, _shard)

@@ -30,9 +30,9 @@ def _by_mask(tokens: Tokens) -> Iterator[Place]:
     starts = torch.tensor([0, *tokens.lengths[:-1]]).cumsum(0)
     before = (order - trained.long())[starts][tokens.sequence]
     total = torch.zeros(len(tokens.lengths), dtype=torch.long).index_add(0, tokens.sequence, trained.long())
-    own = order - before
-    yield "only the first trained token of a sequence is wrong", trained & (own == 1)
-    yield "only the last trained token of a sequence is wrong", trained & (own == total[tokens.sequence])
+    mask = order - before
+    yield "only the first trained token of a sequence is wrong", trained & (mask == 1)
+    yield "only the last trained token of a sequence is wrong", trained & (mask == total[tokens.sequence])
 
 
 def _by_end(tokens: Tokens) -> Iterator[Place]:
@@ -41,8 +41,8 @@ def _by_end(tokens: Tokens) -> Iterator[Place]:
 
 
 def _by_position(tokens: Tokens) -> Iterator[Place]:
-    found = tokens.position[tokens.wrong]
-    low, high = int(found.min()), int(found.max())
+    positions = tokens.position[tokens.wrong]
+    low, high = int(positions.min()), int(positions.max())
     if low == high:
         yield f"only position {low} of sequences is wrong", tokens.position == low
     elif low == 2:
@@ -65,12 +65,12 @@ def _by_chunk(tokens: Tokens) -> Iterator[Place]:
     rank = torch.zeros_like(order) if tokens.places is None else tokens.places.rank
     packed = torch.zeros_like(order)
     for number in rank.unique():
-        own = rank == number
-        packed[own] = torch.arange(int(own.sum()))
+        mask = rank == number
+        packed[mask] = torch.arange(int(mask.sum()))
     yield from _periodic(packed, tokens, "of the packed tokens of a rank")
 
 
-def _periodic(order: Tensor, tokens: Tokens, what: str) -> Iterator[Place]:
+def _periodic(order: Tensor, tokens: Tokens, label: str) -> Iterator[Place]:
     places = order[tokens.wrong].unique()
     if len(places) < 2:
         return
@@ -78,7 +78,7 @@ def _periodic(order: Tensor, tokens: Tokens, what: str) -> Iterator[Place]:
         rest = places % period
         if bool((rest == rest[0]).all()):
             shown = ", ".join(str(int(place)) for place in places[:3]) + (", ..." if len(places) > 3 else "")
-            sentence = f"only every {period}th position {what} is wrong ({shown}): the edges of chunks?"
+            sentence = f"only every {period}th position {label} is wrong ({shown}): the edges of chunks?"
             yield sentence, order % period == rest[0]
 
 
@@ -89,12 +89,12 @@ def _by_shard_edge(tokens: Tokens) -> Iterator[Place]:
     order, packed = tokens.places.order, tokens.places.packed
     for count in tokens.places.shards:
         for starts in _shard_starts(order, packed, count):
-            what = f"the edges of the shards that {count} ranks have of the packed tokens"
-            yield f"only the first tokens after {what} are wrong", starts
+            label = f"the edges of the shards that {count} ranks have of the packed tokens"
+            yield f"only the first tokens after {label} are wrong", starts
             ends = torch.zeros_like(starts)
             ends[:-1] = starts[1:] & (order[1:] == order[:-1] + 1)
-            yield f"only the last tokens before {what} are wrong", ends
-            yield f"only tokens at {what} are wrong", starts | ends
+            yield f"only the last tokens before {label} are wrong", ends
+            yield f"only tokens at {label} are wrong", starts | ends
 
 
 def _shard_starts(order: Tensor, packed: Tensor, count: int) -> Iterator[Tensor]:
@@ -111,10 +111,13 @@ def _by_id(tokens: Tokens) -> Iterator[Place]:
     ids, size = tokens.places.ids, tokens.places.vocab_size
     previous = torch.cat([ids.new_full((1,), -1), ids[:-1]])
     previous[tokens.position == 0] = -1
-    for values, what in ((ids, "with"), (previous, "right after")):
-        found = values[tokens.wrong].unique()
-        if len(found) == 1:
-            yield f"only tokens {what} the id {_name(int(found[0]), size)} are wrong", values == found[0]
+    for values, label in ((ids, "with"), (previous, "right after")):
+        wrong_ids = values[tokens.wrong].unique()
+        if len(wrong_ids) == 1:
+            yield (
+                f"only tokens {label} the id {_name(int(wrong_ids[0]), size)} are wrong",
+                values == wrong_ids[0],
+            )
     for special in (0, 1, 2, size - 1):
         seen = _seen_before(ids == special, tokens)
         sentence = (
@@ -141,11 +144,11 @@ def _by_size(tokens: Tokens) -> Iterator[Place]:
     # First tokens, which are always right, belong to what follows.
     wrong = tokens.wrong.clone()
     wrong[:-1] |= wrong[1:] & (tokens.position[:-1] == 0)
-    for order, what in ((places.number, "sequences"), (places.order, "tokens")):
+    for order, label in ((places.number, "sequences"), (places.order, "tokens")):
         low = int(order[wrong].min())
         if low >= SMALLEST_BUFFER:
             sentence = (
-                f"only {what} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
+                f"only {label} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
             )
             yield sentence, order >= low
     for most in (2**16 - 1, 2**15 - 1):
@@ -157,18 +160,20 @@ def _by_rank(tokens: Tokens) -> Iterator[Place]:
     if tokens.places is None:
         return
     rank = tokens.places.rank
-    found = rank[tokens.wrong].unique()
-    if len(found) == 1:
-        own = rank == found[0]
-        count = len(tokens.sequence[own].unique())
-        sentence = f"all wrong values belong to the {count} sequences of data-parallel rank {int(found[0])}"
-        yield sentence, own
+    wrong_ranks = rank[tokens.wrong].unique()
+    if len(wrong_ranks) == 1:
+        mask = rank == wrong_ranks[0]
+        count = len(tokens.sequence[mask].unique())
+        sentence = (
+            f"all wrong values belong to the {count} sequences of data-parallel rank {int(wrong_ranks[0])}"
+        )
+        yield sentence, mask
 
 
 def _by_sequence(tokens: Tokens) -> Iterator[Place]:
-    lengths, found = tokens.length[tokens.wrong], tokens.sequence[tokens.wrong].unique()
-    if len(found) == 1:
-        place = int(found[0])
+    lengths, wrong_sequences = tokens.length[tokens.wrong], tokens.sequence[tokens.wrong].unique()
+    if len(wrong_sequences) == 1:
+        place = int(wrong_sequences[0])
         yield f"only sequence {place} ({tokens.lengths[place]} tokens) is wrong", tokens.sequence == place
     low, high = int(lengths.min()), int(lengths.max())
     yield f"only sequences of {low} and more tokens are wrong", tokens.length >= low

@@ -25,9 +25,9 @@ def token_hints(tokens: Tokens) -> list[str]:
         return []
     value = next((sentence for shape in VALUES if (sentence := shape(tokens))), None)
     hints = [] if value is None else [f"it looks like: {value}"]
-    found = [part for shape in PLACES for part in shape(tokens) if _explains(part[1], tokens)]
-    if found:
-        hints.append(min(found, key=lambda part: int(part[1].sum()))[0])
+    matching = [part for shape in PLACES for part in shape(tokens) if _explains(part[1], tokens)]
+    if matching:
+        hints.append(min(matching, key=lambda part: int(part[1].sum()))[0])
     elif value is None:
         hints += [trend for shape in TRENDS if (trend := shape(tokens))][:1]
     return hints
@@ -84,8 +84,8 @@ def _same_sorted(left: Tensor, right: Tensor, tolerance: Tolerance) -> bool:
 
 def _multiplied(tokens: Tokens) -> str | None:
     factor = constant_factor(tokens.got[tokens.wrong], tokens.expected[tokens.wrong], tokens.tolerance)
-    what = "everything is" if bool(tokens.wrong[tokens.position > 0].all()) else "the wrong ones are"
-    return None if factor is None else f"{what} multiplied by {show_factor(factor)}"
+    label = "everything is" if bool(tokens.wrong[tokens.position > 0].all()) else "the wrong ones are"
+    return None if factor is None else f"{label} multiplied by {show_factor(factor)}"
 
 
 def _moved(tokens: Tokens) -> str | None:

@@ -72,8 +72,8 @@ class Ragged:
 
     def with_ids(self, ids: Sequence[int]) -> Ragged:
         """The same with ``ids`` at the end of the first sequence, which is longer."""
-        first, *others = self.rows
-        return Ragged((replace(first, ids=(*first.ids[: -len(ids)], *ids)), *others))
+        first, *rest = self.rows
+        return Ragged((replace(first, ids=(*first.ids[: -len(ids)], *ids)), *rest))
 
     def cut_at(self, lengths: Sequence[int]) -> Ragged:
         """The same packed tokens as sequences of other ``lengths``, as many and of the same sum."""
@@ -82,10 +82,10 @@ class Ragged:
         advantages = [value for row in self.rows for value in row.advantages]
         rows, start = [], 0
         for row, length in zip(self.rows, lengths, strict=True):
-            own = slice(start, start + length)
+            span = slice(start, start + length)
             start += length
             rows.append(
-                replace(row, ids=tuple(ids[own]), mask=tuple(mask[own]), advantages=tuple(advantages[own]))
+                replace(row, ids=tuple(ids[span]), mask=tuple(mask[span]), advantages=tuple(advantages[span]))
             )
         return Ragged(tuple(rows))
 

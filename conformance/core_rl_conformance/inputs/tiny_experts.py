@@ -48,10 +48,10 @@ def mark_tokens(model: PreTrainedModel) -> None:
     for token, row in enumerate(embedding):
         # Two of the first three; or one of them and the rare fourth; nobody takes the last.
         left = token % KINDS
-        chosen = (left, experts - 2) if token % RARE == 0 else (left, (left + 1) % KINDS)
+        experts_of_token = (left, experts - 2) if token % RARE == 0 else (left, (left + 1) % KINDS)
         sizes = row[:experts].abs().clamp(max=0.3)
         row[:experts] = -MARK - sizes
-        for expert in chosen:
+        for expert in experts_of_token:
             row[expert] = MARK + sizes[expert]
     for name, parameter in model.named_parameters():
         if name.endswith("o_proj.weight") or (name.endswith("down_proj.weight") and parameter.dim() == 2):

@@ -118,7 +118,7 @@ class TinyModel:
     def config(self) -> PretrainedConfig:
         """The transformers config."""
         config = self._own_config()
-        asked = {
+        fields = {
             "num_labels": None if self.head == "lm" else 1,
             "vocab_size": self.vocabulary,
             "num_attention_heads": self.heads,
@@ -127,7 +127,7 @@ class TinyModel:
             "num_experts": self.experts,
             "norm_topk_prob": False if self.plain_gates else None,
         }
-        for name, value in asked.items():
+        for name, value in fields.items():
             if value is not None:
                 setattr(config, name, value)
         if self.long:
@@ -146,12 +146,12 @@ class TinyModel:
         if self.family in OTHER_LAYERS:
             values = OTHER_LAYERS[self.family] | {"attention_dropout": self.dropout}
             return AutoConfig.for_model(self.family, **values)
-        kind, own = CONFIGS[self.family]
+        kind, fields = CONFIGS[self.family]
         dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
-        chosen: dict[str, Any] = {**own, **dict.fromkeys(dropout, self.dropout)}
+        pair: dict[str, Any] = {**fields, **dict.fromkeys(dropout, self.dropout)}
         if self.only_attention:
-            chosen |= dict.fromkeys(dropout[:-1], 0.0)
-        return kind(**chosen)
+            pair |= dict.fromkeys(dropout[:-1], 0.0)
+        return kind(**pair)
 
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
@@ -182,8 +182,8 @@ def _make_long(config: PretrainedConfig, usual: Collection[str]) -> None:
         for name, value in values.items():
             if part in usual or not hasattr(config, name):
                 continue
-            own = getattr(config, name)
-            setattr(config, name, {**own, **value} if isinstance(value, dict) else value)
+            limit = getattr(config, name)
+            setattr(config, name, {**limit, **value} if isinstance(value, dict) else value)
 
 
 def _set_layers(config: PretrainedConfig, count: int) -> None:
@@ -445,8 +445,8 @@ def _draw_focused(name: str, parameter: Tensor, generator: torch.Generator, mode
 
 def layer_of(name: str) -> str | None:
     """The transformer layer that the parameter ``name`` is in, such as ``model.layers.0``."""
-    found = re.match(r"\D*\.\d+(?=\.)", name)
-    return None if found is None else found.group()
+    match = re.match(r"\D*\.\d+(?=\.)", name)
+    return None if match is None else match.group()
 
 
 def _stable_hash(text: str) -> int:

@@ -75,18 +75,18 @@ def base_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def written(found: Mapping[str, ValueT]) -> dict[str, ValueT]:
+def written(factors: Mapping[str, ValueT]) -> dict[str, ValueT]:
     """``found``, where the factors are named after their layers, with the names that they have in a file."""
-    return {PREFIX + name if ".lora_" in name else name: value for name, value in found.items()}
+    return {PREFIX + name if ".lora_" in name else name: value for name, value in factors.items()}
 
 
 def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
     """The factors that the engine holds now."""
-    found = {
+    factors = {
         name.removeprefix(PREFIX): value for name, value in adapter_of(group.named_tensors("master")).items()
     }
     like = adapter.low_rank()
-    return LowRank(factors=found, scaling=like.scaling, transposed=like.transposed)
+    return LowRank(factors=factors, scaling=like.scaling, transposed=like.transposed)
 
 
 def snapshot_of(subject: EngineUnderTest, adapter: TinyAdapter, group: EngineGroup) -> Snapshot:

@@ -29,8 +29,8 @@ class PairFinding:
 
 
 def pair_tokens(
-    what: str,
-    own: Sequence[Tensor],
+    label: str,
+    ours: Sequence[Tensor],
     partner: Sequence[Tensor],
     expected: ExpectedOutputs,
     places: Places | None = None,
@@ -38,24 +38,24 @@ def pair_tokens(
     """A token output ``[L]`` of each sequence; ``places`` of the tokens, for the hints."""
     truth, allowed = expected.values, expected.tolerance
     return PairFinding(
-        between=compare_tokens(_between(what), own, partner, allowed + allowed),
-        own=compare_tokens(what, own, truth, allowed, places),
-        partner=compare_tokens(what, partner, truth, allowed),
+        between=compare_tokens(_between(label), ours, partner, allowed + allowed),
+        own=compare_tokens(label, ours, truth, allowed, places),
+        partner=compare_tokens(label, partner, truth, allowed),
     )
 
 
-def pair_scalars(what: str, own: float, partner: float, truth: float, allowed: Tolerance) -> PairFinding:
+def pair_scalars(label: str, ours: float, partner: float, truth: float, allowed: Tolerance) -> PairFinding:
     """A number."""
     return PairFinding(
-        between=compare_scalar(_between(what), own, partner, allowed + allowed),
-        own=compare_scalar(what, own, truth, allowed),
-        partner=compare_scalar(what, partner, truth, allowed),
+        between=compare_scalar(_between(label), ours, partner, allowed + allowed),
+        own=compare_scalar(label, ours, truth, allowed),
+        partner=compare_scalar(label, partner, truth, allowed),
     )
 
 
 def pair_named(
-    what: str,
-    own: Mapping[str, Tensor],
+    label: str,
+    ours: Mapping[str, Tensor],
     partner: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     allowed: Mapping[str, Tolerance],
@@ -66,14 +66,14 @@ def pair_named(
     present = {name: partner[name] for name in truth if name in partner}
     together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
     return PairFinding(
-        between=compare_named(_between(what), own, present, together),
-        own=compare_named(what, own, truth, allowed, since=since),
-        partner=compare_named(what, partner, truth, allowed),
+        between=compare_named(_between(label), ours, present, together),
+        own=compare_named(label, ours, truth, allowed, since=since),
+        partner=compare_named(label, partner, truth, allowed),
     )
 
 
-def _between(what: str) -> str:
-    return f"{what} compared with the other engine"
+def _between(label: str) -> str:
+    return f"{label} compared with the other engine"
 
 
 def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> None:
@@ -83,33 +83,33 @@ def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> 
     the partner is, `NotRun`: it is the case from the other side that fails.
     """
     __tracebackhide__ = True
-    apart = [each for each in quantities if each.between.problem is not None]
-    if not apart:
-        for each in quantities:
-            subject.verify(each.between)
+    differences = [quantity for quantity in quantities if quantity.between.problem is not None]
+    if not differences:
+        for quantity in quantities:
+            subject.verify(quantity.between)
         return
-    off = next((each for each in quantities if each.own.problem is not None), None)
-    blamed = next((each.partner for each in quantities if each.partner.problem is not None), None)
+    off = next((quantity for quantity in quantities if quantity.own.problem is not None), None)
+    blamed = next((quantity.partner for quantity in quantities if quantity.partner.problem is not None), None)
     if off is None and blamed is not None:
         raise NotRun(
             f"the partner {subject.peer.spec.name!r} is off the oracle: {_by(blamed)}; {subject.spec.name!r} is not"
         )
     # By the triangle inequality one of the two is off, unless their names or shapes differ.
-    found = apart[0].between if off is None else off.own
-    problem = "\n".join([*_verdict(subject, apart[0].between, off, blamed), str(found.problem)])
-    subject.verify(Finding(what=found.what, error=found.error, limit=found.limit, problem=problem))
+    finding = differences[0].between if off is None else off.own
+    problem = "\n".join([*_verdict(subject, differences[0].between, off, blamed), str(finding.problem)])
+    subject.verify(Finding(what=finding.what, error=finding.error, limit=finding.limit, problem=problem))
 
 
 def _verdict(
     subject: EngineUnderTest, between: Finding, off: PairFinding | None, blamed: Finding | None
 ) -> Iterator[str]:
     """The difference between the two engines, and the one to fix."""
-    own, partner = subject.spec.name, subject.peer.spec.name
-    yield f"{own!r} and {partner!r} differ: {_by(between)}"
+    ours, partner = subject.spec.name, subject.peer.spec.name
+    yield f"{ours!r} and {partner!r} differ: {_by(between)}"
     if off is not None:
-        yield f"{own!r} is off the oracle: {_by(off.own)}"
+        yield f"{ours!r} is off the oracle: {_by(off.own)}"
         if blamed is None:
-            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; fix {own!r}"
+            yield f"{partner!r} is within its tolerance: {_by(off.partner)}; fix {ours!r}"
         else:
             yield f"{partner!r} is off as well: {_by(blamed)}; fix both"
 

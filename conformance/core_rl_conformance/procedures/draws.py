@@ -55,24 +55,24 @@ def binomial_tail(count: int, draws: int, probability: float) -> float:
 def _terms(counts: range, draws: int, probability: float) -> Iterator[float]:
     log_p = math.log(max(probability, 1e-300))
     log_q = math.log(max(1 - probability, 1e-300))
-    whole = math.lgamma(draws + 1)
+    total = math.lgamma(draws + 1)
     for k in counts:
-        ways = whole - math.lgamma(k + 1) - math.lgamma(draws - k + 1)
+        ways = total - math.lgamma(k + 1) - math.lgamma(draws - k + 1)
         yield math.exp(ways + k * log_p + (draws - k) * log_q)
 
 
 def most_surprising(tokens: Sequence[int], logprobs: Tensor) -> Surprise:
     """The least probable thing about ``tokens``, drawn from ``logprobs [V]`` (float64)."""
-    found = list(_events(tokens, logprobs))
-    tails = [binomial_tail(count, len(tokens), p) for _, count, p in found]
-    least = min(range(len(found)), key=lambda index: tails[index])
-    what, count, probability = found[least]
+    events = list(_events(tokens, logprobs))
+    tails = [binomial_tail(count, len(tokens), p) for _, count, p in events]
+    least = min(range(len(events)), key=lambda index: tails[index])
+    label, count, probability = events[least]
     return Surprise(
-        what=what,
+        what=label,
         count=count,
         draws=len(tokens),
         probability=probability,
-        tail=min(1.0, len(found) * tails[least]),
+        tail=min(1.0, len(events) * tails[least]),
     )
 
 
@@ -97,17 +97,17 @@ def most_surprising_bet(answers: Sequence[Sequence[int]], logprobs: Sequence[Ten
     1, plays a fair game, whatever came before. So what is left at the end exceeds ``1 / a`` with probability
     ``a`` at most (Ville's inequality).
     """
-    found = {what: _hits(answers, logprobs, what) for what in WITHIN}
+    hits = {label: _hits(answers, logprobs, label) for label in WITHIN}
     draws = sum(map(len, answers))
     worst: Surprise | None = None
-    for what, pairs in found.items():
+    for label, pairs in hits.items():
         won = max(
             math.fsum(stake * hit - math.log1p(p * math.expm1(stake)) for hit, p in pairs) for stake in STAKES
         )
         tail = min(1.0, len(STAKES) * len(WITHIN) * math.exp(-max(won, 0.0)))
         if worst is None or tail < worst.tail:
             count, mean = sum(hit for hit, _ in pairs), math.fsum(p for _, p in pairs) / max(draws, 1)
-            worst = Surprise(what=what, count=count, draws=draws, probability=mean, tail=tail)
+            worst = Surprise(what=label, count=count, draws=draws, probability=mean, tail=tail)
     assert worst is not None
     return worst
 
@@ -124,12 +124,12 @@ WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
 
 
 def _hits(
-    answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor], what: str
+    answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor], label: str
 ) -> list[tuple[bool, float]]:
     """For each token, whether it was that, and with which probability."""
     pairs = []
     for ids, rows in zip(answers, logprobs, strict=True):
         for place, (token, row) in enumerate(zip(ids, rows, strict=True)):
-            members = WITHIN[what](ids[:place], row)
+            members = WITHIN[label](ids[:place], row)
             pairs.append((bool((members == token).any()), min(1.0, float(row[members].exp().sum()))))
     return pairs

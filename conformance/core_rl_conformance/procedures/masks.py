@@ -75,11 +75,11 @@ class PairMasks:
         self._limits = torch.tensor(limits, dtype=torch.float64)
         values = (truth / self._limits).reshape(len(grid), len(self.masks), 2)
         gaps = torch.stack([_smallest_gap(rows) for rows in values])
-        chosen = gaps.argsort(descending=True)[:MOST_PAIRS]
-        chosen = chosen[gaps[chosen] > CLEAR]
-        if not len(chosen):
+        indices = gaps.argsort(descending=True)[:MOST_PAIRS]
+        indices = indices[gaps[indices] > CLEAR]
+        if not len(indices):
             raise NotRun(f"no pair of tokens tells the {len(self.masks)} masks of this model apart")
-        self._pairs, self._values = grid[chosen], values[chosen]
+        self._pairs, self._values = grid[indices], values[indices]
 
     def _exact(self, pairs: MaskedPairs) -> Tensor:
         """Log-probs and entropies by the oracle, ``[N, 2]``."""
@@ -125,10 +125,10 @@ class PairMasks:
                 return f"{problem}: dropout is off in layers {layers}, and on in the others"
         return f"{problem}: it acts elsewhere, or not on whole attention weights, or at another rate"
 
-    def gradients(self, kept: Tensor) -> ExpectedGradients:
+    def gradients(self, keep_mask: Tensor) -> ExpectedGradients:
         """Loss and gradients of a pass that has kept these heads."""
         ids = self._pairs[self._pair]
-        pairs = MaskedPairs(firsts=ids[:, 0], seconds=ids[:, 1], factors=kept.double() / (1 - RATE))
+        pairs = MaskedPairs(firsts=ids[:, 0], seconds=ids[:, 1], factors=keep_mask.double() / (1 - RATE))
         loss, grads = pairs.gradients(self._oracle.model, self.loss.entropy_coef, exact=True)
         runs = plain_gradients(self._plain, pairs, self.loss.entropy_coef)
         norms = [grad_norm(found) for _, found in runs]
@@ -180,11 +180,11 @@ class Spread:
 
     def where(self, wrong: Tensor) -> str:
         """Whether all ``wrong`` sequences, bool, are of further micro-batches or of one rank, in words."""
-        found = set(wrong.nonzero()[:, 0].tolist())
-        if found == set(self.of_micro_batches(slice(1, None))):
+        positions = set(wrong.nonzero()[:, 0].tolist())
+        if positions == set(self.of_micro_batches(slice(1, None))):
             return ", all in micro-batches after the first: dropout is off there"
         for rank in range(len(self.parts)):
-            if found == set(self.of_rank(rank)):
+            if positions == set(self.of_rank(rank)):
                 return f", all on data-parallel rank {rank}: dropout is off there"
         return ": dropout is off in a part of the pass"
 
@@ -221,26 +221,28 @@ def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]],
 
     A correct engine fails with a probability of `FALSE_ALARMS`.
     """
-    counts = [count for when, kept in passes for count in _counts(when, kept, spread)]
-    for (first, before), (when, kept) in combinations(passes, 2):
-        counts.append(_agreement(f"{when}: the masks are again those {first}", kept, before))
+    counts = [count for when, keep_mask in passes for count in _counts(when, keep_mask, spread)]
+    for (first, before), (when, keep_mask) in combinations(passes, 2):
+        counts.append(_agreement(f"{when}: the masks are again those {first}", keep_mask, before))
     _require_chance(subject, counts)
 
 
-def verify_rate_and_ranks(subject: EngineUnderTest, what: str, kept: Sequence[Mapping[str, Tensor]]) -> None:
+def verify_rate_and_ranks(
+    subject: EngineUnderTest, label: str, keep_mask: Sequence[Mapping[str, Tensor]]
+) -> None:
     """Require that what each data-parallel rank has kept, by layer, is drawn at `RATE`, independently of rank 0.
 
     A rank may show other layers than rank 0 does: those that both show are compared.
     """
     counts = [
-        _dropped(f"{what} is dropped on data-parallel rank {rank}", torch.cat(list(part.values())))
-        for rank, part in enumerate(kept)
+        _dropped(f"{label} is dropped on data-parallel rank {rank}", torch.cat(list(part.values())))
+        for rank, part in enumerate(keep_mask)
     ]
-    for rank, part in enumerate(kept[1:], 1):
-        both = [layer for layer in part if layer in kept[0]]
+    for rank, part in enumerate(keep_mask[1:], 1):
+        both = [layer for layer in part if layer in keep_mask[0]]
         subject.require(bool(both), f"the token of rank {rank} shows no layer that the one of rank 0 shows")
-        left, right = (torch.cat([masks[layer] for layer in both]) for masks in (part, kept[0]))
-        which = f"{what} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither"
+        left, right = (torch.cat([masks[layer] for layer in both]) for masks in (part, keep_mask[0]))
+        which = f"{label} is dropped on data-parallel rank {rank} where it is on rank 0, or on neither"
         counts.append(_agreement(which, left, right))
     _require_chance(subject, counts)
 
@@ -256,37 +258,41 @@ def _require_chance(subject: EngineUnderTest, counts: Sequence[_Count]) -> None:
     )
 
 
-def _counts(when: str, kept: Tensor, spread: Spread) -> Iterator[_Count]:
+def _counts(when: str, keep_mask: Tensor, spread: Spread) -> Iterator[_Count]:
     """Rates of each part of a pass, and agreement of parts that should not agree."""
-    _, layers, heads = kept.shape
-    yield _dropped(f"{when}: a head is dropped", kept)
+    _, layers, heads = keep_mask.shape
+    yield _dropped(f"{when}: a head is dropped", keep_mask)
     for layer in range(layers):
-        yield _dropped(f"{when}: a head of layer {layer} is dropped", kept[:, layer])
+        yield _dropped(f"{when}: a head of layer {layer} is dropped", keep_mask[:, layer])
     for head in range(heads):
-        yield _dropped(f"{when}: head {head} is dropped", kept[:, :, head])
+        yield _dropped(f"{when}: head {head} is dropped", keep_mask[:, :, head])
     first, later = spread.of_micro_batches(slice(1)), spread.of_micro_batches(slice(1, None))
-    yield _dropped(f"{when}: a head is dropped in the first micro-batch", kept[first])
-    yield _dropped(f"{when}: a head is dropped in micro-batches after the first", kept[later])
+    yield _dropped(f"{when}: a head is dropped in the first micro-batch", keep_mask[first])
+    yield _dropped(f"{when}: a head is dropped in micro-batches after the first", keep_mask[later])
     for rank in range(len(spread.parts)):
-        yield _dropped(f"{when}: a head is dropped on data-parallel rank {rank}", kept[spread.of_rank(rank)])
+        yield _dropped(
+            f"{when}: a head is dropped on data-parallel rank {rank}", keep_mask[spread.of_rank(rank)]
+        )
     for rank in range(1, len(spread.parts)):
-        what = f"{when}: the masks on data-parallel rank {rank} are those on rank 0"
-        yield _agreement(what, kept[spread.of_rank(rank)], kept[spread.of_rank(0)])
+        label = f"{when}: the masks on data-parallel rank {rank} are those on rank 0"
+        yield _agreement(label, keep_mask[spread.of_rank(rank)], keep_mask[spread.of_rank(0)])
     before, after = spread.of_micro_batches(slice(-1)), spread.of_micro_batches(slice(1, None))
-    yield _agreement(f"{when}: the masks are those of the micro-batch before", kept[after], kept[before])
+    yield _agreement(
+        f"{when}: the masks are those of the micro-batch before", keep_mask[after], keep_mask[before]
+    )
     for layer in range(1, layers):
         yield _agreement(
-            f"{when}: the masks of layer {layer} are those of layer 0", kept[:, layer], kept[:, 0]
+            f"{when}: the masks of layer {layer} are those of layer 0", keep_mask[:, layer], keep_mask[:, 0]
         )
     for head in range(1, heads):
-        what = f"{when}: the masks of head {head} are those of head 0"
-        yield _agreement(what, kept[:, :, head], kept[:, :, 0])
+        label = f"{when}: the masks of head {head} are those of head 0"
+        yield _agreement(label, keep_mask[:, :, head], keep_mask[:, :, 0])
 
 
-def _dropped(what: str, kept: Tensor) -> _Count:
-    return _Count(what=what, count=int((~kept).sum()), draws=kept.numel(), probability=RATE)
+def _dropped(label: str, keep_mask: Tensor) -> _Count:
+    return _Count(what=label, count=int((~keep_mask).sum()), draws=keep_mask.numel(), probability=RATE)
 
 
-def _agreement(what: str, left: Tensor, right: Tensor) -> _Count:
+def _agreement(label: str, left: Tensor, right: Tensor) -> _Count:
     same = int((left == right).sum())
-    return _Count(what=what, count=same, draws=left.numel(), probability=RATE**2 + (1 - RATE) ** 2)
+    return _Count(what=label, count=same, draws=left.numel(), probability=RATE**2 + (1 - RATE) ** 2)

@@ -45,7 +45,7 @@ def verify_mixed_steps(
     defaults: Mapping[str, Settings],
     loss: CheckLoss,
     steps: int,
-    what: str,
+    label: str,
 ) -> None:
     """Take ``steps`` on ``group``, which is fresh; its weights and moments are those of ``config``."""
     params, grads = group.named_tensors("master"), []
@@ -57,7 +57,7 @@ def verify_mixed_steps(
         subject.require(reported["update_successful"] == 1.0, f"the update of step {number} was not made")
     rates = [config.adamw.lr] * steps
     verify_state(
-        subject, group, MixedSteps(config=config, params=params, grads=grads, rates=rates), defaults, what
+        subject, group, MixedSteps(config=config, params=params, grads=grads, rates=rates), defaults, label
     )
 
 
@@ -66,7 +66,7 @@ def verify_state(
     group: EngineGroup,
     steps: MixedSteps,
     defaults: Mapping[str, Settings],
-    what: str,
+    label: str,
 ) -> None:
     """Compare weights and moments of ``group`` with those after ``steps``; name the known mistake behind others."""
     right = steps.state()
@@ -79,9 +79,9 @@ def verify_state(
 
     kinds = [kind for kind in KINDS if getattr(right, kind)]
     for kind in kinds:
-        found = weights if kind == "params" else group.named_tensors(kind)
+        tensors = weights if kind == "params" else group.named_tensors(kind)
         since = steps.params if kind == "params" else None
         finding = compare_named(
-            f"{NAMES[kind]} {what}", found, getattr(right, kind), allowed[kind], since, explain=explain
+            f"{NAMES[kind]} {label}", tensors, getattr(right, kind), allowed[kind], since, explain=explain
         )
         subject.verify(finding)

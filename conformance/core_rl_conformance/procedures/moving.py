@@ -134,10 +134,10 @@ def saved_portable(subject: EngineUnderTest, group: EngineGroup, name: str) -> S
     return Saved(path=path, state=state(group), progress=group.progress, names=names)
 
 
-def verify_state(subject: EngineUnderTest, what: str, group: EngineGroup, expected: State) -> None:
+def verify_state(subject: EngineUnderTest, label: str, group: EngineGroup, expected: State) -> None:
     """Require that the engine's weights and moments are those, bit for bit."""
     for kind, tensors in expected.items():
-        subject.verify_same(f"{kind} {what}", group.named_tensors(kind), tensors)
+        subject.verify_same(f"{kind} {label}", group.named_tensors(kind), tensors)
 
 
 def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
@@ -146,26 +146,26 @@ def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
 
 
 def verify_progress(
-    subject: EngineUnderTest, what: str, group: EngineGroup, expected: EngineProgress
+    subject: EngineUnderTest, label: str, group: EngineGroup, expected: EngineProgress
 ) -> None:
     """Require that the engine's counts of updates and schedule steps are those."""
-    found = group.progress
-    subject.require(found == expected, f"the progress {what} is {found}; expected {expected}")
+    progress = group.progress
+    subject.require(progress == expected, f"the progress {label} is {progress}; expected {expected}")
 
 
 def verify_report(
     subject: EngineUnderTest,
-    what: str,
-    found: Mapping[str, float],
+    label: str,
+    metrics: Mapping[str, float],
     expected: Mapping[str, float],
     otherwise: str,
 ) -> None:
     """Require that a step reports what it reports ``otherwise``, bit for bit."""
-    other = [name for name in expected if found.get(name) != expected[name]]
+    mismatches = [name for name in expected if metrics.get(name) != expected[name]]
     subject.require(
-        not other,
-        f"{what} reports {', '.join(f'{name} {found.get(name)!r}' for name in other)}; {otherwise} "
-        f"{', '.join(f'{name} {expected[name]!r}' for name in other)}",
+        not mismatches,
+        f"{label} reports {', '.join(f'{name} {metrics.get(name)!r}' for name in mismatches)}; {otherwise} "
+        f"{', '.join(f'{name} {expected[name]!r}' for name in mismatches)}",
     )
 
 
@@ -182,12 +182,12 @@ def verify_steps(
     ``first`` is the number of the first step. What was loaded is known to be equal, so the first number that
     differs tells what the checkpoint lacks; random state only where there is ``dropout``.
     """
-    for number, (own, wanted) in enumerate(zip(got, expected, strict=True), first):
-        for name in (*wanted, *sorted(set(own) - set(wanted))):
-            if own.get(name) != wanted.get(name):
+    for number, (ours, reference) in enumerate(zip(got, expected, strict=True), first):
+        for name in (*reference, *sorted(set(ours) - set(reference))):
+            if ours.get(name) != reference.get(name):
                 problem = (
-                    f"the state is equal after the load, and {name!r} of step {number} is {own.get(name)!r}; "
-                    f"without the interruption it is {wanted.get(name)!r}: {_lacks(name, number == first, dropout)}"
+                    f"the state is equal after the load, and {name!r} of step {number} is {ours.get(name)!r}; "
+                    f"without the interruption it is {reference.get(name)!r}: {_lacks(name, number == first, dropout)}"
                 )
                 raise AssertionError(subject.failure_message(problem))
 
@@ -218,35 +218,36 @@ def verify_file(subject: EngineUnderTest, model: TinyModel, saved: Saved) -> Non
         files = TensorFiles(saved.path, kind)
         written = {name: files.read(name) for name in files.names()}
         subject.verify_same(f"{kind} in the portable checkpoint", written, tensors)
-    found, expected = read_manifest(saved.path).state["progress"], asdict(saved.progress)
+    saved_progress, expected = read_manifest(saved.path).state["progress"], asdict(saved.progress)
     subject.require(
-        found == expected, f"the portable checkpoint holds the progress {found}; it is {expected}"
+        saved_progress == expected,
+        f"the portable checkpoint holds the progress {saved_progress}; it is {expected}",
     )
 
 
 def verify_goes_on(
-    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, saved: Saved, what: str
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, saved: Saved, label: str
 ) -> None:
     """Load ``saved``; require its very state and progress, and that the next steps are AdamW's."""
     group.load(meta(saved.path, "portable"))
-    verify_state(subject, what, group, saved.state)
-    verify_progress(subject, what, group, saved.progress)
-    verify_next_steps(subject, group, model, what)
+    verify_state(subject, label, group, saved.state)
+    verify_progress(subject, label, group, saved.progress)
+    verify_next_steps(subject, group, model, label)
 
 
 def verify_next_steps(
-    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, what: str, config: AdamW = OPTIMIZER
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, label: str, config: AdamW = OPTIMIZER
 ) -> None:
     """Train from the loaded state, and compare with a float64 AdamW that starts from it."""
     negative = [name for name, value in group.named_tensors("exp_avg_sq").items() if bool((value < 0).any())]
     subject.require(
         not negative,
-        f"second moments are negative, {what}: {', '.join(negative[:6])}; exp_avg_sq is a mean of squares: does "
+        f"second moments are negative, {label}: {', '.join(negative[:6])}; exp_avg_sq is a mean of squares: does "
         "the engine export exp_avg under its name?",
     )
     shadow = Shadow.of(group, config, TOTAL_STEPS)
     shadow.train(
         subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSSES[model.head].spec(), TWO
     )
-    shadow.verify(subject, group, f"two steps after it was {what}")
-    verify_outputs(subject, group, model, f"two steps after it was {what}")
+    shadow.verify(subject, group, f"two steps after it was {label}")
+    verify_outputs(subject, group, model, f"two steps after it was {label}")

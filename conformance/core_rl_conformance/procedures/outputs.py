@@ -26,7 +26,7 @@ ENOUGH = 16
 
 
 def verify_outputs(
-    subject: EngineUnderTest, group: EngineGroup, of: TinyModel | TinyAdapter, what: str
+    subject: EngineUnderTest, group: EngineGroup, of: TinyModel | TinyAdapter, label: str
 ) -> None:
     """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
 
@@ -35,7 +35,7 @@ def verify_outputs(
     """
     data = subject.data(lengths=PROBE)
     if isinstance(of, TinyModel):
-        now = subject.snapshot(group, of, f"weights {what}")
+        now = subject.snapshot(group, of, f"weights {label}")
     else:
         now = snapshot_of(subject, of, group)
     name: OutputName = "logprobs" if now.head == "lm" else "values"
@@ -44,7 +44,7 @@ def verify_outputs(
     def answer() -> list[Tensor]:
         return per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
 
-    subject.verify_tokens(f"{name} {what}", answer(), expected, subject.places(data), again=answer)
+    subject.verify_tokens(f"{name} {label}", answer(), expected, subject.places(data), again=answer)
 
 
 def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data: Ragged) -> None:
@@ -87,9 +87,9 @@ def verify_precision(subject: EngineUnderTest, name: OutputName, value: Tensor) 
 
 
 def verify_overall(
-    subject: EngineUnderTest, what: str, got: Sequence[Tensor], expected: ExpectedOutputs
+    subject: EngineUnderTest, label: str, got: Sequence[Tensor], expected: ExpectedOutputs
 ) -> None:
     """Require that the errors of all tokens together are small, and do not point one way."""
     __tracebackhide__ = True
-    subject.verify(compare_signed_mean(what, expected.signed_mean(got)))
-    subject.verify(compare_mean_square(what, expected.mean_square(got)))
+    subject.verify(compare_signed_mean(label, expected.signed_mean(got)))
+    subject.verify(compare_mean_square(label, expected.mean_square(got)))

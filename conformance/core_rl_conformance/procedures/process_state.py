@@ -82,26 +82,26 @@ USUAL = {
 
 def unusual_settings(_engine: TrainEngine) -> list[str]:
     """Settings of this rank that torch does not begin with, and their values."""
-    found = _settings()
-    return [f"{name} is {found[name]}" for name, usual in USUAL.items() if found[name] != usual]
+    before = _settings()
+    return [f"{name} is {before[name]}" for name, usual in USUAL.items() if before[name] != usual]
 
 
 def changed_settings(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
     """Settings of the process that a public call changed, and their new values; ``path`` is for a save. Collective."""
-    found = []
+    changed = []
     for name, call in _calls(engine, path, engine.shard_data(batch), loss):
         before = _state()
         call()
         after = _state()
-        found += [
-            f"{name} left {_shown(what, after[what])}" for what in before if before[what] != after[what]
+        changed += [
+            f"{name} left {_shown(label, after[label])}" for label in before if before[label] != after[label]
         ]
-    return found
+    return changed
 
 
-def _shown(what: str, value: object) -> str:
+def _shown(label: str, value: object) -> str:
     """The setting with its value, where that is short; a state of random numbers is not."""
-    return f"{what} another one" if "state" in what else f"{what} = {value}"
+    return f"{label} another one" if "state" in label else f"{label} = {value}"
 
 
 def _calls(
@@ -159,7 +159,7 @@ def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int)
         "train_batch()": lambda: engine.train_batch(next(batches), loss, ONE_PASS),
         "forward()": lambda: engine.forward(next(batches), ONE_PASS),
     }
-    found = []
+    growths = []
     with _earlier_objects_ignored():
         for call in calls.values():
             for _ in range(WARM_UP):
@@ -173,8 +173,8 @@ def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int)
                 live.append(_live(engine.device))
             # What is added is so in each half. A message under way to another rank lives at one look alone.
             tensors, size = (2 * min(c - b, b - a) for a, b, c in zip(*live, strict=True))
-            found.append(Growth(what=name, tensors=tensors, size=size))
-    return found
+            growths.append(Growth(what=name, tensors=tensors, size=size))
+    return growths
 
 
 def _endless(batch: SequenceBatch) -> Iterator[SequenceBatch]:
@@ -203,7 +203,7 @@ def _live(device: torch.device) -> tuple[int, int]:
 
 
 def _live_tensors() -> list[Tensor]:
-    return [found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter)]
+    return [tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, torch.nn.Parameter)]
 
 
 def _live_storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -80,10 +80,10 @@ async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> li
 
 def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
     """The answers to any number of requests, of which many are in flight at one time."""
-    found = []
+    responses = []
     for start in range(0, len(requests), MOST_AT_ONCE):
-        found += asyncio.run(answers(engine, requests[start : start + MOST_AT_ONCE]))
-    return found
+        responses += asyncio.run(answers(engine, requests[start : start + MOST_AT_ONCE]))
+    return responses
 
 
 async def meanwhile(
@@ -121,44 +121,44 @@ class Expected:
     tolerance: Tolerance
 
 
-def sequences_of(found: Sequence[LLMResponse], before: tuple[int, ...] = ()) -> Ragged:
+def sequences_of(responses: Sequence[LLMResponse], before: tuple[int, ...] = ()) -> Ragged:
     """Prompt and answer of each response as one sequence, with the tokens ``before`` it."""
-    return Ragged(tuple(_row(before + response.input_ids + response.output_ids) for response in found))
+    return Ragged(tuple(_row(before + response.input_ids + response.output_ids) for response in responses))
 
 
 def _row(ids: tuple[int, ...]) -> Row:
     return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0)
 
 
-def _generated(values: Sequence[Tensor], found: Sequence[LLMResponse]) -> list[Tensor]:
+def _generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
     """The part ``[n, ...]`` of each sequence's values ``[L, ...]`` that belongs to generated tokens."""
-    pairs = zip(values, found, strict=True)
+    pairs = zip(values, responses, strict=True)
     return [value[len(value) - len(response.output_ids) :] for value, response in pairs]
 
 
 def expected_of(
     subject: EngineUnderTest,
     weights: Judged,
-    found: Sequence[LLMResponse],
+    responses: Sequence[LLMResponse],
     temperature: float = 1.0,
 ) -> Expected:
     """The oracle's log-probs of the generated tokens of ``found``."""
-    outputs = subject.outputs(weights, sequences_of(found), "logprobs", temperature)
-    return Expected(values=_generated(outputs.values, found), tolerance=outputs.tolerance)
+    outputs = subject.outputs(weights, sequences_of(responses), "logprobs", temperature)
+    return Expected(values=_generated(outputs.values, responses), tolerance=outputs.tolerance)
 
 
 def distributions(
-    subject: EngineUnderTest, weights: Judged, found: Sequence[LLMResponse], temperature: float = 1.0
+    subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
 ) -> list[Tensor]:
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
-    rows = subject.expected.oracle(weights).evaluate(sequences_of(found).for_oracle(), temperature)
-    return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], found)]
+    rows = subject.expected.oracle(weights).evaluate(sequences_of(responses).for_oracle(), temperature)
+    return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], responses)]
 
 
-def raw_logits(subject: EngineUnderTest, weights: Judged, found: Sequence[LLMResponse]) -> list[Tensor]:
+def raw_logits(subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse]) -> list[Tensor]:
     """The oracle's logits, float64 ``[n, V]``, where each of the ``n`` generated tokens was drawn."""
-    rows = subject.expected.oracle(weights).evaluate(sequences_of(found).for_oracle())
-    return _generated([row["logits"] for row in rows], found)
+    rows = subject.expected.oracle(weights).evaluate(sequences_of(responses).for_oracle())
+    return _generated([row["logits"] for row in rows], responses)
 
 
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
@@ -189,9 +189,9 @@ def as_response(prompt: tuple[int, ...]) -> LLMResponse:
 
 def verify_logprobs(
     subject: EngineUnderTest,
-    what: str,
+    label: str,
     weights: Judged,
-    found: Sequence[LLMResponse],
+    responses: Sequence[LLMResponse],
     temperature: float = 1.0,
     guesses: Guesses | None = None,
     *,
@@ -203,57 +203,59 @@ def verify_logprobs(
     from the field, explains it.
     """
     __tracebackhide__ = True
-    expected = expected_of(subject, weights, found, temperature)
-    got = [torch.tensor(response.logprobs) for response in found]
+    expected = expected_of(subject, weights, responses, temperature)
+    got = [torch.tensor(response.logprobs) for response in responses]
 
     def all_guesses() -> Guesses:
-        return {**(guesses or {}), **_known_mistakes(subject, weights, found, temperature)}
+        return {**(guesses or {}), **_known_mistakes(subject, weights, responses, temperature)}
 
-    explain = partial(_explanation, what, got, all_guesses, expected.tolerance)
+    explain = partial(_explanation, label, got, all_guesses, expected.tolerance)
     subject.verify(
-        compare_tokens(what, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain)
+        compare_tokens(label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain)
     )
 
 
 def verify_served(
     subject: EngineUnderTest,
-    what: str,
-    found: Sequence[LLMResponse],
+    label: str,
+    responses: Sequence[LLMResponse],
     model: TinyModel,
     old: TinyModel,
     version: int,
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
     __tracebackhide__ = True
-    carried = {v for response in found for v in response.versions}
+    carried = {v for response in responses for v in response.versions}
     subject.require(
-        carried == {version}, f"{what}, tokens carry the versions {sorted(carried)}, not {version}"
+        carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
     )
-    guesses = {"log-probs of the weights before the update": lambda: expected_of(subject, old, found).values}
-    verify_logprobs(subject, f"log-probs {what}", model, found, 1.0, guesses)
+    guesses = {
+        "log-probs of the weights before the update": lambda: expected_of(subject, old, responses).values
+    }
+    verify_logprobs(subject, f"log-probs {label}", model, responses, 1.0, guesses)
 
 
 def verify_by_version(
     subject: EngineUnderTest,
-    what: str,
-    found: Sequence[LLMResponse],
+    label: str,
+    responses: Sequence[LLMResponse],
     sides: Mapping[int, Expected],
     guesses: Guesses | None = None,
 ) -> None:
     """Verify that answers are complete, and that each token has the log-prob of the side whose version it carries."""
     __tracebackhide__ = True
-    cut = [response for response in found if response.stop_reason != "length"]
-    subject.require(not cut, f"{what}: {len(cut)} of {len(found)} answers were cut short")
-    carried = {version for response in found for version in response.versions}
-    subject.require(carried <= set(sides), f"{what}: tokens carry {sorted(carried)}, not {sorted(sides)}")
-    wanted = [
+    cut = [response for response in responses if response.stop_reason != "length"]
+    subject.require(not cut, f"{label}: {len(cut)} of {len(responses)} answers were cut short")
+    carried = {version for response in responses for version in response.versions}
+    subject.require(carried <= set(sides), f"{label}: tokens carry {sorted(carried)}, not {sorted(sides)}")
+    required = [
         torch.stack([sides[version].values[number][place] for place, version in enumerate(response.versions)])
-        for number, response in enumerate(found)
+        for number, response in enumerate(responses)
     ]
     tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
-    got = [torch.tensor(response.logprobs) for response in found]
-    explain = partial(_explanation, what, got, lambda: guesses or {}, tolerance)
-    subject.verify(compare_tokens(what, got, wanted, tolerance, explain=explain))
+    got = [torch.tensor(response.logprobs) for response in responses]
+    explain = partial(_explanation, label, got, lambda: guesses or {}, tolerance)
+    subject.verify(compare_tokens(label, got, required, tolerance, explain=explain))
 
 
 def verify_version(
@@ -266,35 +268,35 @@ def verify_version(
 
 
 def _explanation(
-    what: str, got: Sequence[Tensor], guesses: Callable[[], Guesses], tolerance: Tolerance
+    label: str, got: Sequence[Tensor], guesses: Callable[[], Guesses], tolerance: Tolerance
 ) -> str | None:
     """The sentences of the guesses that explain ``got``."""
     right = [
         sentence
         for sentence, values in guesses().items()
-        if compare_tokens(what, got, values(), tolerance).problem is None
+        if compare_tokens(label, got, values(), tolerance).problem is None
     ]
     return "; or ".join(right) or None
 
 
 def _known_mistakes(
-    subject: EngineUnderTest, weights: Judged, found: Sequence[LLMResponse], temperature: float
+    subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float
 ) -> dict[str, Callable[[], list[Tensor]]]:
     oracle = subject.expected.oracle(weights)
 
     def after(*before: int) -> list[Tensor]:
-        rows = oracle.evaluate(sequences_of(found, before).for_oracle(), temperature)
-        return _generated([row["logprobs"] for row in rows], found)
+        rows = oracle.evaluate(sequences_of(responses, before).for_oracle(), temperature)
+        return _generated([row["logprobs"] for row in rows], responses)
 
     def without_temperature() -> list[Tensor]:
-        rows = oracle.evaluate(sequences_of(found).for_oracle(), 1.0)
-        return _generated([row["logprobs"] for row in rows], found)
+        rows = oracle.evaluate(sequences_of(responses).for_oracle(), 1.0)
+        return _generated([row["logprobs"] for row in rows], responses)
 
     mistakes: dict[str, Callable[[], list[Tensor]]] = {}
     if temperature != 1.0:
         mistakes["log-probs at temperature 1: the temperature is missing"] = without_temperature
     bos = oracle.model.config.get_text_config().bos_token_id
-    longest = max(len(row.ids) for row in sequences_of(found).rows)
+    longest = max(len(row.ids) for row in sequences_of(responses).rows)
     if bos is not None and longest < oracle.model.config.get_text_config().max_position_embeddings:
         mistakes[f"an extra BOS (id {bos}) stands before each prompt"] = lambda: after(bos)
     return mistakes

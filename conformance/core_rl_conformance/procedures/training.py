@@ -73,8 +73,8 @@ class Shadow:
         trained = {name: value for name, value in master.items() if name not in frozen}
         state = replace(AdamWState.start(trained), count=progress.updates)
         for kind in MOMENTS:
-            found = group.named_tensors(kind)
-            getattr(state, kind).update({name: found[name].double() for name in found if name in trained})
+            tensors = group.named_tensors(kind)
+            getattr(state, kind).update({name: tensors[name].double() for name in tensors if name in trained})
         return Shadow(
             config=config,
             state=state,
@@ -104,38 +104,38 @@ class Shadow:
             group.forward_backward(batch, loss, mb_spec)
             self.step(subject, group, f"of step {number}")
 
-    def step(self, subject: EngineUnderTest, group: EngineGroup, what: str) -> None:
+    def step(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
         """One step of both with the gradients that the engine holds, then one of the schedule."""
         grads = group.named_tensors("grads")
         odd = sorted(set(grads).symmetric_difference(self.state.params))
         subject.require(
-            not odd, f"gradients {what}: not just the trained parameters have one: {', '.join(odd[:6])}"
+            not odd, f"gradients {label}: not just the trained parameters have one: {', '.join(odd[:6])}"
         )
         broken = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
-        subject.require(not broken, f"gradients {what} are not finite: {', '.join(broken[:6])}")
+        subject.require(not broken, f"gradients {label} are not finite: {', '.join(broken[:6])}")
         reported = group.optimizer_step()
         norm = self.config.step(self.state, grads, self.rate)
-        few = Tolerance(baseline=0.0, floor=1e-6 * norm)
-        subject.verify_scalar(f"the norm {what}", reported["grad_norm"], norm, few)
+        tolerance = Tolerance(baseline=0.0, floor=1e-6 * norm)
+        subject.verify_scalar(f"the norm {label}", reported["grad_norm"], norm, tolerance)
         exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
-        subject.verify_scalar(f"the learning rate {what}", reported["lr"], self.rate, exact)
-        subject.require(reported["update_successful"] == 1.0, f"the update {what} was not made: {reported}")
+        subject.verify_scalar(f"the learning rate {label}", reported["lr"], self.rate, exact)
+        subject.require(reported["update_successful"] == 1.0, f"the update {label} was not made: {reported}")
         self._grads.append(grads)
         self._rates.append(self.rate)
         self._weights.append(group.named_tensors("master"))
         group.lr_scheduler_step()
         self.lr_steps += 1
 
-    def verify(self, subject: EngineUnderTest, group: EngineGroup, what: str) -> None:
+    def verify(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
         """Compare the engine's weights and moments with those of the float64 AdamW."""
         allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
         weights = group.named_tensors("master")
         still = {name: weights.pop(name) for name in self.frozen if name in weights}
         if self.frozen:
-            subject.verify_same(f"frozen weights {what}", still, self.frozen)
+            subject.verify_same(f"frozen weights {label}", still, self.frozen)
         got = {"params": weights, **{kind: group.named_tensors(kind) for kind in MOMENTS}}
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
-        for finding in compare_steps(what, got, steps, allowed, subject.layout.dp):
+        for finding in compare_steps(label, got, steps, allowed, subject.layout.dp):
             if finding.problem is not None:
                 finding = replace(finding, problem=f"{finding.problem}{self._first_off()}")  # noqa: PLW2901
             subject.verify(finding)

@@ -129,8 +129,8 @@ def count_outcomes(cases: Sequence[CaseRecord]) -> dict[Outcome, int]:
 def capability_rows(engines: Sequence[EngineRecord]) -> list[CapabilityRow]:
     """Each capability that one of ``engines`` declares."""
     declared = [{part.name: part for part in engine.capabilities} for engine in engines]
-    names = sorted({name for own in declared for name in own})
-    return [CapabilityRow(name=name, cells=[own.get(name) for own in declared]) for name in names]
+    names = sorted({name for group in declared for name in group})
+    return [CapabilityRow(name=name, cells=[group.get(name) for group in declared]) for name in names]
 
 
 def _check_view(report: Report, check: CheckRecord) -> CheckView:

@@ -147,9 +147,9 @@ class Report(Record):
     @property
     def verdict(self) -> Verdict:
         """The worst of the engines' verdicts."""
-        found = {engine.verdict for engine in self.engines}
+        verdicts = {engine.verdict for engine in self.engines}
         order = (Verdict.FAILED, Verdict.NOT_RUN, Verdict.PARTIAL, Verdict.PASSED)
-        return next((verdict for verdict in order if verdict in found), Verdict.NOT_RUN)
+        return next((verdict for verdict in order if verdict in verdicts), Verdict.NOT_RUN)
 
     @property
     def slowest(self) -> list[CaseRecord]:
@@ -174,10 +174,10 @@ class Report(Record):
         return self
 
 
-def _refuse_unknown(what: str, used: Iterable[str], known: Iterable[str]) -> None:
+def _refuse_unknown(label: str, used: Iterable[str], known: Iterable[str]) -> None:
     unknown = sorted(set(used) - set(known))
     if unknown:
-        raise ValueError(f"results name the {what} {unknown[0]!r}, which the report does not list")
+        raise ValueError(f"results name the {label} {unknown[0]!r}, which the report does not list")
 
 
 def report_schema() -> dict[str, Any]:

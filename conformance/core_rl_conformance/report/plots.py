@@ -117,8 +117,8 @@ def scatter_plots(report: Report) -> list[Scatter]:
     points: dict[tuple[str, str, str], list[_Point]] = {}
     for case in report.results:
         for part in case.measurements:
-            kept = points.setdefault((case.engine, case.check, part.what), [])
-            kept.extend(
+            pairs = points.setdefault((case.engine, case.check, part.what), [])
+            pairs.extend(
                 _Point(
                     engine=engine,
                     oracle=oracle,
@@ -130,13 +130,13 @@ def scatter_plots(report: Report) -> list[Scatter]:
             )
     numbers = _numbers(report)
     return [
-        _scatter(f"{engine}, {check}: {what}", what, numbers[engine], kept)
-        for (engine, check, what), kept in points.items()
-        if kept
+        _scatter(f"{engine}, {check}: {label}", label, numbers[engine], pairs)
+        for (engine, check, label), pairs in points.items()
+        if pairs
     ]
 
 
-def _scatter(title: str, what: str, number: int, points: Sequence[_Point]) -> Scatter:
+def _scatter(title: str, quantity: str, number: int, points: Sequence[_Point]) -> Scatter:
     both = [value for point in points for value in (point.engine, point.oracle)]
     lowest, highest = min(both), max(both)
     span = highest - lowest or 1.0
@@ -166,8 +166,8 @@ def _scatter(title: str, what: str, number: int, points: Sequence[_Point]) -> Sc
             x_ticks=tuple(Tick(at=SQUARE.x(share), label=label) for share, label in marks),
             y_ticks=tuple(Tick(at=SQUARE.y(share), label=label) for share, label in up),
             guide=f"{SQUARE.left},{SQUARE.y(ends[0])} {SQUARE.right},{SQUARE.y(ends[1])}",
-            x_label=f"{what}, oracle",
-            y_label=f"{what}, engine" if kind == "values" else "engine - oracle",
+            x_label=f"{quantity}, oracle",
+            y_label=f"{quantity}, engine" if kind == "values" else "engine - oracle",
             area=SQUARE,
         )
 
@@ -185,4 +185,6 @@ def _evenly(points: Sequence[_Point]) -> list[_Point]:
     """Some of many points; all that failed, up to the same number."""
     failed = [point for point in points if point.failed]
     passed = [point for point in points if not point.failed]
-    return [part for own in (passed, failed) for part in own[:: math.ceil(len(own) / SCATTER_POINTS) or 1]]
+    return [
+        part for group in (passed, failed) for part in group[:: math.ceil(len(group) / SCATTER_POINTS) or 1]
+    ]

@@ -107,11 +107,13 @@ def merge(reports: Iterable[Report]) -> Scoreboard:
     Of several results for one case the newest counts, and one that was not run never replaces one that was.
     """
     ordered = sorted(reports, key=attrgetter("created"))
-    found: dict[tuple[str, str, str], list[tuple[Report, EngineRecord]]] = {}
+    entries: dict[tuple[str, str, str], list[tuple[Report, EngineRecord]]] = {}
     for report in ordered:
         for engine in report.engines:
-            found.setdefault((engine.name, engine.distribution, engine.version), []).append((report, engine))
-    return Scoreboard(entries=[_entry(found[key]) for key in sorted(found)])
+            entries.setdefault((engine.name, engine.distribution, engine.version), []).append(
+                (report, engine)
+            )
+    return Scoreboard(entries=[_entry(entries[key]) for key in sorted(entries)])
 
 
 def _entry(sources: Sequence[tuple[Report, EngineRecord]]) -> Entry:
@@ -132,15 +134,15 @@ def _entry(sources: Sequence[tuple[Report, EngineRecord]]) -> Entry:
 
 def _newest_cases(reports: Iterable[Sequence[CaseRecord]]) -> list[CaseRecord]:
     """Oldest first goes in. A check that ran somewhere was not run nowhere."""
-    kept: dict[tuple[object, ...], CaseRecord] = {}
+    newest: dict[tuple[object, ...], CaseRecord] = {}
     for cases in reports:
         for case in cases:
             # Capabilities tell a case on a GPU from the same one on a CPU.
             key = (case.check, case.layout, case.model, case.dtype, case.seed, case.capabilities)
-            if case.outcome.executed or key not in kept:
-                kept[key] = case
-    ran = {case.check for case in kept.values() if case.outcome.executed}
-    return [case for case in kept.values() if case.outcome.executed or case.check not in ran]
+            if case.outcome.executed or key not in newest:
+                newest[key] = case
+    ran = {case.check for case in newest.values() if case.outcome.executed}
+    return [case for case in newest.values() if case.outcome.executed or case.check not in ran]
 
 
 def markdown(board: Scoreboard) -> str:

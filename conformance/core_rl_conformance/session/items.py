@@ -206,9 +206,9 @@ class CheckItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The check's message, and the more basic check that fails too."""
-        said = self._said(excinfo, style)
+        message = self._said(excinfo, style)
         first = self.config.stash.setdefault(FAILURES, Failures()).add(self.case)
-        return f"{said}\n  {first}" if first and isinstance(said, str) else said
+        return f"{message}\n  {first}" if first and isinstance(message, str) else message
 
     def _said(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any) -> Any:
         """For an error of the engine, where in the check it came up as well."""
@@ -218,10 +218,10 @@ class CheckItem(pytest.Item):
             case = self.case
             engine = f"engine {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
             notes = "\n".join(getattr(excinfo.value, "__notes__", []))
-            said = f"{type(excinfo.value).__name__}: {excinfo.value}"
-            place = last_line(f"{said}\n{notes}")
+            message = f"{type(excinfo.value).__name__}: {excinfo.value}"
+            place = last_line(f"{message}\n{notes}")
             where = "" if place is None else f"  last line of the engine: {place}\n"
-            return f"{case.check.identifier}: {engine}\n{where}  {said}\n{notes}"
+            return f"{case.check.identifier}: {engine}\n{where}  {message}\n{notes}"
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int | None, str]:

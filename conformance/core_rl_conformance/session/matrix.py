@@ -79,17 +79,21 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     that is wrong with its profile.
     """
     spec = get_spec(name)
-    found = load_object(spec.conformance, f"engine {name!r}: its profile") if spec.conformance else Profile()
-    if not isinstance(found, Profile):
-        raise ConfigError(f"engine {name!r}: {spec.conformance!r} is a {type(found).__name__}, not a Profile")
-    found = found.completed(spec)
+    profile = (
+        load_object(spec.conformance, f"engine {name!r}: its profile") if spec.conformance else Profile()
+    )
+    if not isinstance(profile, Profile):
+        raise ConfigError(
+            f"engine {name!r}: {spec.conformance!r} is a {type(profile).__name__}, not a Profile"
+        )
+    profile = profile.completed(spec)
     raise_all(
-        ConfigError, f"the conformance profile of engine {name!r}", found.violations(spec, known_checks)
+        ConfigError, f"the conformance profile of engine {name!r}", profile.violations(spec, known_checks)
     )
     # An engine that cannot be imported fails once here, and not in every check.
     load_backend(spec)
-    _try_options(name, found, load_config(spec))
-    return Target(spec=spec, profile=found)
+    _try_options(name, profile, load_config(spec))
+    return Target(spec=spec, profile=profile)
 
 
 def _try_options(name: str, profile: Profile, config: type[Config]) -> None:
@@ -158,9 +162,9 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
             dtype=dtype,
             seed=selection.seed,
             device=selection.device,
-            other_setting=(other := _other(setting, family, settings, profile)),
+            other_setting=(second := _other(setting, family, settings, profile)),
             not_supported=not_supported,
-            not_run=not_run or ("" if other or check.min_layouts < 2 else f"no other layout takes {family}"),
+            not_run=not_run or ("" if second or check.min_layouts < 2 else f"no other layout takes {family}"),
         )
         for setting, family, dtype in places
     ]
@@ -177,8 +181,8 @@ def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: 
 
 
 def _not_supported(check: Check, target: Target, selection: Selection) -> str:
-    asked = check.requires | ({Capability.CUDA} if selection.device == "cuda" else set())
-    missing = sorted(asked - target.spec.capabilities)
+    required = check.requires | ({Capability.CUDA} if selection.device == "cuda" else set())
+    missing = sorted(required - target.spec.capabilities)
     if not missing and check.dtype is not None and check.dtype not in target.profile.dtypes:
         return f"the profile has no dtype {check.dtype}"
     return f"undeclared: {', '.join(missing)}" if missing else ""
@@ -256,9 +260,9 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
     settings, families, dtypes = selection.of(target.profile)
     if not (settings and families and dtypes):
         return
-    others, other_families, other_dtypes = selection.of(partner.profile)
+    partner_settings, other_families, other_dtypes = selection.of(partner.profile)
     # A layout that only the first engine has selects nothing of the second.
-    others = others or list(partner.profile.places)
+    partner_settings = partner_settings or list(partner.profile.places)
     shared = [family for family in families if family in other_families]
     suited = [family for family in shared if check.families is None or family in check.families]
     common = [dtype for dtype in dtypes if dtype in other_dtypes]
@@ -269,7 +273,9 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
         places = list(places_of(check, settings, suited, common, selection))
     for setting, family, dtype in places:
         # Partners' layouts take turns, among those that can take the model.
-        takes = [other for other in others if other.suited([family])] or others
+        takes = [
+            partner_setting for partner_setting in partner_settings if partner_setting.suited([family])
+        ] or partner_settings
         yield Case(
             check=check,
             target=target,
@@ -286,10 +292,10 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
 
 
 def _undeclared(check: Check, target: Target, partner: Target) -> str:
-    own = sorted(check.requires - target.spec.capabilities)
-    others = sorted(check.partner_requires - partner.spec.capabilities)
-    parts = [f"undeclared: {', '.join(own)}"] if own else []
-    parts += [f"undeclared by {partner.spec.name}: {', '.join(others)}"] if others else []
+    missing = sorted(check.requires - target.spec.capabilities)
+    partner_missing = sorted(check.partner_requires - partner.spec.capabilities)
+    parts = [f"undeclared: {', '.join(missing)}"] if missing else []
+    parts += [f"undeclared by {partner.spec.name}: {', '.join(partner_missing)}"] if partner_missing else []
     return "; ".join(parts)
 
 

@@ -62,7 +62,10 @@ class ReportWriter:
         problems = self._summary.problems()
         engines = []
         for spec in (target.spec for target in plan.targets):
-            own, entry = [case for case in results if case.engine == spec.name], entries.get(spec.name)
+            engine_results, entry = (
+                [case for case in results if case.engine == spec.name],
+                entries.get(spec.name),
+            )
             record = EngineRecord(
                 name=spec.name,
                 kind=spec.kind,
@@ -70,8 +73,8 @@ class ReportWriter:
                 distribution=entry.distribution if entry else "(this process)",
                 version=entry.version if entry else "-",
                 protocol=spec.protocol,
-                capabilities=certify(spec.capabilities, own, needs_of(checks, spec.kind)),
-                verdict=judge(own, problems[spec.name], complete=complete),
+                capabilities=certify(spec.capabilities, engine_results, needs_of(checks, spec.kind)),
+                verdict=judge(engine_results, problems[spec.name], complete=complete),
                 problems=tuple(problems[spec.name]),
             )
             engines.append(record)

@@ -55,9 +55,9 @@ class ConformanceSession:
 
     def _filtered(self) -> bool:
         """Whether options of pytest leave checks out."""
-        chosen = any(self.config.getoption(name, default=None) for name in FILTERS)
+        selected = any(self.config.getoption(name, default=None) for name in FILTERS)
         below = [argument for argument in self.config.args if "::" in argument or argument.endswith(".py")]
-        return chosen or bool(below)
+        return selected or bool(below)
 
     # ------------------------------------------------------------ collection
 
@@ -149,10 +149,10 @@ class ConformanceSession:
         outcome, reason = _outcome(item, report)
         if report.when == "call" or outcome not in (Outcome.PASSED, None):
             assert outcome is not None
-            found = item.result(outcome, reason).to_property()
-            report.user_properties.append(found)
+            record = item.result(outcome, reason).to_property()
+            report.user_properties.append(record)
             # JUnit files show the properties of the last report on an item, that of its teardown.
-            item.user_properties.append(found)
+            item.user_properties.append(record)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -183,12 +183,12 @@ def unit_of(nodeid: str, servers: Collection[str]) -> str:
     The cases of one module, model and dtype: they ask for the same expected values. For ``servers`` all cases of
     a model: a server has one, and takes long to start with another.
     """
-    found = CASE.search(nodeid)
-    if found is None:
+    match = CASE.search(nodeid)
+    if match is None:
         return nodeid
     engines = nodeid.partition("[")[2]
     serves = any(engines.startswith(f"{name}-") or f"-with-{name}-" in engines for name in servers)
-    return found["model"] if serves else f"{found['module']} {found['model']}"
+    return match["model"] if serves else f"{match['module']} {match['model']}"
 
 
 class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no annotations
@@ -228,18 +228,18 @@ def _plan(config: pytest.Config) -> Plan:
 def _in_this_copy(argument: str, directory: Path) -> str:
     """``argument``, moved here if it leads to another copy of the suite, or is a name that the suite prints."""
     path, separator, rest = argument.partition("::")
-    full, own = (directory / path).resolve(), CHECKS_DIRECTORY.parent
-    above = next((part for part in (full, *full.parents) if part.name == own.name), None)
-    if (full / own.name / "checks").is_dir():
-        suite = full / own.name
+    full, package = (directory / path).resolve(), CHECKS_DIRECTORY.parent
+    above = next((part for part in (full, *full.parents) if part.name == package.name), None)
+    if (full / package.name / "checks").is_dir():
+        suite = full / package.name
     elif above is not None and ((above / "checks").is_dir() or not full.exists()):
         suite = above
     else:
         return argument
-    if suite == own:
+    if suite == package:
         return argument
     inside = full.relative_to(suite) if suite is above else Path()
-    return f"{own / inside}{separator}{rest}"
+    return f"{package / inside}{separator}{rest}"
 
 
 def _outcome(item: CheckItem, report: pytest.TestReport) -> tuple[Outcome | None, str]:

@@ -64,12 +64,12 @@ class Summary:
 
     def _problems(self, target: Target) -> Iterator[str]:
         name = target.spec.name
-        own = [result for result in self.results if result.engine == name]
+        engine_results = [result for result in self.results if result.engine == name]
         partners = [result for result in self.results if result.partner == name]
-        if not any(result.outcome.executed for result in own + partners):
+        if not any(result.outcome.executed for result in engine_results + partners):
             yield "no check was executed; look at the paths and filters, and run with --pyargs core_rl_conformance"
         elif not self.narrowed:
-            yield from self._unproven(target, own)
+            yield from self._unproven(target, engine_results)
 
     def _unproven(self, target: Target, results: list[CaseRecord]) -> Iterator[str]:
         for capability in sorted(target.spec.capabilities & self._certifiable(target)):
@@ -81,8 +81,8 @@ class Summary:
 
     def _certifiable(self, target: Target) -> set[Capability]:
         """Capabilities that some check can show of such an engine, in this environment."""
-        own = [check for check in load_checks().values() if check.kind == target.spec.kind]
-        shown = {capability for check in own if check.partner is None for capability in check.requires}
+        checks = [check for check in load_checks().values() if check.kind == target.spec.kind]
+        shown = {capability for check in checks if check.partner is None for capability in check.requires}
         shown |= {Capability.BFLOAT16}
         shown |= {Capability.CUDA} if self.plan.selection.device == "cuda" else set()
         shown -= {capability for capability, package in PACKAGES.items() if find_spec(package) is None}
@@ -103,24 +103,24 @@ class Summary:
                 terminal.write_line(f"NOT A SUCCESS: engine {name!r}: {problem}")
 
     def _write_engine(self, terminal: Terminal, target: Target) -> None:
-        own = [result for result in self.results if result.engine == target.spec.name]
-        columns = list(dict.fromkeys((result.layout, result.dtype) for result in own))
+        engine_results = [result for result in self.results if result.engine == target.spec.name]
+        columns = list(dict.fromkeys((result.layout, result.dtype) for result in engine_results))
         heads = [layout if dtype == "float32" else f"{layout} {dtype}" for layout, dtype in columns]
-        width = max((len(result.label) for result in own), default=5)
-        counts = {outcome: sum(result.outcome is outcome for result in own) for outcome in Outcome}
+        width = max((len(result.label) for result in engine_results), default=5)
+        counts = {outcome: sum(result.outcome is outcome for result in engine_results) for outcome in Outcome}
         shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         terminal.write_line(f"engine {target.spec.name}: {shown}")
         cells = [max(13, len(head)) for head in heads]
         line = "  ".join(map(str.ljust, heads, cells))
         terminal.write_line(f"  {'check'.ljust(width)}  {line}  largest error / allowed")
-        for label in sorted({result.label for result in own}, key=natural_order):
-            rows = [result for result in own if result.label == label]
+        for label in sorted({result.label for result in engine_results}, key=natural_order):
+            rows = [result for result in engine_results if result.label == label]
             line = "  ".join(
                 _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
             )
             terminal.write_line(f"  {label.ljust(width)}  {line}  {_worst(rows)}")
         needs = needs_of(load_checks().values(), target.spec.kind)
-        for capability in certify(target.spec.capabilities, own, needs):
+        for capability in certify(target.spec.capabilities, engine_results, needs):
             reason = f" ({capability.reason})" if capability.reason else ""
             meaning = f": {capability.meaning}" if capability.meaning else ""
             terminal.write_line(f"  {capability.name}: {capability.state}{reason}{meaning}")
@@ -140,17 +140,17 @@ class Summary:
 
 def _cell(rows: list[CaseRecord], layout: str, dtype: str) -> str:
     """The outcomes of one check on one layout, over all models."""
-    here = [row for row in rows if (row.layout, row.dtype) == (layout, dtype)]
-    outcomes = list(dict.fromkeys(row.outcome for row in here))
+    matches = [row for row in rows if (row.layout, row.dtype) == (layout, dtype)]
+    outcomes = list(dict.fromkeys(row.outcome for row in matches))
     text = "/".join(SYMBOLS[outcome] for outcome in outcomes)
-    return f"{text} (prov.)" if any(row.provisional for row in here) else text
+    return f"{text} (prov.)" if any(row.provisional for row in matches) else text
 
 
 def _worst(rows: list[CaseRecord]) -> str:
-    found = [measurement for row in rows if (measurement := row.worst) is not None]
-    if not found:
+    measurements = [measurement for row in rows if (measurement := row.worst) is not None]
+    if not measurements:
         return next((row.reason for row in rows if row.reason), "")
-    worst = max(found, key=lambda measurement: measurement.ratio)
+    worst = max(measurements, key=lambda measurement: measurement.ratio)
     if worst.limit == 0:
         return "bitwise" if worst.error == 0 else f"differs: {worst.what}"
     return f"{worst.error:.1e} / {worst.limit:.1e}  {worst.what}"

@@ -49,11 +49,11 @@ class Skeleton:
 
         Raises `ConfigError` that lists everything that is wrong with them.
         """
-        found = cls(
+        skeleton = cls(
             name=name, class_prefix=class_prefix or "".join(part.capitalize() for part in name.split("-"))
         )
-        raise_all(ConfigError, f"no engine can be called {name!r}", found._violations())
-        return found
+        raise_all(ConfigError, f"no engine can be called {name!r}", skeleton._violations())
+        return skeleton
 
     def _violations(self) -> Iterator[str]:
         if not NAME.fullmatch(self.name):

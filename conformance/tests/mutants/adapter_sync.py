@@ -82,8 +82,8 @@ class LeavesKeysAlone(ReferenceRolloutBackend):
     """Factors of a projection that is fused with others are left out."""
 
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
-        kept = {name: value * (".k_proj." not in name) for name, value in factors.items()}
-        super()._install_adapter(kept, version)
+        retained = {name: value * (".k_proj." not in name) for name, value in factors.items()}
+        super()._install_adapter(retained, version)
 
 
 class LabelsBeforeItInstalls(ReferenceRolloutBackend):

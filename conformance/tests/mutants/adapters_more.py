@@ -102,8 +102,8 @@ class AdapterIsNotMoved(AdaptedReference, OwnOffload):
 
     def offload(self, part: StatePart) -> None:
         if part == "model" and self.first is None:
-            named = self.model.named_parameters()
-            self.first = {name: p.detach().clone() for name, p in named if ".lora_" in name}
+            parameters = self.model.named_parameters()
+            self.first = {name: p.detach().clone() for name, p in parameters if ".lora_" in name}
         super().offload(part)
 
     def onload(self, part: StatePart) -> None:

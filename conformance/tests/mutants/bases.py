@@ -40,9 +40,9 @@ class Packed(Replicated):
 
     def build(self, context: TrainContext) -> None:
         register_packed_attention()
-        chosen = context.config.model
-        model = build_model(chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION)
-        self.packed = PackedModel(model, chosen.head)
+        model_config = context.config.model
+        model = build_model(model_config, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        self.packed = PackedModel(model, model_config.head)
         self.adopt(model, context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
@@ -82,9 +82,11 @@ class OwnCheckpoint(Replicated, SupportsOwnCheckpoint):
 
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
         world = self.context.world
-        own = directory / "own"
-        own.mkdir(exist_ok=True)
-        write_copies(own, world.rank, copy_shards(world.rank, self.shards(with_optimizer)), world.size)
+        subdirectory = directory / "own"
+        subdirectory.mkdir(exist_ok=True)
+        write_copies(
+            subdirectory, world.rank, copy_shards(world.rank, self.shards(with_optimizer)), world.size
+        )
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         files = ShardFiles(directory / "own")

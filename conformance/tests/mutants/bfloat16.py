@@ -114,8 +114,8 @@ class _NormInHalf:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         mean = hidden.pow(2).mean(-1, keepdim=True)
-        found: Tensor = self.norm.weight * (hidden * torch.rsqrt(mean + self.norm.variance_epsilon))
-        return found
+        result: Tensor = self.norm.weight * (hidden * torch.rsqrt(mean + self.norm.variance_epsilon))
+        return result
 
 
 class TemperatureInHalf(HalfCopies):

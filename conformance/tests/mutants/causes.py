@@ -19,12 +19,12 @@ class NoiseInOutputs(ReferenceBackend):
     training_alone = False
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        found = super().outputs(micro_batch, step)
+        outputs = super().outputs(micro_batch, step)
         if self.training_alone and not torch.is_grad_enabled():
-            return found
-        logprobs = found["logprobs"]
+            return outputs
+        logprobs = outputs["logprobs"]
         noise = 1.0 + 0.1 * torch.rand(logprobs.shape)
-        return ModelOutput(**{**dict(found.items()), "logprobs": logprobs * noise})
+        return ModelOutput(**{**dict(outputs.items()), "logprobs": logprobs * noise})
 
 
 class NoiseInTraining(NoiseInOutputs):
@@ -44,8 +44,8 @@ class EntropyIsDetached(ReferenceBackend):
     """The entropy is right and has no gradient."""
 
     def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        found = super().sequence(ids, step)
-        return {name: value.detach() if name == "entropy" else value for name, value in found.items()}
+        outputs = super().sequence(ids, step)
+        return {name: value.detach() if name == "entropy" else value for name, value in outputs.items()}
 
 
 class EntropyOfTheDrawnToken(ReferenceBackend):
@@ -53,11 +53,11 @@ class EntropyOfTheDrawnToken(ReferenceBackend):
 
     @staticmethod
     def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        found = ReferenceBackend.language_model(ids, logits, step)
-        if "entropy" in found:
+        outputs = ReferenceBackend.language_model(ids, logits, step)
+        if "entropy" in outputs:
             drawn = logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
-            found["entropy"] = torch.nn.functional.pad(-drawn, (1, 0))
-        return found
+            outputs["entropy"] = torch.nn.functional.pad(-drawn, (1, 0))
+        return outputs
 
 
 class RestsAtTheFourthStep(ReferenceBackend):

@@ -65,20 +65,20 @@ class NormsReducedOnOneRank(ContextParallelBackend):
     """The rank that exports has the whole gradient of norms; the others step with that of their own tokens."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
-        own = grad.clone()
+        local_grad = grad.clone()
         super().reduce(name, grad)
         if "norm" in name and self.context_parallel_rank > 0:
-            grad.copy_(own)
+            grad.copy_(local_grad)
 
 
 class SlicingShard(TokenShard):
     """Keys and values take back the gradient of one rank's queries."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-        own = torch.stack([key, value])
-        whole = gather_parts(own.detach(), self.sizes, 3, self.group)
-        before, after = whole[:, :, :, : self.start], whole[:, :, :, self.stop :]
-        both = torch.cat([before, own, after], dim=3)
+        local = torch.stack([key, value])
+        full = gather_parts(local.detach(), self.sizes, 3, self.group)
+        before, after = full[:, :, :, : self.start], full[:, :, :, self.stop :]
+        both = torch.cat([before, local, after], dim=3)
         return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
 
 
@@ -132,10 +132,10 @@ class EdgeIsNotPredicted(ContextParallelBackend):
     def follows(self, states: Tensor, shard: TokenShard) -> Tensor:
         parts = []
         for part in states.split(_kept(shard)):
-            kept = torch.ones(len(part), dtype=torch.bool)
-            kept[:1] = False
+            keep_mask = torch.ones(len(part), dtype=torch.bool)
+            keep_mask[:1] = False
             rolled = part.roll(1, 0)
-            parts.append(torch.where(kept if rolled.dim() == 1 else kept[:, None], rolled, 0.0))
+            parts.append(torch.where(keep_mask if rolled.dim() == 1 else keep_mask[:, None], rolled, 0.0))
         return torch.cat(parts)
 
 
@@ -172,9 +172,9 @@ class PaddingEndsTheLastSequence(ContextParallelBackend):
     """The batch is filled up to a multiple of the ranks with states of 0, which belong to its last sequence."""
 
     def ends(self, states: Tensor, batch: SequenceBatch) -> Tensor:
-        found = super().ends(states, batch)
+        result = super().ends(states, batch)
         filled_up = batch.num_tokens % self.context.layout.cp > 0
-        return torch.cat([found[:-1], torch.zeros_like(found[-1:])]) if filled_up else found
+        return torch.cat([result[:-1], torch.zeros_like(result[-1:])]) if filled_up else result
 
 
 class IdleWithoutTokens(ContextParallelBackend):
@@ -224,9 +224,9 @@ class RoundedDownHeads(UlyssesShard):
     """Every rank gets as many heads as all of them can have; the rest is nobody's."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-        found = super().attend(query, key, value, scale, dropout)
+        result = super().attend(query, key, value, scale, dropout)
         taken = query.shape[1] // len(self.sizes) * len(self.sizes)
-        return torch.cat([found[:, :taken], torch.zeros_like(found[:, taken:])], dim=1)
+        return torch.cat([result[:, :taken], torch.zeros_like(result[:, taken:])], dim=1)
 
 
 class LosesTheLastHead(UlyssesBackend):

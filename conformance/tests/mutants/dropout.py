@@ -84,10 +84,10 @@ class _WithoutScale(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.nn.functional.scaled_dot_product_attention:
-            found = found * (1.0 - (kwargs or {}).get("dropout_p", 0.0))
-        return found
+            result = result * (1.0 - (kwargs or {}).get("dropout_p", 0.0))
+        return result
 
 
 class NotScaled(Packed):

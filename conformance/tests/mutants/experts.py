@@ -50,8 +50,8 @@ class _Swapped:
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         swapped = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-        other = re.sub(r"(?<=\d\.)(gate_proj|up_proj)", lambda m: swapped[m[1]], name)
-        return self._source.read(other if ".experts." in name else name, slices)
+        second = re.sub(r"(?<=\d\.)(gate_proj|up_proj)", lambda m: swapped[m[1]], name)
+        return self._source.read(second if ".experts." in name else name, slices)
 
 
 class OneExpertUntrained(ReferenceBackend):

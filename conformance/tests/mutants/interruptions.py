@@ -67,12 +67,12 @@ class EndsAtThePause(Served):
         self._interrupted = True
 
     def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
-        found = super()._response(request, completion)
+        result = super()._response(request, completion)
         if not self._interrupted:
-            return found
-        half = len(found.output_ids) // 2
-        cut = {name: getattr(found, name)[:half] for name in ("output_ids", "logprobs", "versions")}
-        return replace(found, stop_reason="abort", **cut)
+            return result
+        half = len(result.output_ids) // 2
+        cut = {name: getattr(result, name)[:half] for name in ("output_ids", "logprobs", "versions")}
+        return replace(result, stop_reason="abort", **cut)
 
 
 class TakesServersDown(Served):
@@ -148,9 +148,9 @@ class LabelsAsItIsAsked(ReferenceRolloutBackend):
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         version = self._served_version
         self._asked.release()
-        found = await super().agenerate(request)
+        result = await super().agenerate(request)
         self._asked.acquire(blocking=False)
-        return replace(found, versions=(version,) * len(found.versions))
+        return replace(result, versions=(version,) * len(result.versions))
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         with self._asked:  # larger weights take so long that somebody asks meanwhile

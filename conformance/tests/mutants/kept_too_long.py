@@ -30,11 +30,11 @@ class OneBufferForEachSize(Packed):
         super().build(context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        found = super().outputs(micro_batch, step)
-        if torch.is_grad_enabled() or found.logprobs is None:
-            return found
-        buffer = self._buffers.setdefault(micro_batch.num_tokens, torch.empty_like(found.logprobs))
-        return replace(found, logprobs=buffer.copy_(found.logprobs))
+        outputs = super().outputs(micro_batch, step)
+        if torch.is_grad_enabled() or outputs.logprobs is None:
+            return outputs
+        buffer = self._buffers.setdefault(micro_batch.num_tokens, torch.empty_like(outputs.logprobs))
+        return replace(outputs, logprobs=buffer.copy_(outputs.logprobs))
 
 
 class KeepsAMaskForEachBatch(Packed):
@@ -87,8 +87,8 @@ class OptionsComeBack(OwnCheckpoint):
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
         super().save_sharded(directory, with_optimizer)
         if self.context.world.rank == 0 and self.optimizer is not None:
-            found = [{name: group[name] for name in self.names} for group in self.optimizer.param_groups]
-            (directory / "own" / "groups.json").write_text(json.dumps(found))
+            options = [{name: group[name] for name in self.names} for group in self.optimizer.param_groups]
+            (directory / "own" / "groups.json").write_text(json.dumps(options))
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         super().load_sharded(directory, with_optimizer)

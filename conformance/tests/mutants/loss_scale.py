@@ -22,11 +22,11 @@ class MeanOfMeans(ReferenceBackend):
     """Each micro-batch weighs the same, however many tokens it trains."""
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        whole = sum(int(part.loss_mask.sum()) for part in micro_batches)
+        total = sum(int(part.loss_mask.sum()) for part in micro_batches)
         for part in micro_batches:
             loss = step(self.outputs(part, step), part)
             if mode != "forward":
-                (loss * whole / (len(micro_batches) * max(1, int(part.loss_mask.sum())))).backward()
+                (loss * total / (len(micro_batches) * max(1, int(part.loss_mask.sum())))).backward()
 
 
 class DividesByMicroBatches(ReferenceBackend):
@@ -166,12 +166,12 @@ class LocalDenominator(Replicated):
     """Each rank's loss is divided by its own tokens, and then averaged."""
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        own = float(sum(int(part.loss_mask.sum()) for part in micro_batches))
-        (whole,) = self.context.world.sum([own])
+        local_total = float(sum(int(part.loss_mask.sum()) for part in micro_batches))
+        (total,) = self.context.world.sum([local_total])
         for part in micro_batches:
             loss = step(self.outputs(part, step), part)
             if mode != "forward":
-                (loss * whole / (self.context.world.size * max(1.0, own))).backward()
+                (loss * total / (self.context.world.size * max(1.0, local_total))).backward()
 
 
 class ReducesInEachCall(Replicated):

@@ -45,9 +45,9 @@ class HeadLosesMoments(OwnExport):
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         moments = self.state().local(kind) if kind in MOMENTS else ()
-        kept = [(part.tensor, part.tensor.clone()) for part in moments if part.name == HEAD]
+        saved = [(part.tensor, part.tensor.clone()) for part in moments if part.name == HEAD]
         super().import_tensors(kind, source)
-        for moment, old in kept:
+        for moment, old in saved:
             moment.copy_(old)
 
 

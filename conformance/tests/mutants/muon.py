@@ -27,24 +27,24 @@ class _OfLocalParts(Muon):
     def step(self, lr: float) -> None:
         config, parts = self._config, self._parts()
         for names in self.groups(parts):
-            own = [parts[name][0] for name in names]
-            for part in own:
+            local_total = [parts[name][0] for name in names]
+            for part in local_total:
                 part.momentum.tensor.lerp_(part.grad, 1 - config.momentum)
-            whole = torch.cat([self._direction(part) for part in own])
-            updates = orthogonalize(whole, config.ns_steps).split([len(part.weight) for part in own])
-            for name, part, update in zip(names, own, updates, strict=True):
+            full = torch.cat([self._direction(part) for part in local_total])
+            updates = orthogonalize(full, config.ns_steps).split([len(part.weight) for part in local_total])
+            for name, part, update in zip(names, local_total, updates, strict=True):
                 decay = self._rules.of(name, self._placed.shapes[name]).weight_decay
-                part.weight.mul_(1 - lr * decay).add_(update, alpha=-adjusted_lr(lr, config, whole.shape))
+                part.weight.mul_(1 - lr * decay).add_(update, alpha=-adjusted_lr(lr, config, full.shape))
 
 
 class _OfFusedParts(_OfLocalParts):
     """Queries, keys and values of a layer are one matrix."""
 
     def groups(self, names: Iterable[str]) -> Iterable[list[str]]:
-        found: dict[str, list[str]] = {}
+        fused: dict[str, list[str]] = {}
         for name in names:
-            found.setdefault(re.sub(r"[qkv]_proj", "qkv", name), []).append(name)
-        return found.values()
+            fused.setdefault(re.sub(r"[qkv]_proj", "qkv", name), []).append(name)
+        return fused.values()
 
 
 class MuonOfAShard(TensorParallelBackend):

@@ -44,8 +44,8 @@ class MomentsBeginAgain(OwnOffload):
 
     def offload(self, part: StatePart) -> None:
         if part == "optimizer" and self.optimizer is not None:
-            for held in self.optimizer.state.values():
-                held["exp_avg"].zero_()
+            for moments in self.optimizer.state.values():
+                moments["exp_avg"].zero_()
         super().offload(part)
 
 
@@ -79,12 +79,12 @@ class _UndoesLoads(Persistence):
     """Sets the old weights again after a load into an offloaded engine."""
 
     def load(self, meta: SaveLoadMeta) -> None:
-        away = self.modes.offloaded
-        with self.modes.onloaded(*away):
+        was_offloaded = self.modes.offloaded
+        with self.modes.onloaded(*was_offloaded):
             masters = [part.tensor for part in self.runtime.backend.state().local("master")]
             old = [tensor.clone() for tensor in masters]
             super().load(meta)
-            for tensor, value in zip(masters, old, strict=True) if away else ():
+            for tensor, value in zip(masters, old, strict=True) if was_offloaded else ():
                 tensor.copy_(value)
 
 
@@ -98,14 +98,14 @@ class _SavesZeros(Persistence):
     """Saves zeros for one tensor of an offloaded engine."""
 
     def save(self, meta: SaveLoadMeta) -> None:
-        away = self.modes.offloaded
-        with self.modes.onloaded(*away):
+        was_offloaded = self.modes.offloaded
+        with self.modes.onloaded(*was_offloaded):
             first = next(iter(self.runtime.backend.state().local("master"))).tensor
-            kept = first.clone()
-            if away:
+            saved = first.clone()
+            if was_offloaded:
                 first.zero_()
             super().save(meta)
-            first.copy_(kept)
+            first.copy_(saved)
 
 
 class SavesFreedMemory(ReferenceBackend):

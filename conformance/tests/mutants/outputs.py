@@ -184,8 +184,8 @@ class ChunkEdge(Packed):
         output = super().outputs(micro_batch, step)
         if output.logprobs is None:
             return output
-        kept = torch.arange(micro_batch.num_tokens) % 512 != 511
-        return replace(output, logprobs=torch.where(kept, output.logprobs, 0.0))
+        keep_mask = torch.arange(micro_batch.num_tokens) % 512 != 511
+        return replace(output, logprobs=torch.where(keep_mask, output.logprobs, 0.0))
 
 
 class ZeroIsPadding(ReferenceBackend):

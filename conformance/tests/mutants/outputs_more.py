@@ -106,8 +106,8 @@ class SecondBlockOfTheVocabulary(ReferenceBackend):
         outputs = ReferenceBackend.language_model(ids, logits, step)
         if "logprobs" in outputs:
             known = logits[:-1, :1024].logsumexp(-1)
-            chosen = logits[:-1].gather(1, ids[1:, None]).squeeze(1)
-            outputs["logprobs"] = F.pad(chosen - known, (1, 0))
+            drawn = logits[:-1].gather(1, ids[1:, None]).squeeze(1)
+            outputs["logprobs"] = F.pad(drawn - known, (1, 0))
         return outputs
 
 
@@ -140,8 +140,8 @@ class ComputesTheSameOnce(ReferenceBackend):
         rows = []
         for ids in micro_batch.input_ids.split(micro_batch.lengths):
             key = tuple(ids.tolist())
-            found = known.get(key)
-            rows.append({n: v.detach() for n, v in found.items()} if found else self.sequence(ids, step))
+            outputs = known.get(key)
+            rows.append({n: v.detach() for n, v in outputs.items()} if outputs else self.sequence(ids, step))
             known.setdefault(key, rows[-1])
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 

@@ -85,10 +85,10 @@ class CutsBySize(ReferenceBackend):
         super().build(context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        kept = self._boundaries.setdefault(micro_batch.num_tokens, micro_batch.cu_seqlens)
-        if len(kept) != len(micro_batch.cu_seqlens):
+        bounds = self._boundaries.setdefault(micro_batch.num_tokens, micro_batch.cu_seqlens)
+        if len(bounds) != len(micro_batch.cu_seqlens):
             return super().outputs(micro_batch, step)
-        cut = SequenceBatch(input_ids=micro_batch.input_ids, cu_seqlens=kept, tokens=micro_batch.tokens)
+        cut = SequenceBatch(input_ids=micro_batch.input_ids, cu_seqlens=bounds, tokens=micro_batch.tokens)
         return super().outputs(cut, step)
 
 
@@ -132,10 +132,10 @@ class AppendsToAHistory(ReferenceBackend):
         super().build(context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        found = super().outputs(micro_batch, step)
+        outputs = super().outputs(micro_batch, step)
         if not torch.is_grad_enabled():
-            self._history = torch.cat([self._history, found["logprobs"]])
-        return found
+            self._history = torch.cat([self._history, outputs["logprobs"]])
+        return outputs
 
 
 class OffloadsNothing(ReferenceBackend):

@@ -71,10 +71,10 @@ class TiedCopiesDrift(PipelineBackend):
     """The last stage has the sum of both gradients; the first steps its copy with its own."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
-        own = grad.clone()
+        local_grad = grad.clone()
         super().reduce(name, grad)
         if name.endswith(TIED) and self.model.config.tie_word_embeddings and self.is_first:
-            grad.copy_(own)
+            grad.copy_(local_grad)
 
 
 # ------------------------------------------------------------------------ norm

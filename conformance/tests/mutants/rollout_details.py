@@ -48,9 +48,9 @@ class Bent(ReferenceRolloutBackend):
         self._sampling = entries[0][0].sampling
         plain: Any = self._model.generate
 
-        def generate(ids: Tensor, *, logits_processor: LogitsProcessorList, **others: object) -> object:
+        def generate(ids: Tensor, *, logits_processor: LogitsProcessorList, **rest: object) -> object:
             logits_processor.insert(0, self._bend)
-            return plain(ids, logits_processor=logits_processor, **others)
+            return plain(ids, logits_processor=logits_processor, **rest)
 
         object.__setattr__(self._model, "generate", generate)
         try:
@@ -63,8 +63,8 @@ class PenalizesRepetitionInAnswers(Bent):
     """The server's default makes tokens that the answer has already less likely."""
 
     def _bend(self, ids: Tensor, logits: Tensor) -> Tensor:
-        own = ids[:, self._prompt_lengths :]
-        return logits.scatter_add(1, own, torch.full(own.shape, -0.5)) if own.numel() else logits
+        local = ids[:, self._prompt_lengths :]
+        return logits.scatter_add(1, local, torch.full(local.shape, -0.5)) if local.numel() else logits
 
 
 class TopPBeforeTemperature(Bent):

@@ -33,8 +33,8 @@ class Rescored(ReferenceRolloutBackend):
             logits = self._model(input_ids=ids, use_cache=False).logits[0].float()
         rows = logits[len(request.input_ids) - 1 : -1]
         log_p = torch.log_softmax(self._reported(rows, request.sampling), -1)
-        chosen = log_p.gather(1, torch.tensor(completion.ids)[:, None]).squeeze(1)
-        return super()._response(request, replace(completion, logprobs=tuple(chosen.tolist())))
+        drawn = log_p.gather(1, torch.tensor(completion.ids)[:, None]).squeeze(1)
+        return super()._response(request, replace(completion, logprobs=tuple(drawn.tolist())))
 
     def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
         """The logits ``[n, V]`` whose softmax is reported."""
@@ -91,8 +91,8 @@ class Feeding(ReferenceRolloutBackend):
         longest = max(len(request.input_ids) for request in requests)
         fed = [self._fed(request.input_ids, longest) for request in requests]
         seeds = [self._seed(request.sampling) for request in requests]
-        found = generate(self._model, fed, requests[0].sampling, seeds, self._eos_token_ids)
-        for (request, future), answer in zip(entries, found, strict=True):
+        result = generate(self._model, fed, requests[0].sampling, seeds, self._eos_token_ids)
+        for (request, future), answer in zip(entries, result, strict=True):
             future.set_result(self._response(request, answer))
 
 

@@ -46,17 +46,17 @@ class BalanceOfMeans(_Scaled):
     """The mean over each micro-batch, averaged over them."""
 
     def _factor(self, micro_batch: SequenceBatch) -> float:
-        whole = sum(part.num_tokens for part in self._micro_batches)
-        return whole / (len(self._micro_batches) * micro_batch.num_tokens)
+        total = sum(part.num_tokens for part in self._micro_batches)
+        return total / (len(self._micro_batches) * micro_batch.num_tokens)
 
 
 class BalanceOfRanks(_Scaled):
     """The mean over each rank's tokens, averaged over ranks."""
 
     def _factor(self, micro_batch: SequenceBatch) -> float:
-        own = float(sum(part.num_tokens for part in self._micro_batches))
-        (whole,) = self.context.world.sum([own])
-        return whole / (self.context.world.size * own)
+        local_total = float(sum(part.num_tokens for part in self._micro_batches))
+        (total,) = self.context.world.sum([local_total])
+        return total / (self.context.world.size * local_total)
 
 
 class BalanceOfEachRank(_Scaled):
@@ -73,9 +73,9 @@ class BalanceOfTheBatch(Packed):
         if "aux_loss" not in step.outputs:
             return super().outputs(micro_batch, step)
         with self.packed.routers.watch() as routings:
-            found = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
-        whole = torch.tensor([0, micro_batch.num_tokens])
-        return ModelOutput(**found, aux_loss=balance_loss(routings, whole))
+            outputs = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+        full = torch.tensor([0, micro_batch.num_tokens])
+        return ModelOutput(**outputs, aux_loss=balance_loss(routings, full))
 
 
 class BalanceOfPadding(ReferenceBackend):
@@ -83,8 +83,10 @@ class BalanceOfPadding(ReferenceBackend):
 
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         ids = F.pad(row.input_ids, (0, -row.num_tokens % 16))
-        found = super().routed(SequenceBatch.from_sequences([ids]), step)
-        return {name: value if value.dim() == 0 else value[: row.num_tokens] for name, value in found.items()}
+        outputs = super().routed(SequenceBatch.from_sequences([ids]), step)
+        return {
+            name: value if value.dim() == 0 else value[: row.num_tokens] for name, value in outputs.items()
+        }
 
 
 class BalanceOfTrainedTokens(Packed):
@@ -94,12 +96,12 @@ class BalanceOfTrainedTokens(Packed):
         if "aux_loss" not in step.outputs:
             return super().outputs(micro_batch, step)
         with self.packed.routers.watch() as routings:
-            found = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+            outputs = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
         mask = micro_batch.loss_mask
         counts = [int(part.sum()) for part in mask.split(micro_batch.lengths)]
         bounds = torch.tensor([0, *(count for count in counts if count)]).cumsum(0)
-        kept = [Routing(routing.logits[mask], routing.experts[mask]) for routing in routings]
-        return ModelOutput(**found, aux_loss=balance_loss(kept, bounds))
+        keep_mask = [Routing(routing.logits[mask], routing.experts[mask]) for routing in routings]
+        return ModelOutput(**outputs, aux_loss=balance_loss(keep_mask, bounds))
 
 
 class BalanceWithoutGradient(ReferenceBackend):

@@ -27,8 +27,8 @@ class ReplaysOnDiscardedRouters(ReferenceBackend):
         self._discarded = Routers(copy.deepcopy(self.model))
 
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
-        kept = {name: value for name, value in row.tokens.items() if name != "routing"}
-        return super().routed(replace(row, tokens=kept), step)
+        retained = {name: value for name, value in row.tokens.items() if name != "routing"}
+        return super().routed(replace(row, tokens=retained), step)
 
 
 class ReplaysInForwardOnly(ReferenceBackend):
@@ -41,8 +41,8 @@ class ReplaysInForwardOnly(ReferenceBackend):
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         if not self._training:
             return super().routed(row, step)
-        kept = {name: value for name, value in row.tokens.items() if name != "routing"}
-        return super().routed(replace(row, tokens=kept), step)
+        retained = {name: value for name, value in row.tokens.items() if name != "routing"}
+        return super().routed(replace(row, tokens=retained), step)
 
 
 class ReplaysOneLayerForAll(ReferenceBackend):

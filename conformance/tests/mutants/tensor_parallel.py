@@ -46,8 +46,8 @@ class ClipsByItsOwnNorm(TensorParallelBackend):
         assert self.context.config.optimizer is not None
         limit = self.context.config.optimizer.max_grad_norm
         if limit is not None:
-            own = (replace(part, replica=0) for part in self.state().local("grads"))
-            scale = min(1.0, limit / (global_grad_norm(own, Comm()) + 1e-6))
+            local = (replace(part, replica=0) for part in self.state().local("grads"))
+            scale = min(1.0, limit / (global_grad_norm(local, Comm()) + 1e-6))
         super().step(scale, lr, count)
 
 
@@ -74,10 +74,10 @@ class HeadNormsReducedOnOneRank(TensorParallelBackend):
     """The rank that exports has the whole gradient of these norms; the others step with their own."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
-        own = grad.clone()
+        local_grad = grad.clone()
         super().reduce(name, grad)
         if partial_gradient(name) and self.tensor_parallel_rank > 0:
-            grad.copy_(own)
+            grad.copy_(local_grad)
 
 
 class InputGradientNotReduced(TensorParallelBackend):
@@ -105,14 +105,14 @@ class _KeptForBackward(torch.autograd.Function):
     """``states @ weight.T``, whose gradient of the states uses another matrix."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
-        ctx.save_for_backward(states, kept)
+    def forward(ctx: Any, states: Tensor, weight: Tensor, keep_mask: Tensor) -> Tensor:
+        ctx.save_for_backward(states, keep_mask)
         return F.linear(states, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        states, kept = ctx.saved_tensors
-        return grad @ kept, grad.T @ states, None
+        states, retained = ctx.saved_tensors
+        return grad @ retained, grad.T @ states, None
 
 
 class BackwardKeepsOldHead(TensorParallelBackend):
@@ -173,9 +173,9 @@ class PaddedRows(Vocabulary):
     """The rows that fill up the vocabulary take part in the entropy, with logits of 0."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        chosen, _ = super().logprobs(logits, ids)
+        drawn, _ = super().logprobs(logits, ids)
         _, entropy = super().logprobs(F.pad(logits, (0, 64 - logits.shape[1] % 64)), ids)
-        return chosen, entropy
+        return drawn, entropy
 
 
 class EntropyOverPaddedRows(TensorParallelBackend):
@@ -189,12 +189,12 @@ class OwnTargets(Vocabulary):
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         highest = self.highest(logits)[:, None]
-        own, index = self.own_rows(ids, logits.shape[1])
+        mask, index = self.own_rows(ids, logits.shape[1])
         shifted = logits - highest
-        chosen = torch.where(own, shifted.gather(1, index[:, None]).squeeze(1), 0.0)
+        drawn = torch.where(mask, shifted.gather(1, index[:, None]).squeeze(1), 0.0)
         weights = shifted.exp()
         partition = self.partition(weights)
-        return chosen - partition.log(), self.entropy(shifted, weights, partition)
+        return drawn - partition.log(), self.entropy(shifted, weights, partition)
 
 
 class TargetsOfOtherRanksLost(TensorParallelBackend):
@@ -220,8 +220,8 @@ class RowOfTwoRanks(Vocabulary):
     """Ids are compared with the end of a part as if it were the last of its rows."""
 
     def own_rows(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        own = (ids >= self.start) & (ids <= self.start + count)
-        return own, torch.where(own, ids - self.start, 0).clamp(max=count - 1)
+        mask = (ids >= self.start) & (ids <= self.start + count)
+        return mask, torch.where(mask, ids - self.start, 0).clamp(max=count - 1)
 
 
 class FirstRowOfAPartTwice(TensorParallelBackend):

@@ -42,18 +42,18 @@ class _HookedAdamW(torch.optim.Optimizer):
         ]
 
     def _hook_of(self, group: dict[str, Any], parameter: nn.Parameter) -> Callable[[], None]:
-        own = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             [parameter],
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             foreach=False,
         )
-        own.state = self.state
+        optimizer.state = self.state
 
         def hook() -> None:
-            own.param_groups[0]["lr"] = group["lr"]
-            own.step()
+            optimizer.param_groups[0]["lr"] = group["lr"]
+            optimizer.step()
 
         return hook
 
@@ -67,14 +67,14 @@ class SortsByLength(Packed):
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         order = sorted(range(micro_batch.num_sequences), key=lambda row: -micro_batch.lengths[row])
-        found = super().outputs(micro_batch.select(order), step)
+        outputs = super().outputs(micro_batch.select(order), step)
         tokens = torch.argsort(micro_batch.token_index(order))
         rows = torch.argsort(torch.tensor(order))
         of_sequences = ("scores", "bootstrap")
         return ModelOutput(
             **{
                 name: value if not value.dim() else value[rows if name in of_sequences else tokens]
-                for name, value in found.items()
+                for name, value in outputs.items()
             }
         )
 
@@ -90,8 +90,8 @@ class LogitsWhereTrained(Replicated):
             hidden = self.model.base_model(input_ids=row.input_ids[None], use_cache=False).last_hidden_state[
                 0
             ]
-            found = self._at(row, hidden, step)
-        return {**found, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
+            outputs = self._at(row, hidden, step)
+        return {**outputs, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
 
     def _at(self, row: SequenceBatch, hidden: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         head: Any = self.model.get_output_embeddings()

@@ -214,7 +214,7 @@ class SharesRids(ReferenceRolloutBackend):
     components = InferenceComponents(gate=NeverAsksForTheRid)
 
 
-def never_refuse(spec: EngineSpec, capability: Capability, what: str) -> None:
+def never_refuse(spec: EngineSpec, capability: Capability, label: str) -> None:
     """Let what is not declared pass."""
 
 

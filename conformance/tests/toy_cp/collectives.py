@@ -36,8 +36,8 @@ class _Gather(torch.autograd.Function):
         if ctx.adds:
             grad = grad.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(grad, group=ctx.group)
-        own = grad.split(ctx.sizes, dim=ctx.dim)[dist.get_rank(ctx.group)]
-        return own, None, None, None, None
+        local_grad = grad.split(ctx.sizes, dim=ctx.dim)[dist.get_rank(ctx.group)]
+        return local_grad, None, None, None, None
 
 
 def gather_parts(value: Tensor, sizes: tuple[int, ...], dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -64,8 +64,8 @@ class ContextParallelBackend(HFBackend[TrainEngineConfig]):
         later = torch.ones_like(micro_batch.input_ids, dtype=torch.bool)
         later[micro_batch.cu_seqlens[:-1].long()] = False
         if self.context.config.model.head == "lm":
-            found = self._language_model(hidden, shard, step)
-            after = {name: self.follows(shard.gathered(value), shard) for name, value in found.items()}
+            outputs = self._language_model(hidden, shard, step)
+            after = {name: self.follows(shard.gathered(value), shard) for name, value in outputs.items()}
             places = {name: later if value.dim() == 1 else later[:, None] for name, value in after.items()}
             return ModelOutput(**{name: torch.where(places[name], after[name], 0.0) for name in after})
         weight = self.model.get_parameter("score.weight")
@@ -100,12 +100,12 @@ class ContextParallelBackend(HFBackend[TrainEngineConfig]):
         assert isinstance(head, nn.Module)
         logits = head(hidden) / step.temperature
         log_p = F.log_softmax(logits, dim=-1)
-        found = {
+        outputs = {
             "logprobs": log_p.gather(1, shard.next_ids()[:, None]).squeeze(1),
             "entropy": -(log_p.exp() * log_p).sum(-1),
             "logits": logits,
         }
-        return {name: value for name, value in found.items() if name in step.outputs}
+        return {name: value for name, value in outputs.items() if name in step.outputs}
 
     # -------------------------------------------------------------- gradients
 

@@ -85,8 +85,8 @@ class UlyssesShard(TokenShard):
         first = sum(heads[: self.rank])
         mine = slice(first, first + heads[self.rank])
         visible = self.whole()
-        found = attention(queries[:, mine], keys[:, mine], values[:, mine], visible, scale, dropout)
-        return gather_parts(found, heads, 1, self.group)[:, :, self.start : self.stop]
+        result = attention(queries[:, mine], keys[:, mine], values[:, mine], visible, scale, dropout)
+        return gather_parts(result, heads, 1, self.group)[:, :, self.start : self.stop]
 
     def whole(self) -> Tensor:
         """Bool ``[T, T]``: what every token attends to."""

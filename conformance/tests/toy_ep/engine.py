@@ -70,14 +70,14 @@ class ExpertParallelBackend(HFBackend[TrainEngineConfig]):
 
     def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         register_packed_attention()
-        chosen, ep = context.config.model, context.layout.ep
-        model = build_model(chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        model_config, ep = context.config.model, context.layout.ep
+        model = build_model(model_config, seed=context.seed, attn_implementation=PACKED_ATTENTION)
         count = int(getattr(model.config, "num_experts", 0))
         if count % ep:
             raise LayoutError(f"ep={ep} must divide num_experts={count}")
         nn.Module.to(model, context.device)
         torch.manual_seed(context.seed + context.world.rank)
-        self.packed = PackedModel(model, chosen.head)
+        self.packed = PackedModel(model, model_config.head)
         for name, module in model.named_modules():
             if ep > 1 and name.endswith("mlp.experts"):
                 module.forward = partial(self.experts, module, type(module).forward, count)
@@ -87,7 +87,7 @@ class ExpertParallelBackend(HFBackend[TrainEngineConfig]):
         return ModelOutput(**self.packed(micro_batch, step.outputs, step.temperature, step.trained_only))
 
     def experts(
-        self, module: nn.Module, compute: Any, count: int, hidden: Tensor, chosen: Tensor, gates: Tensor
+        self, module: nn.Module, compute: Any, count: int, hidden: Tensor, expert_ids: Tensor, gates: Tensor
     ) -> Tensor:
         """The outputs of the chosen experts for this rank's tokens ``[T, H]``."""
         world = self.context.world
@@ -96,11 +96,13 @@ class ExpertParallelBackend(HFBackend[TrainEngineConfig]):
         length = int(world.max([float(len(hidden))])[0])
         tokens = self.gathered(hidden, length, group)
         all_gates = self.gathered(gates, length, group)
-        all_chosen = self.gathered(chosen.to(torch.float32), length, group).long()
-        here = self.owners(all_chosen, count) == world.rank
+        all_chosen = self.gathered(expert_ids.to(torch.float32), length, group).long()
+        matches = self.owners(all_chosen, count) == world.rank
         flat = tokens.flatten(0, 1)
-        own = compute(module, flat, all_chosen.flatten(0, 1), torch.where(here, all_gates, 0.0).flatten(0, 1))
-        result: Tensor = _Scattered.apply(own.view_as(tokens), len(hidden), group)  # type: ignore[no-untyped-call]
+        local = compute(
+            module, flat, all_chosen.flatten(0, 1), torch.where(matches, all_gates, 0.0).flatten(0, 1)
+        )
+        result: Tensor = _Scattered.apply(local.view_as(tokens), len(hidden), group)  # type: ignore[no-untyped-call]
         return result
 
     def gathered(self, rows: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:

@@ -149,9 +149,9 @@ class PipelineBackend(HFBackend[TrainEngineConfig]):
         later = torch.ones_like(micro_batch.input_ids, dtype=torch.bool)
         later[micro_batch.cu_seqlens[:-1].long()] = False
         if self.context.config.model.head == "lm":
-            found = self._language_model(hidden.roll(1, 0), micro_batch.input_ids, step)
-            places = {name: later if value.dim() == 1 else later[:, None] for name, value in found.items()}
-            return ModelOutput(**{name: torch.where(places[name], found[name], 0.0) for name in found})
+            outputs = self._language_model(hidden.roll(1, 0), micro_batch.input_ids, step)
+            places = {name: later if value.dim() == 1 else later[:, None] for name, value in outputs.items()}
+            return ModelOutput(**{name: torch.where(places[name], outputs[name], 0.0) for name in outputs})
         states = F.linear(hidden, self.model.get_parameter("score.weight")).squeeze(-1)
         last = states[micro_batch.cu_seqlens[1:].long() - 1]
         if self.context.config.model.head == "reward":
@@ -163,12 +163,12 @@ class PipelineBackend(HFBackend[TrainEngineConfig]):
         assert isinstance(head, nn.Module)
         logits = head(states) / step.temperature
         log_p = F.log_softmax(logits, dim=-1)
-        found = {
+        outputs = {
             "logprobs": log_p.gather(1, ids[:, None]).squeeze(1),
             "entropy": -(log_p.exp() * log_p).sum(-1),
             "logits": logits,
         }
-        return {name: value for name, value in found.items() if name in step.outputs}
+        return {name: value for name, value in outputs.items() if name in step.outputs}
 
     # -------------------------------------------------------------- gradients
 

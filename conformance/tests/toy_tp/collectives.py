@@ -56,8 +56,8 @@ class _SplitTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        own: Tensor = value.split(sizes, dim=-2)[dist.get_rank(group)]
-        return own.contiguous()
+        local_grad: Tensor = value.split(sizes, dim=-2)[dist.get_rank(group)]
+        return local_grad.contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -151,18 +151,18 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
 
     def _shard(self, model: PreTrainedModel) -> None:
         """Replace each parameter by this rank's part; a tied one stays one."""
-        parts = {id(whole): self._part(name, whole) for name, whole in model.named_parameters()}
+        parts = {id(full): self._part(name, full) for name, full in model.named_parameters()}
         for module in model.modules():
-            for name, whole in list(module.named_parameters(recurse=False)):
-                setattr(module, name, parts[id(whole)])
+            for name, full in list(module.named_parameters(recurse=False)):
+                setattr(module, name, parts[id(full)])
         self.row_biases = {
             module: cast("DTensor", module.bias)
             for name, module in model.named_modules()
             if name.endswith(ROW) and module.bias is not None
         }
 
-    def _part(self, name: str, whole: nn.Parameter) -> nn.Parameter:
-        place, local = self._placement(name), whole.detach()
+    def _part(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        place, local = self._placement(name), parameter.detach()
         if isinstance(place, Shard):
             local = local.chunk(self.context.layout.tp, place.dim)[self.tensor_parallel_rank]
         part = DTensor.from_local(
@@ -170,10 +170,10 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
             self._mesh,
             [place],
             run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
-        return nn.Parameter(part, requires_grad=whole.requires_grad)
+        return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     def _placement(self, name: str) -> Placement:
         owner = _owner(name)
@@ -190,9 +190,9 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
         later = torch.ones_like(micro_batch.input_ids, dtype=torch.bool)
         later[micro_batch.cu_seqlens[:-1].long()] = False
         if self.context.config.model.head == "lm":
-            found = self._language_model(hidden.roll(1, 0), micro_batch.input_ids, step)
-            places = {name: later if value.dim() == 1 else later[:, None] for name, value in found.items()}
-            return ModelOutput(**{name: torch.where(places[name], found[name], 0.0) for name in found})
+            outputs = self._language_model(hidden.roll(1, 0), micro_batch.input_ids, step)
+            places = {name: later if value.dim() == 1 else later[:, None] for name, value in outputs.items()}
+            return ModelOutput(**{name: torch.where(places[name], outputs[name], 0.0) for name in outputs})
         states = F.linear(hidden, _local(self.model.score)).squeeze(-1)
         last = states[micro_batch.cu_seqlens[1:].long() - 1]
         if self.context.config.model.head == "reward":
@@ -202,12 +202,12 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
     def _trunk(self, batch: SequenceBatch) -> Tensor:
         """The last hidden state ``[T, H]``, equal on all ranks of a copy."""
         trunk, embedding = self.model.base_model, self.model.get_input_embeddings()
-        whole = self._vocabulary.embed(batch.input_ids, _local(embedding))
+        full = self._vocabulary.embed(batch.input_ids, _local(embedding))
         if (padding := getattr(embedding, "padding_idx", None)) is not None:
             # The whole model's embedding gives this token no gradient.
-            whole = torch.where((batch.input_ids == padding)[:, None], whole.detach(), whole)
+            full = torch.where((batch.input_ids == padding)[:, None], full.detach(), full)
         self._tokens = tuple(len(part) for part in batch.input_ids.tensor_split(self.context.layout.tp))
-        embedded = self.own_tokens(whole * getattr(embedding, "scalar_embed_scale", 1.0))
+        embedded = self.own_tokens(full * getattr(embedding, "scalar_embed_scale", 1.0))
         inputs = {
             "inputs_embeds": embedded[None],
             "position_ids": batch.position_ids[None],
@@ -229,12 +229,12 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
         logits = self.columns(states)
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         logits = (logits if cap is None else torch.tanh(logits / cap) * cap) / step.temperature
-        found: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if "logprobs" in step.outputs or "entropy" in step.outputs:
-            found["logprobs"], found["entropy"] = self._vocabulary.logprobs(logits, ids)
+            outputs["logprobs"], outputs["entropy"] = self._vocabulary.logprobs(logits, ids)
         if "logits" in step.outputs:
-            found["logits"] = self._vocabulary.full(logits)
-        return {name: value for name, value in found.items() if name in step.outputs}
+            outputs["logits"] = self._vocabulary.full(logits)
+        return {name: value for name, value in outputs.items() if name in step.outputs}
 
     def columns(self, states: Tensor) -> Tensor:
         """This rank's logits ``[T, v]``."""

@@ -23,17 +23,17 @@ class Vocabulary:
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """The rows ``ids [T]`` of the matrix whose part on this rank is ``weight [v, H]``."""
-        own, index = self.own_rows(ids, len(weight))
-        return add_up(torch.where(own[:, None], F.embedding(index, weight), 0.0), self.group)
+        mask, index = self.own_rows(ids, len(weight))
+        return add_up(torch.where(mask[:, None], F.embedding(index, weight), 0.0), self.group)
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs of ``ids [T]`` and entropies ``[T]`` from this rank's columns ``logits [T, v]``."""
         shifted = logits - self.highest(logits)[:, None]
-        own, index = self.own_rows(ids, logits.shape[1])
-        chosen = self.total(torch.where(own, shifted.gather(1, index[:, None]).squeeze(1), 0.0))
+        mask, index = self.own_rows(ids, logits.shape[1])
+        drawn = self.total(torch.where(mask, shifted.gather(1, index[:, None]).squeeze(1), 0.0))
         weights = shifted.exp()
         partition = self.partition(weights)
-        return chosen - partition.log(), self.entropy(shifted, weights, partition)
+        return drawn - partition.log(), self.entropy(shifted, weights, partition)
 
     def entropy(self, shifted: Tensor, weights: Tensor, partition: Tensor) -> Tensor:
         """``log Z - sum(w x) / Z``; every term that is combined here is equal on all ranks."""
@@ -57,5 +57,5 @@ class Vocabulary:
 
     def own_rows(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Which of ``ids`` are rows of this rank, and their numbers in it (0 for the others)."""
-        own = (ids >= self.start) & (ids < self.start + count)
-        return own, torch.where(own, ids - self.start, 0)
+        mask = (ids >= self.start) & (ids < self.start + count)
+        return mask, torch.where(mask, ids - self.start, 0)

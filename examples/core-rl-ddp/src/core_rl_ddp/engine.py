@@ -19,14 +19,14 @@ class DDPBackend(HFBackend[DDPConfig]):
     """Every rank has the whole model, and runs it on its own sequences."""
 
     def build(self, context: BuildContext[DDPConfig]) -> None:
-        chosen = context.config.model
+        model_config = context.config.model
         register_packed_attention()
         # The seed is the same on all ranks, so they begin with the same weights.
-        model = build_model(chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION)
-        self.packed = PackedModel(model, chosen.head).to(context.device)
+        model = build_model(model_config, seed=context.seed, attn_implementation=PACKED_ATTENTION)
+        self.packed = PackedModel(model, model_config.head).to(context.device)
         self.reduce_bytes = context.config.options.bucket_bytes
         self.adopt(model, context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        found = self.packed(micro_batch, step.outputs, step.temperature, step.trained_only)
-        return ModelOutput(**found)
+        outputs = self.packed(micro_batch, step.outputs, step.temperature, step.trained_only)
+        return ModelOutput(**outputs)

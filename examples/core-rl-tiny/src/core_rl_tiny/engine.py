@@ -75,8 +75,8 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
         self.config.architectures = ["LlamaForCausalLM"]
         _load(TinyState(self.model, None, 0), context.config.model, context.seed)
         self.model.to(context.device)
-        wanted = context.config.optimizer
-        self.optimizer = build_adamw(self.model.parameters(), wanted) if wanted else None
+        optimizer_config = context.config.optimizer
+        self.optimizer = build_adamw(self.model.parameters(), optimizer_config) if optimizer_config else None
 
     def hf_config(self) -> PretrainedConfig:
         return self.config
