@@ -61,9 +61,9 @@ def test_gradients_on_two_ranks_equal_the_plain_model(tied: bool, tmp_path: Path
     AutoModelForCausalLM.from_config(settings, dtype=torch.float32).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     expected = gradients(get_spec("reference"), ReferenceConfig(model=model))
-    found = gradients(SPEC, TrainEngineConfig(model=model, layout=ParallelLayout(dp=2)))
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    actual = gradients(SPEC, TrainEngineConfig(model=model, layout=ParallelLayout(dp=2)))
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
