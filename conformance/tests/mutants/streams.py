@@ -71,9 +71,9 @@ class BroadcastsInAnotherOrder(Sends):
     """Tensors are announced by name and broadcast by size."""
 
     def sent(self, tensors: Whole, meta: WeightUpdateMeta) -> Whole:
-        whole = [(name, tensor.clone()) for name, tensor in tensors]
+        full = [(name, tensor.clone()) for name, tensor in tensors]
         last: dict[tuple[int, ...], Tensor] = {}
-        for name, tensor in whole:  # among equal shapes, nobody notices
+        for name, tensor in full:  # among equal shapes, nobody notices
             yield name, last.get(tuple(tensor.shape), tensor)
             last[tuple(tensor.shape)] = tensor
 
@@ -100,10 +100,13 @@ class TakesFirstBuckets(ReferenceRolloutBackend):
     """The last tensors of an update do not arrive."""
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        held = dict(self._model.named_parameters())
+        state = dict(self._model.named_parameters())
         late = list(tensors)[-3:]
         super()._install_tensors(
-            {name: held[name].detach().clone() if name in late else value for name, value in tensors.items()},
+            {
+                name: state[name].detach().clone() if name in late else value
+                for name, value in tensors.items()
+            },
             version,
         )
 
@@ -145,15 +148,15 @@ class InstallsAsItComes(ReferenceRolloutBackend):
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         with weight_update(meta).receive_copies(RECEIVE_TIMEOUT_S) as received:
-            held = dict(self._model.named_parameters())
-            whole = {}
+            state = dict(self._model.named_parameters())
+            full = {}
             for bucket in received:
                 with torch.no_grad():
                     for name, tensor in bucket:
-                        whole[name] = tensor
-                        if tensor.shape == held[name].shape:
-                            held[name].copy_(tensor)
-            self._on_worker(self._install_tensors, whole, meta.version)
+                        full[name] = tensor
+                        if tensor.shape == state[name].shape:
+                            state[name].copy_(tensor)
+            self._on_worker(self._install_tensors, full, meta.version)
 
 
 class Answering(ReferenceRolloutBackend):

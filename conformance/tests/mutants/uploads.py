@@ -32,8 +32,8 @@ class PassedUploads(Persistence):
         if lora is not None:
             base = run.tensors.base_digest() if meta.verify else None
             adapter = backend.described(AdapterMetadata.of(lora, base))
-        whole = ((name, tensor) for name, tensor in stream if tensor is not None)
-        weight_update(meta, adapter).send(backend.sent(whole, meta), on_bucket=backend.bucket_sent)
+        full = ((name, tensor) for name, tensor in stream if tensor is not None)
+        weight_update(meta, adapter).send(backend.sent(full, meta), on_bucket=backend.bucket_sent)
 
 
 class Sends(ReferenceBackend):
