@@ -15,8 +15,9 @@ from pretend_machines import Machine, pretend_machines, within
 from slurm_daemons import Slurm, slurm_daemons
 
 from core_rl.errors import ConfigError
+from core_rl_cluster.sbatch import BatchJob
 from core_rl_trainer import train
-from core_rl_trainer.run.submission import Submission, submit
+from core_rl_trainer.run.submission import submit
 
 pytestmark = pytest.mark.nightly
 
@@ -56,10 +57,10 @@ def values(
     slurm.command("scancel", "--full", "--user=root")
 
 
-def submitted(values: dict[str, Any], directory: Path, **scheduling: Any) -> Submission:
+def submitted(values: dict[str, Any], directory: Path, **scheduling: Any) -> BatchJob:
     section = {"type": "slurm", "machines": 2, "ranks_per_machine": 1, "scheduling": AMOUNTS | scheduling}
     recipe = support.write_recipe(directory / "submitted.yaml", values | {"cluster": section})
-    return submit(recipe, [])
+    return submit(recipe, [])[0]
 
 
 def shown(slurm: Slurm, job: str) -> dict[str, str]:
@@ -75,10 +76,10 @@ def test_a_submitted_job_trains_and_ends(
     submission = submitted(values, tmp_path, time_limit="10", exclude="node2")
 
     def ended() -> bool:
-        return shown(slurm, submission.job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+        return shown(slurm, submission.number)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 
     assert within(ended, ENDED_S), submission.log.read_text()
-    assert shown(slurm, submission.job)["JobState"] == "COMPLETED", submission.log.read_text()
+    assert shown(slurm, submission.number)["JobState"] == "COMPLETED", submission.log.read_text()
     assert json.loads((tmp_path / "many" / "result.json").read_text())["steps"] == 2
     losses = [
         [row["loss"] for row in support.curve(tmp_path / name) if "loss" in row] for name in ("many", "one")
@@ -108,7 +109,7 @@ def test_slurm_has_been_asked_for_the_fields_of_the_recipe(
     scheduling: dict[str, Any],
     expected: dict[str, str],
 ) -> None:
-    job = submitted(values, tmp_path, **{"begin": TOMORROW, "time_limit": "30", **scheduling}).job
+    job = submitted(values, tmp_path, **{"begin": TOMORROW, "time_limit": "30", **scheduling}).number
     fields = shown(slurm, job)
     assert {name: fields.get(name, "").removesuffix("-2") for name in expected} == expected
     assert fields["WorkDir"] == str(Path.cwd())
@@ -117,7 +118,7 @@ def test_slurm_has_been_asked_for_the_fields_of_the_recipe(
 def test_variables_of_the_recipe_are_set_in_the_job(
     slurm: Slurm, values: dict[str, Any], tmp_path: Path
 ) -> None:
-    job = submitted(values, tmp_path, begin=TOMORROW, env={"GREETING": "hello 'world'"}).job
+    job = submitted(values, tmp_path, begin=TOMORROW, env={"GREETING": "hello 'world'"}).number
     script = slurm.command("scontrol", "write", "batch_script", job, "-")
     assert """export GREETING='hello '"'"'world'"'"''""" in script
     assert "'cluster.environment=[GREETING]'" in script

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from core_rl.errors import ConfigError, MissingPackage
 from core_rl_cluster.ray import RayHosts
 from core_rl_cluster.ray_actor import AgentActor
-from core_rl_cluster.ray_resources import shortage
+from core_rl_cluster.ray_nodes import shortage, silent_nodes
 
 
 def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -82,3 +83,17 @@ def test_the_process_around_an_agent_ends_without_a_driver() -> None:
         "time.sleep(600)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def bare(address: str, port: int, alive: bool = True) -> dict[str, object]:
+    return {"NodeManagerAddress": address, "NodeManagerPort": port, "Alive": alive}
+
+
+def test_nodes_that_take_no_connection_are_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as raylet, socket.socket() as bound:
+        bound.bind(("127.0.0.2", 0))
+        there, gone = raylet.getsockname()[1], bound.getsockname()[1]
+        assert silent_nodes([bare("127.0.0.1", there)]) == []
+        assert silent_nodes([bare("127.0.0.1", there), bare("127.0.0.2", gone)]) == ["127.0.0.2"]
+        assert silent_nodes([bare("127.0.0.2", gone, alive=False)]) == []
+    assert silent_nodes([]) == []

@@ -151,8 +151,8 @@ def test_submit_makes_the_cluster_one_of_slurm(start: Path, tmp_path: Path, sbat
     chosen = values(start, tmp_path / "out")
     del chosen["cluster"]
     recipe = support.write_recipe(tmp_path / "r.yaml", chosen)
-    done = submit(recipe, ["cluster.machines=2", "cluster.ranks_per_machine=2"])
-    assert done.job == "4711" and done.machines == 2
+    job, request = submit(recipe, ["cluster.machines=2", "cluster.ranks_per_machine=2"])
+    assert job.number == "4711" and request.machines == 2
     assert "no-kill" not in options(sbatch) and "time" not in options(sbatch)
 
 

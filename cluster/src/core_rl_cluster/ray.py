@@ -19,8 +19,7 @@ from core_rl.errors import ClusterError, ConfigError, MissingPackage
 from core_rl_cluster import ray_actor
 from core_rl_cluster.agent_hosts import AGENT, AgentHosts
 from core_rl_cluster.key import KEY_VARIABLE
-from core_rl_cluster.ray_liveness import silent_nodes
-from core_rl_cluster.ray_resources import amounts, shortage
+from core_rl_cluster.ray_nodes import amounts, shortage, silent_nodes
 
 __all__ = ["RayHosts"]
 

@@ -18,7 +18,6 @@ from typing import IO
 
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError
-from core_rl_cluster import lifeline
 from core_rl_cluster.agent_hosts import AGENT, AgentHosts
 from core_rl_cluster.key import KEY_VARIABLE
 
@@ -42,6 +41,8 @@ LAST_LINES = 20
 """Of srun's output, for a message."""
 END_S = 10.0
 """Seconds for the step to end, once its agents were let go."""
+GRACE_S = 1.0
+"""Seconds from SIGTERM to SIGKILL. After the first, srun ends its tasks and leaves nothing for Slurm to clean up."""
 LOOK_S = 1.0
 """Between two looks at nodes that do not respond."""
 
@@ -81,7 +82,7 @@ class SlurmHosts(AgentHosts):
     def _launch(self, driver: str, key: bytes) -> None:
         self._launched = driver, key
         python = self.python or ("python3" if self.container_image else sys.executable)
-        agent = [python, *AGENT, f"--driver={driver}", f"--wait={self.wait_s:g}"]
+        agent = [python, *AGENT, f"--driver={driver}", f"--wait={self.wait_s:g}", "--with-parent"]
         nodes = self._nodes_there()
         shape = [
             f"--nodes={len(nodes)}",
@@ -140,16 +141,14 @@ class SlurmHosts(AgentHosts):
 
 
 class _Step:
-    """``srun``, whose errors are shown and remembered; it ends with the driver."""
+    """``srun``, whose errors are shown and remembered. It passes on the end of its standard input, which also a
+    ``kill -9`` of the driver closes: then agents end, and the step with them.
+    """
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         # A session of its own: Ctrl-C is the driver's, and srun would end the step.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", lifeline.__file__, *command],
-            env=environ,
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            command, env=environ, stdin=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         assert self._process.stderr is not None
@@ -166,11 +165,15 @@ class _Step:
         return f"srun ended with exit code {code} before all machines were there:\n{lines}\n"
 
     def end(self) -> None:
-        """Wait for the end of the step, and kill srun if that takes too long."""
+        """Wait for the end of the step, and end srun if that takes too long."""
+        assert self._process.stdin is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        self._process.kill()
         self._process.wait()
         self._reader.join(1.0)
 

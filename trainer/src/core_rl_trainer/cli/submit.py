@@ -27,11 +27,9 @@ def submit(
     """
     from core_rl_trainer.run.submission import submit as submit_job
 
-    done = submit_job(recipe, overrides or [])
-    machines = "1 machine" if done.machines == 1 else f"{done.machines} machines"
-    memory = "" if not done.request.memory_mib else f", {done.request.memory_mib:,} MiB"
-    typer.echo(
-        f"job {done.job}: {machines} with {done.request.cpu} CPUs, {done.request.gpu} GPUs{memory} each"
-    )
-    typer.echo(f"output: {done.log}")
-    typer.echo(f"script: {done.script}")
+    job, request = submit_job(recipe, overrides or [])
+    machines = "1 machine" if request.machines == 1 else f"{request.machines} machines"
+    memory = "" if not request.memory_mib else f", {request.memory_mib:,} MiB"
+    typer.echo(f"job {job.number}: {machines} with {request.cpu} CPUs, {request.gpu} GPUs{memory} each")
+    typer.echo(f"output: {job.log}")
+    typer.echo(f"script: {job.script}")

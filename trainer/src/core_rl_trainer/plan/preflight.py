@@ -19,6 +19,7 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.config.optimizer import MOMENT_BYTES
 from core_rl.config.secret import unset_references
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, raise_all
+from core_rl.launch.hosts import load_hosts
 from core_rl.registry.engines import engine_names
 from core_rl_trainer.outputs.run_lock import require_free_directory
 from core_rl_trainer.recipe.cluster import ClusterSection
@@ -39,6 +40,7 @@ def preflight(recipe: Recipe, *, driver_here: bool = True) -> tuple[str, ...]:
     problems = [*_engine_problems(recipe.engines, (recipe.engine, recipe.rollout.engine))]
     problems += unset_references(_read_sections(recipe), recipe.cluster.scheduling.env)
     problems += _directory_problems(recipe.directory)
+    problems += _cluster_problems(recipe.cluster)
     if driver_here:
         problems += _port_problems(recipe.cluster)
     models = {name: path for name, path in _model_directories(recipe).items() if path is not None}
@@ -86,6 +88,14 @@ def _directory_problems(directory: Path) -> Iterator[str]:
         require_free_directory(directory)
     except ConfigError as error:
         yield str(error)
+
+
+def _cluster_problems(cluster: ClusterSection) -> Iterator[str]:
+    try:
+        if not cluster.is_local:
+            load_hosts(cluster.type)
+    except ConfigError as error:
+        yield f"cluster.type = {cluster.type!r}: {error}"
 
 
 def _port_problems(cluster: ClusterSection) -> Iterator[str]:
