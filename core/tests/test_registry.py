@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from core_rl import errors
 from core_rl.config.capability import Capability
 from core_rl.engine.loading import load_backend
+from core_rl.launch.hosts import load_hosts
+from core_rl.launch.local_hosts import LocalHosts
 from core_rl.registry import engines as registry
 from core_rl.registry.engines import (
     declared_engines,
@@ -126,8 +129,26 @@ def test_unknown_name_gives_the_line_that_installs_it(
     assert line in str(caught.value)
 
 
-def test_installable_engines_are_the_extras_that_name_a_plugin() -> None:
+def test_installable_engines_are_the_extras_of_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].items()
+    lines = [f'{line}; extra == "{extra}"' for extra, lines in extras for line in lines]
+    monkeypatch.setattr(registry.metadata, "requires", lambda _: lines)
     assert installable_engines() == ["fsdp", "megatron", "sglang", "vllm"]
+
+
+def test_hosts_are_loaded_by_name(install: Install) -> None:
+    hosts = "[rl_hosts]\nalpha-hosts = alpha:LocalHosts\nbeta-hosts = beta_gone:X"
+    install("alpha-hosts", hosts, alpha="from core_rl.launch.local_hosts import LocalHosts")
+    assert load_hosts("alpha-hosts") is LocalHosts
+    with pytest.raises(
+        errors.ConfigError, match="hosts 'beta-hosts' of alpha-hosts 1.0 .* no module 'beta_gone'"
+    ):
+        load_hosts("beta-hosts")
+    with pytest.raises(
+        errors.MissingPackage, match=r"'gamma' \(installed: alpha-hosts, .*core-rl\[cluster\]"
+    ):
+        load_hosts("gamma")
 
 
 def test_two_distributions_for_one_name_are_both_named(install: Install) -> None:

@@ -241,10 +241,10 @@ def _not_found(name: str, entries: list[EngineEntry]) -> EngineNotFound:
 
 
 def installable_engines() -> list[str]:
-    """Engines that an extra of core-rl installs: each extra ``X`` that requires ``core-rl-X``."""
+    """Engines that an extra of core-rl installs: each extra ``X`` that requires ``core-rl-X``, but ``cluster``."""
     try:
         requirements = metadata.requires(_CORE) or []
     except metadata.PackageNotFoundError:  # imported from a source tree that is not installed
         return []
-    pattern = re.compile(rf"{_CORE}-([a-z0-9-]+)\b.*;.*\bextra == ['\"]\1['\"]")
+    pattern = re.compile(rf"{_CORE}-(?!cluster\b)([a-z0-9-]+)\b.*;.*\bextra == ['\"]\1['\"]")
     return sorted(match[1] for line in requirements if (match := pattern.match(line)))
