@@ -133,7 +133,7 @@ def test_installable_engines_are_the_extras_of_plugins(monkeypatch: pytest.Monke
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].items()
     lines = [f'{line}; extra == "{extra}"' for extra, lines in extras for line in lines]
-    monkeypatch.setattr(registry.metadata, "requires", lambda _: lines)
+    monkeypatch.setattr("core_rl.registry.engines.metadata.requires", lambda _: lines)
     assert installable_engines() == ["fsdp", "megatron", "sglang", "vllm"]
 
 
