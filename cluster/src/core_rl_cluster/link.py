@@ -213,7 +213,7 @@ class AgentLink:
                 self._handle(self._control.receive())
         except TimeoutError:
             self._lose(f"was lost with its machine, from which nothing came for {self._lease_s:g} s")
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset where it was killed before it had read all orders
             self._lose("was lost with the agent of its machine, which ended")
         except (OSError, ClusterError, KeyError) as error:
             self._lose(f"was lost with the connection to its machine: {error}")
