@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from core_rl.weight_sync import accelerators, buckets, device_memory
-from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.weight_sync import buckets, cuda
+from core_rl.weight_sync.cuda import CudaEnvironment
 
 CUDA = torch.device("cuda", 0)
 OWN = "gpu-of-the-trainer"
@@ -62,8 +62,8 @@ class FakeGpu:
 
     def rebuild(self, *arguments: Any) -> Tensor:
         """As torch's ``rebuild_cuda_tensor``."""
-        assert arguments[device_memory.DEVICE] == OWN
-        return self.open.pop(arguments[device_memory.DEVICE + 1])
+        assert arguments[cuda.DEVICE] == OWN
+        return self.open.pop(arguments[cuda.DEVICE + 1])
 
 
 @pytest.fixture
@@ -81,12 +81,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
     # Pickle finds it by its name.
     rebuild.__module__, rebuild.__qualname__ = reductions.__name__, "rebuild_cuda_tensor"
-    for module in (reductions, device_memory):
+    for module in (reductions, cuda):
         monkeypatch.setattr(module, "rebuild_cuda_tensor", rebuild)
-    monkeypatch.setattr(accelerators, "nccl_version", lambda: NCCL)
-    for module in (accelerators, device_memory):
-        monkeypatch.setattr(module, "gpu_uuid", lambda device: OWN)
-    monkeypatch.setattr(device_memory, "reduce_tensor", fake.reduce)
+    monkeypatch.setattr(cuda, "nccl_version", lambda: NCCL)
+    monkeypatch.setattr(cuda, "gpu_uuid", lambda device: OWN)
+    monkeypatch.setattr(cuda, "reduce_tensor", fake.reduce)
     monkeypatch.setattr(buckets, "device_bytes", fake.allocate)
     monkeypatch.setattr(buckets.HostStaging, "copy", counted)
     return fake

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import WeightsError
-from core_rl.weight_sync import device_memory
-from core_rl.weight_sync.accelerators import CudaEnvironment, can_open, require_nccl
+from core_rl.weight_sync import cuda
 from core_rl.weight_sync.buckets import flat_bytes, start_of
-from core_rl.weight_sync.device_memory import Opened
+from core_rl.weight_sync.cuda import CudaEnvironment, Opened, can_open, require_nccl
 from core_rl.weight_sync.distributed import RendezvousServer
 from core_rl.weight_sync.messages import Bucket, ReceiverRanks
 from core_rl.weight_sync.update import weight_update
@@ -167,7 +166,7 @@ def test_servers_that_cannot_open_a_gpu_read_shared_memory(
 
 def test_memory_is_opened_where_it_is_unpickled(gpu: FakeGpu) -> None:
     flat = torch.arange(8, dtype=torch.uint8)
-    (memory,) = device_memory.shared_with(flat, 1)
+    (memory,) = cuda.shared_with(flat, 1)
     assert pickle.loads(pickle.dumps(memory)) == memory, "the receiver passes it on, and opens nothing"
     payload = pickle.dumps(Opened(memory))
     assert gpu.open
@@ -188,7 +187,7 @@ def test_a_buffer_that_others_open_is_outside_of_expandable_segments(
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     for value in ("True", "False"):
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{value}")
-        device_memory.device_bytes(8, CUDA)
+        cuda.device_bytes(8, CUDA)
         assert settings() == f"expandable_segments:{value}", "as it was"
     assert seen == ["expandable_segments:False"] * 2
 
@@ -200,7 +199,7 @@ def test_the_runtime_version_of_nccl_is_that_of_the_library(monkeypatch: pytest.
         def ncclGetVersion(self, code: Any) -> None:  # noqa: N802
             code._obj.value = 22809
 
-    from core_rl.weight_sync.accelerators import nccl_version
+    from core_rl.weight_sync.cuda import nccl_version
 
     monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
     assert nccl_version() == (2, 28, 9)

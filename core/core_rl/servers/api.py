@@ -90,7 +90,7 @@ class Api:
             if is_exhausted(error):
                 raise TooManyFiles(
                     f"{subject}: this process has too many open files; raise their limit (ulimit -n), or lower "
-                    "rollout.max_concurrent_rollouts"
+                    "max_concurrent_rollouts of the engine"
                 ) from error
             raise Unreachable(f"{subject}: {type(error).__name__}: {error}") from error
 

@@ -13,7 +13,7 @@ from core_rl.servers.api import Refused, ServerTimeout
 from core_rl.servers.pool import failures
 from core_rl.servers.server import LoadsBroadcasts, Server
 from core_rl.servers.weights import TensorWeights, environments, first_ranks
-from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.cuda import DeviceMemory
 from core_rl.weight_sync.distributed import RendezvousServer, WeightGroup, address_towards
 from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 

@@ -10,39 +10,20 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 from core_rl.config.secret import HIDDEN
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.launch.process_tree import ProcessTree
-from core_rl.servers.config import ServerOptions
-from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.weight_sync.cuda import CudaEnvironment
 
-__all__ = ["Program", "RunningServer", "ServerProcess", "bound", "reserve_ports", "server_environment"]
+__all__ = ["RunningServer", "ServerProcess", "bound", "reserve_ports", "server_environment"]
 
 GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
 """What the script of a server begins with; the environment variable CORE_RL_SERVER_SIDE names it there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """What runs in the process of a server."""
-
-    product: str
-    """What such servers are called in messages."""
-    python: str
-    python_variable: str
-    """The environment variable that may name the Python."""
-    script: Path
-    """It calls `server_side.begin`."""
-    module: str
-    """A module that a Python without the product lacks."""
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    """Variables that it gets besides those of this process."""
 
 
 def server_environment(added: Mapping[str, str]) -> dict[str, str]:
@@ -111,17 +92,26 @@ class ServerProcess:
     """A launched server. It ends when `stop` is called, and also when the process that launched it is gone."""
 
     def __init__(
-        self, program: Program, options: ServerOptions, port: int, devices: Sequence[int], key: str | None
+        self,
+        config: ServerEngineConfig,
+        port: int,
+        key: str | None,
+        *,
+        script: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
     ) -> None:
-        """``key`` is the one that clients need, or None."""
-        self._key, self._program = key, program
-        self._log = _log_file(options.log_path, f"{program.product.lower()}-{port}.log")
-        self._devices = devices
+        """Run ``script``, which calls `server_side.begin`, for the `ServerEngineConfig.of_server` of one server.
+
+        ``key`` is the one that clients need, or None; ``environment`` has variables besides those of this process.
+        """
+        self._key, self._config = key, config
+        self._log = _log_file(config.options.log_path, f"{config.product.lower()}-{port}.log")
         self._written = tempfile.NamedTemporaryFile(prefix="core-rl-server-")  # noqa: SIM115  (closed by `stop`)
-        environment = server_environment({**program.environment, "CORE_RL_SERVER_SIDE": str(SERVER_SIDE)})
+        environment = server_environment({**environment, "CORE_RL_SERVER_SIDE": str(SERVER_SIDE)})
         try:
             self._process = subprocess.Popen(
-                [program.python, str(program.script), *program.arguments],
+                [config.server_python, str(script), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -133,8 +123,8 @@ class ServerProcess:
             self._log.close()
             self._written.close()
             raise ConfigError(
-                f"options.python: {program.python!r} cannot be run: {error}; name the Python of the "
-                f"environment that has {program.product}"
+                f"options.python: {config.server_python!r} cannot be run: {error}; name the Python of the "
+                f"environment that has {config.product}"
             ) from error
         self._tree = ProcessTree(self._process.pid)
         assert self._process.stdin is not None
@@ -152,7 +142,7 @@ class ServerProcess:
         return CudaEnvironment(
             torch=tuple(map(int, found["torch"].split(".")[:2])),
             nccl=tuple(found["nccl"]),
-            gpus=tuple(found["gpus"][number] for number in self._devices),
+            gpus=tuple(found["gpus"][number] for number in self._config.devices),
             visible=frozenset(found["gpus"]),
         )
 
@@ -171,10 +161,10 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             tail = self.log_tail()
-            if f"ModuleNotFoundError: No module named '{self._program.module}'" in tail:
+            if f"ModuleNotFoundError: No module named '{self._config.module}'" in tail:
                 raise ConfigError(
-                    f"options.python: {self._program.python!r} has no {self._program.product}; name the Python of an "
-                    f"environment that has it there, or in the variable {self._program.python_variable}"
+                    f"options.python: {self._config.server_python!r} has no {self._config.product}; name the Python "
+                    f"of an environment that has it there, or in the variable {self._config.python_variable}"
                 )
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             raise RolloutError(f"{name} {how}; {tail}")

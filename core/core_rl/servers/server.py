@@ -16,8 +16,7 @@ from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl.servers.config import Interrupt
 from core_rl.servers.process import RunningServer
-from core_rl.weight_sync.accelerators import CudaEnvironment
-from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress
 
 __all__ = [

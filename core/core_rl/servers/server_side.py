@@ -45,7 +45,7 @@ def write_environment(file: str) -> None:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """As ``core_rl.weight_sync.accelerators.nccl_version``, which this environment does not have."""
+    """As ``core_rl.weight_sync.cuda.nccl_version``, which this environment does not have."""
     import torch
 
     try:

@@ -20,8 +20,7 @@ from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedDirectory
 from core_rl.servers.server import LoadsTensors, Server
-from core_rl.weight_sync.accelerators import CudaEnvironment
-from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights", "require_shared_memory_with"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core_rl.distributed.channel import Channel
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.device_memory import device_bytes
+from core_rl.weight_sync.cuda import device_bytes
 from core_rl.weight_sync.messages import REPLY_TIMEOUT_S, Bucket, shared_by_name
 
 __all__ = ["Filling", "HostStaging", "RemoteBucket", "flat_bytes", "require_shared_memory", "start_of"]

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from core_rl.distributed.channel import Channel
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.accelerators import require_nccl
+from core_rl.weight_sync.cuda import require_nccl
 from core_rl.weight_sync.messages import Bucket, GroupAddress, Kind, ReceiverRanks, RemoteChannel
 from core_rl.weight_sync.tensor import ReceivedWeights, Sender, TensorUpdate
 

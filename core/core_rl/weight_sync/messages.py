@@ -21,7 +21,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.channel import LIMIT_BYTES, Channel
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.weight_sync.cuda import CudaEnvironment
 
 __all__ = [
     "REPLY_TIMEOUT_S",

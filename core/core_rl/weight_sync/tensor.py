@@ -23,9 +23,8 @@ from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.channel import Channel
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError, WeightsError
-from core_rl.weight_sync.accelerators import can_open
 from core_rl.weight_sync.buckets import Filling, HostStaging, RemoteBucket
-from core_rl.weight_sync.device_memory import DeviceMemory, shared_with
+from core_rl.weight_sync.cuda import DeviceMemory, can_open, shared_with
 from core_rl.weight_sync.messages import (
     Bucket,
     GroupAddress,

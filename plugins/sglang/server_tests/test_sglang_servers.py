@@ -22,7 +22,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
-from core_rl.weight_sync.device_memory import DeviceMemory, Opened
+from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle

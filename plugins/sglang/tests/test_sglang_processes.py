@@ -15,7 +15,7 @@ from sglang_support import API_KEY, build, tiny_model, wait_for
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers import server_side
-from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.weight_sync.cuda import CudaEnvironment
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import served_model
 from core_rl_sglang.process import start

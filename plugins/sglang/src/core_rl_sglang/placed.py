@@ -11,7 +11,7 @@ from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
 from core_rl.errors import GroupError, RolloutError
 from core_rl.servers.process import ServerProcess, bound
-from core_rl.weight_sync.accelerators import CudaEnvironment
+from core_rl.weight_sync.cuda import CudaEnvironment
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import served_model
 from core_rl_sglang.process import start

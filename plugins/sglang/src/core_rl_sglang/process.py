@@ -9,7 +9,7 @@ from pathlib import Path
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError
 from core_rl.servers.model import ServedModel
-from core_rl.servers.process import Program, ServerProcess
+from core_rl.servers.process import ServerProcess
 from core_rl_sglang.adapters import SglangAdapterForm
 from core_rl_sglang.config import SglangConfig
 
@@ -33,16 +33,8 @@ def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) 
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if config.layout.tp > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = _shared_cores(config.layout.tp)
-    program = Program(
-        product=config.product,
-        python=config.server_python,
-        python_variable=config.python_variable,
-        script=SCRIPT,
-        module=config.module,
-        arguments=arguments_of(config, model, port, device),
-        environment=environment,
-    )
-    return ServerProcess(program, config.options, port, config.devices, key)
+    arguments = arguments_of(config, model, port, device)
+    return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
 
 
 def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: str) -> list[str]:

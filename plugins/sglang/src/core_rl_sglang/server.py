@@ -14,7 +14,7 @@ from core_rl.servers.config import Interrupt
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
-from core_rl.weight_sync.device_memory import DeviceMemory, Opened
+from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.messages import Bucket, GroupAddress, pickled_by_name
 
 __all__ = ["SGLangServer", "flattened_bucket"]

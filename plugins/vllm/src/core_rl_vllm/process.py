@@ -6,7 +6,7 @@ from pathlib import Path
 
 from core_rl.distributed.devices import device_type
 from core_rl.servers.model import ServedModel
-from core_rl.servers.process import Program, ServerProcess
+from core_rl.servers.process import ServerProcess
 from core_rl_vllm.adapters import VllmAdapterForm
 from core_rl_vllm.config import VllmConfig
 
@@ -35,16 +35,8 @@ def start(config: VllmConfig, model: ServedModel, port: int, key: str | None) ->
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
-    program = Program(
-        product=config.product,
-        python=config.server_python,
-        python_variable=config.python_variable,
-        script=SCRIPT,
-        module=config.module,
-        arguments=arguments_of(config, model, port, device),
-        environment=environment,
-    )
-    return ServerProcess(program, config.options, port, config.devices, key)
+    arguments = arguments_of(config, model, port, device)
+    return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
 
 
 def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str) -> list[str]:

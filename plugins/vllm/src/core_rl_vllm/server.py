@@ -15,7 +15,7 @@ from core_rl.servers.config import Interrupt
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
-from core_rl.weight_sync.device_memory import DeviceMemory
+from core_rl.weight_sync.cuda import DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress, shared_by_name
 from core_rl_vllm.wire import PREFIX
 

@@ -112,6 +112,8 @@ class TrainingLoop:
                 f"the rollout engine did not take the weights of version {version} within {self._sync_limit_s:g} s; "
                 "if the sync is only slow, raise timeouts.sync_s"
             ) from error
+        except WeightsError as error:
+            raise WeightsError(f"rollout.sync = {self._sync!r}: {error}") from error
 
     def start(self) -> None:
         """Prepare the first step: the rollout engine gets the initial weights."""

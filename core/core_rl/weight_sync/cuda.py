@@ -1,19 +1,36 @@
-"""CUDA libraries and GPUs at both ends of a weight sync, and what has to agree between them."""
+"""CUDA at both ends of a weight sync: what has to agree, and memory of the sender that others open by CUDA IPC."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from core_rl.distributed.devices import expand_segments, segments_expand
 from core_rl.errors import WeightsError, raise_all
 
-__all__ = ["CudaEnvironment", "can_open", "gpu_uuid", "nccl_version", "require_nccl"]
+__all__ = [
+    "CudaEnvironment",
+    "DeviceMemory",
+    "Opened",
+    "can_open",
+    "device_bytes",
+    "gpu_uuid",
+    "nccl_version",
+    "require_nccl",
+    "shared_with",
+]
 
 NCCL_LIBRARY = "libnccl.so.2"
 Version = tuple[int, ...]
+DEVICE = 6
+"""The place of the device's number among the arguments of torch's ``rebuild_cuda_tensor``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +82,70 @@ def _violations(servers: Sequence[CudaEnvironment], own: Version, uuid: str) -> 
     for nccl in sorted({server.nccl for server in servers if server.nccl not in (None, own)}):
         yield (
             f"NCCL {_dotted(own)} of the trainer and NCCL {_dotted(nccl)} of the servers refuse each other; install "
-            "the same version of nvidia-nccl in both environments, or sync by 'tensor' (rollout.sync in a recipe)"
+            "the same version of nvidia-nccl in both environments, or sync by 'tensor'"
         )
     if any(uuid in server.gpus for server in servers):
         yield (
             f"the rank that sends and a server are both on the GPU {uuid}, and NCCL takes one rank for each GPU; sync "
-            "by 'tensor' (rollout.sync in a recipe), or give the servers other devices (placement.rollout)"
+            "by 'tensor', or give the servers other devices"
         )
 
 
 def _dotted(version: Version) -> str:
     return ".".join(map(str, version))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """A flat buffer of a GPU, for one process that opens it once. Unpickling this opens nothing.
+
+    torch frees the buffer when every process that it was given to has closed it.
+    """
+
+    arguments: tuple[Any, ...]
+    """Those of torch's ``rebuild_cuda_tensor``, with the GPU's UUID for its number, which other processes may not
+    share; SGLang's workers take either."""
+
+
+def shared_with(flat: Tensor, readers: int) -> list[DeviceMemory]:
+    """``flat`` for each of so many processes."""
+    uuid = gpu_uuid(flat.device)
+    memory = []
+    for _ in range(readers):
+        _, arguments = reduce_tensor(flat)
+        memory.append(DeviceMemory((*arguments[:DEVICE], uuid, *arguments[DEVICE + 1 :])))
+    return memory
+
+
+class Opened:
+    """Pickles as ``memory``, opened: the process that unpickles it gets a tensor [n] of uint8."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._arguments = memory.arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rebuild_cuda_tensor, self._arguments
+
+
+def device_bytes(size: int, device: torch.device) -> Tensor:
+    """A flat buffer [size] on ``device`` that CUDA IPC can share."""
+    torch.cuda.ipc_collect()  # buffers that their readers have closed
+    with _plain_segments():
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+@contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Allocate outside of expandable segments.
+
+    Their handles are file descriptors of this process (``pidfd_getfd``), which a process that is no child of it may
+    not take where ptrace is restricted, as by default on Ubuntu and in containers.
+    """
+    if not segments_expand():
+        yield
+        return
+    expand_segments(False)
+    try:
+        yield
+    finally:
+        expand_segments(True)
