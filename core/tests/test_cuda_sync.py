@@ -34,7 +34,7 @@ REFUSED = {
     ),
     "the same GPU": (
         environment(gpus=(OWN,)),
-        rf"both on the GPU {OWN}.*'tensor'.*placement\.rollout",
+        rf"both on the GPU {OWN}.*'tensor'.*other devices",
     ),
 }
 
