@@ -64,7 +64,7 @@ def test_a_wrong_key_is_named_on_both_sides(machines: list[Machine]) -> None:
     assert agents[1].returncode != 0
 
 
-def test_another_version_is_named_with_its_machine(machines: list[Machine]) -> None:
+def test_different_versions_are_named_with_their_machine(machines: list[Machine]) -> None:
     words = agent_command()
     other = [sys.executable, "-c", OTHER_VERSION, *words[words.index("agent") :]]
     agents = [start(machines[0]), machines[1].run(other, {KEY_VARIABLE: KEY})]
@@ -73,14 +73,14 @@ def test_another_version_is_named_with_its_machine(machines: list[Machine]) -> N
     assert "install the same versions" in " ".join(printed(agents)[1].split())
 
 
-def test_two_machines_of_one_number_are_refused(machines: list[Machine]) -> None:
+def test_machines_with_equal_numbers_are_refused(machines: list[Machine]) -> None:
     agents = [start(machine, "--machine=1") for machine in machines]
     with pytest.raises(ClusterError, match="there is a machine 1 already"):
         attach().open()
     printed(agents)
 
 
-def test_an_agent_that_never_comes_is_missed_in_time(machines: list[Machine]) -> None:
+def test_missing_agents_are_reported_in_time(machines: list[Machine]) -> None:
     agent = start(machines[0])
     with pytest.raises(
         ClusterError, match=r"1 of 2 machines came to 10\.77\.0\.1:29400 within 8 s; there: machine 0"
@@ -114,7 +114,7 @@ def test_an_address_of_no_interface_is_named(machines: list[Machine]) -> None:
         ({"dp": 2}, {"machines": [1, 2]}, r"machines = \[1, 2\]: there are \[0, 1\]"),
         ({"dp": 2}, {"machines": [1, 1]}, r"machines = \[1, 1\]: there are \[0, 1\]"),
         ({"dp": 3}, {"devices": [0]}, r"a layout of 3 ranks, .* places for 2, 1 each"),
-        ({"dp": 2}, {"devices": [0, 0]}, r"devices = \[0, 0\]; name different ones"),
+        ({"dp": 2}, {"devices": [0, 0]}, r"devices = \[0, 0\]; name different devices"),
     ],
 )
 def test_too_few_places_are_refused_before_anything_starts(
@@ -123,7 +123,7 @@ def test_too_few_places_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         support.echo_group(support.SPEC, support.config(**degrees), hosts=attach(), **settings)
     with socket.create_server((DRIVER_ADDRESS, PORT)):
-        pass  # nobody listens there
+        pass  # no listener there
 
 
 def test_strangers_on_the_port_change_nothing(machines: list[Machine]) -> None:
@@ -141,7 +141,7 @@ def test_strangers_on_the_port_change_nothing(machines: list[Machine]) -> None:
     printed([agent])
 
 
-def test_an_agent_that_is_asked_to_end_does_and_is_named(machines: list[Machine]) -> None:
+def test_terminated_agents_end_and_are_named(machines: list[Machine]) -> None:
     agent = start(machines[0])
     with attach(machines=1) as hosts:
         assert within(lambda: any("forkserver" in line for line in machines[0].processes().values()), 20)
@@ -154,7 +154,7 @@ def test_an_agent_that_is_asked_to_end_does_and_is_named(machines: list[Machine]
     printed([agent])
 
 
-def test_a_host_name_of_loopback_is_no_address_for_others(machines: list[Machine]) -> None:
+def test_loopback_host_names_are_no_addresses(machines: list[Machine]) -> None:
     command = [sys.executable, "-c", PRINT_ADDRESS]
     assert machines[0].output(command).strip() == machines[0].address  # by the default route
     without = f'ip route del default; exec {sys.executable} -c "{PRINT_ADDRESS}"'

@@ -44,7 +44,7 @@ def error_of(cluster: Cluster, group: EngineGroup, machine: int, what: Loss) -> 
     return caught.value
 
 
-def test_lost_machines_are_named_and_the_others_can_be_used(cluster: Cluster, hosts: Hosts) -> None:
+def test_lost_machines_are_named_and_the_rest_usable(cluster: Cluster, hosts: Hosts) -> None:
     with group_on(hosts, [0, 1]) as group:
         error = error_of(cluster, group, 1, "cable")
         assert "rank 1 on node1 (machine 1) was lost" in str(error)

@@ -48,7 +48,7 @@ def curve(values: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("sync", ["disk", "distributed"])
-def test_two_by_two_ranks_give_the_curve_of_one_machine(
+def test_curves_on_two_machines_equal_the_local_curve(
     cluster: Cluster, start: Path, tmp_path: Path, sync: str
 ) -> None:
     rollout = {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 4, "sync": sync}
@@ -81,7 +81,7 @@ def test_a_server_on_a_third_machine(
     assert within(lambda: not cluster.left()), cluster.left()
 
 
-def test_a_restart_on_the_machine_that_is_left(cluster: Cluster, start: Path, tmp_path: Path) -> None:
+def test_restart_on_the_remaining_machine(cluster: Cluster, start: Path, tmp_path: Path) -> None:
     """The first of two machines is gone for good; the scheduler has to give the other one."""
     layout = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
     unbroken = curve(support.supervised_values(start, tmp_path / "one", "sft", **layout))
@@ -102,7 +102,7 @@ def test_a_restart_on_the_machine_that_is_left(cluster: Cluster, start: Path, tm
     assert within(lambda: not ours(cluster.left([1]))), cluster.left()
 
 
-def test_what_machines_do_not_share_is_named(
+def test_unshared_directories_are_named(
     cluster: Cluster, start: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     own = tmp_path_factory.mktemp("of this machine alone")

@@ -84,7 +84,7 @@ def names(cluster: Cluster, ranks_per_machine: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
-def test_training_is_that_of_one_machine_bit_by_bit(
+def test_training_equals_local_training_bit_by_bit(
     cluster: Cluster, hosts: Hosts, expected: Results, number: int
 ) -> None:
     layout = LAYOUTS[number]
@@ -125,7 +125,7 @@ def test_ranks_of_all_machines_meet_in_a_collective(cluster: Cluster, hosts: Hos
         assert group.run(support.gloo_sum) == [10.0] * 4
 
 
-def test_a_layout_may_need_more_machines_than_the_one_before(cluster: Cluster, hosts: Hosts) -> None:
+def test_a_layout_may_need_more_machines(cluster: Cluster, hosts: Hosts) -> None:
     with support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120, hosts=hosts) as group:
         assert group.run(functions.host_name) == names(cluster)[:2]
         group.initialize(config=support.config(dp=4))
@@ -134,7 +134,7 @@ def test_a_layout_may_need_more_machines_than_the_one_before(cluster: Cluster, h
         assert group.run(support.whoami) == [(0,), (1,), (2,)]
 
 
-def test_an_error_keeps_its_type_and_names_its_rank(cluster: Cluster, shared: EngineGroup) -> None:
+def test_errors_keep_their_type_and_rank(cluster: Cluster, shared: EngineGroup) -> None:
     with pytest.raises(BatchError, match="7 tokens too many") as caught:
         shared.run(support.fail, (3,), BatchError("7 tokens too many"))
     assert "in fail\n    raise error" in "\n".join(caught.value.__notes__)
@@ -143,7 +143,7 @@ def test_an_error_keeps_its_type_and_names_its_rank(cluster: Cluster, shared: En
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGABRT", marks=pytest.mark.nightly)])
-def test_a_rank_that_dies_is_named_with_its_machine(cluster: Cluster, hosts: Hosts, how: str) -> None:
+def test_dead_ranks_are_named_with_their_machine(cluster: Cluster, hosts: Hosts, how: str) -> None:
     with support.echo_group(support.SPEC, support.config(dp=4), timeout_s=120, hosts=hosts) as group:
         with pytest.raises(RankDied, match=rf"rank 3{place(cluster, 3)} was killed by {how}") as caught:
             group.run(functions.die, 3, how)
@@ -155,7 +155,7 @@ def test_a_rank_that_dies_is_named_with_its_machine(cluster: Cluster, hosts: Hos
         assert len(group.run(support.whoami)) == 4
 
 
-def test_a_rank_that_hangs_shows_where(cluster: Cluster, hosts: Hosts) -> None:
+def test_hanging_ranks_show_their_stacks(cluster: Cluster, hosts: Hosts) -> None:
     with support.echo_group(support.SPEC, support.config(dp=4), timeout_s=120, hosts=hosts) as group:
         group.timeout_s = 1.0
         with pytest.raises(RankTimeout, match=r"ranks \[3\] of 4 did not answer") as caught:
@@ -163,9 +163,7 @@ def test_a_rank_that_hangs_shows_where(cluster: Cluster, hosts: Hosts) -> None:
         assert "in hang" in caught.value.traceback
 
 
-def test_a_model_that_one_machine_lacks_is_refused_by_its_rank(
-    cluster: Cluster, hosts: Hosts, tmp_path: Path
-) -> None:
+def test_missing_models_are_refused_by_their_rank(cluster: Cluster, hosts: Hosts, tmp_path: Path) -> None:
     if cluster.is_local:
         pytest.skip("one machine has one file system")
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL["config"])).save_pretrained(

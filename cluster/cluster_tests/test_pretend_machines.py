@@ -45,7 +45,7 @@ def reaches(machine: Machine, server: socket.socket) -> bool:
     return process.returncode == 0
 
 
-def test_each_machine_has_its_own_address_hostname_files_and_processes(
+def test_machines_have_separate_addresses_files_and_processes(
     machines: list[Machine], tmp_path: Path
 ) -> None:
     (tmp_path / "shared").write_text("for all")
@@ -61,13 +61,13 @@ def test_each_machine_has_its_own_address_hostname_files_and_processes(
     assert not Path("/dev/shm/mine").exists()
 
 
-def test_hostnames_mean_what_they_mean_on_debian(machines: list[Machine]) -> None:
+def test_hostnames_resolve_as_on_debian(machines: list[Machine]) -> None:
     command = ["getent", "ahostsv4"]
     assert machines[0].output([*command, "node0"]).startswith("127.0.1.1 ")
     assert machines[0].output([*command, "node1"]).startswith(machines[1].address)
 
 
-def test_nobody_waits_for_the_name_of_an_address(machines: list[Machine]) -> None:
+def test_addresses_resolve_without_delay(machines: list[Machine]) -> None:
     """torch asks for that of each address it connects to; the box's own name server cannot be reached."""
     assert machines[0].output(["cat", "/etc/resolv.conf"]) == ""
 
@@ -85,7 +85,7 @@ def test_ranks_of_the_driver_are_in_its_network() -> None:
     assert network_of_fork_server() == own.readlink()
 
 
-def test_a_cut_cable_separates_a_machine_until_it_is_mended(machines: list[Machine]) -> None:
+def test_cut_cables_separate_machines_until_mended(machines: list[Machine]) -> None:
     with socket.create_server((DRIVER_ADDRESS, 0)) as server:
         assert all(reaches(machine, server) for machine in machines)
         machines[1].cut()
@@ -94,7 +94,7 @@ def test_a_cut_cable_separates_a_machine_until_it_is_mended(machines: list[Machi
         assert within(lambda: reaches(machines[1], server))
 
 
-def test_a_power_failure_ends_processes_and_sends_no_last_packet(machines: list[Machine]) -> None:
+def test_power_failures_send_no_last_packet(machines: list[Machine]) -> None:
     wait = f"{CONNECT}.recv(1)".replace("timeout=1", "timeout=60")
     with socket.create_server((DRIVER_ADDRESS, 0)) as server:
         port = server.getsockname()[1]
@@ -112,7 +112,7 @@ def test_a_power_failure_ends_processes_and_sends_no_last_packet(machines: list[
     process.communicate()
 
 
-def test_a_command_ends_with_what_run_returned(machines: list[Machine]) -> None:
+def test_killing_the_process_kills_its_command(machines: list[Machine]) -> None:
     process = machines[0].run(["sleep", "300"])
     assert within(lambda: list(machines[0].processes().values()) == ["sleep 300"])
     process.kill()
@@ -140,7 +140,7 @@ def test_nothing_is_left(failure: bool) -> None:
     assert within(lambda: traces() == before), traces()
 
 
-def test_nothing_is_left_of_a_maker_that_was_killed() -> None:
+def test_nothing_is_left_of_killed_makers() -> None:
     before = traces()
     script = (
         "import sys, time; from pretend_machines import pretend_machines\n"

@@ -48,7 +48,7 @@ def host_names(made: SlurmHosts) -> list[str]:
         ({"nodelist": "node[0,2]", "overlap": False}, ["node0", "node2"]),
     ],
 )
-def test_machines_are_the_first_nodes_that_may_be_used(
+def test_machines_are_the_first_usable_nodes(
     allocation: None, settings: dict[str, Any], expected: list[str]
 ) -> None:
     assert host_names(hosts(2, **settings)) == expected
@@ -63,14 +63,14 @@ def test_machines_are_the_first_nodes_that_may_be_used(
         (1, {"nodelist": ""}, r"nodelist = '' names no nodes"),
     ],
 )
-def test_nodes_that_are_not_there_are_refused_before_anything_starts(
+def test_missing_nodes_are_refused_before_the_start(
     allocation: None, count: int, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         hosts(count, **settings)
 
 
-def test_a_step_that_fails_shows_what_srun_printed(allocation: None) -> None:
+def test_failed_steps_show_the_output_of_srun(allocation: None) -> None:
     with pytest.raises(ClusterError, match=r"(?s)srun ended with exit code \d+ .*/no/such/python"):
         hosts(2, python="/no/such/python").open()
 
@@ -83,7 +83,7 @@ def test_the_key_is_on_no_command_line(allocation: None, monkeypatch: pytest.Mon
         assert not holders("cmdline", key)
 
 
-def test_a_signal_for_the_job_reaches_the_driver_once(allocation: None, slurm: Slurm) -> None:
+def test_signals_for_the_job_reach_the_driver_once(allocation: None, slurm: Slurm) -> None:
     """Slurm sends it to the steps alone, as for ``--signal=USR1@300``."""
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
@@ -117,7 +117,7 @@ def test_no_allocation_and_no_srun_are_explained(allocation: None, monkeypatch: 
         hosts(1)
 
 
-def test_a_driver_in_a_batch_script_has_all_of_each_node(slurm: Slurm, tmp_path: Path) -> None:
+def test_drivers_in_batch_scripts_have_whole_nodes(slurm: Slurm, tmp_path: Path) -> None:
     """The script's own step and the shape of its tasks count for nothing."""
     printed, result = tmp_path / "printed", tmp_path / "result"
     shape = ["-N2", "--ntasks-per-node=2", "--cpus-per-task=2"]

@@ -102,7 +102,7 @@ def test_a_submitted_job_trains_and_ends(
         ({}, {"NumNodes": "2", "CPUs/Task": "2", "MinMemoryNode": "1000M", "JobName": "core-rl"}),
     ],
 )
-def test_slurm_has_been_asked_for_the_fields_of_the_recipe(
+def test_fields_of_the_recipe_reach_slurm(
     slurm: Slurm,
     values: dict[str, Any],
     tmp_path: Path,
@@ -115,9 +115,7 @@ def test_slurm_has_been_asked_for_the_fields_of_the_recipe(
     assert fields["WorkDir"] == str(Path.cwd())
 
 
-def test_variables_of_the_recipe_are_set_in_the_job(
-    slurm: Slurm, values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_variables_of_the_recipe_reach_the_job(slurm: Slurm, values: dict[str, Any], tmp_path: Path) -> None:
     job = submitted(values, tmp_path, begin=TOMORROW, env={"GREETING": "hello 'world'"}).number
     script = slurm.command("scontrol", "write", "batch_script", job, "-")
     assert """export GREETING='hello '"'"'world'"'"''""" in script
@@ -135,7 +133,7 @@ def test_variables_of_the_recipe_are_set_in_the_job(
         ({"options": ["--nosuch"]}, "nosuch"),
     ],
 )
-def test_a_field_that_sbatch_refuses_is_our_error_with_its_reason(
+def test_refusals_of_sbatch_are_shown(
     values: dict[str, Any], tmp_path: Path, scheduling: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"(?s)sbatch refused the job: .*({message}).*fix: change cluster"):

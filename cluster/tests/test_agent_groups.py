@@ -74,7 +74,7 @@ def test_errors_name_the_machine(hosts: RehearsalHosts) -> None:
         ("SIGSEGV", "was killed by SIGSEGV"),
     ],
 )
-def test_a_rank_that_ends_is_named(hosts: RehearsalHosts, how: str, reason: str) -> None:
+def test_ended_ranks_are_named(hosts: RehearsalHosts, how: str, reason: str) -> None:
     with group_on(hosts, dp=2) as group:
         pids = group.pids
         with pytest.raises(RankDied, match=rf"rank 1 on .* \(machine 1\) {reason}.* during die") as caught:
@@ -109,7 +109,7 @@ def test_a_lost_agent_is_a_lost_machine() -> None:
             group.run(support.whoami)
 
 
-def test_a_silent_machine_is_lost_after_its_lease_and_ends_its_ranks() -> None:
+def test_silent_machines_end_after_their_lease() -> None:
     """As with a cable that is cut, an agent and a driver that stop say nothing and close nothing."""
     with RehearsalHosts(machines=2, lease_s=1.0) as hosts, group_on(hosts, dp=2) as group:
         hosts.agents[1].send_signal(signal.SIGSTOP)
@@ -167,7 +167,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_agents_that_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_ends_of_agents_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core_rl_cluster.rehearsal.AGENT", ("-c", "raise SystemExit(7)"))
     with pytest.raises(ClusterError, match="the agent of machine 0 ended with exit code 7"):
         RehearsalHosts(machines=1).open()
@@ -190,7 +190,7 @@ def test_fewer_machines_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
             hosts.slots(1, [0, 1], None)
 
 
-def test_an_agent_that_stays_serves_one_driver_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staying_agents_serve_the_next_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     first = AttachHosts(1, port=0, address="127.0.0.1")
     agents: list[subprocess.Popen[bytes]] = []
@@ -245,9 +245,9 @@ def test_places_on_this_machine(
         (3, None, None, [(0, 0), (1, 0), (0, 1)]),
         (2, [1], [6, 4], [(1, 6), (1, 4)]),
         (5, None, None, r"a layout of 5 ranks, and machines \[0, 1\] have places for 4, 2 each"),
-        (2, [1, 1], None, r"machines = \[1, 1\]: there are \[0, 1\]; name different ones"),
+        (2, [1, 1], None, r"machines = \[1, 1\]: there are \[0, 1\]; name each of them"),
         (1, [2], None, r"machines = \[2\]: there are \[0, 1\]"),
-        (2, None, [0, 0], r"devices = \[0, 0\]; name different ones"),
+        (2, None, [0, 0], r"devices = \[0, 0\]; name different devices"),
     ],
 )
 def test_places_on_machines(
@@ -273,7 +273,7 @@ def test_places_on_machines(
         ({"wait_s": -1.0}, "wait_s = -1.0"),
     ],
 )
-def test_hosts_that_cannot_be(fields: dict[str, float], message: str) -> None:
+def test_invalid_hosts_are_refused(fields: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RehearsalHosts(**fields)  # type: ignore[arg-type]
 
@@ -286,7 +286,7 @@ def test_more_ranks_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
         RehearsalHosts(machines=128, ranks_per_machine=8).open()
 
 
-def test_hosts_belong_to_who_starts_processes() -> None:
+def test_colocated_groups_refuse_hosts() -> None:
     with (
         support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120) as group,
         pytest.raises(ConfigError, match="hosts, machines, devices and threads_per_rank belong to the proc"),

@@ -89,7 +89,7 @@ def test_both_sides_know_the_key(ours: bytes, theirs: bytes, errors: tuple[str |
         assert expected is None or expected in str(text)
 
 
-def test_a_machine_takes_no_orders_from_who_does_not_know_the_key() -> None:
+def test_agents_refuse_drivers_without_the_key() -> None:
     """An impostor sends the machine's own challenge back, and a proof that it cannot make."""
     left, right = socket.socketpair()
 
@@ -114,7 +114,7 @@ def test_a_machine_takes_no_orders_from_who_does_not_know_the_key() -> None:
         ("not hexadecimal", "holds no hexadecimal digits"),
     ],
 )
-def test_keys_that_are_none(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+def test_invalid_keys_are_refused(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
     monkeypatch.setenv(KEY_VARIABLE, text)
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE} {message}.*secrets.token_hex"):
         given_key(None)
@@ -164,7 +164,7 @@ REFUSALS: list[tuple[Callable[[], dict[str, Any]], str]] = [
 
 
 @pytest.mark.parametrize(("greeting", "message"), REFUSALS)
-def test_machines_that_cannot_be_used(
+def test_unusable_machines_are_refused(
     reception: Reception, greeting: Callable[[], dict[str, Any]], message: str
 ) -> None:
     link, _ = greet(reception, machine(0))
@@ -193,7 +193,7 @@ def test_a_wrong_key_is_refused_and_remembered(reception: Reception) -> None:
         os.urandom(4096),
     ],
 )
-def test_strangers_disturb_nobody(reception: Reception, noise: bytes) -> None:
+def test_unknown_connections_are_ignored(reception: Reception, noise: bytes) -> None:
     with socket.create_connection(parse_endpoint(reception.endpoint), timeout=20) as stranger:
         stranger.sendall(noise)
     _, answer = greet(reception, machine(1))
@@ -201,19 +201,19 @@ def test_strangers_disturb_nobody(reception: Reception, noise: bytes) -> None:
 
 
 @pytest.mark.parametrize("greeting", [{"role": "rank", "id": 3, "machine": 0}, {"role": "rank"}, {}])
-def test_ranks_that_nobody_waits_for(reception: Reception, greeting: dict[str, Any]) -> None:
+def test_unexpected_ranks_are_refused(reception: Reception, greeting: dict[str, Any]) -> None:
     greet(reception, machine(0))
     with pytest.raises((EOFError, ConnectionResetError)):
         greet(reception, greeting)
 
 
-def test_a_port_that_is_taken(reception: Reception) -> None:
+def test_taken_ports_are_refused(reception: Reception) -> None:
     port = parse_endpoint(reception.endpoint)[1]
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}.*choose another address"):
         Reception("127.0.0.1", port, KEY, machines=1, lease_s=LEASE_S)
 
 
-def test_machines_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_machines_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY.hex())
     hosts = AttachHosts(2, port=0, address="127.0.0.1", wait_s=0.3)
     with pytest.raises(
@@ -222,7 +222,7 @@ def test_machines_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
         hosts.open()
 
 
-def test_a_driver_that_is_not_there() -> None:
+def test_missing_drivers_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ClusterError, match=f"no driver at 127.0.0.1, port {port} within 0.2 s"):
@@ -265,7 +265,7 @@ def test_silence_is_an_end() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", json.dumps("text").encode()])
-def test_messages_that_are_no_objects(data: bytes) -> None:
+def test_messages_must_be_objects(data: bytes) -> None:
     with pytest.raises(ClusterError, match="a message that is"):
         hello.parsed(data)
 
@@ -273,7 +273,7 @@ def test_messages_that_are_no_objects(data: bytes) -> None:
 # ---------------------------------------------------------------------- network
 
 
-def test_a_host_name_that_means_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_host_names_are_no_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian's ``127.0.1.1 hostname``, on a machine without a way out."""
     monkeypatch.setattr("socket.gethostbyname", lambda _name: "127.0.1.1")
     monkeypatch.setattr(network, "SOMEWHERE", ("256.0.0.1", 9))
@@ -289,7 +289,7 @@ def test_the_interface_of_an_address() -> None:
 
 
 @pytest.mark.parametrize("text", ["node1", "node1:", ":29400", "node1:http"])
-def test_addresses_that_are_none(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write HOST:PORT"):
         parse_endpoint(text)
 

@@ -35,7 +35,7 @@ class Slow(AgentHosts):
         pass
 
 
-def test_launches_share_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_share_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(agent_hosts, "time", SimpleNamespace(monotonic=lambda: clock.now))
     hosts = Slow(clock)

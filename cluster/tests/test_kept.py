@@ -39,7 +39,7 @@ def test_buffers_come_back(parts: list[bytes]) -> None:
     assert [bytes(part) for part in second] == parts
 
 
-def test_nothing_is_left_and_what_is_gone_is_named() -> None:
+def test_closed_messages_leave_nothing() -> None:
     before = set(FILES.iterdir())
     kept = KeptMessage.of([b"text"])
     kept.close()
@@ -86,9 +86,7 @@ def test_equal_arguments_go_to_each_machine_once(group: EngineGroup, monkeypatch
     assert round(copies, 1) == (0.0 if machines == 1 else 2.0)
 
 
-def test_without_memory_to_keep_it_each_rank_gets_its_own(
-    group: EngineGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_shared_memory_ranks_get_copies(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 

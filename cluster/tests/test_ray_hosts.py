@@ -49,9 +49,7 @@ def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, An
         ),
     ],
 )
-def test_the_message_of_a_shortage_shows_each_node_and_the_cause(
-    nodes: list[dict[str, Any]], expected: str
-) -> None:
+def test_shortages_show_each_node_and_the_cause(nodes: list[dict[str, Any]], expected: str) -> None:
     message = shortage(nodes, {"CPU": 10.0, "GPU": 3.0}, 2, {"CPU": 4, "GPU": 4}, 300.0)
     assert message == f"Ray did not give 2 nodes with CPU 4, GPU 4 each within 300 s. {expected}"
 
@@ -67,7 +65,7 @@ def test_an_address_of_ray_client_is_refused() -> None:
         RayHosts(2, 1, ray_address="ray://10.0.0.1:10001")
 
 
-def test_an_agent_gets_its_key_by_the_environment_and_its_end_is_described(
+def test_agents_of_ray_get_keys_and_report_their_end(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     code = "import os, sys; print(os.environ['KEY'], sys.argv[1]); sys.exit(sys.stdin.closed or 3)"
@@ -76,7 +74,7 @@ def test_an_agent_gets_its_key_by_the_environment_and_its_end_is_described(
     assert capfd.readouterr().out == "a secret an argument\n"  # which Ray shows at the driver
 
 
-def test_the_process_around_an_agent_ends_without_a_driver() -> None:
+def test_actors_end_without_a_driver() -> None:
     script = (
         "import time; from core_rl_cluster import ray_actor; ray_actor.LINGER_S = 0.1\n"
         "assert ray_actor.AgentActor().serve(['-c', ''], {}).startswith('ended with exit code 0')\n"
@@ -89,7 +87,7 @@ def bare(address: str, port: int, alive: bool = True) -> dict[str, object]:
     return {"NodeManagerAddress": address, "NodeManagerPort": port, "Alive": alive}
 
 
-def test_nodes_that_take_no_connection_are_silent() -> None:
+def test_nodes_without_a_listener_are_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as raylet, socket.socket() as bound:
         bound.bind(("127.0.0.2", 0))
         there, gone = raylet.getsockname()[1], bound.getsockname()[1]

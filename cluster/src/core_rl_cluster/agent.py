@@ -36,12 +36,12 @@ HANDSHAKE_S = 20.0
 RETRY_S = 0.5
 """Between attempts to reach a driver that is not there yet."""
 FIRST_LEASE_S = 60.0
-"""Of a connection until the driver has said how long it may be silent."""
+"""The lease of a connection until the driver has sent its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Driver:
-    """Where the driver listens, and what it said."""
+    """Address and key of the driver, and the lease of connections to it."""
 
     host: str
     port: int
@@ -77,12 +77,12 @@ def run_agent(driver: str, key: bytes, machine: int | None, wait_s: float) -> No
     """
     host, port = parse_endpoint(driver)
     channel, answer = _found(_Driver(host=host, port=port, key=key), machine, wait_s)
-    found = _Driver(host=host, port=port, key=key, lease_s=answer["lease_s"])
-    control = ControlChannel(channel.detach(), found.lease_s)
+    leased = _Driver(host=host, port=port, key=key, lease_s=answer["lease_s"])
+    control = ControlChannel(channel.detach(), leased.lease_s)
     with _signals_reported(control):
         adopt(answer["surroundings"])
         start_fork_server()
-        Agent(found, control, answer["machine"], answer["address"]).serve()
+        Agent(leased, control, answer["machine"], answer["address"]).serve()
 
 
 @contextmanager
@@ -128,7 +128,7 @@ class Agent:
         self._starts: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._ended = False
         self._killed: set[int] = set()
-        """Of ranks that are still to be started."""
+        """Ids of ranks that were killed before their start."""
         self._changed_out, self._changed_in = os.pipe()
         """Wakes the thread that waits for ends, when there is one more to wait for."""
 
@@ -190,10 +190,10 @@ class Agent:
             channel, _ = self._driver.connect(greeting, time.monotonic() + HANDSHAKE_S)
         except (OSError, ClusterError):
             return  # the driver waits no longer
-        with suppress(OSError, EOFError), closing(channel), closing(KeptMessage(order["sizes"])) as kept:
-            for buffer in kept.buffers:
+        with suppress(OSError, EOFError), closing(channel), closing(KeptMessage(order["sizes"])) as message:
+            for buffer in message.buffers:
                 channel.receive_into(buffer, None)
-            hello.write(channel, {"path": kept.reference.path}, time.monotonic() + HANDSHAKE_S)
+            hello.write(channel, {"path": message.reference.path}, time.monotonic() + HANDSHAKE_S)
             channel.receive()
 
     # ---------------------------------------------------------- other threads

@@ -28,24 +28,24 @@ AGENTS_S = 60.0
 CONNECT_S = 120.0
 """The longest wait for connections of ranks that were asked for; the agent may still import torch."""
 FILES_PER_RANK = 3
-"""Of the driver: a connection, and a pipe that shows the end of the rank."""
+"""Open files of the driver: a connection, and a pipe that shows the end of the rank."""
 SPARE_FILES = 128
-"""Of everything else in the driver."""
+"""Open files of everything else in the driver."""
 LOOK_S = 0.2
-"""Between two looks at what was launched."""
+"""Seconds between two looks at launched processes."""
 AGENT = ("-m", "core_rl.cli", "agent")
-"""What a Python is given to run an agent."""
+"""Arguments of a Python that runs an agent."""
 
 
 @dataclass(eq=False, repr=False)
 class AgentHosts(ABC):
     """``machines`` machines, on each of which an agent starts up to ``ranks_per_machine`` ranks of each group.
 
-    The agents connect to the driver at ``address``, by default the one that its host name means, and ``port``, by
+    The agents connect to the driver at ``address``, by default that of its host name, and ``port``, by
     default a free one; all have to come within ``wait_s`` seconds, waits for machines included, or at least
     ``fewest``, which then are all that there are. A machine from which nothing comes for ``lease_s`` seconds is lost,
     and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's variables that mean
-    the same everywhere, and those that ``environment`` names.
+    the same everywhere, and the variables named in ``environment``.
 
     The machines are started at first use, or by entering the context, and let go by `close`, or when the driver ends.
     """
@@ -100,16 +100,16 @@ class AgentHosts(ABC):
 
     @abstractmethod
     def _check_launched(self) -> None:
-        """Raise `ClusterError` where what was launched has failed, and agents will not come."""
+        """Raise `ClusterError` where a launched process has failed, and agents will not come."""
 
     @abstractmethod
     def _end_launched(self) -> None:
-        """End what was launched and is still there; the agents were let go. Further calls do nothing."""
+        """End launched processes, whose agents were let go. Further calls do nothing."""
 
     # ------------------------------------------------------------------ hosts
 
     def open(self) -> None:
-        """Have an agent on each machine; raises `ClusterError` with what is missing. Further calls do nothing."""
+        """Have an agent on each machine; raises `ClusterError` with the missing machines. Further calls do nothing."""
         with self._starting:
             if self._reception is not None:
                 return
@@ -132,13 +132,13 @@ class AgentHosts(ABC):
             self._close()
 
     def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
-        own = list(range(self.ranks_per_machine) if devices is None else devices)
+        local = list(range(self.ranks_per_machine) if devices is None else devices)
         if self._reception is None:  # what cannot be is refused before anything starts
-            self._checked(count, machines, own, list(range(self.machines)))
-        chosen = self._checked(count, machines, own, sorted(self._opened().links))
+            self._checked(count, machines, local, list(range(self.machines)))
+        usable = self._checked(count, machines, local, sorted(self._opened().links))
         return [
             Slot(machine=number, device=device, cores=self._link(number).info.cores)
-            for number, device in self._places(chosen, own)[:count]
+            for number, device in self._places(usable, local)[:count]
         ]
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
@@ -180,20 +180,20 @@ class AgentHosts(ABC):
     # --------------------------------------------------------------- plumbing
 
     def _checked(
-        self, count: int, machines: Sequence[int] | None, devices: list[int], there: list[int]
+        self, count: int, machines: Sequence[int] | None, devices: list[int], numbers: list[int]
     ) -> list[int]:
-        """The machines for ``count`` ranks, of those that are ``there``; raises `ConfigError`."""
-        chosen = there if machines is None else list(machines)
-        if set(chosen) - set(there) or len(set(chosen)) != len(chosen):
-            raise ConfigError(f"machines = {chosen}: there are {there}; name different ones of these")
+        """Return the machines for ``count`` ranks among ``numbers``; raises `ConfigError`."""
+        usable = numbers if machines is None else list(machines)
+        if set(usable) - set(numbers) or len(set(usable)) != len(usable):
+            raise ConfigError(f"machines = {usable}: there are {numbers}; name each of them at most once")
         if len(set(devices)) != len(devices):
-            raise ConfigError(f"devices = {devices}; name different ones, those of each machine")
-        if len(chosen) * len(devices) < count:
+            raise ConfigError(f"devices = {devices}; name different devices, numbered on each machine")
+        if len(usable) * len(devices) < count:
             raise ConfigError(
-                f"a layout of {count} ranks, and machines {chosen} have places for {len(chosen) * len(devices)}, "
+                f"a layout of {count} ranks, and machines {usable} have places for {len(usable) * len(devices)}, "
                 f"{len(devices)} each; use a smaller layout, more machines, or more ranks on each machine"
             )
-        return chosen
+        return usable
 
     def _places(self, machines: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
         """Machine and device of each rank that there is room for, in the order of their numbers."""

@@ -1,4 +1,4 @@
-"""`AttachHosts`: machines whose agents somebody else starts."""
+"""`AttachHosts`: machines whose agents are started elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core_rl_cluster.key import given_key
 __all__ = ["ATTACH_PORT", "AttachHosts"]
 
 ATTACH_PORT = 29700
-"""Where the driver listens unless it is told otherwise; torchrun's own default is 29400."""
+"""The default port of the driver; that of torchrun is 29400."""
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class AttachHosts(AgentHosts):
     """Machines with agents that were started by hand, by ssh, ``torchrun`` or Kubernetes: `core-rl agent` on each.
 
     The driver and the agents know one key, which is in ``key_file``, or in the environment variable
-    ``CORE_RL_CLUSTER_KEY``. The rest is as `AgentHosts` says; ``port`` is fixed, since the agents have to know it.
+    ``CORE_RL_CLUSTER_KEY``. For the rest see `AgentHosts`; ``port`` is fixed, since the agents have to know it.
     """
 
     _: KW_ONLY

@@ -13,7 +13,7 @@ import typer
 __all__ = ["agent"]
 
 MACHINE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""The number of this machine, as torchrun, Slurm and Kubernetes say it."""
+"""The number of this machine, as torchrun, Slurm and Kubernetes set it."""
 
 
 def agent(
@@ -48,8 +48,8 @@ def agent(
 
 def _machine() -> int | None:
     """The number that a launcher gave to this machine."""
-    found = [os.environ[name] for name in MACHINE_VARIABLES if os.environ.get(name, "").isdigit()]
-    return int(found[0]) if found else None
+    numbers = [os.environ[name] for name in MACHINE_VARIABLES if os.environ.get(name, "").isdigit()]
+    return int(numbers[0]) if numbers else None
 
 
 def _end_with_input() -> None:

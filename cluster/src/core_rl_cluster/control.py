@@ -16,7 +16,7 @@ from core_rl_cluster import hello
 __all__ = ["CONTROL_LIMIT_BYTES", "ControlChannel"]
 
 CONTROL_LIMIT_BYTES = 2**24
-"""The largest message: stacks of all threads fit, and a stranger cannot take the driver's memory."""
+"""The largest message: stacks of all threads fit, and no unknown peer can take the driver's memory."""
 BEAT: Mapping[str, Any] = {"is": "beat"}
 """A sign of life."""
 BEATS = 5
@@ -24,7 +24,7 @@ BEATS = 5
 
 
 class ControlChannel:
-    """Messages of any thread, also of a signal's handler, to the other side, and those that one thread reads.
+    """Messages of any thread, also of a signal's handler, to the other side; one thread receives.
 
     A side that is silent for ``lease_s`` seconds is gone; each shows signs of life by itself.
     """
@@ -42,7 +42,7 @@ class ControlChannel:
         self._outgoing.put(message)
 
     def receive(self) -> dict[str, Any]:
-        """The next message; raises ``OSError``, ``EOFError`` at the end, and `ClusterError` for what is none."""
+        """The next message; raises ``OSError``, ``EOFError`` at the end, and `ClusterError` for an invalid message."""
         while True:
             (size,) = FRAME_HEADER.unpack(self._read(FRAME_HEADER.size))
             if size > CONTROL_LIMIT_BYTES:

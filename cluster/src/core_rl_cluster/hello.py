@@ -1,4 +1,4 @@
-"""What an agent and the driver tell each other first, as JSON: nothing is unpickled that a stranger could send."""
+"""Handshake of an agent and the driver, as JSON: nothing from an unknown peer is unpickled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(channel: Channel, message: Mapping[str, Any], deadline: float) -> None
 
 
 def read(channel: Channel, deadline: float) -> dict[str, Any]:
-    """The next message; as `Channel.receive`, and raises `ClusterError` for one that is no object of JSON."""
+    """The next message; as `Channel.receive`, and raises `ClusterError` unless it is an object of JSON."""
     return parsed(channel.receive(deadline))
 
 
@@ -43,7 +43,7 @@ def parsed(data: bytes | bytearray) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What has to be equal on all machines: pickles and collectives are not made for different ones."""
+    """Versions that must be equal on all machines, for pickles and collectives."""
 
     python: str
     """Without the micro version."""
@@ -52,14 +52,14 @@ class Versions:
 
     @classmethod
     def here(cls) -> Self:
-        """Those of this process. Builds of one torch for different accelerators are the same version."""
+        """Return the versions of this process. Builds of torch for different accelerators are one version."""
         torch = metadata.version("torch").partition("+")[0]
         python = ".".join(platform.python_version_tuple()[:2])
         return cls(python=python, torch=torch, core_rl=__version__)
 
-    def differences(self, other: Versions) -> list[str]:
-        """A phrase for each version that ``other`` has differently."""
-        ours, theirs = asdict(self), asdict(other)
+    def differences(self, remote: Versions) -> list[str]:
+        """A phrase for each version that ``remote`` has differently."""
+        ours, theirs = asdict(self), asdict(remote)
         return [
             f"{name} {theirs[name]} (the driver: {value})"
             for name, value in ours.items()
@@ -94,14 +94,14 @@ class MachineInfo:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Self:
-        """The machine that wrote ``message``; raises `ClusterError` for what an agent would not write."""
+        """The machine that wrote ``message``; raises `ClusterError` for an invalid one."""
         try:
             return cls(**{**message, "versions": Versions(**message["versions"])})
         except (KeyError, TypeError) as error:
             raise ClusterError(f"a machine that describes itself wrongly: {error}") from error
 
     def message(self) -> dict[str, Any]:
-        """What `of` reads."""
+        """Return the message that `of` reads."""
         return asdict(self)
 
     def __str__(self) -> str:

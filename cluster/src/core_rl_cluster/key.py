@@ -26,7 +26,7 @@ def given_key(file: Path | None) -> bytes:
         raise ConfigError(f"the key file {file} cannot be read: {error}; make one: {MAKE_KEY}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
-            f"the key file {file} is open to others (mode {stat.S_IMODE(mode):o}); who has the key runs code on all "
+            f"the key file {file} is open to others (mode {stat.S_IMODE(mode):o}); the key lets anyone run code on all "
             f"machines: chmod 600 {file}"
         )
     return _parsed(text, f"the key file {file}")

@@ -23,7 +23,7 @@ from core_rl_cluster.hello import MachineInfo
 __all__ = ["AgentLink", "AgentRank"]
 
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send to all processes of a job before they kill them, as ``--signal=USR1@300`` of Slurm."""
+"""Signals that schedulers send to all processes of a job before they kill them, as ``--signal=USR1@300`` of Slurm."""
 STACKS_S = 5.0
 """Seconds for an agent to send the stacks of a rank."""
 
@@ -101,7 +101,7 @@ class AgentRank:
         self.connected.set()
 
     def started(self, pid: int) -> None:
-        """Its process is there."""
+        """Note the id of its process."""
         self._pid = pid
 
     def end(self, reason: str, stacks: str = "") -> None:
@@ -142,7 +142,7 @@ class AgentLink:
         self._ranks: dict[int, AgentRank] = {}
         self._requests = itertools.count()
         self._messages: dict[int, queue.SimpleQueue[Channel]] = {}
-        """Connections of messages, by the numbers of those that wait for one."""
+        """Connections of messages, by the numbers of the calls that wait for them."""
         self._answers: dict[int, tuple[threading.Event, list[str]]] = {}
         threading.Thread(target=self._read, name=f"core-rl {info}", daemon=True).start()
 
@@ -155,9 +155,9 @@ class AgentLink:
             started.end(self.lost)
         return started
 
-    def order(self, what: str, rank_id: int, **details: object) -> None:
-        """Tell the agent to do something; one that is out of reach shows itself to the thread that reads."""
-        self._control.send({"do": what, "id": rank_id, **details})
+    def order(self, action: str, rank_id: int, **details: object) -> None:
+        """Send the agent an order; the reading thread notices an agent out of reach."""
+        self._control.send({"do": action, "id": rank_id, **details})
 
     def stacks(self, rank_id: int, *, ask: bool) -> str:
         """The stacks of a rank, or nothing from an agent that does not answer."""
@@ -189,12 +189,12 @@ class AgentLink:
         return _KeptThere(Reference(path, tuple(memoryview(part).nbytes for part in parts)), channel)
 
     def receiver(self, greeting: Mapping[str, Any]) -> Callable[[Channel], None]:
-        """What takes the connection of a rank or of a message; raises `ClusterError` if nobody waits for it."""
+        """Return the taker of the connection of a rank or message; raises `ClusterError` if none waits."""
         if greeting["role"] == "rank" and (rank := self._ranks.get(greeting["id"])) is not None:
             return rank.connect
         if greeting["role"] == "message" and (waiting := self._messages.get(greeting["id"])) is not None:
             return waiting.put
-        raise ClusterError("a connection that nobody waits for")
+        raise ClusterError("a connection that no call waits for")
 
     def forget(self, rank: AgentRank) -> None:
         """The driver has no use for ``rank`` any more."""

@@ -15,7 +15,7 @@ __all__ = ["connect", "interface_of", "own_address", "parse_endpoint", "socket_a
 SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of an interface."""
 IPV4_OFFSET = 20
-"""Of the address in the kernel's answer."""
+"""Offset of the address in the kernel's answer."""
 SOMEWHERE = ("192.0.2.1", 9)
 """An address outside (RFC 5737): connecting a datagram socket sends nothing, and shows which interface leads there."""
 
@@ -25,8 +25,8 @@ def connect(host: str, port: int, timeout_s: float, lease_s: float) -> socket.so
     sock = socket.create_connection((host, port), timeout=timeout_s)
     if sock.getsockname() == sock.getpeername():
         sock.close()
-        # The kernel gave this end the very port that nobody listens on, and TCP takes that for a connection.
-        raise ConnectionRefusedError(f"nobody listens on port {port}")
+        # The kernel gave this end the very port without a listener, and TCP takes that for a connection.
+        raise ConnectionRefusedError(f"no listener on port {port}")
     set_lease(sock, lease_s)
     return sock
 
@@ -40,18 +40,18 @@ def socket_address(sock: socket.socket) -> str:
 def own_address(field: str) -> str:
     """The address of this machine towards others; raises `ConfigError` where that is not known.
 
-    ``field`` is the name of the setting that says it.
+    ``field`` is the name of its setting.
     """
     name = socket.gethostname()
-    found = ""
+    address = ""
     with suppress(OSError):
-        found = socket.gethostbyname(name)
-        if not ipaddress.ip_address(found).is_loopback:
-            return found
+        address = socket.gethostbyname(name)
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(SOMEWHERE)
         return socket_address(probe)
-    meaning = f"means {found}, which other machines cannot reach" if found else "has no address"
+    meaning = f"means {address}, which other machines cannot reach" if address else "has no address"
     raise ConfigError(
         f"the address of this machine is not known: its host name {name!r} {meaning}, and it has no default route; set "
         f"{field} to the address that the machines shall connect to"

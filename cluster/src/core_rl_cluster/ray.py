@@ -35,7 +35,7 @@ LOG_EVERY_S = 30.0
 SILENT_S = 60.0
 """The longest wait for Ray to notice that a node is gone. One whose port only this driver cannot reach stays silent."""
 FEWER_S = 10.0
-"""Time limit for the resources of fewer machines, when those of all were not there in time."""
+"""Time limit for the resources of fewer machines, when not all were there in time."""
 NO_CLUSTER = (
     "start one with `ray start --head` on one machine and `ray start --address=HOST:6379` on each other one, and run "
     "this program on one of them"
@@ -53,7 +53,7 @@ class RayHosts(AgentHosts):
 
     ``ray_address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or the cluster that this machine
     belongs to. A program that has called ``ray.init()`` keeps its connection, also after `close`. The driver runs on a
-    node of the cluster. Other arguments are those of `AgentHosts`; ``wait_s`` includes the wait for the resources.
+    node of the cluster. For other arguments see `AgentHosts`; ``wait_s`` includes the wait for the resources.
 
     Raises `MissingPackage` without Ray, and `ClusterError` where there is no cluster, or where it does not have the
     resources within ``wait_s`` seconds.
@@ -67,8 +67,8 @@ class RayHosts(AgentHosts):
         super().__post_init__()
         if self.ray_address.startswith("ray://"):
             raise ConfigError(
-                f"ray_address = {self.ray_address!r} is one of Ray Client; run this program on a node of the cluster, "
-                "or by `ray job submit`, and leave ray_address out"
+                f"ray_address = {self.ray_address!r} is an address of Ray Client; run this program on a node of the "
+                "cluster, or by `ray job submit`, and leave ray_address out"
             )
         self._ray = _import_ray()
         self._connected = False
@@ -131,8 +131,8 @@ class RayHosts(AgentHosts):
     def _bundle(self) -> dict[str, float]:
         """The resources of one machine."""
         gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
-        wanted = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
-        return {name: amount for name, amount in wanted.items() if amount}
+        bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
+        return {name: amount for name, amount in bundle.items() if amount}
 
     def _reserve(self, bundle: Mapping[str, float]) -> int:
         """Make the group, of fewer machines where no more are there in time; returns their number."""
@@ -161,7 +161,7 @@ class RayHosts(AgentHosts):
             time.sleep(LOOK_S)
 
     def _is_ready(self, bundle: Mapping[str, float], limit_s: float) -> bool:
-        """Whether the group has its resources in time; one that does not fit would wait for ever."""
+        """Whether the group has its resources in time; a group that does not fit would wait for ever."""
         started = logged = time.monotonic()
         while (waited := time.monotonic() - started) < limit_s:
             if self._group.wait(timeout_seconds=min(limit_s - waited, LOOK_S)):
@@ -180,9 +180,9 @@ class RayHosts(AgentHosts):
     def _bundles(self) -> list[int]:
         """The group's bundles in the order of machines: this node first, then by address."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
-        own = self._ray.get_runtime_context().get_node_id()
+        local = self._ray.get_runtime_context().get_node_id()
         placed = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        return sorted(placed, key=lambda number: (placed[number] != own, addresses[placed[number]]))
+        return sorted(placed, key=lambda number: (placed[number] != local, addresses[placed[number]]))
 
     def _actor(self, number: int, bundle: Mapping[str, float]) -> Any:
         """The parent of an agent, with all that bundle ``number`` has; it ends with the driver."""

@@ -1,6 +1,6 @@
 """`AgentActor`: the Ray actor that runs the agent of one machine. Imports nothing but the standard library.
 
-It travels to the machine by value: one that lacks core-rl says so in the output of its agent.
+It travels to the machine by value: a machine without core-rl shows that in the output of its agent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AgentActor:
     def run(self, arguments: Sequence[str], secrets: Mapping[str, str]) -> str:
         """Run Python with ``arguments`` until it ends; returns a phrase about its end, with the end of its output.
 
-        ``secrets`` are variables of its environment, which nobody else on the machine can read.
+        ``secrets`` are variables of its environment, which no other user of the machine can read.
         """
         environment = {**os.environ, **secrets, "PYTHONPATH": _module_path()}
         tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -56,6 +56,6 @@ class AgentActor:
 
 
 def _module_path() -> str:
-    """The modules of this process, for another one: those of its ``runtime_env`` too, and not what Ray has added."""
-    own = [f"{path}{os.sep}" for path in getattr(sys.modules.get("ray"), "__path__", ())]
-    return os.pathsep.join(path for path in sys.path if path and not path.startswith(tuple(own)))
+    """The modules of this process, for another process: with its ``runtime_env``, without Ray's additions."""
+    added = [f"{path}{os.sep}" for path in getattr(sys.modules.get("ray"), "__path__", ())]
+    return os.pathsep.join(path for path in sys.path if path and not path.startswith(tuple(added)))

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster: those that do not respond, and messages about what they have and lack.
+"""Nodes of a Ray cluster: silent nodes, and messages about free and missing resources.
 
 Ray notices a lost machine after some 20 s. A placement group that is asked for in between may be sent to it, and
 Ray then serves no other group for minutes.
@@ -20,7 +20,7 @@ AT_ONCE = 64
 
 
 def silent_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The addresses of those of ``ray.nodes()`` that are alive for Ray, and whose raylet takes no connection."""
+    """Return the addresses of ``ray.nodes()`` that Ray takes for alive, and whose raylet takes no connection."""
     alive = [
         (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes if node["Alive"]
     ]
@@ -47,7 +47,7 @@ def shortage(
 ) -> str:
     """A message about a cluster without ``machines`` nodes that have the resources of ``bundle`` free.
 
-    ``nodes`` are those of ``ray.nodes()``, and ``free`` what ``ray.available_resources()`` says.
+    ``nodes`` come from ``ray.nodes()``, and ``free`` from ``ray.available_resources()``.
     """
     large = sum(node["Alive"] and not _lacks(node, bundle) for node in nodes)
     if large < machines:
@@ -75,9 +75,9 @@ def _line(node: Mapping[str, Any], bundle: Mapping[str, float]) -> str:
 
 
 def _lacks(node: Mapping[str, Any], bundle: Mapping[str, float]) -> dict[str, float]:
-    """What ``node`` lacks even when it is idle."""
-    own = _of(node["Resources"], bundle)
-    return {name: amount - own[name] for name, amount in bundle.items() if own[name] < amount}
+    """Return the resources that ``node`` lacks even when it is idle."""
+    total = _of(node["Resources"], bundle)
+    return {name: amount - total[name] for name, amount in bundle.items() if total[name] < amount}
 
 
 def _of(resources: Mapping[str, float], bundle: Mapping[str, float]) -> dict[str, float]:

@@ -83,13 +83,13 @@ class Reception:
             self._changed.notify_all()
 
     def account(self) -> str:
-        """A phrase about the machines that came, and those that were refused."""
-        there = ", ".join(str(link.info) for _, link in sorted(self.links.items()))
-        parts = [f"there: {there or 'none'}", *self._refused]
+        """Return a phrase about the machines that came or were refused."""
+        present = ", ".join(str(link.info) for _, link in sorted(self.links.items()))
+        parts = [f"there: {present or 'none'}", *self._refused]
         return "; " + "; ".join(parts)
 
     def close(self) -> None:
-        """Take nobody any more, and let the agents go. Further calls do nothing."""
+        """Take no further connections, and let the agents go. Further calls do nothing."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

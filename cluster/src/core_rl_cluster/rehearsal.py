@@ -20,10 +20,10 @@ __all__ = ["RehearsalHosts"]
 
 @dataclass(eq=False, repr=False)
 class RehearsalHosts(AgentHosts):
-    """Several machines in one: what goes wrong with agents and connections shows before there is a cluster.
+    """Several machines in one: errors of agents and connections show before there is a cluster.
 
-    Ranks take turns on the machines, so that already two ranks are on two of them. All share the devices of this
-    machine; the rest is as `AgentHosts` says.
+    Ranks alternate between the machines, so that already two ranks are on two of them. All share the devices of this
+    machine; for the rest see `AgentHosts`.
     """
 
     machines: int = 2

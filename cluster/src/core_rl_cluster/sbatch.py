@@ -16,7 +16,7 @@ __all__ = ["BatchJob", "submit_job"]
 SCRIPT = "submit.sh"
 LOG = "slurm-%j.log"
 NOTICE_S = 120
-"""How long before the end of its time a job is told, so that it saves a checkpoint."""
+"""Seconds from the signal to save a checkpoint to the end of a job's time."""
 SBATCH_S = 120.0
 
 

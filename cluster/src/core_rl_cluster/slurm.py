@@ -30,15 +30,15 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTER_NAME", "SLURM_JWT", "S
 ``--gpus-per-task`` of it would give an agent the devices of one task."""
 SHAPING = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 OF_ONE_MACHINE = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Slurm sets those of each machine."""
+"""Variables that Slurm sets on each machine."""
 NODES_OF_JOB = re.compile(r" NodeList=(?P<nodes>\S+)")
 STATE_OF_NODE = re.compile(r"^NodeName=(?P<name>\S+) .*? State=(?P<state>\S+)", re.MULTILINE)
 UNREACHED = re.compile(r"failed on node (\S+): Communication")
-"""What srun prints of a node that does not answer."""
+"""Output of srun about a node that does not answer."""
 COMMAND_S = 30.0
 """The longest answer of Slurm's controller."""
 LAST_LINES = 20
-"""Of srun's output, for a message."""
+"""Lines of srun's output in a message."""
 END_S = 10.0
 """Seconds for the step to end, once its agents were let go."""
 GRACE_S = 1.0
@@ -54,7 +54,7 @@ class SlurmHosts(AgentHosts):
     ``nodelist`` and ``exclude`` choose among them, in Slurm's notation. ``container_image`` is for Slurm with pyxis,
     ``python`` the interpreter on the nodes, and ``srun_arguments`` go to ``srun`` as they are. The step takes all CPUs,
     memory and devices that the allocation has on each node; with ``overlap=False`` it waits until no other step uses
-    them. The rest is as `AgentHosts` says.
+    them. For the rest see `AgentHosts`.
 
     Raises `ConfigError` outside of an allocation, without ``srun``, and for too few nodes.
     """
@@ -98,26 +98,26 @@ class SlurmHosts(AgentHosts):
     def _nodes_there(self) -> list[str]:
         """The first nodes that the job still has and that respond, for which it waits while there is time.
 
-        A job that was allocated with ``--no-kill`` goes on without nodes that have failed. Raises `ClusterError`.
+        A job that was allocated with ``--no-kill`` continues without nodes that have failed. Raises `ClusterError`.
         """
         while True:
             states = _states(self._job)
             may_come = [name for name in self._usable if name in states and name not in self._unreached]
-            there = [name for name in may_come if _responds(states[name])]
-            if len(there) >= self.machines or len(may_come) < self.least or not self.time_left():
+            present = [name for name in may_come if _responds(states[name])]
+            if len(present) >= self.machines or len(may_come) < self.least or not self.time_left():
                 break
             time.sleep(LOOK_S)
-        if len(there) < self.least:
+        if len(present) < self.least:
             raise ClusterError(
-                f"{len(there)} of {self.machines} machines are there: "
+                f"{len(present)} of {self.machines} machines are there: "
                 + ", ".join(f"{name} {states.get(name, 'is lost to the job')}" for name in self._usable)
                 + f"; see scontrol show job {self._job}"
             )
-        self.expect(min(len(there), self.machines))
-        return there[: self.machines]
+        self.expect(min(len(present), self.machines))
+        return present[: self.machines]
 
     def _options(self) -> list[str]:
-        """What the caller chose for ``srun``."""
+        """Return the caller's options for ``srun``."""
         image = [] if self.container_image is None else [f"--container-image={self.container_image}"]
         return [*(["--overlap"] if self.overlap else []), *image, *self.srun_arguments]
 
@@ -126,8 +126,8 @@ class SlurmHosts(AgentHosts):
             return
         unreached = set(UNREACHED.findall(failure)) - self._unreached
         self._unreached |= unreached
-        others = [name for name in self._usable if name not in self._unreached]
-        if not unreached or len(others) < self.least:
+        reachable = [name for name in self._usable if name not in self._unreached]
+        if not unreached or len(reachable) < self.least:
             raise ClusterError(f"{failure}; see also scontrol show job {self._job}")
         logger.warning("Slurm cannot start a step on %s; others are tried", ", ".join(sorted(unreached)))
         self._end_launched()
@@ -205,18 +205,18 @@ def _job_id() -> str:
 def _usable_nodes(job: str, machines: int, nodelist: str | None, exclude: str | None) -> list[str]:
     """The nodes of the allocation for at least ``machines`` machines, in its order; raises `ConfigError`."""
     names = os.environ.get("SLURM_JOB_NODELIST", "")
-    there = _host_names(names, "SLURM_JOB_NODELIST")
-    wanted = there if nodelist is None else _host_names(nodelist, "nodelist")
-    if unknown := [name for name in wanted if name not in there]:
+    allocated = _host_names(names, "SLURM_JOB_NODELIST")
+    listed = allocated if nodelist is None else _host_names(nodelist, "nodelist")
+    if unknown := [name for name in listed if name not in allocated]:
         raise ConfigError(
             f"nodelist = {nodelist!r}: {', '.join(unknown)} not among the nodes of job {job} ({names})"
         )
     left_out = set() if exclude is None else set(_host_names(exclude, "exclude"))
-    usable = [name for name in there if name in wanted and name not in left_out]
+    usable = [name for name in allocated if name in listed and name not in left_out]
     if len(usable) < machines:
-        chosen = "" if len(usable) == len(there) else f", of which {len(usable)} may be used"
+        limited = "" if len(usable) == len(allocated) else f", of which {len(usable)} may be used"
         raise ConfigError(
-            f"machines = {machines}, and job {job} has {len(there)} nodes ({names}){chosen}; allocate more "
+            f"machines = {machines}, and job {job} has {len(allocated)} nodes ({names}){limited}; allocate more "
             f"(--nodes={machines}), or use fewer machines"
         )
     return usable
@@ -225,9 +225,9 @@ def _usable_nodes(job: str, machines: int, nodelist: str | None, exclude: str | 
 def _states(job: str) -> dict[str, str]:
     """Slurm's states of the nodes that ``job`` has now; raises `ClusterError`."""
     shown = _scontrol("show", "--oneliner", "job", job)
-    if shown.returncode != 0 or (found := NODES_OF_JOB.search(shown.stdout)) is None:
+    if shown.returncode != 0 or (listed := NODES_OF_JOB.search(shown.stdout)) is None:
         raise ClusterError(f"Slurm's job {job} is not there any more: {shown.stderr.strip()}")
-    nodes = _scontrol("show", "--oneliner", "node", found["nodes"])
+    nodes = _scontrol("show", "--oneliner", "node", listed["nodes"])
     return {match["name"]: match["state"] for match in STATE_OF_NODE.finditer(nodes.stdout)}
 
 
@@ -245,7 +245,7 @@ def _host_names(nodes: str, field: str) -> list[str]:
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    """What ``scontrol`` printed; raises `ConfigError` where it does not answer."""
+    """Return the output of ``scontrol``; raises `ConfigError` where it does not answer."""
     try:
         return subprocess.run(
             ["scontrol", *words], capture_output=True, text=True, timeout=COMMAND_S, check=False

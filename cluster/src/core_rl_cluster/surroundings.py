@@ -1,4 +1,4 @@
-"""What ranks on other machines take over from the driver: where code is found, and some of the environment."""
+"""Surroundings that ranks on other machines take over from the driver: paths of code, and some of the environment."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LAUNCHED = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""What a launcher told the agent; its ranks are another world."""
+"""Variables of a launcher for the agent, whose ranks are another world."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def of_driver() -> dict[str, Any]:
-    """Where this process finds code: its directory, ``sys.path`` and main script."""
+    """Return the places of code of this process: its directory, ``sys.path`` and main script."""
     main = sys.modules["__main__"]
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
     here = str(Path.cwd())
@@ -77,18 +77,18 @@ def adopt(driver: Mapping[str, Any]) -> None:
 
 
 def shared_environment(names: Sequence[str]) -> dict[str, str]:
-    """The driver's variables for ranks on other machines: those of ``names``, and some that are the same everywhere."""
+    """Return the driver's variables for ranks on other machines: ``names``, and some that are the same everywhere."""
     return {name: os.environ[name] for name in (*SHARED, *names) if name in os.environ}
 
 
 def environment_of_ranks(shared: Mapping[str, str], address: str) -> dict[str, str]:
     """The environment of ranks on this machine, which has ``address`` towards the driver."""
-    own = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHED and not name.startswith(LAUNCHERS)
     }
     # Without it gloo takes the address of the host name, which may be 127.0.1.1.
     interface = interface_of(address)
-    found = {} if interface is None else dict.fromkeys(INTERFACES, interface)
-    return {**found, **own, **shared}
+    interfaces = {} if interface is None else dict.fromkeys(INTERFACES, interface)
+    return {**interfaces, **inherited, **shared}

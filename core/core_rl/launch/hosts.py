@@ -1,4 +1,4 @@
-"""`Hosts`: where the ranks of groups run, and `Rank`: one of them as the driver sees it. Imports no torch."""
+"""`Hosts`: where the ranks of groups run, and `Rank`: the driver's view of a rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kept(Protocol):
 
     @property
     def reference(self) -> Reference:
-        """What each of them gets instead."""
+        """The reference that each of them gets instead."""
 
     def close(self) -> None:
         """All have it: the machine need not keep it. Further calls do nothing."""
@@ -54,7 +54,7 @@ class Endable(Protocol):
         """Kill the process and its children. Does not wait; does nothing after `release`."""
 
     def release(self) -> None:
-        """Free what is kept of a process that has ended."""
+        """Free the resources of a process that has ended."""
 
 
 class Rank(Endable, Protocol):
@@ -83,7 +83,7 @@ class Rank(Endable, Protocol):
         """A phrase about the end of the process."""
 
     def stacks(self, ask: bool = False) -> str:
-        """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
+        """Return the stacks of the rank's threads at a crash, or with ``ask`` at this moment."""
 
     def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
         """Send a message to the machine once, for several ranks that are there; raises ``OSError``.
@@ -105,18 +105,18 @@ class Hosts(Protocol):
     def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
         """Places for ``count`` ranks: they fill one machine after the other.
 
-        ``machines`` are those that may be used, in order, by default all; ``devices`` are those of each
+        ``machines`` may be used, in order, by default all; ``devices`` are numbered on each
         machine. Raises `ConfigError` for a machine that does not exist, and for too few places.
         """
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
-        """Start ranks of these numbers, each of which then says hello. Raises `GroupError`."""
+        """Start ranks of these numbers, each of which then sends its hello. Raises `GroupError`."""
 
     def address_of(self, machine: int) -> str:
         """The address under which the ranks of all machines reach this one."""
 
     def close(self) -> None:
-        """End what is left on the machines. Further calls do nothing."""
+        """End all processes on the machines. Further calls do nothing."""
 
 
 def load_hosts(name: str) -> Callable[..., Hosts]:

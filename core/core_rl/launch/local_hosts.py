@@ -16,7 +16,7 @@ from core_rl.machine import cpu_cores
 __all__ = ["LocalHosts", "LocalRank"]
 
 LOOPBACK = "127.0.0.1"
-"""Where the ranks of one machine meet: nobody else can come there."""
+"""Meeting address of the ranks of one machine, out of reach from others."""
 
 
 class LocalRank(RankProcess):
