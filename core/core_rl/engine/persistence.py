@@ -15,6 +15,7 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.step import TrainStep
 from core_rl.errors import EngineStateError
+from core_rl.weight_sync.disk import DiskUpdate
 from core_rl.weight_sync.lora import AdapterMetadata
 from core_rl.weight_sync.update import weight_update
 
@@ -120,7 +121,7 @@ class Persistence:
         run = self.runtime
         guards.require_sync(run.spec, meta.method)
         if meta.method == "disk":
-            self.save(SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False))
+            DiskUpdate(meta).send(self.save)
             return
         kinds, adapter = run.tensors.export_kinds("params"), None
         with self.modes.onloaded("model"):

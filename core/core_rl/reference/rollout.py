@@ -39,6 +39,7 @@ from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.toolkit.model_files import carried_tensors
 from core_rl.toolkit.positions import rotary_modules
+from core_rl.weight_sync.disk import DiskUpdate
 from core_rl.weight_sync.update import weight_update
 
 __all__ = ["ReferenceRolloutBackend"]
@@ -233,10 +234,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
-        assert meta.path is not None
-        with opened(
-            meta.path, Comm(), kind="hf", require_manifest=meta.verify, digests=meta.verify
-        ) as directory:
+        with DiskUpdate(meta).receive(opened) as directory:
             try:
                 model = self._load(ModelConfig(path=str(directory)))
             except ConfigError as error:

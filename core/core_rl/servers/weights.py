@@ -15,12 +15,12 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.directory import opened
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedDirectory
 from core_rl.servers.server import LoadsTensors, Server
 from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
+from core_rl.weight_sync.disk import DiskUpdate
 from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 
 __all__ = ["DiskWeights", "TensorWeights", "Weights", "require_shared_memory_with"]
@@ -44,10 +44,7 @@ class DiskWeights:
 
         Raises `CheckpointError` and `WeightsError` before any server is called.
         """
-        assert meta.path is not None
-        with opened(
-            meta.path, Comm(), kind="hf", require_manifest=meta.verify, digests=meta.verify
-        ) as directory:
+        with DiskUpdate(meta).receive(opened) as directory:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 
