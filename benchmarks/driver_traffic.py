@@ -50,7 +50,7 @@ SEQUENCE_TOKENS = 4096
 BUDGET = MicroBatchSpec(max_tokens=32_768)
 LOSS = PolicyLoss(kl_coef=0.01).spec(temperature=1.0)
 METRICS = {f"metric_{number}": 0.5 for number in range(24)}
-"""As many numbers as the actor of a recipe reports."""
+"""Metrics, as many as the actor of a recipe reports."""
 MODELS = {"8B": (8e9, 1), "70B": (70e9, 8)}
 """Parameters, and tensor-parallel ranks that share a shard of the batch."""
 
@@ -186,7 +186,7 @@ class FakeHosts:
         ]
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
-        """Start the process, which says hello for all ranks."""
+        """Start the process, which answers for all ranks."""
         with socket.create_server(("127.0.0.1", 0), backlog=len(ranks)) as server:
             pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in ranks]
         fork = multiprocessing.get_context("fork")

@@ -1,10 +1,10 @@
-"""Costs of packing many sequences, each next to what it should cost.
+"""Costs of packing many sequences, each next to its ideal cost.
 
     python benchmarks/packing.py [attention] [batches]
 
-``attention``: forward and backward of packed attention, with SDPA on each piece of one ``split``. The heads are
-those of Qwen2.5-0.5B (14 x 64). ``batches``: sharding and cutting a batch of 30,000 sequences, and the way back,
-with ten batches of the same sequences.
+``attention``: forward and backward of packed attention, with SDPA on each piece of one ``split``. The heads
+have the shape of Qwen2.5-0.5B (14 x 64). ``batches``: sharding and cutting a batch of 30,000 sequences, and the way
+back, with ten batches of the same sequences.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def batches(arguments: argparse.Namespace) -> None:
 
 
 def there_and_back(batches: Sequence[SequenceBatch], budget: int) -> None:
-    """All that the core does to batches around the model: outputs for each token, and a row for each sequence."""
+    """Run the core's work on batches around the model: outputs for each token, and a row for each sequence."""
     spec = MicroBatchSpec(max_tokens=budget)
     for part in (part for batch in batches for part in shard(batch, 8)):
         plan = plan_micro_batches(part, spec, count_micro_batches(part, spec))

@@ -111,7 +111,7 @@ def train(run: Run, steps: int) -> list[tuple[float, float]]:
 
 
 def batch_of(step: int) -> SequenceBatch:
-    """Ragged sequences that can be learned: each token follows from the one before, but for some noise."""
+    """Ragged sequences that can be learned: each token follows from its predecessor, but for some noise."""
     random = torch.Generator().manual_seed(step)
     rows = []
     for length in torch.randint(4, 32, (6,), generator=random).tolist():
@@ -132,7 +132,7 @@ def differences(curve: list[tuple[float, float]], first: list[tuple[float, float
 
 
 def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
-    """Both quantities over the steps, one line for each run, and how far the norms are apart."""
+    """Draw both quantities over the steps, a line for each run, and the distance of the norms."""
     import matplotlib as mpl  # of its own: nothing else here needs it
 
     mpl.use("svg")

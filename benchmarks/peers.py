@@ -3,7 +3,7 @@
     python benchmarks/peers.py
 
 The same weights, sequences and optimizer on all sides; one process, one rank. A peer that is not installed is
-left out; docs/benchmarks.md says how to install them.
+left out; see docs/benchmarks.md to install them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from common.workload import MODEL, make_batch, skewed_lengths
 from core_rl.distributed.process_group import RankAddress
 
 COMPILED = {"compile": True, "reshard_after_forward": False, "reduce_scatter": "last"}
-"""What a user turns on who has the memory, and some steps to wait for the compiler."""
+"""Options for users with enough memory, and time for the compiler."""
 INSTALL = {
     "trl": "pip install trl==1.16.0",
     "verl": "pip install --no-deps verl==0.9.1, with what docs/benchmarks.md lists",
@@ -76,7 +76,7 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
 
 
 def installed(peer: str) -> bool:
-    """Whether ``peer`` can be imported; says how to install it if not."""
+    """Whether ``peer`` can be imported; prints the install command if not."""
     installed = importlib.util.find_spec(peer) is not None
     if not installed:
         Console().print(f"{peer} is left out, since it is not installed: {INSTALL[peer]}")

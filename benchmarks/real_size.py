@@ -5,8 +5,8 @@
 
 The model has random weights and is made here: 494M of them, tied, saved in bfloat16. Parts: ``step`` and ``lora``,
 one training step of the ``fsdp`` engine next to one written by hand; ``equal``, memory of two ranks; ``load`` and
-``export``, of each rank in addition to what it has. No two sides of a step are in memory at one time: rounds of fresh
-processes take turns. Memory of ranks is anonymous memory, without the pages of mapped files.
+``export``, of each rank in addition to its own. No two sides of a step are in memory at one time: fresh processes
+alternate. Memory of ranks is anonymous memory, without the pages of mapped files.
 """
 
 from __future__ import annotations

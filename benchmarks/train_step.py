@@ -6,8 +6,8 @@
 
 ``loops``: a hand-written ``fully_shard`` loop that packs in the same way, and a loop without FSDP. ``options``:
 gradients reduced once and weights kept gathered, for several ranks. ``gains``: work that the engine leaves out. The
-loop computes the head at every token. The engine computes it where a token is trained, and no gradients for what is
-frozen. ``padded``: padded against packed training on rollouts of skewed lengths. ``megatron``: the two engines.
+loop computes the head at every token. The engine computes it where a token is trained, and no gradients for frozen
+parts. ``padded``: padded against packed training on rollouts of skewed lengths. ``megatron``: the two engines.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 The same weights, prompts and completions on both sides. The completions are given (TRL gets them from a
 ``rollout_func``), so that neither side pays for drawing them: the clock runs for the log-probs before the updates
 and for the updates alone. Core-rl's side includes advantages and the way to the engine's process. TRL's side leaves
-out rewards, decoding and metrics of its rollouts. docs/benchmarks.md says how to install TRL.
+out rewards, decoding and metrics of its rollouts. see docs/benchmarks.md to install TRL.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Model FLOPs are what forward and backward of the model need, three times the forward pass:
 2 for each weight of a matrix and token, and for causal attention 2 x heads x head size x length of the
-sequence for each token and layer. What is computed twice to save memory does not count.
+sequence for each token and layer. Recomputation does not count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training steps written by hand, as somebody would without core-rl: what the engine is measured against."""
+"""Training steps written by hand, without core-rl, as a baseline for the engine."""
 
 from __future__ import annotations
 

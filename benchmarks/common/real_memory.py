@@ -77,9 +77,9 @@ def _loaded(
 
 
 def export(arguments: argparse.Namespace) -> list[Line]:
-    """What an export and a stream take on the rank that does not write, in addition to its part.
+    """Memory of an export and a stream on a rank that does not write, in addition to its part.
 
-    Freed memory goes back to the system at once: what the C library would keep of it is no copy of the model.
+    Freed memory goes back to the system at once: memory cached by the C library is no copy of the model.
     """
     with _group("fsdp", arguments, {"dp": 2}, trained=True) as group:
         group.initialize()

@@ -32,7 +32,7 @@ QWEN2_5_0_5B: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 LENGTHS = [200, 150, 100, 62]
-"""Of the sequences of a step: 512 tokens, in one micro-batch."""
+"""Lengths of the sequences of a step: 512 tokens, in one micro-batch."""
 LORA_RANK = 8
 ByHand = Callable[[str, Sequence[Tensor]], Callable[[], object]]
 
@@ -49,10 +49,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step."""
+    """Cost of a step."""
 
     cpu_s: float
-    """Of all threads, in the kernel too."""
+    """CPU seconds of all threads, in the kernel too."""
     wall_s: float
     peak: int
     """The resident set at its highest, in bytes: weights that a loop uses in its mapped files count as well."""

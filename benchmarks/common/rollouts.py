@@ -17,7 +17,7 @@ __all__ = ["GRPOPhases", "Rollout", "given_rollout", "packed_rollout", "reward_o
 GRPOPhases = dict[str, float]
 """Seconds of ``logprobs``, of ``update`` and of ``other``."""
 LOGPROB = -9.0
-"""What the completions' log-probs are said to be: about those of an untrained model over 8,192 tokens."""
+"""Log-prob of each completion token, about as with an untrained model over 8,192 tokens."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def trl_grpo(
 
 
 class _Timed(GRPOTrainer):
-    """Adds up the seconds between a rollout and the updates, and those of the log-probs among them."""
+    """Adds up the seconds between a rollout and the updates, and the seconds of the log-probs among them."""
 
     def __init__(self, **arguments: Any) -> None:
         self.seconds: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 def _cpu_platform() -> type[PlatformBase]:
-    """All that the FSDP engine asks of a platform; the other methods are never called."""
+    """Platform with the methods that the FSDP engine calls; the other methods are never called."""
     methods: dict[str, Any] = {
         "device_name": property(lambda _: "cpu"),
         "vendor_name": property(lambda _: "cpu"),

@@ -59,7 +59,7 @@ class Case:
 
     @property
     def head_size(self) -> int | None:
-        """The numbers in the model's attention heads, where one of the engines needs a size."""
+        """The numbers in the model's attention heads, where an engine needs a size."""
         targets = [self.target] if self.partner is None else [self.target, self.partner]
         return max(
             (size for target in targets if (size := target.profile.head_size) is not None), default=None

@@ -4,7 +4,7 @@ A check is a plain function over a `EngineUnderTest` in a module of `core_rl_con
 
     @check("I9.dropout-off")
     def dropout_is_off_in_forward(subject: EngineUnderTest) -> None:
-        '''What is required.
+        '''Requirement.
 
         Why: the real bug that it prevents.
         Look at: where the cause is when it fails.
@@ -62,11 +62,11 @@ class Check:
     identifier: str
     """Stable: ``I7.logprobs`` shows the invariant I7, ``contract.x`` a rule of the interface."""
     description: str
-    """The docstring: what is required, why, and where to look."""
+    """Docstring: the requirement, the reason, and where to look."""
     requires: frozenset[Capability]
-    """The check is *not supported* for an engine that lacks one of these."""
+    """The check is *not supported* for an engine that lacks any of these."""
     provisional: bool
-    """It runs and is reported, and does not count against an engine yet."""
+    """Reported, but not counted against an engine yet."""
     kind: EngineKind
     """The engines that it is for."""
     partner: EngineKind | None
@@ -74,13 +74,13 @@ class Check:
     partner_requires: frozenset[Capability]
     """Capabilities that the partner must declare."""
     each: Each
-    """What it is repeated for."""
+    """Scope of its repetition."""
     min_dp: int
-    """It needs at least this many data-parallel ranks."""
+    """Least number of data-parallel ranks."""
     min_cp: int
-    """It needs sequences spread over at least this many ranks."""
+    """Least number of ranks that share sequences."""
     min_layouts: int
-    """It needs a profile with at least this many layouts."""
+    """Least number of layouts in the profile."""
     families: tuple[str, ...] | None
     """The tiny models that it can use; None is all."""
     dtype: DType | None
@@ -95,7 +95,7 @@ class Check:
 
     @property
     def anchor(self) -> str:
-        """Of its heading in ``docs/checks.md``."""
+        """Anchor of its heading in ``docs/checks.md``."""
         return self.identifier.replace(".", "").lower()
 
     @property
@@ -111,13 +111,13 @@ class Check:
 
     @property
     def where_to_look(self) -> str:
-        """The part of the description for somebody whose engine fails."""
+        """The part of the description for the author of a failing engine."""
         _, marker, rest = self.description.partition("Look at:")
         return " ".join(rest.split()) if marker else ""
 
 
 def natural_order(identifier: str) -> tuple[int, str]:
-    """A sorting key: ``I2.x`` before ``I10.x``, and what is no invariant at the end."""
+    """A sorting key: ``I2.x`` before ``I10.x``, and rules of the interface at the end."""
     invariant, _, name = identifier.partition(".")
     return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
 
@@ -187,7 +187,7 @@ def check_of(function: object) -> Check | None:
 
 
 def load_checks() -> dict[str, Check]:
-    """All checks by identifier: those of the suite in the order of modules, then `declared_checks`. Imports torch.
+    """All checks by identifier: the suite's in the order of modules, then `declared_checks`. Imports torch.
 
     Raises `ConfigError` when two checks have one identifier, or when a declared one cannot be loaded.
     """
@@ -211,7 +211,7 @@ def checks_in(module: ModuleType) -> list[Check]:
 def declared_checks() -> list[Check]:
     """The checks of installed distributions, by the entry-point group ``core_rl_checks``; each names one function.
 
-    Raises `ConfigError` that names the distribution of one that cannot be imported or is no check.
+    Raises `ConfigError` that names the distribution of an unimportable or invalid check.
     """
     checks = []
     for point in declared_in(GROUP):

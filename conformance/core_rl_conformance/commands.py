@@ -26,7 +26,7 @@ def checks(
         Path | None, typer.Option("--markdown", help="Write all of them as a page here.", show_default=False)
     ] = None,
 ) -> None:
-    """Explain the checks of the conformance suite: what each requires, why, and where to look when it fails.
+    """Explain the checks of the conformance suite: requirements, reasons, and where to look when it fails.
 
     Example: core-rl checks I7.logprobs
     """

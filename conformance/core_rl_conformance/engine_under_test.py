@@ -1,4 +1,4 @@
-"""`EngineUnderTest`: what a check function gets: one engine on one layout with one tiny model."""
+"""`EngineUnderTest`: argument of a check function: an engine on one layout with one tiny model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class EngineUnderTest:
-    """The engine of ``case``, with what the oracle expects of it.
+    """The engine of ``case``, with the oracle's expected values.
 
     A check starts it with `start`, compares with `verify` (which keeps the measured error and raises
     an `AssertionError` that helps), and takes fresh directories from `directory`.
@@ -78,7 +78,7 @@ class EngineUnderTest:
         return model.with_multiples(*self.case.multiples)
 
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
-        """Ragged sequences; ``seed`` tells several apart."""
+        """Ragged sequences; ``seed`` distinguishes several."""
         return ragged(self.model().vocab_size, 1000 * self.case.seed + seed, lengths)
 
     @property
@@ -148,7 +148,7 @@ class EngineUnderTest:
     ) -> InferenceEngine:
         """The inference engine with ``model``; ``keep=False`` for a check that changes its weights.
 
-        With ``adapter``, one that takes adapters of this kind.
+        With ``adapter``, the engine takes adapters of this kind.
         """
         shared = self.case.target.profile.shared_servers
         return self.expected.servers.start(self.spec, self._serving(model, adapter), keep=keep, shared=shared)
@@ -177,11 +177,11 @@ class EngineUnderTest:
         return EngineUnderTest(self.case.of_partner(), self.expected, self._directory)
 
     def outputs(self, model: Judged, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
-        """The output ``name`` of each sequence, by a model or by one with an adapter."""
+        """The output ``name`` of each sequence, by a model, with or without an adapter."""
         return self.expected.outputs(model, data, name, temperature, self.dtype, self.case.device)
 
     def gradients(self, model: Judged, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
-        """Loss, gradients (with an adapter also those of its factors) and norm."""
+        """Loss, gradients (with an adapter also of its factors) and norm."""
         return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
 
     def gradients_of_many(self, model: Judged, data: Repeated) -> ExpectedGradients:
@@ -198,7 +198,7 @@ class EngineUnderTest:
         return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
 
     def verify(self, finding: diagnose.Finding) -> None:
-        """Keep what was measured; raise `AssertionError` where the comparison does not hold."""
+        """Keep the measurement; raise `AssertionError` where the comparison does not hold."""
         __tracebackhide__ = True
         self.measurements.append(
             MeasurementRecord(
@@ -220,7 +220,7 @@ class EngineUnderTest:
         act: Callable[[], object],
         problem: str,
     ) -> None:
-        """Raise `AssertionError` with ``problem`` unless ``act`` raises one of ``errors``."""
+        """Raise `AssertionError` with ``problem`` unless ``act`` raises any of ``errors``."""
         __tracebackhide__ = True
         try:
             act()
@@ -233,7 +233,7 @@ class EngineUnderTest:
         self.require(False, problem)
 
     def failure_message(self, problem: str) -> str:
-        """``problem`` under a line that tells where, above one that tells where to look."""
+        """``problem`` between a line with the place and a line with where to look."""
         case, check = self.case, self.case.check
         partner = f", with {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
         place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
@@ -269,7 +269,7 @@ class EngineUnderTest:
     ) -> None:
         """Compare an output of each sequence with the oracle's; ``plotted`` keeps some values for a plot.
 
-        ``again`` makes the same call once more, to tell what is not deterministic.
+        ``again`` makes the same call once more, to detect nondeterminism.
         """
         __tracebackhide__ = True
         finding = diagnose.compare_tokens(
@@ -305,7 +305,7 @@ class EngineUnderTest:
     ) -> None:
         """Compare the reported loss and the exported gradients with the oracle's.
 
-        ``again`` makes the same pass once more, to tell what is not deterministic.
+        ``again`` makes the same pass once more, to detect nondeterminism.
         """
         __tracebackhide__ = True
         truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes

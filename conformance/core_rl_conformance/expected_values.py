@@ -48,7 +48,7 @@ class Snapshot(NamedTuple):
 
 
 Judged = TinyModel | TinyAdapter | Snapshot
-"""A model, or one with an adapter, whose outputs and gradients the oracle knows."""
+"""A model, with or without an adapter, whose outputs and gradients the oracle knows."""
 
 ValueT = TypeVar("ValueT")
 
@@ -114,7 +114,7 @@ class ExpectedValues:
         self.close()
 
     def discard(self, name: str) -> None:
-        """End all processes of the engine ``name``: they may be gone, or in a state that nobody knows."""
+        """End all processes of the engine ``name``: they may be gone, or in an unknown state."""
         self.groups.discard(name)
         self.servers.discard(name)
 
@@ -149,7 +149,7 @@ class ExpectedValues:
     def gradients(
         self, of: Judged, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedGradients:
-        """Loss, gradients (with an adapter also those of its factors) and norm of ``loss`` over ``data``."""
+        """Loss, gradients (with an adapter also of its factors) and norm of ``loss`` over ``data``."""
         return self._keep(
             of,
             ("gradients", data, loss, dtype, device),
@@ -162,7 +162,7 @@ class ExpectedValues:
         """The same of `TokenMeanLoss` over all sequences of ``data``."""
 
         def run() -> ExpectedGradients:
-            # Sums over all tokens round more than sums over those of the sequences that differ.
+            # Sums over all tokens round more than sums over distinct sequences.
             plain, loss, all_ = self.plain(of, dtype, device), TokenMeanLoss(), data.all.for_oracle()
             full = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
             one_by_one = (data.distinct.for_oracle(), data.order)

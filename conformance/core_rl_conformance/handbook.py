@@ -52,7 +52,7 @@ INVARIANTS = {
     "I20": "Every parameter that should move does, as the optimizer says",
     "contract": "Rules of the interface",
 }
-"""What the checks of one invariant show together."""
+"""Requirement that the checks of an invariant show together."""
 
 
 def select_checks(checks: Mapping[str, Check], names: Sequence[str]) -> list[Check]:
@@ -99,13 +99,13 @@ def _table(checks: Iterable[Check]) -> str:
 
 
 def described_checks() -> list[Check]:
-    """What `load_checks` finds, in the same order. Functions of the suite's own checks are not there to be called."""
+    """Checks as in `load_checks`, in the same order. Functions of the suite's own checks are not there to be called."""
     suite_checks = (entry for file in sorted(CHECKS_DIRECTORY.glob("*.py")) for entry in _checks_of(file))
     return [*suite_checks, *declared_checks()]
 
 
 class _Names(dict[str, Any]):
-    """What the decorators of a module refer to: the suite's words, and constants of the module."""
+    """Names in the decorators of a module: the suite's words, and constants of the module."""
 
     def __init__(self, tree: ast.Module) -> None:
         super().__init__(check=check, Capability=Capability)
@@ -125,7 +125,7 @@ class _Names(dict[str, Any]):
         raise KeyError(name)  # Python looks among its own names then
 
     def value(self, expression: ast.expr) -> Any:
-        """Of an expression over these names."""
+        """Value of an expression over these names."""
         code = compile(ast.Expression(expression), "<a check>", "eval")
         return eval(code, {}, self)  # noqa: S307  our own source, which an import would run as well
 

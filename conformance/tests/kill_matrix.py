@@ -124,6 +124,6 @@ class KillMatrix:
 
 
 def _natural(check: str) -> tuple[int, str]:
-    """``I2.x`` before ``I10.x``, and what is no invariant at the end."""
+    """``I2.x`` before ``I10.x``, and rules of the interface at the end."""
     invariant, _, name = check.partition(".")
     return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)

@@ -1,1 +1,1 @@
-"""The checks, grouped by what they look at. See `core_rl_conformance.catalogue` for how to add one."""
+"""The checks, grouped by topic. See `core_rl_conformance.catalogue` for how to add one."""

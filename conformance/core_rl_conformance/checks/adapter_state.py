@@ -111,10 +111,11 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
 def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
 
-    The adapter is a rank-stabilised one, which the saved config says. An engine that has trained and answered loads it.
+    The adapter is a rank-stabilised one, as the saved config declares. An engine that has trained and answered loads
+    it.
     Why: names or a scale that only the engine knows make a server load nothing, without an error; an adapter in
     the compute dtype loses what training moved.
-    Look at: ``named_tensors("adapter")``, and what a load fills.
+    Look at: ``named_tensors("adapter")``, and the tensors that a load fills.
     """
     model = subject.model()
     adapter = TinyAdapter(model=model, rslora=True)
@@ -202,8 +203,8 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: ``sharded`` with the moments, and the adapter alone.
 
     Why: factors are so thin that some ranks hold no row of them, and a digest of the base that depends on the
-    layout refuses what is right.
-    Look at: offsets of empty shards, the digest of the base, and what ranks other than the first load.
+    layout refuses a correct base.
+    Look at: offsets of empty shards, the digest of the base, and the loads of later ranks.
     """
     adapter = TinyAdapter(model=subject.model())
     setting = subject.case.other_setting
@@ -229,7 +230,7 @@ def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | Non
 
 
 def _verify_kept(subject: EngineUnderTest, group: EngineGroup, saved: moving.State) -> None:
-    """Require that the moments are those of the adapter, and not zero."""
+    """Require that the moments belong to the adapter, and are not zero."""
     names = set(group.named_tensors("adapter"))
     for kind in ("exp_avg", "exp_avg_sq"):
         odd = sorted(set(saved[kind]) ^ names)

@@ -43,7 +43,7 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     Nothing else is sent: base weights stay where they are. The sender also reports rank, alpha and rsLoRA, and with
     ``verify`` the base of the adapter.
 
-    Why: a factor that is left out, or an adapter of the step before, is a policy that nobody trained; base weights
+    Why: a factor that is left out, or an adapter of the step before, is an untrained policy; base weights
     that travel along cost what adapters save (verl #7014, prime-rl #1901).
     Look at: ``named_tensors("adapter")``, and `I12.tensor`, which sends all weights the same way.
     """
@@ -82,7 +82,7 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     One update after another, also after a cached prefix, and with requests in flight, which are answered in full: their
     tokens carry the version of the adapter that drew them.
 
-    Why: servers scale by ``alpha / rank`` whatever the adapter says; leave out factors of layers that they fuse;
+    Why: servers scale by ``alpha / rank`` whatever the adapter declares; leave out factors of layers that they fuse;
     reuse keys and values of another adapter; report the new version for tokens of the old adapter (verl #7014, slime
     #327, AReaL #941).
     Look at: the scaling, fused projections, the prefix cache, and which adapter a request keeps.
@@ -153,9 +153,9 @@ def _verify_drawn(
 def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """An adapter of another scaling or base, or without a factor, is refused, and the adapter before serves on.
 
-    Why: factors have the same shapes over any base and with any scaling: nothing but the policy tells the difference.
+    Why: factors have the same shapes over any base and with any scaling: only the policy shows the difference.
     A server may die of a wrong shape, and takes a missing factor for zeros.
-    Look at: what is compared before a server hears of the adapter.
+    Look at: comparisons before a server gets the adapter.
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
@@ -199,8 +199,8 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
 
     Also where the adapter is on some layers only.
 
-    Why: an adapter of the step before, or one that is scaled in another way than it was trained, is a policy that
-    nobody trained (verl #7014).
+    Why: an adapter of the previous step, or with a wrong scale, is an untrained
+    policy (verl #7014).
     Look at: `I12.lora` for the sender and `I12.receive-lora` for the receiver; this one needs both.
     """
     adapter = TinyAdapter(model=subject.model(), some=True)

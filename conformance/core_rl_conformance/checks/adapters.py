@@ -1,4 +1,4 @@
-"""Adapters (LoRA): what they add, what is trained, and that the base model stays below them."""
+"""Adapters (LoRA): their outputs, their training, and the base model below them."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
 
     A new adapter, whose ``B`` is 0, changes nothing either. Gradients that wait for a step are left as they are,
     and the adapter is trained after it as before.
-    Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; one that stays
-    off after an error trains a policy that nobody serves, and one that is on again without ``requires_grad``
+    Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; left off after
+    an error, it trains a policy that is never served; switched on without ``requires_grad``
     trains nothing.
     Look at: ``set_adapter``: every adapter layer, on every rank, off and on again; what else it switches.
     """
@@ -87,7 +87,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
 def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     """The adapter's dropout acts in training, and in no forward pass.
 
-    Why: log-probs that are computed with dropout are those of another policy (verl #4708).
+    Why: log-probs under dropout belong to another policy (verl #4708).
     Look at: modules that were added after ``eval()`` was called, and the dropout of the config.
     """
     adapter, data = TinyAdapter(model=subject.model()), subject.data()
@@ -110,7 +110,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
 
     Why: the scale of the product that is left out of its gradient, activation checkpointing that finds no input
     with a gradient, and a base that is trained along.
-    Look at: the scale, what has ``requires_grad``, and recomputation below a frozen embedding.
+    Look at: the scale, parameters with ``requires_grad``, and recomputation below a frozen embedding.
     """
     adapter, data = TinyAdapter(model=subject.model()), subject.data()
     group = start(subject, adapter)
@@ -125,8 +125,8 @@ def a_head_is_trained_with_the_adapter(subject: EngineUnderTest) -> None:
 
     Their steps are AdamW's, and the norm is that of both.
     Why: an adapter freezes all that is not its own, and a new head that is frozen stays noise.
-    Look at: ``requires_grad`` of the head after the adapter was added; what the optimizer and the norm take for
-    trained.
+    Look at: ``requires_grad`` of the head after the adapter was added; the parameters that the optimizer and
+    the norm use.
     """
     adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
     group = start(subject, adapter, optimizer=optimizer_config(CONFIG))
@@ -200,8 +200,8 @@ def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     """A value head that was trained with an adapter is in ``format="adapter"``, and is loaded bit for bit.
 
     Why: a critic of an adapter alone has the noise of a new head, or the head of the base, and nothing fails.
-    Look at: ``named_tensors("adapter")``, which has the head under ``base_model.model.score.weight``, and what a
-    load fills on every rank.
+    Look at: ``named_tensors("adapter")``, which has the head under ``base_model.model.score.weight``, and the
+    tensors that a load fills on every rank.
     """
     adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
     group = start(subject, adapter, optimizer={"lr": 3e-3})

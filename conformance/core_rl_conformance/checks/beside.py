@@ -14,13 +14,13 @@ STEPS = (0, 1)
 
 @check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
 def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
-    """Two engines in the same rank processes, offloaded in turns, compute bitwise what each computes alone.
+    """Two engines in the same rank processes, offloaded in turns, compute bitwise the same as alone.
 
-    With dropout; and one continues after the other was destroyed.
+    With dropout; and the first continues after the other was destroyed.
     Why: recipes with ``colocated`` have actor, critic and reference in the same processes. Process-wide state (host
     copies, step counts, random states, process groups) is shared by both engines. Roles then train on each other's
     state without an error.
-    Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends what another engine uses.
+    Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends state of another engine.
     """
     models = [subject.model(dropout=0.1), moving.elsewhere(subject.model(dropout=0.1))]
     reports, states = [], []

@@ -45,13 +45,13 @@ UPDATES = 20
 def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, the norm, the temperature, the softmax and a scalar head compute in float32.
 
-    The model is one whose hidden states and logits are bfloat16 numbers, so that nothing rounds where these steps are
-    in float32: log-probs, entropy and values are then those of float32, and the loss of a training pass.
+    Hidden states and logits of the model are bfloat16 numbers, so that nothing rounds where these steps are
+    in float32: log-probs, entropy and values then have the accuracy of float32, and the loss of a training pass.
 
     Why: the usual tolerance of bfloat16 is some nats, and hides a temperature that divides bfloat16 logits (rms error
     6.6e-2 at 0.3), values that are bfloat16 numbers, or a norm that squares in bfloat16.
-    Look at: what is off. At temperature 1: the final norm or the softmax. At another one alone: the division, which
-    comes after the upcast. Values alone: the scalar head, whose weight is float32.
+    Look at: the quantity that is off. At temperature 1: the final norm or the softmax. At another one alone: the
+    division, which comes after the upcast. Values alone: the scalar head, whose weight is float32.
     """
     data = subject.data()
     model = replace(subject.model(), exact=True)
@@ -123,12 +123,12 @@ def _verify_trained(
 
 @check("I20.bfloat16-sums", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")
 def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
-    """In bfloat16, gradients of micro-batches are added up in float32, and so are those of data-parallel ranks.
+    """In bfloat16, gradients of micro-batches are added up in float32, and over data-parallel ranks as well.
 
     Each sequence is a micro-batch of its own, so that its gradient rounds alike alone and among others. The gradient of
-    many is compared with the float64 sum of those of each, exported one by one.
+    many is compared with the float64 sum of each, exported in turn.
 
-    With expert parallelism, those of experts are left out: one product adds up the tokens of several ranks.
+    With expert parallelism, gradients of experts are left out: one product adds up the tokens of several ranks.
 
     Why: sums in bfloat16 lose whatever is below the 8th bit: with 32 micro-batches some percent of the gradient, and
     the loss only falls a little slower.

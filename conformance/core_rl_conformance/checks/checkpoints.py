@@ -34,7 +34,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> No
 
 @check("I11.portable-from-reference", requires=[Capability.PORTABLE_CHECKPOINT])
 def engine_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> None:
-    """This engine loads what the reference engine saved as ``portable``, bit for bit, and trains on.
+    """This engine loads a checkpoint of the reference engine, saved as ``portable``, bit for bit, and trains on.
 
     Why: a load that fills the weights and leaves the optimizer's own copies is undone by the next step
     (NeMo-RL #2372).
@@ -65,7 +65,7 @@ def portable_checkpoints_come_back(subject: EngineUnderTest) -> None:
     Why: loading by name leaves out special tensors: a head on the model, or moments that only some parameters have. A
     language model with all parameters trained never shows it. Without the capability, the check runs without the
     head, or without frozen parameters.
-    Look at: the names of ``exp_avg`` and ``exp_avg_sq``: those of trained parameters, ``score.weight`` among them.
+    Look at: the names of ``exp_avg`` and ``exp_avg_sq``: names of trained parameters, ``score.weight`` among them.
     """
     head: Head = "value" if subject.spec.supports(Capability.VALUE_HEAD) else "lm"
     frozen = [subject.first_layer] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
@@ -87,8 +87,8 @@ def portable_checkpoints_come_back(subject: EngineUnderTest) -> None:
 def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
     """``with_optimizer=False`` loads weights, and neither moments nor progress; saved so, there are no moments to load.
 
-    Why: a policy that begins from another run's weights must not inherit its momentum, and one that was promised
-    moments must hear that there are none.
+    Why: a policy that begins from another run's weights must not inherit its momentum, and a load with promised
+    but missing moments must fail.
     Look at: the kinds that ``TrainBackend.after_load`` gets.
     """
     model = subject.model()

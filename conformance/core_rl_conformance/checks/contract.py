@@ -1,4 +1,4 @@
-"""Rules of the interface itself: what is not declared refuses, and the version belongs to the driver."""
+"""Rules of the interface itself: undeclared options are refused, and the version belongs to the driver."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
 
 
 def _ask_for_an_adapter(subject: EngineUnderTest) -> None:
-    """Both ways: by the method, and by the config, if the method refuses."""
+    """Options in both ways: by the method, and by the config, if the method refuses."""
     try:
         subject.start().run(disable_adapter)
     except UnsupportedCapability:
@@ -119,7 +119,7 @@ def _save(subject: EngineUnderTest, format_: CheckpointFormat) -> None:
 
 @check("contract.version", each="layout")
 def version_is_the_drivers(subject: EngineUnderTest) -> None:
-    """The version is what the driver set last; training does not raise it.
+    """The version equals the driver's last value; training does not raise it.
 
     Why: an engine that counts by itself publishes wrong staleness (AReaL #941, prime-rl #1901).
     Look at: nothing, unless ``set_version`` or ``get_version`` was overridden.

@@ -1,4 +1,4 @@
-"""Dropout in training: which heads it drops, and that gradients are those of the very same masks."""
+"""Dropout in training: which heads it drops, and whether gradients use the very same masks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ LOSS = TokenMeanLoss()
 
 @check("I9.dropout-masks", each="layout", families=DENSE, dtype="float32")
 def masks_are_independent_draws(subject: EngineUnderTest) -> None:
-    """In training, each head is dropped independently at the config's rate; what is kept is divided by ``1 - rate``.
+    """In training, each head is dropped independently at the config's rate; the remaining heads are divided by ``1 -
+    rate``.
 
-    The masks are found from log-probs of sequences of two tokens. Gradients are those of the same masks. So it is in
+    The masks are found from log-probs of sequences of two tokens. Gradients use the same masks. So it is in
     the first pass, after a step, after evaluation and after a load; there is no dropout in ``forward`` at any time.
 
     Why: dropout that a step or a load turns off, or leaves on in evaluation; recomputation with other masks than the
@@ -71,7 +72,7 @@ def _verify_gradients(
 
 
 def _verify_off(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str) -> None:
-    """Require that two passes of ``forward`` are equal, and those of the model without dropout."""
+    """Require that two passes of ``forward`` equal each other and the model without dropout."""
     first, second = (group.forward(masks.data.batch(), ONE_PASS)["logprobs"] for _ in range(2))
     subject.require(
         torch.equal(first, second), f"two passes of forward() {when} differ: dropout is on in evaluation"
@@ -84,11 +85,11 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     """In training, each input of an adapter is dropped at the adapter's rate; the others are divided by ``1 - rate``.
 
     The masks are found from gradients of ``A`` over a single token, where a dropped input leaves a column of zeros.
-    All gradients are those of these masks, which each data-parallel rank draws on its own.
+    All gradients use these masks, which each data-parallel rank draws on its own.
 
     Why: a rate that is not the config's, a model's own dropout in place of the adapter's, inputs that are not
     scaled: the adapter learns something else, and its loss looks like any other.
-    Look at: the dropout module of the adapter layers, what the config gives it, and the seed of each rank.
+    Look at: the dropout module of the adapter layers, its config, and the seed of each rank.
     """
     adapter = TinyAdapter(model=subject.model())
     passes: list[Mapping[str, Tensor]] = []

@@ -40,9 +40,9 @@ def steps_with_8_bit_moments_are_those_of_adamw(subject: EngineUnderTest) -> Non
     """With ``optimizer.type = "adamw_8bit"``, a step is AdamW's from the moments before it; only their codes round.
 
     After the step, a moment differs from the exact one by at most half of the distance of two codes, in relation to the
-    largest of its tensor. The embedding's moments have the values of 8 bits. The exported ones are those in use.
+    largest of its tensor. The embedding's moments have the values of 8 bits. The exported moments are in use.
 
-    Why: a scale that is lost, codes with a sign for what has none, or moments that are rounded before they are used
+    Why: a scale that is lost, codes with a sign for unsigned values, or moments that are rounded before they are used
     look like a smaller or noisier learning rate. An engine that keeps float32 saves nothing.
     Look at: when moments are rounded: after the update; blocks that end at the borders of this rank's parts; the codes
     of the second moment, which have no sign.
@@ -89,7 +89,7 @@ def resume_with_8_bit_moments_is_bitwise(subject: EngineUnderTest) -> None:
     by no more than that.
 
     Why: codes that are saved without their scales, or rounded again on the way, are near enough for no loss to show it.
-    Look at: ``SupportsOpaqueState``: codes and scales of each part; what an offload copies.
+    Look at: ``SupportsOpaqueState``: codes and scales of each part; the copies of an offload.
     """
     model = _wide(subject)
     group = _start(subject, model)

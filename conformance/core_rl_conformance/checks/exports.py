@@ -1,4 +1,4 @@
-"""Model directories: what an engine writes for transformers and servers, and what it reads."""
+"""Model directories: written for transformers and servers, and read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CARRIED = {
 def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     """An ``hf`` export after training loads in transformers: every tensor bitwise, tied weights written once.
 
-    Why: an export that writes both copies of a tied weight comes back untied, one that writes none comes
+    Why: an export that writes both copies of a tied weight comes back untied, without any copy, it comes
     back with a random head (verl #6334, Automodel #2511).
     Look at: the names of ``named_tensors("params")``, and ``tie_word_embeddings`` in the written config.
     """
@@ -123,8 +123,8 @@ def _verify_export(
 def tensors_that_nobody_knows_are_carried(subject: EngineUnderTest) -> None:
     """Tensors of the checkpoint that the module does not hold are in every export, bit for bit, or are refused by name.
 
-    Why: the text of a vision-language checkpoint is trained, and its vision tower is gone from what is saved and
-    served (TRL #6028).
+    Why: the text of a vision-language checkpoint is trained, and its vision tower is missing from saved and
+    served weights (TRL #6028).
     Look at: ``ShardedState.carried``. A backend that cannot give them raises when it is built, and names a tensor.
     """
     source = subject.directory("source")
@@ -167,7 +167,7 @@ def _identical(left: Tensor, right: Tensor) -> bool:
 
 @check("I10.import", each="layout")
 def engine_loads_an_export(subject: EngineUnderTest) -> None:
-    """``load(format="hf")`` sets every parameter, on every rank, and the next outputs are those of the new weights.
+    """``load(format="hf")`` sets every parameter, on every rank, and the next outputs follow the new weights.
 
     So are the next gradients: a tied embedding still has the sum of both.
 

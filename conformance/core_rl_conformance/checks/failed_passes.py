@@ -20,10 +20,10 @@ TWO = MicroBatchSpec(count=2)
 def a_failed_pass_leaves_nothing(subject: EngineUnderTest) -> None:
     """After a pass that raised, no gradients count twice, and later passes compute with the present weights.
 
-    Or the engine has failed, and every later call says so. One rank alone is asked: with several, the engine has
-    failed wherever a backend raises.
+    Or the engine has failed, and every later call fails with the reason. One rank alone is asked: with several, the
+    engine has failed wherever a backend raises.
     Why: FSDP2 used the weights that a failed pass had gathered, after others were loaded (log-probs off by 0.28), and a
-    repeated ``forward_backward`` added its gradients to those of the failed one (1.24 times).
+    repeated ``forward_backward`` added its gradients to the failed call's (1.24 times).
     Look at: ``TrainBackend.abort``: gathered weights, and gradients outside of the memory that ``zero_grad`` drops.
     """
     model, data = subject.model(), subject.data()
@@ -39,7 +39,7 @@ def a_failed_pass_leaves_nothing(subject: EngineUnderTest) -> None:
         group.optimizer_zero_grad()
     except EngineStateError:
         return  # it has failed
-    # Not asked for a second time, as `verify_backward` does: that would be a pass after one that did not raise.
+    # Not asked for a second time, as `verify_backward` does: that would be a pass after a successful pass.
     metrics = group.forward_backward(data.batch(), LOSS.spec(), TWO)
     subject.verify_gradients("after a pass that raised", group, metrics, subject.gradients(model, data, LOSS))
     group.optimizer_zero_grad()

@@ -43,7 +43,7 @@ def any_part_can_be_frozen(subject: EngineUnderTest) -> None:
     Why: tying again turns on the gradients of a frozen embedding; a wrapper expects gradients in its first or last
     group; a stage without trained parameters sends none back. Most critics begin by training the head alone.
     Look at: ``requires_grad`` after tying, wrapping and casting; hooks that wait for gradients which do
-    not come; what a frozen part hands back to those before it.
+    not come; gradients that a frozen part passes to earlier layers.
     """
     model = subject.model()
     names = list(subject.expected.oracle(model).parameters())

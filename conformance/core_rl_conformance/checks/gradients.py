@@ -30,8 +30,8 @@ def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
 
     Why: two backends that differ in the loss scale, a denominator or a reduction train differently
     without an error (verl #4710: one backend's gradient norm is three times the other's).
-    Look at: who divides by what. The core has scaled the loss; the engine adds gradients up, over
-    micro-batches and over data-parallel ranks, and divides by nothing.
+    Look at: divisions by the number of ranks or tokens. The core has scaled the loss; the engine adds gradients up,
+    over micro-batches and over data-parallel ranks, and divides by nothing.
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model)
@@ -61,7 +61,7 @@ def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
 def _verify_metrics(
     subject: EngineUnderTest, label: str, metrics: Mapping[str, float], model: TinyModel, data: Ragged
 ) -> None:
-    """Sums, means and extremes of what the loss reports, over all micro-batches and ranks."""
+    """Sums, means and extremes of the loss's metrics, over all micro-batches and ranks."""
     logprobs = subject.outputs(model, data, "logprobs", TOKEN_MEAN.temperature)
     entropy = subject.outputs(model, data, "entropy", TOKEN_MEAN.temperature)
     masks = [sequence.fields["mask"] for sequence in data.for_oracle()]
@@ -120,8 +120,8 @@ def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
 def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None:
     """The reported norm is the norm of the gathered gradients before clipping, and the oracle's.
 
-    Why: a norm of one rank's shards or of one pipeline stage clips differently on every layout. So does one that
-    counts replicas (torchtitan #649, AReaL #1497, Megatron-LM #5916); a norm that is taken after clipping hides every
+    Why: a norm of one rank's shards or of one pipeline stage clips differently on every layout. So does counting
+    replicas (torchtitan #649, AReaL #1497, Megatron-LM #5916); a norm that is taken after clipping hides every
     spike.
     Look at: ``ShardedState.local("grads")``: each part once with ``replica`` 0; whether ``TrainBackend.reduce_grads``
     has run before.
@@ -223,7 +223,7 @@ def untrained_tokens_count_nothing(subject: EngineUnderTest) -> None:
     """Tokens that are not trained enter neither the loss, nor its weight, nor a gradient through their log-prob.
 
     Why: the attention mask in place of the response mask trains the prompt (verl #2543, TRL #2708);
-    a denominator of all response positions counts what the mask leaves out (slime #365).
+    a denominator of all response positions counts masked-out positions (slime #365).
     Look at: the loss mask on its way through packing and micro-batches.
     """
     model, data = subject.model(), subject.data(seed=2)

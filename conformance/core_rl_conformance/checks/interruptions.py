@@ -21,7 +21,7 @@ LONG = replace(serving.PLAIN, max_new_tokens=40)
 REPEATED = 3
 Answers = asyncio.Task[list[LLMResponse]]
 ON_THE_WAY_S = 0.1
-"""So long after the one before it an answer that was complete before the pause may arrive."""
+"""Seconds in which an answer from before the pause may still arrive, after the previous answer."""
 ATTEMPTS = 3
 """In none of so many is a pause so late that every answer was complete before it."""
 STILL_S = 0.5
@@ -34,11 +34,11 @@ def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
 
     Why: answers that end at the pause, lose the tokens of before, or count their budget anew are trained on all
     the same (verl #7207, slime #327).
-    Look at: what the server does with requests that run as it is paused, and with their cached keys and values.
+    Look at: the server's running requests at the pause, and with their cached keys and values.
     """
     model = subject.model()
     engine = subject.serve(model)
-    # Each request has a rid of its own: a server refuses one that it has in flight.
+    # Each request has a rid of its own: a server refuses a rid in flight.
     data = subject.data()
     requests = [request for _ in range(REPEATED) for request in serving.requests_for(data, LONG, 20)]
     for _ in range(ATTEMPTS):
@@ -61,7 +61,7 @@ async def _interrupted(
 ) -> tuple[int | None, list[LLMResponse]]:
     """The number of answers that were drawn during the pause, and all answers.
 
-    Those that were complete before it may still arrive, one upon the other. None if all have come like that.
+    Answers complete before it may still arrive, one upon the other. None if all have come like that.
     """
     tasks = [asyncio.ensure_future(serving.answers(engine, [request])) for request in requests]
     await serving.let_begin()
@@ -84,14 +84,14 @@ async def _next(tasks: set[Answers], longest_s: float) -> set[Answers]:
 
 @check("I15.sleep", kind="inference", requires=[Capability.RELEASE_MEMORY], each="layout")
 def sleep_changes_nothing(subject: EngineUnderTest) -> None:
-    """After ``release_memory`` and ``resume_memory``, greedy answers, log-probs and versions are those of before.
+    """After ``release_memory`` and ``resume_memory``, greedy answers, log-probs and versions are unchanged.
 
     Twice over, with an update of the weights between where ``sync_disk`` is declared. While the memory is
     released, requests are refused and not left to hang.
 
     Why: lost weights or buffers, copies of an earlier sleep that overwrite an update, and cached prefixes in reused
     memory give plausible answers (vllm #44371).
-    Look at: what is released: weights that nobody keeps a copy of, copies that are made once, a directory that is
+    Look at: memory that is released: weights without a copy, copies that are made once, a directory that is
     read again, buffers such as rotary frequencies, prefix caches.
     """
     model = subject.model()

@@ -32,8 +32,8 @@ KINDS: tuple[TensorKind, ...] = ("master", "momentum", "exp_avg", "exp_avg_sq")
 def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
     """With ``optimizer.type = "muon"``, matrices of layers take the steps of a float64 Muon, each as a whole.
 
-    A matrix is one of the checkpoint: q, k and v and each expert alone, gathered from all ranks. All other parameters
-    take the steps of AdamW. Newton-Schulz iterations are computed in float32.
+    A matrix is a matrix of the checkpoint: q, k and v and each expert alone, gathered from all ranks. All other
+    parameters take the steps of AdamW. Newton-Schulz iterations are computed in float32.
 
     Why: ``torch.optim.Muon`` on a shard, or on a parameter that fuses several matrices, runs and learns something, and
     depends on the layout. The factor of the learning rate comes from the shape, and is wrong with it.
@@ -54,8 +54,8 @@ def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
 def rules_hold_for_what_they_match(subject: EngineUnderTest) -> None:
     """Rates and decay that ``optimizer.rules`` give to a pattern hold for all parameters that match, and no others.
 
-    Where several rules match, the last one that sets a field counts. A pattern that matches nothing is a `ConfigError`.
-    So is one that matches a part of what the engine holds as one parameter, unless the engine honours it.
+    Where several rules match, the last to set a field counts. A pattern that matches nothing is a `ConfigError`.
+    So is a pattern for a part of a fused parameter, unless the engine honours it.
 
     Why: groups of an optimizer are made by position, by the names of the module, or by a flag that a wrapper drops: a
     rule is lost without an error, or another parameter gets it.

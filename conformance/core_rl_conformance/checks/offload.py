@@ -1,4 +1,4 @@
-"""State that is kept in host memory: nothing is lost on the way, and nothing reads what is not there."""
+"""State that is kept in host memory: nothing is lost on the way, and nothing reads absent state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIGURED = {"offload_params": True, "offload_optimizer": True}
 
 @check("contract.offloaded-state", requires=[Capability.OFFLOAD], each="layout")
 def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
-    """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is what it was.
+    """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is unchanged.
 
     Why: an export of offloaded weights is memory of something else, and a server takes it for a policy.
     Look at: memory outside ``ShardedState.local``; the core moves the state, refuses to read in between, and runs
@@ -63,7 +63,7 @@ def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     Why: moments that begin again, masters that come back old or as noise, gradients that are dropped between two
     passes (NeMo-RL #2372).
     Look at: what ``ShardedState.local`` yields, each time anew: weights, gradients that wait for a step, both
-    moments; and whether what comes back is the memory that the optimizer works on.
+    moments; and whether the optimizer works on the returned memory.
     """
     model = subject.model()
     group = moving.start(subject, model)
@@ -96,7 +96,7 @@ def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[
 
 @check("I11.offload-checkpoint", requires=[Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT], each="layout")
 def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
-    """An offloaded engine saves its state, and continues bitwise from what it loads.
+    """An offloaded engine saves its state, and continues bitwise after loading.
 
     Why: a save while offloaded crashes or writes freed memory (slime #1888), and a load while offloaded is undone
     when the old copies come back (NeMo-RL #2372).

@@ -115,7 +115,7 @@ def exports_leave_the_gradients(subject: EngineUnderTest) -> None:
 
 
 def _saved(subject: EngineUnderTest, group: EngineGroup) -> Iterator[str]:
-    """Save in every format, and upload; says what was done."""
+    """Save in every format, and upload; returns the calls."""
     for format_ in moving.formats(subject):
         group.save(moving.meta(subject.directory(format_), format_))
         yield f"save() as {format_!r}"
@@ -126,11 +126,11 @@ def _saved(subject: EngineUnderTest, group: EngineGroup) -> Iterator[str]:
 
 @check("I20.all-move", each="layout")
 def every_parameter_moves(subject: EngineUnderTest) -> None:
-    """One step moves every trainable parameter, and every part of the ones that a gradient reaches.
+    """One step moves every trainable parameter, and every part that a gradient reaches.
 
     Why: parameters that the optimizer does not know, or a kernel that drops ``requires_grad``, are never
     trained and nothing fails (pytorch #149205, verl #6913).
-    Look at: what is given to the optimizer, and whether it was built before the parameters were replaced.
+    Look at: the optimizer's parameters, and whether it was built before the parameters were replaced.
     """
     _verify_move(subject, subject.model(), subject.data(), LOSS)
     for head, needed, loss in HEADS:

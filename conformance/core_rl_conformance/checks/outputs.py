@@ -48,7 +48,7 @@ def entropy_matches_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I8.temperature", each="layout")
 def temperature_scales_the_logits(subject: EngineUnderTest) -> None:
-    """At a temperature T, log-probs and entropy are those of ``softmax(logits / T)``.
+    """At a temperature T, log-probs and entropy follow ``softmax(logits / T)``.
 
     Why: a temperature that is left out when log-probs are computed again makes the importance
     ratio wrong (NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557).
@@ -162,7 +162,7 @@ def long_batches_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I6.neighbours", each="layout")
 def neighbours_change_nothing(subject: EngineUnderTest) -> None:
-    """The log-probs of a sequence do not depend on what it is packed or batched with, nor on the order.
+    """The log-probs of a sequence do not depend on its neighbours in a batch, nor on the order.
 
     Why: attention that crosses packed sequences, or positions that run on, change every log-prob a
     little and nothing fails (AReaL #1442, transformers #46634).

@@ -1,7 +1,7 @@
 """Two train engines compared with each other, from the same weights and on the same data.
 
-They may be as far apart as each may be from the oracle. Where they are further apart, the oracle says
-which of them is off: `core_rl_conformance.procedures.blame`.
+They may be as far apart as each may be from the oracle. Where they are further apart, the oracle
+decides which engine is off: `core_rl_conformance.procedures.blame`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
 
 @check("I7.pair-logprobs", partner="train", each="layout")
 def two_engines_have_the_same_logprobs(subject: EngineUnderTest) -> None:
-    """The log-prob and the entropy of every token are those of the other engine.
+    """The log-prob and the entropy of every token equal the other engine's.
 
     Why: two backends that differ on the same weights and batch leave open which is right.
     Look at: the engine that is off the oracle, which the message names; then its own I7 checks.
@@ -69,10 +69,10 @@ def _outputs(side: EngineUnderTest) -> dict[str, list[Tensor]]:
 
 @check("I1.pair-gradients", partner="train", each="layout")
 def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
-    """Loss, the gradient of every parameter and the norm before clipping are those of the other engine.
+    """Loss, the gradient of every parameter and the norm before clipping equal the other engine's.
 
-    Why: on the same batch, one backend's gradient norm was three times the other's for months, and nobody
-    could say which was right (verl #4710).
+    Why: on the same batch, one backend's gradient norm was three times the other's for months, and the
+    right one stayed unknown (verl #4710).
     Look at: the engine that is off the oracle, which the message names; then its own I1, I2 and I4 checks.
     """
     expected = subject.gradients(subject.model(), subject.data(), LOSS)
@@ -143,7 +143,7 @@ def a_training_moves_between_two_engines(subject: EngineUnderTest) -> None:
 
     Why: moving a run to another backend must not lose the optimizer (AReaL #1468, NeMo-RL #3171), nor round
     weights on the way (NeMo-RL #2372).
-    Look at: for what is loaded, ``ShardedState.local`` and ``TrainBackend.after_load``; for what is saved,
+    Look at: for loads, ``ShardedState.local`` and ``TrainBackend.after_load``; for saves,
     ``named_tensors`` of ``master``, ``exp_avg`` and ``exp_avg_sq``, which must be the same whoever asks.
     """
     model = subject.model()

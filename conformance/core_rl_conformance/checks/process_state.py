@@ -18,7 +18,7 @@ LOSS = TokenMeanLoss(temperature=0.8)
 STEPS, ON_SEVERAL_RANKS = 50, 20
 """Repeated calls; on several ranks, which are slow on few cores, not so many."""
 FEWER = 5
-"""So many tensors may come without one for every few steps: what a later step replaces."""
+"""Number of new tensors that a later step may replace."""
 
 
 def _few_tokens(subject: EngineUnderTest) -> SequenceBatch:
@@ -30,7 +30,7 @@ def _few_tokens(subject: EngineUnderTest) -> SequenceBatch:
 def calls_leave_global_state(subject: EngineUnderTest) -> None:
     """No public call changes global settings of the process: dtype, device, modes, random states, threads, directory.
 
-    Nor does a pass that raises. After ``initialize()``, dtype, device and modes are those that torch begins with.
+    Nor does a pass that raises. After ``initialize()``, dtype, device and modes have torch's defaults.
 
     Why: a default dtype of bfloat16 that a build leaves behind halves the precision of whatever is computed next in the
     process, another engine's included; a seed that a load sets makes all draws around it the same.
@@ -72,7 +72,7 @@ def offloading_frees_memory(subject: EngineUnderTest) -> None:
 
     On the CPU too: their storages have no bytes then.
 
-    Why: an engine that only says it is offloaded leaves no memory to the server that shares the device.
+    Why: an engine that only pretends to offload leaves no memory to the server that shares the device.
     Look at: what ``SupportsOffload.memory`` yields for each part, and references that keep a storage alive.
     """
     group = subject.start()

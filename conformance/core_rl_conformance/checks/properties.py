@@ -16,7 +16,7 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 
 LOSS = TokenMeanLoss(temperature=0.8)
 DRAWN = 6
-"""How many batches are drawn."""
+"""Number of drawn batches."""
 MOST_RUNS = 60
 """After so many batches a failing one is not made smaller any more."""
 
@@ -74,7 +74,7 @@ class _Trial:
 
     def __init__(self, subject: EngineUnderTest) -> None:
         self.worst: dict[str, Finding] = {}
-        """What came closest to its limit, of each kind."""
+        """Finding closest to its limit, of each kind."""
         self._subject = subject
         self._model = subject.model()
         self._group = subject.start(self._model)

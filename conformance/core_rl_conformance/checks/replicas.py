@@ -1,7 +1,7 @@
 """Replicated parameters, of which an export shows one copy, checked through gradients after steps.
 
-Ranks that share a model hold some parameters in common (norms, scalar heads), and one of them exports
-them. A copy on another rank that is different shows in no export, and often in no output either; the
+Ranks that share a model hold some parameters in common (norms, scalar heads), and a single rank
+exports them. A copy on another rank that is different shows in no export, and often in no output either; the
 gradients that pass through it are wrong.
 """
 
@@ -23,7 +23,7 @@ OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 
 @check("I3.gradients-after-steps", each="layout")
 def gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
-    """After several steps, the gradients are those of the oracle with the weights that the engine exports.
+    """After several steps, the gradients match the oracle with the exported weights.
 
     Why: replicas that drift apart between ranks (Megatron-LM #1446), and copies of a backward pass from before the
     step, show in no export and in few outputs.
@@ -52,7 +52,7 @@ def value_gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> No
 
 @check("I3.value-gradients-after-load", requires=[Capability.VALUE_HEAD], each="layout")
 def value_gradients_after_a_load_match_the_oracle(subject: EngineUnderTest) -> None:
-    """``load(format="hf")`` sets a value model on every rank: values and gradients are those of the new weights.
+    """``load(format="hf")`` sets a value model on every rank: values and gradients follow the new weights.
 
     Why: a rank with its old copy of the head answers like the others. It sends gradients of the old head into its
     shards (vllm #44371, for a train engine).

@@ -18,7 +18,7 @@ from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.serving import verify_version
 
 CHANGED = replace(moving.OPTIMIZER, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.3)
-"""The optimizer of an engine that goes on from the checkpoint of another run."""
+"""The optimizer of an engine that continues from the checkpoint of another run."""
 
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
@@ -78,7 +78,7 @@ def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
 def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with a value head, a tensor that the language model does not have, and its moments.
 
-    They are also what they were after ``offload()`` and ``onload()``, where ``offload`` is declared.
+    They are also unchanged after ``offload()`` and ``onload()``, where ``offload`` is declared.
     Why: a critic whose head stays out of the checkpoint starts again from noise, and no actor shows it.
     Look at: whether the head is among the tensors of ``ShardedState.local``.
     """
@@ -107,7 +107,7 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
 def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 
-    These have the betas, epsilon and decay of the engine's own config, which are not those of the checkpoint.
+    These have the betas, epsilon and decay of the engine's own config, which differ from the checkpoint's.
 
     Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
     (AReaL #1470); ``load_state_dict`` of an optimizer, which brings back the settings of the run before.

@@ -1,4 +1,4 @@
-"""Rules of the interface of inference engines: versions, cancelling, pausing, and what is not declared."""
+"""Rules of the interface of inference engines: versions, cancelling, pausing, and undeclared options."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
     """Tokens carry the version that the driver set last, and a new version disturbs no request in flight.
 
     Why: a version that is stuck makes every sample look stale or fresh (AReaL #941, prime-rl #1901), and a
-    label is no reason to abort what is running (miles #2372).
+    label is no reason to abort running requests (miles #2372).
     Look at: where the version of each token comes from, and what ``set_version`` sends to the server.
     """
     engine = subject.serve()
@@ -130,7 +130,7 @@ def cancelled_requests_disturb_no_others(subject: EngineUnderTest) -> None:
     """A cancelled request ends, and concurrent requests are answered as without it.
 
     Why: a workflow that cancels one sample must not cancel the rest of the batch.
-    Look at: what a cancelled ``agenerate`` sends to the server: that request's ``rid``, not all of them.
+    Look at: the message of a cancelled ``agenerate`` to the server: that request's ``rid``, not all of them.
     """
     model, data = subject.model(), subject.data()
     engine = subject.serve(model)
@@ -215,7 +215,7 @@ async def _paused(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> tu
     await asyncio.to_thread(engine.pause)
     tasks = [asyncio.ensure_future(serving.answers(engine, [request])) for request in requests]
     try:
-        # Long enough for an engine that does not wait; one that waits is never late.
+        # Long enough for an engine that does not wait; an engine that waits is never late.
         await asyncio.wait(tasks, timeout=0.5)
         early = sum(task.done() for task in tasks)
     finally:

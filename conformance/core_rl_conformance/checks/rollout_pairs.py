@@ -36,7 +36,7 @@ def _verify_sides(
     expected: Sequence[Tensor],
     tolerance: Tolerance,
 ) -> None:
-    """Compare both engines with the oracle, then with each other; the message says which of them is off."""
+    """Compare both engines with the oracle, then with each other; the message names the wrong engine."""
     __tracebackhide__ = True
     sides = {
         f"the train engine {subject.spec.name!r}": trained,
@@ -59,7 +59,7 @@ def _verify_sides(
 
 @check("I8.score-vs-train", partner="inference", requires=SYNC, partner_requires=SYNC, each="layout")
 def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
-    """Log-probs that come with generated tokens are those that the train engine computes for the same ids.
+    """Log-probs of generated tokens equal the train engine's for the same ids.
 
     Why: the importance ratio of a fresh sample must be 1; a temperature on one side alone, or a prompt that
     one side sees differently, makes it noise (NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581,
@@ -123,7 +123,7 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
     Why: weights of the step before, of some tensors only, or a version that one side counts by itself
     (verl #7014, #5801, AReaL #941, prime-rl #1901).
     Look at: whether the files in the sync directory hold the train engine's weights (the sender), or the
-    rollout engine serves something else than the files (the receiver); this says which.
+    rollout engine serves something else than the files (the receiver); this check tells them apart.
     """
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})

@@ -62,12 +62,12 @@ def _late(
 
 @check("I8.rollout-temperature", kind="inference")
 def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
-    """At a temperature T, log-probs of generated tokens are those of ``softmax(logits / T)``; greedy ones at T = 1.
+    """At a temperature T, log-probs of generated tokens follow ``softmax(logits / T)``; greedy ones at T = 1.
 
     Why: one side with the temperature and one without it makes every importance ratio wrong (NeMo-RL #316,
     verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557).
-    Look at: whether the server reports log-probs before or after it divides by the temperature, and what it
-    divides by for greedy decoding.
+    Look at: whether the server reports log-probs before or after it divides by the temperature, and its
+    divisor for greedy decoding.
     """
     model, data = subject.model(), subject.data().select(serving.FEW)
     engine = subject.serve(model)
@@ -90,9 +90,9 @@ def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
 
 @check("I8.rollout-cut", kind="inference", each="layout")
 def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> None:
-    """With top-k or top-p, tokens come from what is left, and log-probs are those before the cut.
+    """With top-k or top-p, tokens come from the remaining set, with log-probs before the cut.
 
-    Why: a trainer knows nothing of the cut; log-probs of what is left are too large, by an amount that differs
+    Why: a trainer knows nothing of the cut; log-probs after the cut are too large, by an amount that differs
     from token to token (TRL #4159).
     Look at: where the server takes the log-probs from, before or after it drops tokens; whether it passes
     ``top_k`` and ``top_p`` on.
@@ -148,7 +148,7 @@ def _verify_cut(
 def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
     """A prompt with BOS gets no other one, and one without gets none: token ids go in as they are.
 
-    Why: a second BOS, or a first one that the trainer does not see, shifts all log-probs (I19). Log-probs of
+    Why: a second BOS, or a first token unknown to the trainer, shifts all log-probs (I19). Log-probs of
     the answers show it, and nothing else.
     Look at: a server that adds special tokens to token ids, or strips them; a detour over text.
     """
@@ -173,7 +173,7 @@ def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
 
 @check("contract.rollout-limits", kind="inference", each="layout")
 def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None:
-    """An answer that nothing stops has exactly ``max_new_tokens`` tokens, up to the last one of the context.
+    """An answer that nothing stops has exactly ``max_new_tokens`` tokens, up to the end of the context.
 
     Why: an answer that is one token short, or cut at a default of the server, is taken for the policy's own
     and rewarded so.

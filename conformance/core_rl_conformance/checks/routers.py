@@ -57,7 +57,7 @@ def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
 def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of the routers' balance alone is the oracle's, however the batch is cut.
 
-    Why: a balance over a micro-batch depends on what happens to be in it; one that is averaged over
+    Why: a balance over a micro-batch depends on what happens to be in it; an average over
     micro-batches, or added once for each context-parallel rank, grows with the layout (verl #6836).
     Look at: ``aux_loss`` of the `ModelOutput`, a **sum** over the tokens of the micro-batch in which each
     sequence stands for itself; the core divides it by all tokens of the step. Tokens that are not trained
@@ -98,8 +98,8 @@ def _cuts(
 def balance_comes_on_top(subject: EngineUnderTest) -> None:
     """With a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
 
-    Why: a balance that is scaled with the loss changes with the number of trained tokens, and one that is
-    part of the reported loss hides what the loss does.
+    Why: a balance that is scaled with the loss changes with the number of trained tokens, and a balance
+    inside the reported loss hides the loss.
     Look at: whether the balance goes through the same denominator as the loss; a balance of dummies.
     """
     model, data = subject.model(), subject.data()

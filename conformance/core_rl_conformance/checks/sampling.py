@@ -24,7 +24,7 @@ def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
 
     Why: a lost temperature, defaults of the generation config (top-k, top-p, penalties), or one seed for a group
     change the policy. The log-probs stay right.
-    Look at: which sampling parameters reach the server, also those that were not asked for; one random
+    Look at: which sampling parameters reach the server, also defaults; one random
     stream for each request.
     """
     prompts = Prompts.of(subject)
@@ -61,7 +61,7 @@ def verify_first_tokens(
 
 
 def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
-    """Later tokens are drawn as the first one is; penalties on what an answer has already change only these."""
+    """Later tokens are drawn as the first one is; penalties on repeated tokens change only later tokens."""
     sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
     responses = drawn_by(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
     rows = distributions(subject, subject.model(), responses, sampling.temperature)
@@ -73,7 +73,7 @@ def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
 
 @check("I8.sampling-cut", kind="inference", each="layout")
 def tokens_follow_what_the_cut_has_left(subject: EngineUnderTest) -> None:
-    """With top-k or top-p, what is drawn follows ``softmax(logits / T)`` over the tokens that are left, all of them.
+    """With top-k or top-p, drawn tokens follow ``softmax(logits / T)`` over the tokens that are left, all of them.
 
     Why: top-p before the temperature, or a cut that keeps a token too few, gives another policy. All tokens are
     allowed, and their log-probs are right.
@@ -104,7 +104,7 @@ def _clear_cut(row: Tensor, cut: str) -> SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Prompts, and what may come after them."""
+    """Prompts and their possible next tokens."""
 
     ids: list[tuple[int, ...]]
     rows: Tensor
@@ -118,7 +118,7 @@ class Prompts:
         )
 
     def undecided(self, temperature: float = 1.0) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Prompts with their log-probs, first those that leave most open: where much is possible, much can go wrong."""
+        """Prompts with their log-probs, the most uncertain first: these show most mistakes."""
         rows = torch.log_softmax(self.rows / temperature, -1)
         entropy = -(rows.exp() * rows).sum(-1)
         return [(self.ids[index], rows[index]) for index in entropy.argsort(descending=True).tolist()]
@@ -126,7 +126,7 @@ class Prompts:
 
 @check("I8.groups", kind="inference", each="layout")
 def requests_of_a_group_differ(subject: EngineUnderTest) -> None:
-    """Equal requests without a seed get different answers, also when they are asked one after another.
+    """Equal requests without a seed get different answers, also when asked in sequence.
 
     Why: a group of equal samples has no advantage, so nothing is learned from it; a server that starts from one
     seed for each batch or request, or keeps answers, gives just that.

@@ -1,4 +1,4 @@
-"""Fields of `SamplingParams` that not every inference engine has: what is drawn with them, and its log-probs."""
+"""Fields of `SamplingParams` that some inference engines lack: tokens drawn with them, and its log-probs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ LONG = replace(ONE, max_new_tokens=24, temperature=0.8)
 
 @check("I8.min-p", kind="inference", requires=[Capability.MIN_P], each="layout")
 def tokens_are_drawn_from_those_that_min_p_leaves(subject: EngineUnderTest) -> None:
-    """With ``min_p``, what is drawn follows ``softmax(logits / T)`` over the tokens that are likely enough.
+    """With ``min_p``, drawn tokens follow ``softmax(logits / T)`` over the tokens that are likely enough.
 
-    Log-probs are those of the full distribution, as with top-k and top-p.
+    Log-probs belong to the full distribution, as with top-k and top-p.
 
-    Why: a fraction of the largest probability before the temperature, or one that never arrives, gives another policy.
+    Why: a fraction of the largest probability before the temperature, or a lost threshold, gives another policy.
     Look at: the order of temperature and cut; the name of the field that the server expects.
     """
     prompts = Prompts.of(subject)
@@ -69,7 +69,7 @@ def _clear_min_p(row: Tensor) -> float:
 def biases_are_added_to_logits(subject: EngineUnderTest) -> None:
     """``logit_bias`` is added to the logits before the temperature, at every token, and is in the log-probs.
 
-    Why: a bias that is lost, or that counts after the temperature, draws what was to be avoided.
+    Why: a bias that is lost, or that counts after the temperature, draws tokens that were excluded.
     Look at: the ids, which JSON turns into texts; biases of requests that share a batch.
     """
     prompt, row = Prompts.of(subject).undecided()[0]
@@ -95,7 +95,8 @@ def the_presence_penalty_is_subtracted_once(subject: EngineUnderTest) -> None:
 def the_repetition_penalty_scales_logits(subject: EngineUnderTest) -> None:
     """``repetition_penalty`` divides positive logits of tokens that the response has, and multiplies negative ones.
 
-    Why: transformers counts the tokens of the prompt too, SGLang those of the response: under one name, two policies.
+    Why: transformers counts the tokens of the prompt too, SGLang the tokens of the response: under one name, two
+    policies.
     Look at: which tokens are counted; negative logits.
     """
     _verify_changed(subject, replace(LONG, repetition_penalty=1.6), "with repetition_penalty = 1.6")
@@ -105,7 +106,7 @@ def _verify_changed(subject: EngineUnderTest, sampling: SamplingParams, how: str
     """Require that answers are drawn from the changed logits, and have their log-probs."""
     prompts = [ids for ids, _ in Prompts.of(subject).undecided(sampling.temperature)]
     plain = replace(sampling, presence_penalty=0.0, repetition_penalty=1.0, logit_bias=())
-    # Next to requests of another kind: what is set for one is for no other.
+    # Next to requests of another kind: options of a request leave its neighbours alone.
     requests = [(ids, parameters) for ids in prompts for parameters in (sampling, plain)]
     answers = drawn_by(subject, requests)
     for parameters, responses, label in (
@@ -163,7 +164,7 @@ def _verify_values(
 
 @check("I19.stop-strings", kind="inference", requires=[Capability.STOP_STRINGS], each="layout")
 def answers_end_with_the_token_that_completes_a_text(subject: EngineUnderTest) -> None:
-    """An answer ends with the first token after which its text has one of ``stop``, also across tokens.
+    """An answer ends with the first token after which its text has a string of ``stop``, also across tokens.
 
     That token and its log-prob are part of the answer; the prompt's text does not count.
 

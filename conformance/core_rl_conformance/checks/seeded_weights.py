@@ -1,4 +1,4 @@
-"""Weights that no file gives: those that the toolkit draws from the seed, whatever engine and layout."""
+"""Weights without a file: drawn by the toolkit from the seed, whatever engine and layout."""
 
 from __future__ import annotations
 

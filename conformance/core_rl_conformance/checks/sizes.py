@@ -38,7 +38,7 @@ SMALL_IDS = (5, 21, 300, 7, 2**15 - 1)
 OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
 COLD, WARMER = 0.05, (0.1, 0.2, 0.25, 0.5, 1.0)
 EXPONENTS = (-40, 40)
-"""Powers of two: gradients that float16 flushes to 0, and ones that it does not hold."""
+"""Powers of two: gradients that float16 flushes to 0, and gradients that overflow it."""
 CONFIG = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 UPDATES, DECAYED = 20, 16
 """Updates, and the one from which the learning rate is exactly 0."""
@@ -64,7 +64,7 @@ def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I8.low-temperature", each="layout")
 def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
-    """At a temperature of 0.05, log-probs and entropy are those of ``softmax(logits / 0.05)``; so are gradients.
+    """At a temperature of 0.05, log-probs and entropy follow ``softmax(logits / 0.05)``; so are gradients.
 
     Why: a clamp against division by 0 makes the importance ratio of cold samples wrong, and a softmax without its
     maximum overflows.
@@ -180,14 +180,14 @@ def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model = replace(subject.model(), vocabulary=BEYOND_16_BITS)
     data = ragged(BEYOND_16_BITS, 1000 * subject.case.seed + 4, FEW).all_trained()
-    # The first ones are small, so that what follows a large one can be told from what does not.
+    # The first ones are small, so that tokens after a large one stand out.
     data = data.with_ids([*SMALL_IDS, 2**15, 11, BEYOND_16_BITS - 1, 300, 2**15 + 99, 12, 2**14, 2**16 + 1])
     group = subject.start(model)
     output = group.forward(data.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:
         got, expected = per_sequence(output, name, data), subject.outputs(model, data, name)
         subject.verify_tokens(f"{name} with a large vocabulary", got, expected, subject.places(data))
-    # Not the gradients: those of the oracle take longer than all else here.
+    # Without gradients, which take the oracle longest.
     trained = group.forward_backward(data.batch(), TokenMeanLoss().spec(), ONE_PASS)["mean_logprob"]
     truth = subject.outputs(model, data, "logprobs")
     mean = float(torch.cat([values[1:] for values in truth.values]).mean())

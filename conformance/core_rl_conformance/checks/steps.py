@@ -51,7 +51,7 @@ def clipping_scales_the_update(subject: EngineUnderTest) -> None:
 def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     """``train_batch`` moves the weights along the oracle's gradient, whatever the cut into micro-batches.
 
-    Why: what is exported may be right, and what the optimizer uses wrong: stale, scaled, or of one rank.
+    Why: exported gradients may be right, and the optimizer's wrong: stale, scaled, or of one rank.
     Look at: whether the optimizer steps on the very tensors that ``named_tensors("grads")`` shows; and
     whether the configured ``betas`` and ``eps`` reach it, since this check sets an ``eps`` of its own.
     """
@@ -83,7 +83,7 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I5.several-train-batches", each="layout")
 def each_train_batch_starts_from_zero(subject: EngineUnderTest) -> None:
-    """A second ``train_batch`` has only its own gradients, and later outputs are those of the new weights.
+    """A second ``train_batch`` has only its own gradients, and later outputs follow the new weights.
 
     Why: gradients that are never dropped, and forward passes that still use the old weights.
     Look at: ``TrainBackend.zero_grad``, and gathered or cached copies of weights that outlive a step.
@@ -119,7 +119,7 @@ def nan_skips_the_step(subject: EngineUnderTest) -> None:
     """A loss or gradient that is not finite, on any rank, skips the step on all and changes nothing.
 
     Why: one bad sample must not end a run, and one rank must not step alone.
-    Look at: ``nan_to_num`` and filters that hide what is not finite from the norm; loss scalers that skip
+    Look at: ``nan_to_num`` and filters that hide non-finite values from the norm; loss scalers that skip
     or rescale on their own; gradients that survive the skipped step; an Adam step count that advances
     without one.
     """
@@ -161,7 +161,7 @@ def all_masked_skips_the_step(subject: EngineUnderTest) -> None:
 
 @check("I16.few-sequences", each="layout")
 def few_sequences_are_enough(subject: EngineUnderTest) -> None:
-    """A batch with fewer sequences, or tokens, than ranks or micro-batches trains as the oracle says, and in time.
+    """A batch with fewer sequences, or tokens, than ranks or micro-batches trains like the oracle, and in time.
 
     Why: ranks with different micro-batch counts wait for each other forever (verl #5591, AReaL #1139). So do
     context-parallel ranks when one has no tokens.

@@ -40,7 +40,7 @@ class GreedyPath:
 
 
 def find_path(oracle: Oracle, vocab_size: int, seed: int) -> GreedyPath:
-    """Of many prompts the one where the most likely token wins most clearly at every step.
+    """The prompt, of many, with the clearest most likely token at every step.
 
     So that an engine in a smaller dtype takes the same tokens. Raises `ValueError` if no path has two
     tokens to stop at.
@@ -65,14 +65,14 @@ def find_path(oracle: Oracle, vocab_size: int, seed: int) -> GreedyPath:
 
 @check("I19.stop", kind="inference", each="layout")
 def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
-    """An answer ends with EOS (unless ``ignore_eos``) or one of ``stop_token_ids``, and that token has a log-prob.
+    """An answer ends with EOS (unless ``ignore_eos``) or a token of ``stop_token_ids``, and that token has a log-prob.
 
     EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does.
 
-    Why: an answer without its EOS never teaches the policy to stop, and one that runs on is rewarded for
-    what nobody reads (I19). One that ends as its tokens run out is finished, and not cut off.
-    Look at: servers that drop the stop token or its log-prob from what they return; the EOS of the config, which is
-    a list in many models; lists of which only the first id is taken, or that replace what was there.
+    Why: an answer without its EOS never teaches the policy to stop, and an answer that runs on is
+    rewarded for unread tokens (I19). An answer that ends as its tokens run out is finished, and not cut off.
+    Look at: servers that drop the stop token or its log-prob from their response; the EOS of the config, which is
+    a list in many models; lists of which only the first id is taken, or that replace earlier ids.
     """
     base = subject.model()
     path = find_path(subject.expected.oracle(base), base.vocab_size, base.seed)
@@ -110,7 +110,7 @@ def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
 def eos_is_trained_where_padding_has_its_id(subject: EngineUnderTest) -> None:
     """EOS in the loss mask has log-prob and gradient like any token, also if padding has its id.
 
-    Why: who takes every token with the padding's id for padding never trains EOS, and the policy does not
+    Why: a mask of every token with the padding's id never trains EOS, and the policy does not
     learn to stop (TRL #3200). And most models of transformers look padding up without a gradient (``padding_idx``):
     with an embedding of another make, gradient norms of two backends differ, and both seem right.
     Look at: masks that are derived from token ids instead of ``cu_seqlens`` and ``loss_mask``; the row of the padding

@@ -35,7 +35,7 @@ def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
 
     Why: a bucket overwritten before it is read; a last bucket that is not flushed; views sent with the strides of a
     larger tensor; gathered copies of an earlier step (verl #6813, #6919, #7014, #5801).
-    Look at: ``named_tensors("params")`` and ``("buffers")``: what they yield is valid until the next item.
+    Look at: ``named_tensors("params")`` and ``("buffers")``: their tensors are valid until the next item.
     """
     _verify_sending(subject, "tensor")
 
@@ -46,7 +46,7 @@ def distributed_sync_sends_the_present_weights(subject: EngineUnderTest) -> None
 
     Why: a rank that broadcasts in another order than it announced, or a buffer that is overwritten during its
     transfer, corrupts weights without an error (verl #6813, #7014, AReaL #941).
-    Look at: the device of what is exported, and `I12.tensor`, which is the same without a process group.
+    Look at: the device of exported tensors, and `I12.tensor`, which is the same without a process group.
     """
     _verify_sending(subject, "distributed")
 
@@ -100,7 +100,7 @@ def updates_from_a_group_arrive(subject: EngineUnderTest) -> None:
 
     Why: tensors received in another order than announced; a rank that is not in the group; a group of the previous
     update (slime #327, AReaL #941).
-    Look at: `I12.receive-tensor` first; then who joins, and when the group is left.
+    Look at: `I12.receive-tensor` first; then the members, and the end of the group.
     """
     _verify_receiving(subject, "distributed")
 
@@ -136,8 +136,8 @@ def broken_streams_change_nothing(subject: EngineUnderTest) -> None:
 
     Requests that arrive before the error are answered by the old weights too, under their version.
 
-    Why: a trainer that dies in the middle of an update leaves a mixture of two policies behind, which nobody asked
-    for and no error tells of. It serves for a while where an engine continues before it has restored the old weights.
+    Why: a trainer that dies in the middle of an update leaves a mixture of two policies behind, without any error. It
+    serves for a while where an engine continues before it has restored the old weights.
     Look at: what becomes of buckets that were installed before the error, when requests continue, and when the
     version changes.
     """
@@ -150,7 +150,7 @@ def broken_groups_change_nothing(subject: EngineUnderTest) -> None:
 
     Why: a collective whose sender is gone waits for half an hour and then takes the server with it, or leaves a mixture
     of two policies.
-    Look at: errors of collectives, who leaves the group, and where the old weights come from.
+    Look at: errors of collectives, the ranks that leave the group, and where the old weights come from.
     """
     _verify_breaking(subject, "distributed")
 

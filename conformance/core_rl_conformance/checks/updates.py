@@ -1,4 +1,4 @@
-"""Weights that arrive at an inference engine: what it serves before, meanwhile and afterwards."""
+"""Weights that arrive at an inference engine: served tokens before, meanwhile and afterwards."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import serving
 
 MOST_LATE = 48
-"""So many of the answers that came last are compared: requests follow each other as long as an update runs."""
+"""Number of last answers to compare: requests follow each other during an update."""
 
 
 def published(
     subject: EngineUnderTest, model: TinyModel, version: int, verify: bool = False, name: str | None = None
 ) -> WeightUpdateMeta:
-    """The weights of ``model`` as a train engine uploads them: a sealed model directory in place of what is there.
+    """The weights of ``model`` as a train engine uploads them: a sealed model directory in place of the previous
+    directory.
 
     It is called ``name``, or after its version.
     """
@@ -57,7 +58,7 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
     """After an update from disk every token is drawn by the new weights, all of them, and carries their version.
 
     Why: a receiver that takes only some tensors, loses the tie of the head, or keeps its version samples from
-    a policy that nobody has (verl #5801, #7014, #6334, AReaL #941).
+    an unknown policy (verl #5801, #7014, #6334, AReaL #941).
     Look at: names that the loader skips, tied heads, buffers, caches of prompts or directories, and the version of
     each token.
     """
@@ -92,7 +93,7 @@ def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
     engine = subject.serve(old, keep=False)
     shared, tails = subject.data(lengths=(40,)).rows[0].ids, subject.data(lengths=(1, 2, 5, 3), seed=1)
     first = [LLMRequest(input_ids=shared + row.ids, sampling=serving.PLAIN) for row in tails.rows[:2]]
-    # One after the other, so that the second finds what the first has left.
+    # One after the other, so that the second meets the state after the first.
     before = [serving.ask(engine, [request])[0] for request in first]
     serving.verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
     serving.installed(engine, published(subject, new, 1))
@@ -105,7 +106,7 @@ def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
 
 @check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
 def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
-    """An update that cannot be read fails with its cause, and weights and version stay what they were.
+    """An update that cannot be read fails with its cause, and weights and version stay unchanged.
 
     Why: a receiver with mixed weights, or with old weights under the new version, is found weeks later.
     Look at: whether everything is checked before anything is changed, and when the version changes.

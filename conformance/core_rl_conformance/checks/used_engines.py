@@ -1,4 +1,4 @@
-"""Engines that have computed before: nothing of an earlier batch, or of earlier weights, is in what comes next."""
+"""Engines that have computed before: nothing of an earlier batch, or of earlier weights, is in later calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from core_rl_conformance.procedures.training import Shadow
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
 LENGTHS, OTHER_LENGTHS = (3, 9, 5, 7), (9, 3, 7, 5)
-"""As many sequences and tokens, cut at other places."""
+"""The same numbers of sequences and tokens, cut at other places."""
 EQUAL = (6, 6, 6, 6)
 """Sequences of each data-parallel rank, each in a micro-batch of its own."""
 
 
 @check("I13.hidden-caches", each="layout")
 def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
-    """Outputs and gradients are those of the batch at hand after others of the same size, tokens or boundaries.
+    """Outputs and gradients belong to the batch at hand after others of the same size, tokens or boundaries.
 
     In turn: the same tokens cut elsewhere, other tokens, another temperature, other masks; and the first ones again.
     Training passes too. Of micro-batches of one size, each has its own log-probs.
@@ -62,9 +62,9 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
 
 @check("I11.load-after-use", each="layout")
 def used_engines_load_every_format(subject: EngineUnderTest) -> None:
-    """An engine that has answered and trained loads each format, and answers by what it loaded.
+    """An engine that has answered and trained loads each format, and answers with the loaded weights.
 
-    Weights, and with ``sharded`` and ``portable`` moments and progress, are those of the file. With ``hf`` the moments
+    Weights, and with ``sharded`` and ``portable`` moments and progress, equal the file's. With ``hf`` the moments
     stay, and the next step is AdamW's. The batch that it answered before gives other log-probs.
 
     Why: answers and gathered weights that are kept by the batch outlive the weights (vllm #44371); float32 masters that

@@ -1,4 +1,4 @@
-"""Known mistakes around AdamW: steps that are made with one of them, to compare with a wrong engine's."""
+"""Known mistakes around AdamW: steps with each mistake, to compare with a wrong engine's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Named = Mapping[str, Grads]
 """Tensors by name, of each kind: ``params``, ``exp_avg`` and ``exp_avg_sq``."""
 StepRule = Callable[[AdamW, AdamWState, Grads, float], object]
 LEEWAY = 16.0
-"""Of a hint alone: other mistakes are off by thousands of tolerances."""
+"""Leeway of a hint alone: other mistakes are off by thousands of tolerances."""
 KINDS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
@@ -80,9 +80,9 @@ def _explains(
 
 
 def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Tolerance]) -> bool:
-    """Whether ``wrong`` explains ``got``: tolerances are for what is ``right``, and grow with the values.
+    """Whether ``wrong`` explains ``got``: tolerances are for ``right``, and grow with the values.
 
-    `LEEWAY` is for what a mistake does to rounding, as where a decay nearly cancels a gradient.
+    `LEEWAY` covers the rounding of a mistake, as where a decay nearly cancels a gradient.
     """
     overall = _growth(wrong.values(), right.values())
     return set(got) == set(wrong) and all(
@@ -93,13 +93,13 @@ def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Toler
 
 
 def _growth(wrong: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """By how much the largest value is larger."""
+    """Growth of the largest value."""
     largest, before = (max(float(value.abs().max()) for value in values) for values in (wrong, right))
     return largest / max(before, 1e-300)
 
 
 def _rounded(got: Named) -> str | None:
-    """Float32 moments are bfloat16 numbers only if somebody has rounded them."""
+    """Float32 moments are bfloat16 numbers only after rounding."""
     rounded = [
         KINDS[kind].removesuffix(" moments")
         for kind, moments in got.items()

@@ -1,4 +1,4 @@
-"""The line of a crash that says most: the innermost one of the engine's own code."""
+"""Most useful line of a crash: the innermost frame of the engine's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons that say where the first difference is and what kind of mistake it looks like."""
+"""Comparisons that show the first difference and the kind of mistake it looks like."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finding:
     error: float
     limit: float
     problem: str | None = None
-    """What to tell the engine's author; None where the comparison holds."""
+    """Message for the engine's author; None where the comparison holds."""
     points: tuple[tuple[float, float], ...] = ()
     """Some of the compared values as (got, expected)."""
     names_cause: bool = False

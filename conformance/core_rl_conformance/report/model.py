@@ -79,7 +79,7 @@ class CheckRecord(Record):
 
     @property
     def order(self) -> tuple[int, str]:
-        """A sorting key: I2 before I10, and what is no invariant at the end."""
+        """A sorting key: I2 before I10, and rules of the interface at the end."""
         return natural_order(self.identifier)
 
     @property
