@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     NOT_SUPPORTED = "not supported"
     """The engine does not declare a capability that the check needs."""
     WAIVED = "waived"
-    """It failed as the engine's profile declares."""
+    """Failure as the engine's profile declares."""
     NOT_RUN = "not run"
     """The environment or the command line left it out."""
 
@@ -84,7 +84,7 @@ class CaseRecord(Record):
     seed: int
     outcome: Outcome
     provisional: bool
-    """It does not count against the engine yet."""
+    """Not counted against the engine yet."""
     seconds: float
     starting_s: float = 0.0
     """Seconds of ``seconds`` that went into starting ranks."""
@@ -94,7 +94,7 @@ class CaseRecord(Record):
     reason: str = ""
     """Why it was not run, is not supported or is waived."""
     message: str = ""
-    """What the check said when it failed."""
+    """Message of the failed check."""
 
     @property
     def label(self) -> str:
@@ -113,7 +113,7 @@ class CaseRecord(Record):
         return f"{place}-with-{self.partner}" if self.partner else place
 
     def to_property(self) -> tuple[str, str]:
-        """As a user property, which survives the way from a pytest-xdist worker."""
+        """User property, which survives the way from a pytest-xdist worker."""
         return PROPERTY, self.model_dump_json()
 
     @classmethod

@@ -1,6 +1,6 @@
 """The pytest plugin: options, and the suite itself once ``--engine`` asks for it.
 
-pytest loads this module in every session of everybody who has core-rl installed. It therefore imports
+pytest loads this module in every session with core-rl installed. It therefore imports
 nothing heavy, and its options exist only in a session that names an engine: plain names such as
 ``--model`` belong to other projects too.
 """
@@ -17,7 +17,7 @@ import pytest
 
 CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ENGINES = "core_rl_engines"
-"""Where the parsed ``--engine`` options are kept; the name is ours alone."""
+"""Destination of the parsed ``--engine`` options, a unique name."""
 HELP = "check this core-rl engine with the conformance suite; may be given several times"
 
 
@@ -156,7 +156,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _runs_checks_itself(config):
         from core_rl.launch.process import start_fork_server
 
-        # The ranks' transformers reads it when it is loaded; bars would hide what a failed check says.
+        # The ranks' transformers reads it when it is loaded; bars would hide messages of failed checks.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         # CUDA's matrix products have one order of summation only with workspaces of a fixed size.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -31,7 +31,7 @@ MOST_SERVERS = 2
 
 
 def use_deterministic_kernels(_engine: TrainEngine) -> None:
-    """Let torch's kernels add up in one order; one that cannot says so, and works as before.
+    """Let torch's kernels add up in one order; other kernels warn, and work as before.
 
     The backward pass of FlashAttention has another order each time, for which checks of equal bits would fail engines.
     """
@@ -104,9 +104,9 @@ class ServerPool:
     def start(
         self, spec: EngineSpec, config: InferenceEngineConfig, *, keep: bool = True, shared: bool = False
     ) -> InferenceEngine:
-        """An engine of ``spec`` that serves ``config``'s model: the one that is there, if it does.
+        """An engine of ``spec`` that serves ``config``'s model: the running engine, if it does.
 
-        ``keep=False`` is for a caller that changes its weights: nobody gets it after them. With ``shared``, a new
+        ``keep=False`` is for a caller that changes its weights: later callers get a new engine. With ``shared``, a new
         engine may find the servers of an earlier one.
         """
         engine = self._engines.get(spec.name)
@@ -119,7 +119,7 @@ class ServerPool:
 
     def _started(self, spec: EngineSpec, config: InferenceEngineConfig, shared: bool) -> InferenceEngine:
         engine: InferenceEngine = self.make(spec, config)
-        # Kept before it starts: what has been launched is ended even if it never gets ready.
+        # Stored before it starts: a launched server is ended even if it never gets ready.
         self._engines[spec.name] = engine
         if spec.supports(Capability.LAUNCH_SERVER):
             launched = self._shared.addresses(spec, config) if shared else engine.launch_server()
@@ -152,12 +152,12 @@ class ServerPool:
 
 
 class _SharedServers:
-    """Servers by what they were launched for: an engine's name, its config, and the architecture of the model."""
+    """Servers by their purpose: an engine's name, its config, and the architecture of the model."""
 
     def __init__(self, make: MakeEngine) -> None:
         self._make = make
         self._launched: dict[tuple[str, str], tuple[InferenceEngine, tuple[str, ...]]] = {}
-        """The one that was used last is the last. The engines do nothing but own the servers."""
+        """Ordered by last use. The engines do nothing but own the servers."""
 
     def addresses(self, spec: EngineSpec, config: InferenceEngineConfig) -> tuple[str, ...]:
         """Addresses of servers for ``config``; started if there are none, after ending others that are too many."""

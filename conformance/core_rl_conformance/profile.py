@@ -22,7 +22,7 @@ MOE = "qwen3_moe"
 FAMILIES = (*DENSE, MOE)
 """The tiny models that the suite can build."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
-"""Fields of a config that checks fill in: options for them would be lost without a word."""
+"""Fields of a config that checks fill in: options for them would be lost silently."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -30,7 +30,7 @@ NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 class Setting:
     """A layout with options of the engine that change how it computes there, or that takes some models only.
 
-    With options, such as those of hybrid sharding, it is run as a layout of its own, and named after both:
+    With options, such as hybrid sharding, it is run as a layout of its own, and named after both:
     ``dp4-hsdp``.
     """
 
@@ -40,7 +40,7 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the engine's config as in `Profile.options`, which they are laid over, section by section."""
     families: tuple[str, ...] | None = None
-    """The tiny models that it can take, of those in the profile; None is all."""
+    """The tiny models of the profile that it can take; None is all."""
     layer_multiple: int = 1
     """Tiny models get as many layers here as it takes for this to divide them: the stages of a pipeline."""
     expert_multiple: int = 1
@@ -50,7 +50,7 @@ class Setting:
         return f"{self.layout}-{self.name}" if self.name else str(self.layout)
 
     def over(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The profile's ``options`` with those of this setting."""
+        """The profile's ``options``, overridden by this setting's."""
         return _laid_over(options, self.options)
 
     def suited(self, families: Sequence[str]) -> list[str]:
@@ -96,11 +96,11 @@ class Waiver:
     reason: str
     """Why it fails, best with a link to the issue."""
     owner: str
-    """The person who will fix it."""
+    """The person in charge of the fix."""
     raises: type[BaseException]
-    """How it fails; `AssertionError` for a wrong result."""
+    """Type of its exception; `AssertionError` for a wrong result."""
     layouts: tuple[ParallelLayout | str, ...] | None = None
-    """Where it fails, a setting by its full name as ``dp4-hsdp``; None is everywhere."""
+    """Layouts of the failure, a setting by its full name as ``dp4-hsdp``; None is everywhere."""
     families: tuple[str, ...] | None = None
     """With which tiny models it fails; None is all."""
 
@@ -118,7 +118,7 @@ class Profile:
     """The most telling ones first: on the first every model is run, on the second three, on others one; models take
     turns. Further dtypes are run on the first two."""
     settings: tuple[Setting, ...] = ()
-    """Layouts with options of their own, run after ``layouts``; models take turns on them."""
+    """Layouts with options of their own, run after ``layouts``; models rotate over them."""
     dtypes: tuple[DType, ...] = ("float32",)
     families: tuple[str, ...] = DENSE
     """The mixture of experts, `MOE`, comes to these for an engine that declares the capability, and for no other."""
@@ -129,12 +129,12 @@ class Profile:
     waivers: tuple[Waiver, ...] = ()
     shared_servers: bool = False
     """For an inference engine that launches servers which take long to start: one server serves all models of the
-    same architecture, one after another. It must take the weights of ``config.model`` when an engine is initialized
+    same architecture, in sequence. It must take the weights of ``config.model`` when an engine is initialized
     with its address, whatever it had before."""
 
     @property
     def places(self) -> tuple[Setting, ...]:
-        """All that is run: the layouts, and then the settings."""
+        """Every layout, and then the settings."""
         return (*(Setting(layout=layout) for layout in self.layouts), *self.settings)
 
     def completed(self, spec: EngineSpec) -> Profile:

@@ -26,7 +26,7 @@ __all__ = ["ExpectedTraining", "Training", "Trajectory", "expected_training"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One optimizer step on each of ``data``; hashable, so that what was computed for it can be kept."""
+    """One optimizer step on each of ``data``; hashable, so that computed values can be cached."""
 
     data: tuple[Ragged, ...]
     loss: CheckLoss

@@ -33,7 +33,7 @@ class MaskedPairs:
     seconds: Tensor
     """Ids ``[N]``, which are predicted."""
     factors: Tensor
-    """What each attention weight is multiplied by, ``[N, layers, heads]``: ``1 / (1 - p)`` where it is kept, else 0."""
+    """Factor of each attention weight, ``[N, layers, heads]``: ``1 / (1 - p)`` where it is kept, else 0."""
 
     def shuffled(self, seed: int) -> MaskedPairs:
         """The same in another order."""

@@ -1,4 +1,4 @@
-"""How far moments of 8 bits may be from those that they stand for.
+"""Tolerance of moments of 8 bits from their exact values.
 
 The dynamic data type of Dettmers et al. (arXiv:2110.02861, section 2.2) divides each block by its largest magnitude.
 Its codes are widest apart in the last decade, from 0.1 to 1: that has 64 of them for numbers with a sign, and 128 for
@@ -17,7 +17,7 @@ from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 __all__ = ["LARGEST_ERROR", "share_of_values", "with_rounding_to_codes"]
 
 LARGEST_ERROR = {"exp_avg": 0.9 / 64 / 2, "exp_avg_sq": 0.9 / 128 / 2}
-"""Of each kind of moments, in relation to the largest magnitude of the block."""
+"""Error of each kind of moments, in relation to the largest magnitude of the block."""
 
 
 def with_rounding_to_codes(

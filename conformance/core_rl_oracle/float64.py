@@ -67,7 +67,7 @@ def float64_only(*, refuse: bool = True) -> Iterator[None]:
     """Everything inside runs in float64; what cannot raises `PrecisionError`.
 
     Looking at the result of each operation takes as long as the operations of tiny models do. Without ``refuse``
-    nobody looks: for more of what has been looked at.
+    operations are not inspected: for repeats of inspected work.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -73,7 +73,7 @@ class LowRank:
 def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, int, bool]]:
     """Linear layers of the ``trunk`` of ``model``: sizes of output and input, and whether one stores ``[in, out]``.
 
-    In a mixture of experts, without those that are called as an expert's matrices are.
+    In a mixture of experts, without names of an expert's matrices.
     """
     inside = {id(module) for module in trunk.modules()}
     mixture = any(".experts." in name for name, _ in model.named_parameters())

@@ -88,7 +88,7 @@ class MixedOptimizer:
     adamw: AdamW
     """Learning rate, clipping, and the fields of AdamW; its ``weight_decay`` is not read."""
     settings: Mapping[str, Settings]
-    """Of every parameter."""
+    """Settings of every parameter."""
     momentum: float = 0.95
     nesterov: bool = True
     ns_steps: int = 5

@@ -1,4 +1,4 @@
-"""The float64 oracle: what the model and the loss say, computed as plainly as possible.
+"""The float64 oracle: outputs of model and loss, computed as plainly as possible.
 
 The plain Hugging Face model with eager attention, one unpacked sequence at a time, in true float64.
 Nothing here imports pytest or core-rl: the code under test and its judge share no line.
@@ -26,7 +26,7 @@ from core_rl_oracle.low_rank import LowRank
 __all__ = ["AdamW", "AdamWState", "Gradients", "Oracle", "OracleSequence", "SequenceLoss", "grad_norm"]
 
 REFUSING = 2
-"""So many sequences of a call are looked at for a smaller dtype; the others go through the same operations."""
+"""Number of sequences of a call inspected for a smaller dtype; the others go through the same operations."""
 
 Outputs = Mapping[str, Tensor]
 OracleHead = Literal["lm", "value", "reward"]
@@ -34,7 +34,7 @@ OracleHead = Literal["lm", "value", "reward"]
 
 @dataclass(frozen=True, kw_only=True)
 class OracleSequence:
-    """One sequence: ``L`` token ids, and what the loss reads besides the model's outputs."""
+    """One sequence: ``L`` token ids, and the loss's inputs besides the model's outputs."""
 
     input_ids: list[int]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Gradients:
 
 
 class Oracle:
-    """The model in ``directory`` (``save_pretrained`` format) with one of the three heads.
+    """The model in ``directory`` (``save_pretrained`` format) with any of the three heads.
 
     The factors of an ``adapter`` are parameters like others, named after their layer.
     """

@@ -1,4 +1,4 @@
-"""The plain Hugging Face model in an engine's dtype: how much error is nobody's fault.
+"""The plain Hugging Face model in an engine's dtype: how much error is rounding.
 
 It runs the same sequences in several equivalent ways: other row orders, other cuts into batches, padding on either
 side, both attention implementations, and two formulas of log-probs and entropy. Some move weights by one unit in the

@@ -1,4 +1,4 @@
-"""torch's own AdamW in float32: how much rounding of optimizer steps is nobody's fault."""
+"""torch's own AdamW in float32: unavoidable rounding of optimizer steps."""
 
 from __future__ import annotations
 

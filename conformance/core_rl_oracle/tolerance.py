@@ -5,8 +5,8 @@ Hugging Face model in the engine's dtype makes over several equivalent variants 
 one can be luckily tiny. The floor is some units in the last place of the largest entry of that kind,
 because some true values are zero. Tensors are compared by their largest difference.
 
-An error that is small at each token and too large on the whole is a bug too, see `mean_square`. So is one that always
-points the same way, see `signed_mean`.
+An error that is small at each token and too large on the whole is a bug too, see `mean_square`. So is an error that
+always points the same way, see `signed_mean`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def signed_mean(
     """Whether the mean of ``errors`` (one tensor of token errors for each sequence) is zero up to chance.
 
     It may be 4 times the largest signed mean of the plain model's variants plus 4 standard errors over
-    sequences. The deviation is the larger one of the engine's and the plain model's: an engine with
+    sequences. The deviation is the larger of the engine's and the plain model's: an engine with
     hardly any error must not be judged by its own luck. ``floor`` is free for a single token; in a mean over
     ``n`` tokens, roundings that are independent leave a part in ``sqrt(n)`` of it.
     """
@@ -129,7 +129,7 @@ def signed_mean(
 
 @dataclass(frozen=True, kw_only=True)
 class MeanSquare:
-    """The root of the mean square error over tokens, and what is allowed."""
+    """The root of the mean square error over tokens, and its limit."""
 
     error: float
     tolerance: Tolerance
@@ -141,7 +141,7 @@ def mean_square(
     """The rule for the whole of many tokens: 4 times the largest root mean square error of the plain model's variants.
 
     The largest of many errors is ruled by its tail, above all in bfloat16; their mean square hardly differs
-    between equivalent computations, so that this sees a tenth of what the largest error hides. Of the floor
+    between equivalent computations, so that this sees a tenth of an error hidden by the largest. Of the floor
     of a single token, independent roundings leave a part in ``sqrt(n)``.
     """
     count = max(1, sum(error.numel() for error in errors))

@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class _Collector:
-    """Gathers what the tests of the zoo report, in this process or in workers."""
+    """Gathers reports of the zoo's tests, in this process or in workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.matrix = KillMatrix()

@@ -32,15 +32,15 @@ class Kill:
     seed: int
     outcome: Outcome
     intended: bool = True
-    """Whether the check is the one that is meant for the mutant."""
+    """Whether the check is intended for the mutant."""
 
     def to_property(self) -> tuple[str, str]:
-        """As a user property, which survives the way from a pytest-xdist worker."""
+        """User property, which survives the way from a pytest-xdist worker."""
         return PROPERTY, json.dumps(asdict(self))
 
     @staticmethod
     def from_properties(properties: Iterable[tuple[str, object]]) -> Iterator[Kill]:
-        """All that the user properties of a report hold."""
+        """Every kill among the user properties of a report."""
         for name, value in properties:
             if name == PROPERTY:
                 yield Kill(**json.loads(str(value)))

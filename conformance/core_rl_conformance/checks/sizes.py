@@ -64,7 +64,7 @@ def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I8.low-temperature", each="layout")
 def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
-    """At a temperature of 0.05, log-probs and entropy follow ``softmax(logits / 0.05)``; so are gradients.
+    """At a temperature of 0.05, log-probs and entropy follow ``softmax(logits / 0.05)``; so do gradients.
 
     Why: a clamp against division by 0 makes the importance ratio of cold samples wrong, and a softmax without its
     maximum overflows.

@@ -72,7 +72,7 @@ def compare_tokens(
     keep_points: bool = False,
     explain: Explain | None = None,
 ) -> Finding:
-    """Compare one tensor ``[L]`` for each sequence; ``places`` tell more of the tokens, for the hints.
+    """Compare one tensor ``[L]`` for each sequence; ``places`` are positions of the tokens, for the hints.
 
     With ``keep_points`` the finding holds some of the values, for a plot. What ``explain`` finds replaces the hints.
     """
@@ -144,9 +144,9 @@ def compare_named(
     *,
     explain: Explain | None = None,
 ) -> Finding:
-    """Compare tensors by name, each with its own tolerance; reports the one that is worst in relation to it.
+    """Compare tensors by name, each with its own tolerance; reports the worst in relation to it.
 
-    ``since`` are the tensors before what is checked changed them: then hints speak of the change. What ``explain``
+    ``since`` are the tensors before the checked change: then hints speak of the change. What ``explain``
     finds replaces the hints.
     """
     problem = _names_problem(label, got, expected)

@@ -16,7 +16,7 @@ Mistakes = Callable[[], Iterator[tuple[str, Gradients]]]
 Again = Callable[[], tuple[float, Mapping[str, Tensor]]]
 """The same pass once more: its loss, and its gradients by name."""
 NEAR = 4.0
-"""Times the tolerance of the right values, which is not that of those with a mistake."""
+"""Times the tolerance of the right values, without a mistake."""
 
 
 def explain_tokens(

@@ -1,4 +1,4 @@
-"""Known mistakes around Muon and rules for parameters: steps that are made with one of them."""
+"""Known mistakes around Muon and rules for parameters: steps with each mistake."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def likely_mistake(
 
 
 def _near(got: Tensor, wrong: Tensor, right: Tensor) -> bool:
-    """Whether ``wrong`` explains ``got``; a mistake may amplify rounding, so limits for what is right do not fit."""
+    """Whether ``wrong`` explains ``got``; a mistake may amplify rounding, so limits for right values do not fit."""
     return _far(got, wrong) <= 0.05 * _far(right, wrong)
 
 
@@ -78,7 +78,7 @@ def _far(got: Tensor, expected: Tensor) -> float:
 def _mistakes(
     config: MixedOptimizer, defaults: Mapping[str, Settings], ranks: int
 ) -> Iterator[tuple[str, Sequence[MixedOptimizer]]]:
-    """Sentences, and the ways to make the mistake: each tensor is wrong in one of them."""
+    """Sentences, and the ways to make the mistake: each tensor is wrong in some way of these."""
     if any(setting.muon for setting in config.settings.values()):
         for parts in dict.fromkeys((2, ranks)):
             shards = [

@@ -1,4 +1,4 @@
-"""Known shapes of errors in named tensors: what the wrong ones are, and which parameters or parts they are.
+"""Known shapes of errors in named tensors: the wrong values, and their parameters or parts.
 
 As for tokens: a set of parameters, or a part of each, is named only if it holds all that is wrong and
 leaves out something that is right.
@@ -78,7 +78,7 @@ def _change(comparison: Named, since: Mapping[str, Tensor] | None) -> Named:
     )
 
 
-# ------------------------------------------------------- what the tensors are
+# ------------------------------------------------------- values of the tensors
 
 
 def _not_finite(comparison: Named) -> str | None:

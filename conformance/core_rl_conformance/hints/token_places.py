@@ -17,7 +17,7 @@ Place = tuple[str, Tensor]
 PERIODS = (512, 256, 128, 64, 32, 16, 8)
 """Lengths of chunks that kernels work in."""
 SMALLEST_BUFFER = 32
-"""What ends before is more likely to be of one sequence."""
+"""Shorter patterns more likely belong to a single sequence."""
 
 
 def _by_mask(tokens: Tokens) -> Iterator[Place]:
@@ -59,7 +59,7 @@ def _by_position(tokens: Tokens) -> Iterator[Place]:
 
 
 def _by_chunk(tokens: Tokens) -> Iterator[Place]:
-    """Every so many tokens, in the sequence or in what a rank packs."""
+    """Every so many tokens, in the sequence or in the pack of a rank."""
     order = tokens.position
     yield from _periodic(order, tokens, "of a sequence")
     rank = torch.zeros_like(order) if tokens.places is None else tokens.places.rank
@@ -137,7 +137,7 @@ def _seen_before(marked: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _by_size(tokens: Tokens) -> Iterator[Place]:
-    """From some token, sequence or id on: where a buffer or an integer ends."""
+    """Errors from some token, sequence or id on: the end of a buffer or an integer."""
     if tokens.places is None:
         return
     places = tokens.places

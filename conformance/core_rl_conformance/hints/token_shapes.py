@@ -1,8 +1,8 @@
-"""Known shapes of errors in token outputs: what the wrong values are, and which tokens they belong to.
+"""Known shapes of errors in token outputs: the wrong values, and their tokens.
 
-Each shape is a small function. What a value was turned into must explain every wrong one; a set of
+Each shape is a small function. A changed value must explain every wrong token; a set of
 tokens is named only if it holds all wrong ones, at least half of it is wrong, and tokens outside of
-it are right. Of several such sets the smallest says most.
+it are right. The smallest of several such sets counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _explains(inside: Tensor, tokens: Tokens) -> bool:
     return 2 * int(tokens.wrong.sum()) >= int((inside & counted).sum())
 
 
-# ------------------------------------------------------- what the values are
+# ------------------------------------------------------- the values
 
 
 def _not_finite(tokens: Tokens) -> str | None:

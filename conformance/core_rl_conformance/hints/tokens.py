@@ -1,4 +1,4 @@
-"""Compared token outputs, packed, with what is known of each token; and the factor between two tensors."""
+"""Compared token outputs, packed, with the known facts of each token; and the factor between two tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Places", "Tokens", "constant_factor", "named_factor", "show_factor"]
 LARGEST_PART = 64
 """Fractions are recognized up to this numerator and denominator."""
 PLAUSIBLE_PART = 8
-"""Larger parts must be powers of two: nobody divides by 35 or multiplies by 38."""
+"""Larger parts must be powers of two: no code divides by 35 or multiplies by 38."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Places:
 
     ids: Tensor
     trained: Tensor
-    """Bool: what the loss reads."""
+    """Bool: tokens that the loss reads."""
     rank: Tensor
     """The data-parallel rank that each one is on."""
     vocab_size: int
@@ -39,7 +39,7 @@ class Places:
     packed: Tensor
     """Number of tokens of that micro-batch."""
     number: Tensor
-    """Index of each one's sequence among those of its micro-batch."""
+    """Index of each token's sequence in its micro-batch."""
     shards: tuple[int, ...] = ()
     """Numbers of ranks that the tokens of a micro-batch may be spread over: context and sequence parallelism."""
 
@@ -86,7 +86,7 @@ class Tokens:
     got: Tensor
     expected: Tensor
     wrong: Tensor
-    """Bool: the difference, or one of the row's, is too large or not a number."""
+    """Bool: the difference, or any in its row, is too large or not a number."""
     sequence: Tensor
     position: Tensor
     lengths: list[int]
@@ -99,7 +99,7 @@ class Tokens:
     def of(
         got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: Tolerance, places: Places | None
     ) -> Tokens:
-        """From one tensor ``[L]``, ``[L, V]`` or ``[]`` for each sequence; ``places`` are of all their tokens."""
+        """Tokens from a tensor ``[L]``, ``[L, V]`` or ``[]`` for each sequence; ``places`` are of all their tokens."""
         pairs = zip(got, expected, strict=True)
         rows = [(a, b) if a.dim() else (a.reshape(1), b.reshape(1)) for a, b in pairs]
         lengths = [len(left) for left, _ in rows]
@@ -160,7 +160,7 @@ def _plausible(part: int) -> bool:
 def constant_factor(got: Tensor, expected: Tensor, tolerance: Tolerance) -> float | None:
     """The number that all of ``expected`` was multiplied by (up to 0.1 %), if there is one other than 1.
 
-    It must explain every entry, the ones that are nearly 0 included.
+    It must explain every entry, entries near 0 included.
     """
     got, expected = got.detach().double().flatten(), expected.detach().double().flatten()
     if got.numel() < 2 or not bool(torch.isfinite(got).all()):

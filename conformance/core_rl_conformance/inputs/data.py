@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of unequal lengths; hashable, so that what was computed for them can be kept."""
+    """Sequences of unequal lengths; hashable, so that computed values can be cached."""
 
     rows: tuple[Row, ...]
 
@@ -125,7 +125,7 @@ class Repeated:
     distinct: Ragged
     """Each different one, with its number of copies."""
     order: tuple[int, ...]
-    """The different one that each sequence of the batch is."""
+    """Index of the distinct sequence for each sequence of the batch."""
 
     @staticmethod
     def of(data: Ragged, order: Sequence[int]) -> Repeated:
@@ -149,7 +149,7 @@ def part_edges(vocab_size: int) -> list[int]:
 def ragged(vocab_size: int, seed: int, lengths: Sequence[int] = LENGTHS) -> Ragged:
     """Random sequences. One of them is not trained at all, and the last begins as the longest does.
 
-    The ids 0 to 2, which many take for padding, BOS and EOS, and the last one of the vocabulary stand in
+    The ids 0 to 2, which many take for padding, BOS and EOS, and the last token of the vocabulary stand in
     the middle and at the end of sequences: to the model they are tokens like others.
     """
     rng = random.Random(seed)

@@ -129,7 +129,7 @@ def _raise(gradient: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatedLoss(TokenMeanLoss):
-    """`TokenMeanLoss` over a batch of equal sequences, of which the oracle is given one with its number of copies."""
+    """`TokenMeanLoss` over a batch of equal sequences, which the oracle gets once with the number of copies."""
 
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         total, weight = super().of_sequence(outputs, sequence)

@@ -21,9 +21,9 @@ from core_rl_oracle.low_rank import LowRank, linear_layers
 __all__ = ["PREFIX", "TinyAdapter"]
 
 PREFIX = "base_model.model."
-"""What ``peft`` writes before the names of an adapter's tensors."""
+"""Prefix of ``peft`` for the names of an adapter's tensors."""
 STRENGTH = 0.3
-"""How large the adapter's product is, compared with the weight."""
+"""Size of the adapter's product, relative to the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Routers of a tiny mixture of experts whose choices no rounding changes.
 
-A random router has tokens between two experts, and a single flip in bfloat16 is a large error that is
-nobody's fault. So each token id is marked with the experts that it takes: in the first entries of its
+A random router has tokens between two experts, and a single flip in bfloat16 is a large error without
+a bug. So each token id is marked with the experts that it takes: in the first entries of its
 embedding, one for each expert, positive for those and negative for the others, which the routers read
-and nothing else writes much into. What a layer's norm and the other entries do moves gates and not signs.
+and nothing else writes much into. The layer's norm and the other entries moves gates and not signs.
 
-No token chooses the last of five experts, and few choose the one before. So gradients of zero and ranks without
+No token chooses the last of five experts, and few choose the fourth. So gradients of zero and ranks without
 tokens for an expert are always there.
 """
 
@@ -20,9 +20,9 @@ __all__ = ["alike", "draw_router", "mark_tokens"]
 MARK = 1.5
 """Size of a mark; the other entries of an embedding have a standard deviation of 0.16."""
 GAIN = 1.0
-"""What a router multiplies a mark by."""
+"""Factor of a router on a mark."""
 QUIET = 0.05
-"""How much of what other parameters read from, or write into, the marked entries is left."""
+"""Remaining share of other parameters on the marked entries."""
 KINDS = 3
 """Pairs of experts that most token ids take, in turn."""
 RARE = 7
@@ -46,7 +46,7 @@ def mark_tokens(model: PreTrainedModel) -> None:
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     for token, row in enumerate(embedding):
-        # Two of the first three; or one of them and the rare fourth; nobody takes the last.
+        # Two of the first three; or the first of them and the rare fourth; the last is never chosen.
         left = token % KINDS
         experts_of_token = (left, experts - 2) if token % RARE == 0 else (left, (left + 1) % KINDS)
         sizes = row[:experts].abs().clamp(max=0.3)

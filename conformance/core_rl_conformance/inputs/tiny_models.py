@@ -66,7 +66,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     },
     "the epsilon of norms": {"rms_norm_eps": 0.03, "layer_norm_epsilon": 0.03},
 }
-"""Constants that no default has, by what they are called; a family has some of them."""
+"""Constants away from any default, by name; a family has some of them."""
 FOCUS = 60.0
 """Attention scores of a focused model, for each pair of rotary dimensions."""
 LOGIT_STD = 3.0
@@ -102,11 +102,12 @@ class TinyModel:
     plain_gates: bool = False
     """Gates of a mixture are the probabilities of the chosen experts; otherwise these are divided by their sum."""
     long: bool = False
-    """It takes `LONG_LENGTH` tokens and has three layers or more, and constants that are not the usual ones."""
+    """Whether it takes `LONG_LENGTH` tokens and has three layers or more, and constants that are not the usual ones."""
     exact: bool = False
     """No step of a pass rounds in bfloat16, as long as norms, softmax and heads are in float32."""
     focused: bool = False
-    """Of an ``exact`` model: tokens attend to themselves alone, by rotary positions, and the first layer adds that."""
+    """Layers of an ``exact`` model: tokens attend to themselves alone, by rotary positions, and the first layer adds
+    that."""
     usual: str = ""
     """The part of `UNUSUAL` that a ``long`` model does without: an engine that ignores it computes such a model."""
 
@@ -349,7 +350,7 @@ class ModelStore:
 
 
 def _write_generation_config(model: TinyModel, path: Path) -> None:
-    """Sampling defaults such as published models have; a request says all there is, so none may be applied."""
+    """Sampling defaults such as published models have; a request sets every option, so no default may be applied."""
     config = model.config()
     defaults = {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3}
     ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
@@ -386,7 +387,7 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
             return 0.1 * noise
         final = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
-        # Norms of Gemma add the 1 themselves, and so do those of Qwen3.5 outside its linear attention.
+        # Norms of Gemma add the 1 themselves, and so does Qwen3.5 outside its linear attention.
         adds = model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
         added = 1.0 if adds else 0.0
         return peak * (1.0 + 0.2 * noise) - added

@@ -1,4 +1,4 @@
-"""Engines with an adapter: starting them, and what they hold in the oracle's terms."""
+"""Engines with an adapter: their start, and their state in the oracle's terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of two engines is off: the oracle says, so that a correct engine never fails for its partner."""
+"""Which of two engines is off, by the oracle, so that a correct engine never fails for its partner."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> 
         raise NotRun(
             f"the partner {subject.peer.spec.name!r} is off the oracle: {_by(blamed)}; {subject.spec.name!r} is not"
         )
-    # By the triangle inequality one of the two is off, unless their names or shapes differ.
+    # Either engine is off by the triangle inequality, unless their names or shapes differ.
     finding = differences[0].between if off is None else off.own
     problem = "\n".join([*_verdict(subject, differences[0].between, off, blamed), str(finding.problem)])
     subject.verify(Finding(what=finding.what, error=finding.error, limit=finding.limit, problem=problem))
@@ -120,7 +120,7 @@ def _by(finding: Finding) -> str:
 
 @contextmanager
 def partners_part(subject: EngineUnderTest) -> Iterator[None]:
-    """Around what the partner does alone: where that fails, this raises `NotRun` with the partner's name."""
+    """Context for the partner's work: where it fails, this raises `NotRun` with the partner's name."""
     try:
         yield
     except AssertionError as error:
@@ -132,6 +132,6 @@ def partners_part(subject: EngineUnderTest) -> Iterator[None]:
 
 
 def _gist(error: AssertionError) -> str:
-    """The line below the one that says where."""
+    """The line below the place."""
     lines = str(error).splitlines()
     return lines[min(1, len(lines) - 1)].strip() if lines else "AssertionError"

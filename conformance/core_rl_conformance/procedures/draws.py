@@ -1,7 +1,7 @@
 """Whether drawn tokens follow a distribution, by exact tests with a bound on false alarms.
 
 Each token, and each set of the most likely tokens, is drawn a binomial number of times. The tail
-probability of what was observed is exact, so the bound holds for rare tokens and few draws, where a
+probability of the observation is exact, so the bound holds for rare tokens and few draws, where a
 chi-square statistic is only approximate; all tests of one run share it (Bonferroni).
 
 Within an answer each token is drawn from a distribution of its own, which depends on those before it. What
@@ -23,7 +23,7 @@ __all__ = ["FALSE_ALARMS", "Surprise", "binomial_tail", "most_surprising", "most
 FALSE_ALARMS = 1e-9
 """The probability that a run of draws from the very distribution fails."""
 STAKES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
-"""Bets on fewer, and on more; of several sizes, because the best one depends on what is wrong."""
+"""Bets on fewer, and on more; of several sizes, because the best size depends on the mistake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Surprise:
     count: int
     draws: int
     probability: float
-    """Of the thing itself, in each draw."""
+    """Probability of the event in each draw."""
     tail: float
-    """The probability of a count so far from what is expected, times the number of tests; at most 1."""
+    """The probability of a count so far from the expectation, times the number of tests; at most 1."""
 
     def __str__(self) -> str:
         return (
@@ -46,7 +46,7 @@ class Surprise:
 
 
 def binomial_tail(count: int, draws: int, probability: float) -> float:
-    """Twice the smaller one of P(X <= count) and P(X >= count), at most 1; X is binomial."""
+    """Twice the smaller of P(X <= count) and P(X >= count), at most 1; X is binomial."""
     below = math.fsum(_terms(range(count + 1), draws, probability))
     above = math.fsum(_terms(range(count, draws + 1), draws, probability))
     return min(1.0, 2 * min(below, above))
@@ -93,8 +93,8 @@ def _events(tokens: Sequence[int], logprobs: Tensor) -> Iterator[tuple[str, int,
 def most_surprising_bet(answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor]) -> Surprise:
     """The least probable thing about ``answers``, each drawn token by token from its ``logprobs [n, V]`` (float64).
 
-    Who pays ``1 - p + p * exp(s)`` before each token and gets ``exp(s)`` for an event of probability ``p``, else
-    1, plays a fair game, whatever came before. So what is left at the end exceeds ``1 / a`` with probability
+    A bet of ``1 - p + p * exp(s)`` before each token and gets ``exp(s)`` for an event of probability ``p``, else
+    1, plays a fair game, whatever came before. So the final capital exceeds ``1 / a`` with probability
     ``a`` at most (Ville's inequality).
     """
     hits = {label: _hits(answers, logprobs, label) for label in WITHIN}
@@ -120,7 +120,7 @@ WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
     "one of the 4 most likely tokens": lambda before, row: row.topk(4).indices,
     "the token before": lambda before, row: torch.tensor(before[-1:], dtype=torch.long),
 }
-"""What is counted within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
+"""Counted tokens within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
 
 
 def _hits(

@@ -41,7 +41,7 @@ HEADS = 2
 
 
 class PairMasks:
-    """Sequences of two tokens whose log-prob and entropy tell which heads dropout has kept."""
+    """Sequences of two tokens whose log-prob and entropy identify the heads that dropout keeps."""
 
     loss = WatchedLoss()
 
@@ -104,7 +104,7 @@ class PairMasks:
         return distance.indices, distance.values <= 1.0
 
     def _explained_by(self, got: Tensor, factors: Tensor) -> Tensor:
-        """Whether each sequence can be explained by one of ``factors [M, layers, heads]``; bool."""
+        """Whether each sequence can be explained by some of ``factors [M, layers, heads]``; bool."""
         values = self._exact(_every(self._pairs, factors)) / self._limits
         return self._nearest(got, values.reshape(len(self._pairs), len(factors), 2))[1]
 
@@ -230,9 +230,9 @@ def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]],
 def verify_rate_and_ranks(
     subject: EngineUnderTest, label: str, keep_mask: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    """Require that what each data-parallel rank has kept, by layer, is drawn at `RATE`, independently of rank 0.
+    """Require that the masks of each data-parallel rank, by layer, are drawn at `RATE`, independently of rank 0.
 
-    A rank may show other layers than rank 0 does: those that both show are compared.
+    A rank may show other layers than rank 0 does: the common layers are compared.
     """
     counts = [
         _dropped(f"{label} is dropped on data-parallel rank {rank}", torch.cat(list(part.values())))

@@ -29,7 +29,7 @@ TWO = MicroBatchSpec(count=2)
 def default_settings(
     params: Mapping[str, Tensor], weight_decay: float, *, muon: bool = False
 ) -> dict[str, Settings]:
-    """The settings without rules: matrices decay, and with ``muon`` those of layers are its own."""
+    """The settings without rules: matrices decay, and with ``muon`` matrices of layers use it."""
     return {
         name: Settings(
             muon=muon and hidden_matrix(name, value), weight_decay=weight_decay * (value.dim() >= 2)
@@ -47,7 +47,7 @@ def verify_mixed_steps(
     steps: int,
     label: str,
 ) -> None:
-    """Take ``steps`` on ``group``, which is fresh; its weights and moments are those of ``config``."""
+    """Take ``steps`` on ``group``, which is fresh; its weights and moments follow ``config``."""
     params, grads = group.named_tensors("master"), []
     for number in range(steps):
         group.optimizer_zero_grad()

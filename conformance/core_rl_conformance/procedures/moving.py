@@ -70,7 +70,7 @@ class Saved:
     state: State
     progress: EngineProgress
     names: frozenset[str]
-    """Of all weights and buffers."""
+    """All weights and buffers."""
 
 
 def start(
@@ -160,7 +160,7 @@ def verify_report(
     expected: Mapping[str, float],
     otherwise: str,
 ) -> None:
-    """Require that a step reports what it reports ``otherwise``, bit for bit."""
+    """Require that a step reports the same metrics as ``otherwise``, bit for bit."""
     mismatches = [name for name in expected if metrics.get(name) != expected[name]]
     subject.require(
         not mismatches,
@@ -177,10 +177,10 @@ def verify_steps(
     *,
     dropout: bool = False,
 ) -> None:
-    """Require that steps report what they report without the interruption, bit for bit.
+    """Require that steps report the same metrics as without the interruption, bit for bit.
 
-    ``first`` is the number of the first step. What was loaded is known to be equal, so the first number that
-    differs tells what the checkpoint lacks; random state only where there is ``dropout``.
+    ``first`` is the number of the first step. Loaded state is known to be equal, so the first number that
+    differs names state missing from the checkpoint; random state only where there is ``dropout``.
     """
     for number, (ours, reference) in enumerate(zip(got, expected, strict=True), first):
         for name in (*reference, *sorted(set(ours) - set(reference))):

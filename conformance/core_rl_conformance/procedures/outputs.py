@@ -20,9 +20,9 @@ from core_rl_conformance.procedures.adapters import snapshot_of
 __all__ = ["PROBE", "verify_form", "verify_outputs", "verify_overall", "verify_precision"]
 
 PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
-"""Lengths of a few sequences: enough to show what the ranks compute with, and for one step."""
+"""Lengths of a few sequences: enough to show the weights that the ranks compute with, and for one step."""
 ENOUGH = 16
-"""So many numbers are not all round by chance."""
+"""Count of numbers that are not all round by chance."""
 
 
 def verify_outputs(
@@ -30,8 +30,8 @@ def verify_outputs(
 ) -> None:
     """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
 
-    With an adapter: the base's own weights and the exported adapter. Export alone cannot show that what a rank
-    computes with is something else: an old gathered copy, or a replica that has drifted away.
+    With an adapter: the base's own weights and the exported adapter. Export alone cannot show that a rank
+    computes with different weights: an old gathered copy, or a replica that has drifted away.
     """
     data = subject.data(lengths=PROBE)
     if isinstance(of, TinyModel):
@@ -72,7 +72,7 @@ def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data
 
 
 def verify_precision(subject: EngineUnderTest, name: OutputName, value: Tensor) -> None:
-    """Require other numbers than those of bfloat16, which float32 holds nearly always.
+    """Require numbers outside of bfloat16, which float32 holds nearly always.
 
     Logits may come as the model has them.
     """

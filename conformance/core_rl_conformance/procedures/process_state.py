@@ -165,13 +165,13 @@ def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int)
             for _ in range(WARM_UP):
                 call()
         for name, call in calls.items():
-            call()  # may leave something until the next call, which the one before it did not
+            call()  # may leave something until the next call, unlike the previous call
             live = [_live(engine.device)]
             for _ in range(2):
                 for _ in range(count // 2):
                     call()
                 live.append(_live(engine.device))
-            # What is added is so in each half. A message under way to another rank lives at one look alone.
+            # Growth is seen in each half. A message under way to another rank lives at one look alone.
             tensors, size = (2 * min(c - b, b - a) for a, b, c in zip(*live, strict=True))
             growths.append(Growth(what=name, tensors=tensors, size=size))
     return growths
@@ -215,7 +215,7 @@ def _live_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def offloaded_bytes(engine: TrainEngine) -> tuple[int, int, int]:
     """Bytes of the memory of weights and moments: on the device, after ``offload()``, and after ``onload()``.
 
-    After ``offload()``, those that are left of it: a copy elsewhere does not count.
+    After ``offload()``, the remaining bytes: a copy elsewhere does not count.
     """
     before = _memory(engine)
     engine.offload()

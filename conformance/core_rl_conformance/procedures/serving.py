@@ -103,7 +103,7 @@ async def let_begin() -> None:
 
 
 def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
-    """Update the weights and wait; raises what the update ends with, `WeightsError` if it never does."""
+    """Update the weights and wait; raises the error of the update, `WeightsError` if it never does."""
     try:
         engine.update_weights(meta).result(CALL_TIMEOUT_S)
     except FutureTimeout as error:
@@ -162,7 +162,7 @@ def raw_logits(subject: EngineUnderTest, weights: Judged, responses: Sequence[LL
 
 
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
-    """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps those that nearly stay.
+    """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps tokens near the cut.
 
     The larger of the two readings of top-k followed by top-p: the second one counts the probability that
     the first one has dropped.
@@ -199,7 +199,7 @@ def verify_logprobs(
 ) -> None:
     """Compare the log-prob of every generated token with the oracle's at ``temperature``.
 
-    Where they differ, the message says which of the ``guesses``, and of some mistakes that are known
+    Where they differ, the message names the first of the ``guesses``, and of some mistakes that are known
     from the field, explains it.
     """
     __tracebackhide__ = True
@@ -261,7 +261,7 @@ def verify_by_version(
 def verify_version(
     subject: EngineUnderTest, engine: InferenceEngine | EngineGroup, version: int, when: str
 ) -> None:
-    """Require that the version of ``engine`` is the one that the driver gave it last."""
+    """Require that the version of ``engine`` equals the driver's last value."""
     __tracebackhide__ = True
     found = engine.get_version()
     subject.require(found == version, f"get_version() is {found} {when}; the driver set {version}")

@@ -35,7 +35,7 @@ LARGE_BUCKET = 1 << 28
 def sync_meta(
     subject: EngineUnderTest, method: SyncMethod, version: int, bucket_bytes: int, verify: bool = False
 ) -> WeightUpdateMeta:
-    """An update with a meeting point of its own."""
+    """An update with a rendezvous of its own."""
     point = str(subject.directory(f"meeting-{version}"))
     return WeightUpdateMeta(
         method=method, version=version, path=point, bucket_bytes=bucket_bytes, verify=verify
@@ -52,7 +52,7 @@ class Caught:
     sizes: tuple[int, ...]
     """Bytes of the tensors of each bucket."""
     adapter: AdapterMetadata | None = None
-    """What the sender said of its adapter."""
+    """Metadata of the sent adapter."""
 
 
 def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
@@ -104,7 +104,7 @@ def sent(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     adapter: AdapterMetadata | None = None,
 ) -> None:
-    """Update ``engine`` with ``tensors``, by ``lora`` those of ``adapter``; raises what the update ends with.
+    """Update ``engine`` with ``tensors``, by ``lora`` the factors of ``adapter``; raises the error of the update.
 
     The memory that was sent is overwritten when the update has ended: a receiver may use no view of it then.
     """

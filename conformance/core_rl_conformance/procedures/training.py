@@ -48,12 +48,12 @@ class Shadow:
 
     config: AdamW
     state: AdamWState
-    """Of the parameters that are trained."""
+    """Names of the trained parameters."""
     total_steps: int | None = None
     """Step at which the learning rate has fallen linearly to 0; None keeps it."""
     lr_steps: int = 0
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
-    """What must stay as it is, bit for bit."""
+    """Frozen parameters, unchanged bit for bit."""
     _start: AdamWState = field(init=False)
     _grads: list[Mapping[str, Tensor]] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
@@ -67,7 +67,9 @@ class Shadow:
     def of(
         group: EngineGroup, config: AdamW, total_steps: int | None = None, frozen: Collection[str] = ()
     ) -> Shadow:
-        """Begin where the engine is: its weights, moments and step counts; ``frozen`` names what must stay."""
+        """Begin where the engine is: its weights, moments and step counts; ``frozen`` names the unchanged
+        parameters.
+        """
         progress = group.progress
         master = group.named_tensors("master")
         trained = {name: value for name, value in master.items() if name not in frozen}
@@ -98,14 +100,14 @@ class Shadow:
         loss: LossSpec,
         mb_spec: MicroBatchSpec,
     ) -> None:
-        """One step of both for each batch, then one of the schedule; compare what the steps report."""
+        """One step of both for each batch, then a step of the schedule; compare the reported metrics."""
         for number, batch in enumerate(batches):
             group.optimizer_zero_grad()
             group.forward_backward(batch, loss, mb_spec)
             self.step(subject, group, f"of step {number}")
 
     def step(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
-        """One step of both with the gradients that the engine holds, then one of the schedule."""
+        """One step of both with the gradients that the engine holds, then a step of the schedule."""
         grads = group.named_tensors("grads")
         odd = sorted(set(grads).symmetric_difference(self.state.params))
         subject.require(
@@ -127,7 +129,7 @@ class Shadow:
         self.lr_steps += 1
 
     def verify(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
-        """Compare the engine's weights and moments with those of the float64 AdamW."""
+        """Compare the engine's weights and moments with the float64 AdamW."""
         allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
         weights = group.named_tensors("master")
         still = {name: weights.pop(name) for name in self.frozen if name in weights}

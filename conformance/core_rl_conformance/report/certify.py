@@ -1,4 +1,4 @@
-"""From results to a verdict: which declared capabilities an engine has shown."""
+"""Verdicts from results: which declared capabilities an engine has shown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANY_CHECK = frozenset(
         Capability.CUDA,
     }
 )
-"""Where checks run, and not what they are about: every check says something about these."""
+"""Capabilities of the place of a run: every check counts for these."""
 
 
 def needs_of(checks: Iterable[Check | CheckRecord], kind: EngineKind) -> dict[str, Collection[str]]:
@@ -62,19 +62,19 @@ def certify(
 
 
 def _unknown(cases: Sequence[CaseRecord]) -> frozenset[str]:
-    """Capabilities of which nothing could be run, such as those that need a package which is missing."""
+    """Capabilities without a run, such as for want of a package."""
     tried = [case for case in cases if case.outcome is not Outcome.NOT_SUPPORTED]
     ran = {name for case in tried if case.outcome is not Outcome.NOT_RUN for name in case.capabilities}
     return frozenset({name for case in tried for name in case.capabilities} - ran - ANY_CHECK)
 
 
 def _is_about(case: CaseRecord, unknown: frozenset[str]) -> bool:
-    """Whether ``case`` was not run for want of what it is about: it says nothing about where it would have run."""
+    """Whether ``case`` was not run for want of its own capability: it proves nothing about its layout."""
     return case.outcome is Outcome.NOT_RUN and not unknown.isdisjoint(case.capabilities)
 
 
 def _certify(name: str, cases: Sequence[CaseRecord], absent: Sequence[str]) -> CapabilityRecord:
-    """Cases that are not supported for want of another capability say nothing about this one."""
+    """Cases that are not supported for want of another capability do not count for this one."""
     state, reason = _state(cases, absent)
     if name == Capability.CUDA and not cases:
         reason = "run with --device=cuda"

@@ -110,7 +110,7 @@ def write_report(report: Report, path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace ``path`` in one go, so that nobody reads a half. Raises `ReportError`."""
+    """Replace ``path`` in one go, so that a reader never sees a half. Raises `ReportError`."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

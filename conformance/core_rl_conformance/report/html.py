@@ -127,7 +127,7 @@ def count_outcomes(cases: Sequence[CaseRecord]) -> dict[Outcome, int]:
 
 
 def capability_rows(engines: Sequence[EngineRecord]) -> list[CapabilityRow]:
-    """Each capability that one of ``engines`` declares."""
+    """Capabilities that any of ``engines`` declares."""
     declared = [{part.name: part for part in engine.capabilities} for engine in engines]
     names = sorted({name for group in declared for name in group})
     return [CapabilityRow(name=name, cells=[group.get(name) for group in declared]) for name in names]

@@ -1,6 +1,6 @@
 """The contents of a report. `Report` is the file format; ``schema.json`` is generated from it.
 
-A field may be added or changed only together with `SCHEMA_VERSION`: readers refuse what they do not know.
+A field may be added or changed only together with `SCHEMA_VERSION`: readers refuse unknown fields.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEANINGS = {
         "all else to 4 times the rounding error of the plain model in bfloat16, up to some nats for a single log-prob"
     )
 }
-"""What a certified capability means, where its name alone would promise more."""
+"""Meaning of a certified capability whose name alone promises more."""
 
 
 class CapabilityState(StrEnum):
@@ -72,7 +72,7 @@ class CheckRecord(Record):
     partner: EngineKind | None = None
     """The kind of a second engine that it needs."""
     description: str
-    """What is required, why, and where to look when it fails."""
+    """Requirement, reason, and where to look after a failure."""
     requires: tuple[str, ...]
     """Capabilities without which it is not supported."""
     provisional: bool
@@ -118,10 +118,10 @@ class EngineRecord(Record):
     protocol: tuple[int, int]
     """The interface version that it was written for."""
     capabilities: tuple[CapabilityRecord, ...]
-    """All that it declares; every other one is not supported."""
+    """Declared capabilities; every other is not supported."""
     verdict: Verdict
     problems: tuple[str, ...] = ()
-    """What counts against it besides failed checks."""
+    """Problems besides failed checks."""
 
 
 class Report(Record):

@@ -37,7 +37,7 @@ LEGEND = (
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCount:
-    """The number of checks that passed in all their cases, of those that ran and count."""
+    """The number of checks that passed in all their cases, of all counted checks that ran."""
 
     passed: int
     executed: int
@@ -87,7 +87,7 @@ class Scoreboard:
 
     @property
     def capabilities(self) -> list[CapabilityRow]:
-        """Each capability that one of them declares."""
+        """Capabilities that any of them declares."""
         return capability_rows([entry.engine for entry in self.entries])
 
     @property
@@ -104,7 +104,7 @@ class Scoreboard:
 def merge(reports: Iterable[Report]) -> Scoreboard:
     """One entry for each version of each engine.
 
-    Of several results for one case the newest counts, and one that was not run never replaces one that was.
+    Of several results for one case the newest counts, and an unexecuted result never replaces an executed result.
     """
     ordered = sorted(reports, key=attrgetter("created"))
     entries: dict[tuple[str, str, str], list[tuple[Report, EngineRecord]]] = {}
@@ -137,7 +137,7 @@ def _newest_cases(reports: Iterable[Sequence[CaseRecord]]) -> list[CaseRecord]:
     newest: dict[tuple[object, ...], CaseRecord] = {}
     for cases in reports:
         for case in cases:
-            # Capabilities tell a case on a GPU from the same one on a CPU.
+            # Capabilities separate a case on a GPU from the same case on a CPU.
             key = (case.check, case.layout, case.model, case.dtype, case.seed, case.capabilities)
             if case.outcome.executed or key not in newest:
                 newest[key] = case

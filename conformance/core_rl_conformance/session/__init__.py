@@ -1,1 +1,1 @@
-"""The suite as a pytest session: what is run, what became of it, what is printed."""
+"""The suite as a pytest session: cases, outcomes, and the printed summary."""

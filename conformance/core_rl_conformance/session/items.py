@@ -1,7 +1,7 @@
 """Checks as pytest items.
 
 Not as test functions: fixtures, name patterns and plugins of the directory that the suite happens to run
-in must not change what it does.
+in must not change its behaviour.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODULES = {
     "sampling": 3,
     "stops": 3,
 }
-"""The levels of the other checks, by module; what is not named here builds on everything."""
+"""The levels of the other checks, by module; unlisted modules build on everything."""
 
 
 def level(check: Check) -> int:
@@ -96,7 +96,7 @@ FAILURES = pytest.StashKey[Failures]()
 
 
 HANGS = 2
-"""So often an engine may hang on a layout before it is asked no more."""
+"""Number of hangs on a layout after which an engine is left out."""
 
 
 class CheckFile(pytest.File):
@@ -185,7 +185,7 @@ class CheckItem(pytest.Item):
         pytest.skip(reason)
 
     def result(self, outcome: Outcome, reason: str) -> CaseRecord:
-        """Its result."""
+        """Record of its result."""
         case = self.case
         return CaseRecord(
             check=case.check.identifier,

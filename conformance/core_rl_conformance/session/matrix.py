@@ -22,13 +22,14 @@ __all__ = ["Selection", "cases", "load_target", "pair_cases", "select"]
 
 
 FULL = 2
-"""So many layouts of a profile see several models in each check, and every dtype: one and several ranks differ most."""
+"""Number of layouts of a profile that see several models in each check, and every dtype: one and several ranks differ
+most."""
 EVERY_CHECK = 3
-"""On so many layouts every check is run; on further ones, those that do not depend on the model take turns."""
+"""On so many layouts every check is run; on further layouts, model-independent checks rotate."""
 OF_STATE = 2
 """On every so manieth of the further layouts these are run."""
 ON_SECOND = 3
-"""So many models, in turn, see each check on the second of them; on the first all do."""
+"""Number of models that see each check, in turn, on the second layout; on the first all do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Selection:
         return (places[:2], families, dtypes[:1]) if self.quick else (places, families, dtypes)
 
     def dtypes_of(self, profile: Profile, only: DType | None = None) -> list[DType]:
-        """The selected dtypes of ``profile``, or those of them that a check of ``only`` one dtype can use."""
+        """The selected dtypes of ``profile``, or only the dtype that a check can use."""
         selected = [d for d in profile.dtypes if self.dtype is None or d == self.dtype]
         return selected if only is None else [d for d in selected if d == only]
 
@@ -171,7 +172,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
 
 
 def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: Profile) -> Setting | None:
-    """The one after ``setting`` of those selected, or else of all, that can take ``family``."""
+    """The setting after ``setting`` among the selected, or else among all, that can take ``family``."""
     for settings in (selected, profile.places):
         suited = [one for one in settings if one == setting or one.suited([family])]
         following = suited[(suited.index(setting) + 1) % len(suited)]
@@ -272,7 +273,7 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
     if not (not_supported or not_run):
         places = list(places_of(check, settings, suited, common, selection))
     for setting, family, dtype in places:
-        # Partners' layouts take turns, among those that can take the model.
+        # Partners' layouts rotate, among layouts that can take the model.
         takes = [
             partner_setting for partner_setting in partner_settings if partner_setting.suited([family])
         ] or partner_settings

@@ -1,4 +1,4 @@
-"""The pytest plugin behind ``--report``: a report from what a session has at its end."""
+"""The pytest plugin behind ``--report``: a report from the end of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite as a pytest session: what is collected, what is counted, and how the session ends."""
+"""The suite as a pytest session: collection, counting, and exit status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ConformanceSession:
         self._aim()
         narrowed = self.plan.selection.narrowed or self._filtered()
         self.summary = Summary(self.plan, narrowed)
-        # What was imported is no garbage; pytest looks through it five times at the end, for half a second each.
+        # Imported objects are no garbage; pytest looks through it five times at the end, for half a second each.
         gc.freeze()
 
     def _aim(self) -> None:
@@ -81,7 +81,7 @@ class ConformanceSession:
     def pytest_collect_file(
         self, file_path: Path, parent: pytest.Collector
     ) -> Generator[None, object, list[pytest.Collector]]:
-        """Each module of checks once, whatever name patterns and doctest options say."""
+        """Each module of checks once, whatever the name patterns and doctest options."""
         yield
         if file_path.parent != CHECKS_DIRECTORY or file_path.suffix != ".py":
             return []
@@ -93,7 +93,7 @@ class ConformanceSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Neighbours share processes, and what was computed for a model; what others build on comes first."""
+        """Neighbours share processes, and values computed for a model; basic checks come first."""
 
         def place(item: pytest.Item) -> tuple[int, int, int, int, int]:
             assert isinstance(item, CheckItem)
@@ -130,7 +130,7 @@ class ConformanceSession:
             return (yield)
 
     def _hosts(self) -> Hosts:
-        """Where ranks run; agents start when the first group does."""
+        """Hosts of the ranks; agents start when the first group does."""
         return (
             load_hosts("rehearsal")(machines=2, ranks_per_machine=8)
             if self.config.getoption("core_rl_agents")
@@ -145,7 +145,7 @@ class ConformanceSession:
         report = yield
         assert isinstance(item, CheckItem)
         if report.passed and item.case.check.provisional and hasattr(report, "wasxfail"):
-            del report.wasxfail  # a failure is one that counts not yet, and a success a success
+            del report.wasxfail  # a failure does not count yet, and a success does
         outcome, reason = _outcome(item, report)
         if report.when == "call" or outcome not in (Outcome.PASSED, None):
             assert outcome is not None
@@ -200,7 +200,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no an
 
 
 def _plan(config: pytest.Config) -> Plan:
-    """Read the options; what is wrong with them, or with an engine, ends the session with its message."""
+    """Read the options; a mistake in them, or in an engine, ends the session with its message."""
     # Tiny models gain nothing from threads, and the ranks want the cores.
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()

@@ -23,9 +23,9 @@ SYMBOLS = {
     Outcome.NOT_RUN: "not run",
 }
 PACKAGES = {Capability.ADAMW_8BIT: "torchao"}
-"""Capabilities that a package brings: without it no check of them can be run, and the report says so."""
+"""Capabilities that a package brings: without it no check of them can be run, which the report states."""
 SLOWEST = 10
-"""How many of the slowest cases are listed."""
+"""Number of listed slowest cases."""
 
 
 class Terminal(Protocol):
@@ -59,7 +59,7 @@ class Summary:
     # ------------------------------------------------------------ emptiness
 
     def problems(self) -> dict[str, list[str]]:
-        """By engine, why the session proves less than it seems to; empty lists where it does not."""
+        """Gaps in the proof of a session, by engine; empty lists where it does not."""
         return {target.spec.name: list(self._problems(target)) for target in self.plan.targets}
 
     def _problems(self, target: Target) -> Iterator[str]:

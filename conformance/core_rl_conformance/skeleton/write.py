@@ -111,7 +111,7 @@ def _template(name: str | None) -> str:
 def write_skeleton(skeleton: Skeleton, directory: Path) -> list[Path]:
     """Write all files below ``directory``, and return their paths.
 
-    Raises `ConfigError` if one of them exists, before anything is written, or if one cannot be written.
+    Raises `ConfigError` if any of them exists, before anything is written, or if one cannot be written.
     """
     files = {directory / path: text for path, text in skeleton.files().items()}
     existing = [f"{path} exists" for path in files if path.exists()]

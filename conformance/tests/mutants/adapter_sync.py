@@ -95,7 +95,7 @@ class LabelsBeforeItInstalls(ReferenceRolloutBackend):
 
 
 class TakesAnyBase(ReferenceRolloutBackend):
-    """Nobody asks which base an adapter belongs to."""
+    """The base of an adapter is never checked."""
 
     def _base_digest(self) -> str:
         return "0" * 32

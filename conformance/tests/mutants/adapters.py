@@ -1,4 +1,4 @@
-"""Adapters: scales, what is trained, merging, switching off, files."""
+"""Adapters: scales, training, merging, switching off, files."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class OnlyBTrains(AdaptedReference):
 
 
 class HeadFrozenWithTheBase(AdaptedReference):
-    """All that is not the adapter's is frozen."""
+    """Everything outside the adapter is frozen."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
@@ -167,7 +167,7 @@ class BaseDecays(AdaptedReference):
 
 
 class RanksDrawTheirOwnAdapters(Replicated):
-    """Each rank draws ``A`` from a seed of its own; one of them is exported."""
+    """Each rank draws ``A`` from a seed of its own; a single copy is exported."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
@@ -263,7 +263,7 @@ class AdapterMomentsDropped(AdaptedReference, OwnCheckpoint):
 
 
 class BaseNotInTheCheckpoint(AdaptedReference, OwnCheckpoint):
-    """A checkpoint of what is trained leaves the base as it is."""
+    """A checkpoint of trained parameters leaves the base as it is."""
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         trained = self.state().shapes("grads")
@@ -272,7 +272,7 @@ class BaseNotInTheCheckpoint(AdaptedReference, OwnCheckpoint):
 
 
 class OneRankLoadsTheAdapter(OwnExport):
-    """The first rank loads the adapter, and exports it; the others compute with the one that they drew."""
+    """The first rank loads the adapter, and exports it; other ranks compute with their own draw."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         behind = kind == "adapter" and self.context.world.rank > 0
@@ -294,7 +294,7 @@ class DigestOfARank(Replicated):
 
 
 class LoadsUnchecked(Persistence):
-    """Of an adapter's files, the tensors are read and nothing else."""
+    """The tensors of an adapter's files are read and nothing else."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format == "adapter":

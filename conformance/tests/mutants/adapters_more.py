@@ -32,7 +32,7 @@ class MergesWithoutTheRoot(AdaptedReference):
 
 
 class RootNotWritten(AdaptedReference):
-    """The saved config does not say that the adapter is a rank-stabilised one."""
+    """The saved config does not mark the adapter as rank-stabilised."""
 
     def adapter_config(self) -> dict[str, Any]:
         return super().adapter_config() | {"use_rslora": False}
@@ -54,7 +54,7 @@ class HeadNotLoaded(AdaptedReference, OwnExport):
 
 
 class HeadOfTheBaseSaved(AdaptedReference, OwnExport):
-    """The head in an adapter's file is the one that the base had."""
+    """The head in an adapter's file is the base's."""
 
     first: Tensor | None = None
 

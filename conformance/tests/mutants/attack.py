@@ -65,7 +65,7 @@ def fits(check: Check, spec: EngineSpec, dp: int, family: str) -> bool:
 
 
 def other_checks(mutant: Mutant) -> list[Check]:
-    """The checks that fit ``mutant``, without the one that is meant for it."""
+    """The checks that fit ``mutant``, without its intended check."""
     return [
         check
         for identifier, check in load_checks().items()

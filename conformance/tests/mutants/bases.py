@@ -1,6 +1,6 @@
-"""Correct backends of other makes than the reference: what mutants break.
+"""Correct backends of other makes than the reference: bases of mutants.
 
-Some implement by themselves what the core has a default for, as the default does it, so that a mutant can bend it.
+Some implement a default of the core in the same way, so that a mutant can bend it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OwnExport(Replicated, SupportsOwnExport):
         self._store().load(kind, source)
 
     def _store(self) -> TensorStore:
-        """The core's store over the same model, without what a subclass has bent."""
+        """The core's store over the same model, without the changes of a subclass."""
         plain, config = ReferenceBackend(), self.context.config
         vars(plain).update(vars(self))
         half, lora = config.dtype == "bfloat16", config.model.lora is not None
@@ -73,7 +73,7 @@ class OwnNorm(Replicated, SupportsOwnGradNorm):
         return global_grad_norm(self.counted(), self.context.world)
 
     def counted(self) -> Iterable[LocalSlice]:
-        """The slices of gradients that enter the norm; those with replica 0 count."""
+        """The slices of gradients that enter the norm; slices with replica 0 count."""
         return self.state().local("grads")
 
 
@@ -134,5 +134,5 @@ class CountsItself(Replicated):
         super().step(scale, lr, self.counted)
 
     def restored(self, count: int) -> int:
-        """The number of updates after a load that says ``count``."""
+        """The number of updates after a load with ``count``."""
         return count

@@ -1,4 +1,4 @@
-"""Engines that keep for the whole process what is one engine's."""
+"""Engines with process-wide state that belongs to a single engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OneHostBuffer(OwnOffload):
 
 
 class EndsTheProcessGroup(ReferenceBackend):
-    """Its teardown destroys the process group, which is another engine's as well."""
+    """A teardown destroys the process group, which is another engine's as well."""
 
     def teardown(self) -> None:
         super().teardown()

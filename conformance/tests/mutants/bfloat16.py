@@ -54,7 +54,7 @@ class AddsUpInHalf(HalfCopies):
 
 
 class ReducesInHalf(HalfCopies):
-    """The sum over ranks is one of bfloat16 numbers."""
+    """The sum over ranks is in bfloat16."""
 
     def reduce_grads(self) -> None:
         _round_grads(self.model, self.half)

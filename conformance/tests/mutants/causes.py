@@ -14,7 +14,7 @@ from mutants.zoo import Mutant
 
 
 class NoiseInOutputs(ReferenceBackend):
-    """Log-probs are a little different each time, as with memory that nobody has written."""
+    """Log-probs are a little different each time, as with uninitialized memory."""
 
     training_alone = False
 

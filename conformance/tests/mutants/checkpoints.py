@@ -39,7 +39,7 @@ class StepCountStartsAgain(CountsItself):
 
 
 class _BeginsToDrawAgain(Persistence):
-    """Random states are those of a new engine after a load."""
+    """Random states start anew after a load."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
@@ -81,7 +81,7 @@ class _Reshards(Persistence):
 
 
 class LoadsAtAnyLayout(ReferenceBackend):
-    """A checkpoint of another layout is loaded, although nobody has shown that its slices fit."""
+    """A checkpoint of another layout is loaded, although its slices may not fit."""
 
     components = TrainComponents(persistence=_Reshards)
 
@@ -150,7 +150,7 @@ class VectorsNotLoaded(OwnExport):
 
 
 class _WithoutCarried(HFShardedState):
-    """The state without what the module does not hold."""
+    """The state without entries outside the module."""
 
     def __init__(self, state: HFShardedState) -> None:
         vars(self).update(vars(state))
@@ -215,7 +215,7 @@ class LoadsAnything(ReferenceBackend):
 
 
 class RanksDrawTheirOwnWeights(Replicated):
-    """Each rank draws what no file gives from a seed of its own."""
+    """Each rank draws missing weights from a seed of its own."""
 
     def build(self, context: TrainContext) -> None:
         seed = context.seed + context.world.rank

@@ -120,7 +120,8 @@ def _kept(shard: TokenShard) -> list[int]:
 
 
 class EdgeFromOwnLastState(ContextParallelBackend):
-    """Outputs are moved to the predicted token inside each shard: its first one gets what its own last state says."""
+    """Outputs are moved to the predicted token inside each shard: its first one gets the prediction of its own last
+    state."""
 
     def follows(self, states: Tensor, shard: TokenShard) -> Tensor:
         return torch.cat([part.roll(1, 0) for part in states.split(_kept(shard))])
@@ -221,7 +222,7 @@ class CopiedKeyHeadsWithoutGradient(UlyssesBackend):
 
 
 class RoundedDownHeads(UlyssesShard):
-    """Every rank gets as many heads as all of them can have; the rest is nobody's."""
+    """Every rank gets as many heads as all of them can have; the rest is lost."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         result = super().attend(query, key, value, scale, dropout)

@@ -21,7 +21,7 @@ from mutants.zoo import DP2, Mutant
 
 
 class StaysOnAfterAStep(Packed):
-    """From the first step on, evaluation runs in training mode."""
+    """Evaluation runs in training mode from the first step on."""
 
     stepped = False
 
@@ -34,7 +34,7 @@ class StaysOnAfterAStep(Packed):
 
 
 class StaysOnAfterALoad(Packed):
-    """From the first load on, evaluation runs in training mode."""
+    """Evaluation runs in training mode from the first load on."""
 
     loaded = False
 
@@ -47,7 +47,7 @@ class StaysOnAfterALoad(Packed):
 
 
 class OffAfterAStep(Packed):
-    """From the first step on, training runs in evaluation mode."""
+    """Training runs in evaluation mode from the first step on."""
 
     stepped = False
 
@@ -60,7 +60,7 @@ class OffAfterAStep(Packed):
 
 
 class OffAfterALoad(Packed):
-    """From the first load on, training runs in evaluation mode."""
+    """Training runs in evaluation mode from the first load on."""
 
     loaded = False
 
@@ -118,7 +118,7 @@ class OneSeedForAllPasses(Packed):
 
 
 class FirstMasksAfterALoad(Packed):
-    """The first pass, and the first one after each load, begin at the random state of the seed."""
+    """The first pass, and the first after each load, begin at the random state of the seed."""
 
     fresh = True
 

@@ -25,7 +25,7 @@ class EightBitIsFloat32(ReferenceBackend):
 
 
 class EightBitWithSign(ReferenceBackend):
-    """Codes of the second moments have a sign, which halves what they can tell apart."""
+    """Codes of the second moments have a sign, which halves their resolution."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
@@ -94,4 +94,4 @@ MUTANTS = (
         declared=DECLARED,
     ),
 )
-"""They need torchao."""
+"""Mutants that need torchao."""

@@ -1,4 +1,4 @@
-"""Expert parallelism: who computes what for whom, and how gradients of experts are added up."""
+"""Expert parallelism: ownership of experts, and how gradients of experts are added up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mutants.zoo import DP2EP2, Mutant
 
 
 class ExpertGradientsAveraged(ExpertParallelBackend):
-    """Gradients of experts are divided by the ranks that share them, as those of copies would be."""
+    """Gradients of experts are divided by the ranks that share them, as with copies."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
         super().reduce(name, grad)
@@ -46,7 +46,7 @@ class GatesStayAtHome(ExpertParallelBackend):
 
 
 class ExpertsInterleaved(ExpertParallelBackend):
-    """Two ranks take themselves for the owners of some experts, and nobody of others."""
+    """Two ranks take themselves for the owners of some experts, and no rank of others."""
 
     def owners(self, experts: Tensor, count: int) -> Tensor:
         owners = super().owners(experts, count)

@@ -127,7 +127,7 @@ def _unnormalised(
 
 
 class AlwaysNormalises(ReferenceBackend):
-    """Gates are divided by their sum, whatever ``norm_topk_prob`` says."""
+    """Gates are divided by their sum, whatever ``norm_topk_prob`` is."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)

@@ -1,4 +1,4 @@
-"""What a pass that raised leaves behind."""
+"""State left over from a raising pass."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Forgets(TrainStep):
 
 
 class RepeatsAFailedPass(ReferenceBackend):
-    """A pass is repeated on the gradients of the one that raised."""
+    """A pass is repeated on the gradients of the raising pass."""
 
     components = TrainComponents(step=_Forgets)
 

@@ -1,4 +1,4 @@
-"""Inference engines that can be interrupted and shared, and those that lose something then."""
+"""Inference engines that can be interrupted and shared, some with losses."""
 
 from __future__ import annotations
 

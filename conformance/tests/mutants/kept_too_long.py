@@ -51,7 +51,7 @@ class KeepsAMaskForEachBatch(Packed):
 
 
 class EmbedsOnce(Packed):
-    """In training, embeddings of a batch that was trained before are those of the weights that it had then."""
+    """In training, embeddings of a batch that was trained before stem from its old weights."""
 
     def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
         super().adopt(model, context, optimizer)

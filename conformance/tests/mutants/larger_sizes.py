@@ -1,4 +1,4 @@
-"""Faults that begin at larger sizes than those of `sizes`, or in training alone."""
+"""Faults that begin at larger sizes than in `sizes`, or in training alone."""
 
 from __future__ import annotations
 

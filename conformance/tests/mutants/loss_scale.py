@@ -50,7 +50,7 @@ class LastMicroBatchOnly(ReferenceBackend):
 
 
 class ZeroGradInForwardBackward(ReferenceBackend):
-    """Each call of forward_backward begins by dropping what the call before has accumulated."""
+    """Each call of forward_backward begins by dropping the previous call's gradients."""
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         if mode != "forward":

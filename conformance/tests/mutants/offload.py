@@ -15,7 +15,7 @@ from mutants.zoo import Mutant
 
 
 class _ExportsZeros(Persistence):
-    """Exports zeros for what is offloaded."""
+    """Exports zeros for offloaded tensors."""
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
         if not self.modes.offloaded:
@@ -25,7 +25,7 @@ class _ExportsZeros(Persistence):
 
 
 class ExportsFreedMemory(ReferenceBackend):
-    """``named_tensors`` gives zeros for what is offloaded."""
+    """``named_tensors`` gives zeros for offloaded tensors."""
 
     components = TrainComponents(persistence=_ExportsZeros)
 

@@ -13,7 +13,7 @@ from mutants.zoo import Mutant
 
 
 class RightOnlyAfterAnExport(OwnExport):
-    """From the third step on, the optimizer gets half of each gradient, unless an export has gathered it."""
+    """The optimizer gets half of each gradient from the third step on, unless an export has gathered it."""
 
     _exported = False
 
@@ -28,7 +28,7 @@ class RightOnlyAfterAnExport(OwnExport):
 
 
 class ClipsByTheStepBefore(ReferenceBackend):
-    """Gradients are scaled by what the step before was clipped with; right at first."""
+    """Gradients are scaled by the previous step's clipping factor; right at first."""
 
     _scale: float | None = None
 

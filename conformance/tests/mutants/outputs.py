@@ -1,4 +1,4 @@
-"""Alignment, attention, precision and modes of what a forward pass gives."""
+"""Alignment, attention, precision and modes of a forward pass."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ class _ForgetsTheSpec(TrainStep):
 
 
 class GivesUndeclaredLogits(ReferenceBackend):
-    """A forward pass forgets what the spec says."""
+    """A forward pass ignores the spec."""
 
     components = TrainComponents(step=_ForgetsTheSpec)
 

@@ -112,7 +112,7 @@ class SecondBlockOfTheVocabulary(ReferenceBackend):
 
 
 class OddTailOfABucket(Replicated):
-    """Gradients are reduced in pairs of elements, and the last one of an odd number stays each rank's own."""
+    """Gradients are reduced in pairs of elements, and the last element of an odd number stays each rank's own."""
 
     def reduce_grads(self) -> None:
         for _, grad in self.gradients():

@@ -110,7 +110,7 @@ class SeedsInALoad(ReferenceBackend):
 
 
 class KeepsEveryLoss(ReferenceBackend):
-    """Losses are kept for a mean that nobody asks for."""
+    """Losses are kept for an unused mean."""
 
     def build(self, context: TrainContext) -> None:
         self._losses: list[Tensor] = []
@@ -153,7 +153,7 @@ class OffloadsNoMoments(ReferenceBackend):
 
 
 class SaysItIsOffloaded(OwnOffload):
-    """Both methods return at once."""
+    """No-op in both methods."""
 
     def offload(self, part: StatePart) -> None:
         """Nothing."""

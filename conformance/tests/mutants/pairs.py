@@ -72,7 +72,7 @@ class ScheduleAdvancedTwice(ReferenceBackend):
 
 
 class LossScaleOfTheSecondStep(ReferenceBackend):
-    """From the second update on, the loss is scaled by what the first one was divided by."""
+    """The loss is scaled by the first denominator from the second update on."""
 
     _stepped = False
 
@@ -137,7 +137,7 @@ class _SavesRounded(Persistence):
 
 
 class RoundsWhatItSaves(ReferenceBackend):
-    """A portable checkpoint has the weights of the compute dtype, not those in float32."""
+    """A portable checkpoint has the weights of the compute dtype, not the float32 masters."""
 
     components = TrainComponents(tensors=_Rounds, persistence=_SavesRounded)
 

@@ -59,7 +59,7 @@ class ActivationsInHalf(PipelineBackend):
 
 
 class TiedGradientOfLastStage(PipelineBackend):
-    """The two copies of a tied embedding are not added up: what is exported is the head's part."""
+    """The two copies of a tied embedding are not added up: only the head's part is exported."""
 
     def reduce(self, name: str, grad: Tensor) -> None:
         if name.endswith(TIED) and self.model.config.tie_word_embeddings and not self.is_last:
@@ -81,7 +81,7 @@ class TiedCopiesDrift(PipelineBackend):
 
 
 class NormOfLastStage(PipelineBackend, OwnNorm):
-    """Each stage computes a norm of what it holds, and the last one reports its own."""
+    """Each stage computes a norm of its own parameters, and the last one reports its own."""
 
     def counted(self) -> Iterable[LocalSlice]:
         layers = self.model.config.num_hidden_layers
@@ -92,7 +92,7 @@ class NormOfLastStage(PipelineBackend, OwnNorm):
 
 
 class TiedCountedTwice(PipelineBackend, OwnNorm):
-    """Both copies of the tied embedding go into the norm."""
+    """The norm counts both copies of the tied embedding."""
 
     def counted(self) -> Iterable[LocalSlice]:
         for part in super().counted():

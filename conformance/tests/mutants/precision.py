@@ -38,7 +38,7 @@ class ScoresInHalf(Autocast):
 
 
 class NoiseEverywhere(Packed):
-    """An approximate kernel: each log-prob is off by half of what a single one may be, up or down."""
+    """An approximate kernel: each log-prob is off by half of the limit for a single value, up or down."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         output = super().outputs(micro_batch, step)

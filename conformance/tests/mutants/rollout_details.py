@@ -20,7 +20,7 @@ from mutants.rollout_draws import Sampling
 from mutants.rollouts import Entries
 from mutants.zoo import Context, Mutant
 
-# ----------------------------------------------------------- what is drawn
+# ----------------------------------------------------------- drawn tokens
 
 
 class LowTemperatureIsGreedy(Sampling):
@@ -31,14 +31,14 @@ class LowTemperatureIsGreedy(Sampling):
 
 
 class TopPIsNarrow(Sampling):
-    """The tokens kept by top-p lack the one that reaches it."""
+    """The tokens kept by top-p lack the token that reaches it."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, top_p=sampling.top_p if sampling.top_p == 1 else 0.6 * sampling.top_p)
 
 
 class Bent(ReferenceRolloutBackend):
-    """The logits are changed before a token is drawn, and not in what is reported."""
+    """The logits are changed before a token is drawn, and not for the reported log-prob."""
 
     def _bend(self, ids: Tensor, logits: Tensor) -> Tensor:
         raise NotImplementedError
@@ -90,7 +90,7 @@ class LengthBeforeStop(ReferenceRolloutBackend):
 
 
 class RemembersDirectories(ReferenceRolloutBackend):
-    """Weights from a directory are those of the first update for ever."""
+    """Weights from a directory stay at the first update."""
 
     def _load(self, model: ModelConfig) -> PreTrainedModel:
         self._known: dict[str | None, PreTrainedModel] = getattr(self, "_known", {})
@@ -128,7 +128,7 @@ class TopOfFiftyTokens(ReferenceRolloutBackend):
 
 
 class FirstStopToken(Sampling):
-    """Of several ``stop_token_ids`` the first one ends an answer."""
+    """Only the first of several ``stop_token_ids`` ends an answer."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, stop_token_ids=sampling.stop_token_ids[:1])
@@ -142,7 +142,7 @@ class StopTokensReplaceEos(Sampling):
 
 
 class OneEos(ReferenceRolloutBackend):
-    """Of the config's list of EOS ids the first one counts."""
+    """Only the first of the config's EOS ids counts."""
 
     def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
         limits = super().build(context, addresses, ft_spec)

@@ -15,11 +15,11 @@ from core_rl.reference.sampling import Adjustment, Completion
 from mutants.rollouts import Entries, Rescored
 from mutants.zoo import Context, Mutant
 
-# ----------------------------------------------------------- what is drawn
+# ----------------------------------------------------------- drawn tokens
 
 
 class Sampling(Rescored):
-    """Tokens are drawn with other parameters than those of the request; log-probs are right."""
+    """Tokens are drawn with wrong parameters; log-probs are right."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         raise NotImplementedError

@@ -24,7 +24,7 @@ class RecomputesAtTemperatureOne(ReferenceBackend):
 
 
 class ClampsLogits(ReferenceBackend):
-    """Logits far below the largest are clamped: nobody draws those tokens."""
+    """Logits far below the largest are clamped: these tokens are never drawn."""
 
     def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         outputs = super().sequence(ids, step)
@@ -49,7 +49,7 @@ class UploadsTheStepBefore(OwnExport):
 
 
 class _RaisesTheVersion(TrainStep):
-    """Records one more than the driver says."""
+    """Records a version above the driver's."""
 
     def set_version(self, version: int) -> None:
         super().set_version(version + 1)
