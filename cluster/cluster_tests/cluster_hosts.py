@@ -35,7 +35,7 @@ StartAgents = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one kind of hosts is made."""
+    """Maker of one kind of hosts."""
 
     prepare: Callable[
         [Sequence[Machine], Path], AbstractContextManager[tuple[Mapping[str, str], StartAgents]]
@@ -52,7 +52,7 @@ class Cluster:
     kind: str
     machines: list[Machine]
     environ: Mapping[str, str]
-    """Of a driver; set in this process."""
+    """Variables of a driver; set in this process."""
     start_agents: StartAgents
     folder: Path
     """Shared by all machines."""

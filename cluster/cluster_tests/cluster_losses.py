@@ -1,4 +1,4 @@
-"""Ranks, agents, machines, cables and drivers that fail while a group works, and what is left of them."""
+"""Ranks, agents, machines, cables and drivers that fail while a group works, and their leftovers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lose(cluster: Cluster, group: EngineGroup, rank: int, machine: int, what: Lo
 
 
 def ours(processes: Mapping[int, str]) -> dict[int, str]:
-    """Those that are not of Slurm itself, which waits for an srun that had to be killed."""
+    """Return processes but Slurm's own, which waits for an srun that had to be killed."""
     return {pid: line for pid, line in processes.items() if "slurmstepd" not in line}
 
 
@@ -65,7 +65,7 @@ class Driver:
         self._process.wait()
 
     def left(self) -> dict[int, str]:
-        """What is there of it, here and on the machines."""
+        """Return its processes, here and on the machines."""
         found = ours(self._cluster.left())
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):

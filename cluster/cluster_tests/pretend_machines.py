@@ -31,7 +31,7 @@ NETWORK = "10.77.0"
 DRIVER_ADDRESS = f"{NETWORK}.1"
 """The address of the process that makes the machines."""
 SOON_S = 60.0
-"""Far more than what is to come soon takes: a busy machine fails no test."""
+"""Far more than any short wait takes: a busy machine fails no test."""
 CLONE_NEWNET = 0x40000000
 TOOLS = ("bash", "hostname", "ip", "mount", "nsenter", "setpriv", "unshare")
 UNSHARE = ("unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child")
@@ -94,7 +94,7 @@ class Machine:
     ) -> subprocess.Popen[str]:
         """Start ``command`` on the machine, with ``env`` besides the present environment.
 
-        ``output`` is a file for what it prints, by default a pipe. Killing what is returned kills the command.
+        ``output`` is a file for its output, by default a pipe. Killing the returned process kills the command.
         """
         enter = ["nsenter", "-t", str(self._pid), "-m", "-u", "-i", "-n", "-p", f"--wd={Path.cwd()}"]
         full = tied([*enter, *tied(command)])
@@ -106,7 +106,7 @@ class Machine:
             return subprocess.Popen(full, env=environ, text=True, stdout=file, stderr=subprocess.STDOUT)
 
     def output(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-        """What ``command`` prints on the machine; it must succeed within a minute."""
+        """Return the output of ``command`` on the machine, which must succeed within a minute."""
         process = self.run(command, env)
         printed, _ = process.communicate(timeout=60)
         assert process.returncode == 0, printed
@@ -133,7 +133,7 @@ class Machine:
             self._init.wait()
 
     def _processes(self) -> dict[int, str]:
-        """All processes of the machine, those that keep it up too."""
+        """Return all processes of the machine, its keepers too."""
         try:
             own = Path(f"/proc/{self._pid}/ns/pid").readlink()
         except FileNotFoundError:
@@ -212,7 +212,7 @@ def _end(init: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _own_network() -> Iterator[None]:
-    """A network for this thread and what it starts, with a switch that the machines are plugged into."""
+    """A network for this thread and its processes, with a switch that the machines are plugged into."""
     before = os.open("/proc/self/ns/net", os.O_RDONLY)
     _stop_fork_server()
     try:

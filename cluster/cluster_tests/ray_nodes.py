@@ -27,9 +27,9 @@ PORT = 6379
 START_S = 150.0
 """Seconds for one node: 6 to 10 on idle cores."""
 STORE_BYTES = 80 * 2**20
-"""Of each node's object store; the least that Ray takes is 75 MiB."""
+"""Bytes of each node's object store; the least that Ray takes is 75 MiB."""
 PARTS = ("ray/_private/", "ray/core/src/", "ray.scripts")
-"""Of command lines of its processes."""
+"""Parts of command lines of its processes."""
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 SETTINGS = {
     # By default, a node that is cut off is given up after a minute.
@@ -40,7 +40,7 @@ SETTINGS = {
     # By default, a node ends when its agents have not started within 30 seconds, as on busy cores.
     "agent_register_timeout_ms": 120_000,
     "raylet_start_wait_time_s": 120,
-    # By default, Ray's workers and what they start give way to everybody else.
+    # By default, Ray's workers and their children give way to everybody else.
     "worker_niceness": 0,
 }
 

@@ -60,7 +60,7 @@ class Slurm:
     """Variables that its commands need."""
 
     def command(self, *words: str) -> str:
-        """What a command of Slurm prints; it must succeed within a minute."""
+        """Return the output of a command of Slurm, which must succeed within a minute."""
         done = subprocess.run(
             words, env={**os.environ, **self.environ}, capture_output=True, text=True, timeout=60, check=False
         )

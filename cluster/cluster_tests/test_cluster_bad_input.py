@@ -1,4 +1,4 @@
-"""Machines that cannot be used: one error in time that says what to do, and no process left."""
+"""Machines that cannot be used: one error in time with a remedy, and no process left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start(machine: Machine, *arguments: str, key: str = KEY) -> subprocess.Popen
 
 
 def printed(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What agents have printed that ended by themselves."""
+    """Output of agents that ended by themselves."""
     return [agent.communicate(timeout=30)[0] for agent in agents]
 
 

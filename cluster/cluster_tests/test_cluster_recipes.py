@@ -1,4 +1,4 @@
-"""A recipe on several machines trains what it trains on one."""
+"""Recipes on several machines train as on one machine."""
 
 from __future__ import annotations
 

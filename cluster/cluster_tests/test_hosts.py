@@ -49,7 +49,7 @@ def hosts(cluster: Cluster) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def expected() -> Results:
-    """What a group on this machine computes."""
+    """Results of a group on this machine."""
     return [trained(layout, None, None) for layout in LAYOUTS]
 
 

@@ -27,7 +27,7 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 
 def traces() -> dict[str, list[str]]:
-    """What machines could leave on the box: interfaces, mounts, named namespaces, processes."""
+    """Possible leftovers of machines on the box: interfaces, mounts, named namespaces, processes."""
     names = [path.name for folder in ("/run/netns", "/var/run/netns") for path in Path(folder).glob("*")]
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     return {

@@ -1,4 +1,4 @@
-"""``core-rl submit`` to real Slurm: the job trains, and Slurm has been asked for what the recipe says."""
+"""``core-rl submit`` to real Slurm: the job trains, and Slurm gets the request of the recipe."""
 
 from __future__ import annotations
 

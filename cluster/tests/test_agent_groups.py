@@ -1,4 +1,4 @@
-"""Groups whose ranks run under agents: as local ones, and what is lost names its machine and leaves nothing."""
+"""Groups whose ranks run under agents: as local ones; lost ranks name their machine and leave nothing."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_lost_agent_is_a_lost_machine() -> None:
 
 
 def test_silent_machines_end_after_their_lease() -> None:
-    """As with a cable that is cut, an agent and a driver that stop say nothing and close nothing."""
+    """Stopped agents and drivers send nothing and close nothing, as with a cut cable."""
     with RehearsalHosts(machines=2, lease_s=1.0) as hosts, group_on(hosts, dp=2) as group:
         hosts.agents[1].send_signal(signal.SIGSTOP)
         pids = group.pids

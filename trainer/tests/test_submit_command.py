@@ -194,3 +194,15 @@ def test_without_slurm_the_script_is_kept(
     with pytest.raises(ConfigError, match="sbatch was not found: run core-rl submit on a login node"):
         submit(recipe, [])
     assert (tmp_path / "out" / "submit.sh").is_file()
+
+
+def test_without_the_cluster_package_nothing_is_submitted(
+    start: Path, tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("core_rl.launch.hosts.declared_in", lambda group: iter(()))
+    recipe = support.write_recipe(tmp_path / "r.yaml", values(start, tmp_path / "out"))
+    with pytest.raises(
+        ConfigError, match=r"cluster.type = 'slurm': .* run: pip install 'core-rl\[cluster\]'"
+    ):
+        submit(recipe, [])
+    assert not sbatch.exists()
