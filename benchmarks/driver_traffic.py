@@ -218,7 +218,7 @@ def fake_group(ranks: int, tp: int) -> Iterator[tuple[EngineGroup, Clock]]:
         model={"config": {}}, layout={"dp": ranks // tp, "tp": tp}, optimizer=None
     )
     group = EngineGroup("megatron", config, hosts=hosts, threads_per_rank=1, make_engine=Answers)
-    group._ranks._store_port = 0  # these ranks do not meet
+    group.rank_set._store_port = 0  # these ranks do not meet
     try:
         with group:
             yield group, clock

@@ -77,7 +77,7 @@ def test_equal_arguments_go_to_each_machine_once(group: EngineGroup, monkeypatch
 
     monkeypatch.setattr(Channel, "send_bytes", count)
     value = torch.zeros(MIB)  # 4 MiB
-    machines = 1 if isinstance(group._ranks._hosts, LocalHosts) else 2
+    machines = 1 if isinstance(group.rank_set._hosts, LocalHosts) else 2
     for _ in range(2):
         assert group.run(add_one, value) == [MIB * (1.0 + rank) for rank in range(4)]
     assert value.sum() == 0

@@ -13,7 +13,6 @@ CoreRLError
 │   ├── OutOfDeviceMemory      a pass did not fit into the memory of the accelerator
 │   └── UnsupportedCapability  something optional that this engine does not declare
 ├── BatchError                 the data of a batch is inconsistent or does not fit
-│   └── StepError              in a run that had passed all checks of its data
 ├── LossError                  a loss function broke the loss contract
 ├── WeightsError               named tensors that are missing, unexpected or of the wrong shape
 ├── CheckpointError            a checkpoint could not be written or read
@@ -26,10 +25,7 @@ CoreRLError
 │   ├── RankDied               a rank's process ended
 │   └── RankTimeout            a rank did not answer in time
 ├── RolloutError               generation, a workflow or a reward function failed
-├── CallbackError              a callback of a run failed
-└── RunStopped                 a run ended before its last step, as it was told to
-    ├── StoppedBySignal        by SIGTERM or SIGUSR1
-    └── NothingLearned         by a rule of the recipe: NaN, no signal, skipped updates
+└── RunStopped                 a run ended before its last step, on purpose
 
 Each message says what was wrong, with which value, and what to do about it.
 """
@@ -37,10 +33,12 @@ Each message says what was wrong, with which value, and what to do about it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
+
+from core_rl.exit_codes import ExitCode
 
 __all__ = [
     "BatchError",
-    "CallbackError",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointMismatch",
@@ -59,15 +57,12 @@ __all__ = [
     "LayoutError",
     "LossError",
     "MissingPackage",
-    "NothingLearned",
     "OutOfDeviceMemory",
     "RankDied",
     "RankFailed",
     "RankTimeout",
     "RolloutError",
     "RunStopped",
-    "StepError",
-    "StoppedBySignal",
     "UnsupportedCapability",
     "WeightsError",
     "raise_all",
@@ -77,9 +72,14 @@ __all__ = [
 class CoreRLError(Exception):
     """The root: ``except CoreRLError`` catches everything that core-rl raises on purpose."""
 
+    exit_code: ClassVar[ExitCode] = ExitCode.FAILED
+    """Exit code of a command that ends with this error."""
+
 
 class ConfigError(CoreRLError):
     """A configuration field or file is wrong."""
+
+    exit_code = ExitCode.USAGE
 
 
 class MissingPackage(ConfigError):
@@ -97,17 +97,25 @@ class EngineError(CoreRLError):
 class EngineNotFound(EngineError):
     """No installed engine has this name."""
 
+    exit_code = ExitCode.USAGE
+
 
 class EngineAmbiguous(EngineError):
     """Two installed distributions claim the same engine name."""
+
+    exit_code = ExitCode.USAGE
 
 
 class EngineBroken(EngineError):
     """The plugin is installed, but it cannot be loaded."""
 
+    exit_code = ExitCode.USAGE
+
 
 class EngineIncompatible(EngineError):
     """The plugin was built for a version of the interface that this core does not speak."""
+
+    exit_code = ExitCode.USAGE
 
 
 class EngineStateError(EngineError):
@@ -125,13 +133,13 @@ class OutOfDeviceMemory(EngineError):
 class UnsupportedCapability(EngineError):
     """An optional feature that the engine does not declare was requested."""
 
+    exit_code = ExitCode.USAGE
+
 
 class BatchError(CoreRLError):
     """The data of a batch is inconsistent, or does not fit the model or the budget."""
 
-
-class StepError(BatchError):
-    """The data of a step is inconsistent, in a run that had passed all checks of its data."""
+    exit_code = ExitCode.USAGE
 
 
 class LossError(CoreRLError):
@@ -191,20 +199,8 @@ class RolloutError(CoreRLError):
     """Generation, a workflow or a reward function failed."""
 
 
-class CallbackError(CoreRLError):
-    """A callback of a run raised an error."""
-
-
 class RunStopped(CoreRLError):
-    """A run ended before its last step, as it was told to. It can be resumed."""
-
-
-class StoppedBySignal(RunStopped):
-    """SIGTERM or SIGUSR1 stopped the run; its state is saved."""
-
-
-class NothingLearned(RunStopped):
-    """A rule of the recipe (``stop_on``) ended a run that learned nothing."""
+    """A run ended before its last step, on purpose. It can be resumed."""
 
 
 def raise_all(

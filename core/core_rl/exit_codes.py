@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from core_rl.errors import (
-    BatchError,
-    ConfigError,
-    EngineAmbiguous,
-    EngineBroken,
-    EngineIncompatible,
-    EngineNotFound,
-    NothingLearned,
-    StepError,
-    StoppedBySignal,
-    UnsupportedCapability,
-)
-
-__all__ = ["SIGNAL_BASE", "ExitCode", "exit_code_of"]
+__all__ = ["SIGNAL_BASE", "ExitCode"]
 
 SIGNAL_BASE = 128
 """A command that a signal ends at once exits with this plus the signal's number, as shells count."""
@@ -38,22 +25,3 @@ class ExitCode(IntEnum):
     """SIGTERM or SIGUSR1 stopped the run. Nothing is lost: the same command goes on."""
     INTERRUPTED = 130
     """Ctrl-C. The same command goes on from the last checkpoint."""
-
-
-_CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
-    (StoppedBySignal, ExitCode.STOPPED),
-    (NothingLearned, ExitCode.NOTHING_LEARNED),
-    (ConfigError, ExitCode.USAGE),
-    (UnsupportedCapability, ExitCode.USAGE),
-    (StepError, ExitCode.FAILED),
-    (BatchError, ExitCode.USAGE),
-    (EngineNotFound, ExitCode.USAGE),
-    (EngineAmbiguous, ExitCode.USAGE),
-    (EngineBroken, ExitCode.USAGE),
-    (EngineIncompatible, ExitCode.USAGE),
-)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The exit code of a command that ends with ``error``."""
-    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

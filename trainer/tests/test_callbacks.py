@@ -14,7 +14,7 @@ import pytest
 import training_support as support
 from rich.console import Console
 
-from core_rl.errors import CallbackError, ConfigError
+from core_rl.errors import ConfigError
 from core_rl_trainer import (
     Callback,
     CheckpointSaved,
@@ -28,6 +28,7 @@ from core_rl_trainer import (
     load_recipe,
     train,
 )
+from core_rl_trainer.errors import CallbackError
 from core_rl_trainer.logs.progress import TrainingProgress
 from core_rl_trainer.run.callbacks import Callbacks
 

@@ -14,7 +14,6 @@ import training_support as support
 
 from core_rl.checkpoint.weight_files import check_weight_files
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, RankDied, UnsupportedCapability
-from core_rl.exit_codes import exit_code_of
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.plan.preflight import preflight
 from core_rl_trainer.recipe.recipe import load_recipe
@@ -141,4 +140,4 @@ def test_layouts_are_compared_with_the_model(
     [(ConfigError, 2), (LayoutError, 2), (UnsupportedCapability, 2), (BatchError, 2), (RankDied, 1)],
 )
 def test_exit_codes_follow_the_table(error: type[CoreRLError], code: int) -> None:
-    assert exit_code_of(error("")) == code
+    assert error("").exit_code == code

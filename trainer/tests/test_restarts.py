@@ -14,10 +14,11 @@ import pytest
 import training_support as support
 from rich.console import Console
 
-from core_rl.errors import CallbackError, RankDied
+from core_rl.errors import RankDied
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer import train
 from core_rl_trainer.callbacks import CheckpointSaved, Event, StepEnd
+from core_rl_trainer.errors import CallbackError
 from core_rl_trainer.run import roles, supervised
 
 pytestmark = [pytest.mark.slow]

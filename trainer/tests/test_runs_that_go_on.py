@@ -19,8 +19,9 @@ import training_support as support
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from core_rl.errors import CheckpointMismatch, ConfigError, NothingLearned, StoppedBySignal, WeightsError
+from core_rl.errors import CheckpointMismatch, ConfigError, WeightsError
 from core_rl_trainer import run_recipe
+from core_rl_trainer.errors import NothingLearned, StoppedBySignal
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.run.signals import EndedBySignal
 from core_rl_trainer.run.supervised import SupervisedLoop

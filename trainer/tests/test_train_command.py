@@ -16,6 +16,7 @@ import training_support as support
 import core_rl_trainer
 from core_rl import errors
 from core_rl.cli import main
+from core_rl_trainer.errors import NothingLearned, StepError, StoppedBySignal
 from core_rl_trainer.run.signals import EndedBySignal
 
 
@@ -111,12 +112,12 @@ OUTCOMES = [
     (errors.EngineNotFound("no engine"), 2, "error: no engine"),
     (errors.CheckpointDamaged("truncated"), 1, "error: truncated"),
     (errors.RankFailed("rank 1 failed", 1, "Traceback of rank 1"), 1, "Traceback of rank 1"),
-    (errors.NothingLearned("stop_on.nan"), 3, "stop_on.nan"),
-    (errors.StoppedBySignal("stopped by SIGTERM"), 75, "stopped by SIGTERM"),
+    (NothingLearned("stop_on.nan"), 3, "stop_on.nan"),
+    (StoppedBySignal("stopped by SIGTERM"), 75, "stopped by SIGTERM"),
     (EndedBySignal(signal.SIGUSR1), 128 + signal.SIGUSR1, "ended at once by SIGUSR1"),
     (KeyboardInterrupt(), 130, "interrupted; there is no checkpoint yet"),
     (errors.BatchError("line 3"), 2, "error: line 3"),
-    (errors.StepError("no field"), 1, "error: no field"),
+    (StepError("no field"), 1, "error: no field"),
 ]
 
 

@@ -14,8 +14,9 @@ import pytest
 import training_support as support
 from rich.console import Console
 
-from core_rl.errors import BatchError, ConfigError, CoreRLError, NothingLearned, RolloutError
+from core_rl.errors import BatchError, ConfigError, CoreRLError, RolloutError
 from core_rl_trainer import run_recipe
+from core_rl_trainer.errors import NothingLearned
 
 REWARDS = """
 import time

@@ -16,7 +16,6 @@ import typer
 from core_rl.cli.engines import app as engines_app
 from core_rl.cli.fields import FieldCommand
 from core_rl.errors import CoreRLError, EngineBroken, RunStopped
-from core_rl.exit_codes import exit_code_of
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 from core_rl.version import __version__
 
@@ -105,4 +104,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except CoreRLError as error:
         text = str(error) if isinstance(error, RunStopped) else f"error: {error}"
         typer.secho(text, fg=typer.colors.RED, err=True)
-        sys.exit(exit_code_of(error))
+        sys.exit(error.exit_code)

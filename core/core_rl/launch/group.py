@@ -197,7 +197,7 @@ class EngineGroup(EngineRanks):
 
     def _on_parts(self, method: str, batch: SequenceBatch, *arguments: object) -> dict[str, float]:
         """The engine's ``method(part, *arguments)`` on every rank with its part of ``batch``; the metrics."""
-        infos = self._ranks.ready_engine(self._engine_id, self.spec.name)
+        infos = self.rank_set.ready_engine(self.engine_id, self.spec.name)
         plan = shard_plan(batch, infos[0].data_parallel_size)
         calls = [(part,) for part in cut(batch, plan)]
         metrics: dict[str, float] = self._call_parts(method, calls, plan, *arguments)[0]
@@ -211,11 +211,11 @@ class EngineGroup(EngineRanks):
         *arguments: object,
     ) -> list[Any]:
         """``method(*calls[i], *arguments)`` on the ranks of data-parallel rank ``i``; its output rank's result."""
-        infos = self._ranks.ready_engine(self._engine_id, self.spec.name)
-        call = Call(self._engine_id, method, arguments)
+        infos = self.rank_set.ready_engine(self.engine_id, self.spec.name)
+        call = Call(self.engine_id, method, arguments)
         per_rank = [calls[info.data_parallel_rank] for info in infos]
         try:
-            results = self._ranks.pool.call(call, per_rank, self.timeout_s)
+            results = self.rank_set.pool.call(call, per_rank, self.timeout_s)
         except BatchError as error:
             if len(plan) > 1:
                 parts = "; ".join(f"rank {number} has {list(part)}" for number, part in enumerate(plan))

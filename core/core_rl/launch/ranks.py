@@ -69,7 +69,7 @@ class EngineRanks:
         self._ft_spec = ft_spec
         self._make_engine = make_engine
         if colocate_with is None:
-            self._ranks = RankSet(hosts or LocalHosts(), machines, devices, threads_per_rank)
+            self.rank_set = RankSet(hosts or LocalHosts(), machines, devices, threads_per_rank)
         else:
             of_processes = (hosts, machines, devices, threads_per_rank)
             if any(value is not None for value in of_processes):
@@ -77,12 +77,13 @@ class EngineRanks:
                     "hosts, machines, devices and threads_per_rank belong to the processes, which colocated groups "
                     "share; give them to the group that starts the processes"
                 )
-            self._ranks = colocate_with._shared_ranks(self.config)
-        self._engine_id = self._ranks.register(self)
+            self.rank_set = colocate_with._shared_ranks(self.config)
+        self.engine_id = self.rank_set.register(self)
+        """Number of this group's engine among those of the processes."""
         self._start()
 
     def __enter__(self) -> Self:
-        if not self._ranks.engine(self._engine_id):
+        if not self.rank_set.engine(self.engine_id):
             try:
                 self.initialize()
             except BaseException:
@@ -108,8 +109,8 @@ class EngineRanks:
         self.destroy()
         self.config = config
         size, timeout_s = self.world_size, self.timeout_s
-        slots = self._ranks.slots(size)
-        meeting = self._ranks.meeting(self._engine_id, slots[0].machine, timeout_s)
+        slots = self.rank_set.slots(size)
+        meeting = self.rank_set.meeting(self.engine_id, slots[0].machine, timeout_s)
         addresses = [
             RankAddress(
                 rank=rank, world_size=size, meeting=meeting, local_rank=slot.device, timeout_s=timeout_s
@@ -120,44 +121,44 @@ class EngineRanks:
             infos = self._call("initialize", [(address,) for address in addresses], ft_spec or self._ft_spec)
         except BaseException:
             self._destroy_if_idle(size)  # it may have failed on some ranks only
-            self._ranks.set_engine(self._engine_id, [])
+            self.rank_set.set_engine(self.engine_id, [])
             raise
-        self._ranks.set_engine(self._engine_id, infos)
+        self.rank_set.set_engine(self.engine_id, infos)
 
     def destroy(self) -> None:
         """Free the engine and keep the processes; `initialize` builds a new one."""
-        if infos := self._ranks.engine(self._engine_id):
+        if infos := self.rank_set.engine(self.engine_id):
             self._call("destroy", [()] * len(infos))
-        self._ranks.set_engine(self._engine_id, [])
+        self.rank_set.set_engine(self.engine_id, [])
 
     def close(self) -> None:
         """Free the engine; the last of colocated groups ends the processes. Further calls do nothing."""
         try:
-            self._destroy_if_idle(len(self._ranks.engine(self._engine_id)))
+            self._destroy_if_idle(len(self.rank_set.engine(self.engine_id)))
         finally:
-            self._ranks.release(self._engine_id)
+            self.rank_set.release(self.engine_id)
 
     def restart(self) -> None:
         """Replace the processes, alive or not, by new ones; `initialize` is next.
 
         Colocated groups lose their engines as well, and need `initialize` too.
         """
-        self._ranks.restart(self._engine_id)
+        self.rank_set.restart(self.engine_id)
         self._start()
 
     def _start(self) -> None:
         try:
             self.config = self._prepare(self.config)
         except BaseException:
-            self._ranks.release(self._engine_id, wait_s=0.0)
+            self.rank_set.release(self.engine_id, wait_s=0.0)
             raise
 
     def _prepare(self, config: TrainEngineConfig) -> TrainEngineConfig:
         """Start missing ranks and have all check ``config``; returns it with the directory of its model."""
-        size, ranks = config.layout.world_size, self._ranks
+        size, ranks = config.layout.world_size, self.rank_set
         slots = ranks.slots(size)
-        self._ranks.check_open(self._engine_id)
-        ranks.check_world(self._engine_id, size)
+        self.rank_set.check_open(self.engine_id)
+        ranks.check_world(self.engine_id, size)
         config = with_local_model(config)
         ranks.pool.grow(slots)
         threads = ranks.threads(slots)
@@ -171,14 +172,14 @@ class EngineRanks:
                 f"layout {config.layout} has {config.layout.world_size} ranks, and the colocated group has "
                 f"{self.world_size}; groups share processes only where each has all of them"
             )
-        self._ranks.check_open(self._engine_id)
-        return self._ranks
+        self.rank_set.check_open(self.engine_id)
+        return self.rank_set
 
     def _destroy_if_idle(self, size: int) -> None:
         """Free the engine on the first ``size`` ranks, if they wait for a call."""
-        if size and self._ranks.pool.is_idle:
+        if size and self.rank_set.pool.is_idle:
             timeout_s = min(self.timeout_s, DESTROY_TIMEOUT_S)
-            self._ranks.pool.call(Call(self._engine_id, "destroy"), [()] * size, timeout_s)
+            self.rank_set.pool.call(Call(self.engine_id, "destroy"), [()] * size, timeout_s)
 
     # ----------------------------------------------------------------- ranks
 
@@ -200,16 +201,16 @@ class EngineRanks:
     @property
     def pids(self) -> list[int]:
         """Process ids in rank order; ranks that a smaller layout leaves idle come last."""
-        return self._ranks.pool.pids
+        return self.rank_set.pool.pids
 
     @property
     def starting_s(self) -> float:
         """Seconds that the start of the present processes took."""
-        return self._ranks.pool.starting_s
+        return self.rank_set.pool.starting_s
 
     def rank_infos(self) -> list[RankInfo]:
         """Coordinates of all ranks; raises `EngineStateError` before `initialize`."""
-        return self._ranks.ready_engine(self._engine_id, self.spec.name)
+        return self.rank_set.ready_engine(self.engine_id, self.spec.name)
 
     # ----------------------------------------------------------------- calls
 
@@ -238,7 +239,7 @@ class EngineRanks:
 
     def _call(self, method: str, per_rank: Sequence[tuple[object, ...]], *arguments: object) -> list[Any]:
         """``method(*per_rank[rank], *arguments)`` on every rank; see `Call`."""
-        return self._ranks.pool.call(Call(self._engine_id, method, arguments), per_rank, self.timeout_s)
+        return self.rank_set.pool.call(Call(self.engine_id, method, arguments), per_rank, self.timeout_s)
 
 
 def _config(

@@ -13,7 +13,7 @@ from rich.console import Console
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.base import Config
 from core_rl.engine.schedule import schedule_length
-from core_rl.errors import BatchError, ConfigError, CoreRLError, StepError, raise_all
+from core_rl.errors import BatchError, ConfigError, CoreRLError, raise_all
 from core_rl.launch.hosts import Hosts
 from core_rl.launch.process import end_if_rank_imports_script
 from core_rl.servers.config import ServerEngineConfig
@@ -26,6 +26,7 @@ from core_rl_trainer.algorithms.interface import (
 )
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.callbacks import Callback
+from core_rl_trainer.errors import StepError
 from core_rl_trainer.logs.progress import TrainingProgress, print_result, say
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.logs.terminal_log import TerminalLog

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.train_backend import BuildContext
-from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
-from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
-from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_backend import HFBackend
-from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit import (
+    PACKED_ATTENTION,
+    BuildContext,
+    HFBackend,
+    MicroBatchStep,
+    ModelOutput,
+    PackedModel,
+    SequenceBatch,
+    build_model,
+    register_packed_attention,
+)
 from core_rl_ddp.config import DDPConfig
 
 __all__ = ["DDPBackend"]

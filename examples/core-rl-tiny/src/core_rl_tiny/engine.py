@@ -12,16 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import LocalSlice, TensorDict, TensorSource, check_source
-from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
-from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.config.engine import ModelConfig, TrainEngineConfig
-from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
 from core_rl.errors import CheckpointError, ConfigError, WeightsError
-from core_rl.toolkit.build import build_model, read_config
-from core_rl.toolkit.optimizer import build_adamw, moment_kinds, set_step_count
+from core_rl.toolkit import (
+    BuildContext,
+    LocalSlice,
+    MicroBatchStep,
+    ModelConfig,
+    ModelOutput,
+    PassMode,
+    SequenceBatch,
+    TensorDict,
+    TensorFiles,
+    TensorSource,
+    TrainBackend,
+    TrainEngineConfig,
+    build_adamw,
+    build_model,
+    check_source,
+    moment_kinds,
+    read_config,
+    set_step_count,
+)
 from core_rl_tiny.model import Llama, Rows
 
 __all__ = ["TinyBackend"]

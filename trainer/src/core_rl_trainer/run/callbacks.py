@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, cast
 
-from core_rl.errors import CallbackError, ConfigError, raise_all
+from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.algorithms.named import find_object
 from core_rl_trainer.callbacks import (
     Callback,
@@ -21,6 +21,7 @@ from core_rl_trainer.callbacks import (
     StepEnd,
     StopRun,
 )
+from core_rl_trainer.errors import CallbackError
 from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["GROUP", "Callbacks"]

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from core_rl.checkpoint.run import RunCheckpoints
-from core_rl.errors import StoppedBySignal
+from core_rl_trainer.errors import StoppedBySignal
 
 __all__ = ["DeferredInterrupt", "EndedBySignal", "StopSignals", "resume_hint"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.errors import NothingLearned
+from core_rl_trainer.errors import NothingLearned
 from core_rl_trainer.logs.progress import TrainingProgress, say
 from core_rl_trainer.logs.records import RunRecords
 from core_rl_trainer.plan.run_plan import Loop
