@@ -1,4 +1,4 @@
-"""Sessions of the suite inside a test: engines that only this process knows, and what a session leaves behind."""
+"""Sessions of the suite inside a test: engines that only this process knows, and the leftovers of a session."""
 
 from __future__ import annotations
 

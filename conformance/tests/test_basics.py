@@ -1,4 +1,4 @@
-"""Of several failures, the message names the one to fix first."""
+"""First failure to fix, named in later messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of engines: the one that is off fails, and its partner does not."""
+"""Pairs of engines: the wrong engine fails, and its partner does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin in strangers' directories: what it collects, how a session ends, what it leaves behind."""
+"""The pytest plugin in foreign directories: collection, exit status and leftovers of a session."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ addopts = --doctest-modules
 
 
 def test_a_session_without_an_engine_is_left_alone(pytester: pytest.Pytester) -> None:
-    """Neither options nor imports: the plugin is loaded in every session of everybody who has core-rl."""
+    """Neither options nor imports: the plugin is loaded in every session with core-rl installed."""
     pytester.makeconftest(
         """
         def pytest_addoption(parser):
@@ -96,7 +96,7 @@ def test_checks_are_no_tests_without_an_engine(pytester: pytest.Pytester, ini: s
 
 
 def test_help_names_all_options(pytester: pytest.Pytester) -> None:
-    """Without an engine as text: plain names may be those of the project's own options."""
+    """Without an engine as text: plain names may belong to the project's own options."""
     pytester.makeconftest("def pytest_addoption(parser): parser.addoption('--seed', help='of mine')")
     result = run(pytester, "--help")
     assert result.ret == pytest.ExitCode.OK
@@ -335,7 +335,7 @@ def test_provisional_check_does_not_count(
 
 @pytest.fixture
 def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A distribution with one engine, as a stranger would install it; its name."""
+    """A distribution with one engine, as a user would install it; its name."""
     site = pytester.mkdir("site")
     (site / "strange.py").write_text(
         "from dataclasses import replace\n"

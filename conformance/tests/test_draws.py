@@ -1,4 +1,4 @@
-"""Exact tests of draws: they follow the binomial distribution, rarely alarm, and see what is wrong."""
+"""Exact tests of draws: they follow the binomial distribution, rarely alarm, and detect mistakes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_penalty_on_repetition_is_seen(seed: int) -> None:
 
 
 class Judge:
-    """What a check requires, without an engine."""
+    """Requirement of a check, without an engine."""
 
     def require(self, holds: bool, message: str) -> None:
         assert holds, message

@@ -1,4 +1,4 @@
-"""Greedy paths: what the search finds is what the oracle says of one sequence."""
+"""Greedy paths: the search agrees with the oracle on a single sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kill matrix: what its rows say, and the options that ask for it."""
+"""The kill matrix: its rows and its options."""
 
 from __future__ import annotations
 

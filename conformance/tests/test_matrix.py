@@ -1,4 +1,4 @@
-"""Cases that run for an engine: profiles, selections, capabilities, waivers; and what a session proves."""
+"""Cases that run for an engine: profiles, selections, capabilities, waivers; and the proof of a session."""
 
 from __future__ import annotations
 

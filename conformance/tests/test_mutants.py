@@ -23,7 +23,7 @@ from core_rl_conformance.expected_values import ExpectedValues
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Seed 0 in an ordinary session; in one that proves the suite, ``--seeds`` of them from ``--first-seed`` on."""
+    """Seed 0 in an ordinary session; in a proof of the suite, ``--seeds`` of them from ``--first-seed`` on."""
     if "seed" in metafunc.fixturenames:
         first = metafunc.config.getoption("first_seed")
         seeds = range(first, first + (metafunc.config.getoption("seeds") or 1))

@@ -17,7 +17,7 @@ CONFIG = MODEL.config()
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm of each row; the weight is what is added to 1."""
+    """RMS norm of each row; the weight is added to 1."""
     return torch.stack(
         [(1 + weight) * row / math.sqrt(float(row @ row) / len(row) + CONFIG.rms_norm_eps) for row in x]
     )

@@ -27,12 +27,12 @@ CASES = [
     ),
     ([case("I10.value", Outcome.NOT_SUPPORTED)], UNCERTIFIED, "no check of it was run"),
     ([case()], UNCERTIFIED, "no check of it was run"),
-    # Another check showed the capability, and the one that is there for it was left out.
+    # Another check showed the capability, and its own check was left out.
     ([case(capabilities=("value_head",))], UNCERTIFIED, "I10.value was not selected"),
     # A check that does not count yet neither certifies nor spoils.
     ([case("I10.value", provisional=True)], UNCERTIFIED, "no check of it was run"),
     ([case("I10.value"), case("I10.value", Outcome.FAILED, provisional=True)], CERTIFIED, ""),
-    # For want of another capability: it says nothing about this one.
+    # For want of another capability: it proves nothing about this capability.
     ([case("I10.value"), case("I10.value", Outcome.NOT_SUPPORTED, layout="dp2")], CERTIFIED, ""),
 ]
 

@@ -1,4 +1,4 @@
-"""The report as data: its file format, its schema, and what it derives."""
+"""The report as data: its file format, its schema, and derived values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``core-rl new-engine``: what it writes is an engine that works, and it overwrites nothing."""
+"""``core-rl new-engine``: it writes a working engine, and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _install(project: Path, site: Path) -> str:
 def test_example_equals_written_skeleton(path: str) -> None:
     written = Skeleton(name="ddp", class_prefix="DDP").files()[path]
     text = (EXAMPLE / path).read_text(encoding="utf-8")
-    # The example's README tells how to run it inside the repository.
+    # The example's README shows how to run it inside the repository.
     assert path == "README.md" or text == written, (
         f"change skeleton/templates and {path} of the example together"
     )
@@ -77,7 +77,7 @@ def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_the_new_engines_own_tests_pass(tmp_path: Path) -> None:
-    """The suite among them is left to the example, which is what the command writes."""
+    """The suite among them is left to the example, which equals the command's output."""
     project = tmp_path / "project"
     write_skeleton(Skeleton.named("fresh"), project)
     environment = {**os.environ, "PYTHONPATH": _install(project, tmp_path / "site"), "OMP_NUM_THREADS": "1"}

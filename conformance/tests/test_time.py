@@ -14,7 +14,7 @@ FILES = [*CHECKS_DIRECTORY.parent.rglob("*.py"), *(Path(__file__).parent / "muta
 
 
 def _sleeps(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of ``sleep``, but those of 0 seconds, which let other tasks run."""
+    """Calls of ``sleep``, except for 0 seconds, which let other tasks run."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue

@@ -21,7 +21,7 @@ MARGIN = 10.0
 
 
 def _choices(model: torch.nn.Module, ids: list[list[int]]) -> list[Choice]:
-    """Of all sequences, by layer."""
+    """Choices of all sequences, by layer."""
     rows = []
     for row in ids:
         with torch.no_grad(), watched(model) as choices:

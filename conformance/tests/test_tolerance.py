@@ -121,7 +121,7 @@ def test_variants_agree_and_differ(tmp_path: Path, family: str) -> None:
 
 
 def test_baseline_covers_rounding_of_long_sums(tmp_path: Path) -> None:
-    """The seed is one with which a correct engine was over the limit that the different sequences alone give."""
+    """With this seed a correct engine was over the limit that the different sequences alone give."""
     model = TinyModel(family="gpt2", seed=48698)
     data = Repeated.of(ragged(model.vocab_size, 0), [number % len(LENGTHS) for number in range(300)])
     with ExpectedValues(tmp_path) as expected_values:

@@ -62,7 +62,7 @@ def _cases(layout: str) -> Iterator[Case]:
 
 
 def _parameters() -> list[ParameterSet]:
-    """All checks on ``tp2``, and on ``dp2tp2`` those that gain from it."""
+    """All checks on ``tp2``, and on ``dp2tp2`` checks that need it."""
     required = [case for case in _cases("tp2") if case.check.min_dp == 1]
     required += [case for case in _cases("dp2tp2") if case.check.identifier in WITH_DATA_PARALLEL]
     required += [case for case in _cases("tp2sp") if case.check.identifier in WITH_SEQUENCE_PARALLEL]

@@ -2,8 +2,8 @@
 
     python examples/arithmetic/prepare.py [--tool] [--engine fsdp] [--output runs/arithmetic/start] [--seed 0]
 
-The problems are all sums of two numbers below 100, such as ``23+45=`` with the answer ``068``. Some are held
-out; the model is warmed up on the others by supervised fine-tuning, until it answers about four in
+The problems are all sums of two numbers below 100, such as ``23+45=`` with the answer ``068``. Some are
+reserved for evaluation; the model is warmed up on the others by supervised fine-tuning, until it answers about four in
 ten, and left there: the rest is what GRPO is to do. A second run with the same settings does nothing.
 
 With ``--tool`` the model of ``examples/tool_arithmetic.yaml`` is made, which cannot add: it guesses, and in every
@@ -92,7 +92,7 @@ class Problem:
 
 
 def make_problems(settings: Settings) -> tuple[list[Problem], list[Problem]]:
-    """All problems, in random order: those to train on, and those held out."""
+    """All problems, in random order: those to train on, and the evaluation problems."""
     numbers = range(settings.largest + 1)
     problems = [Problem(left, right) for left in numbers for right in numbers]
     random.Random(settings.seed).shuffle(problems)
@@ -167,7 +167,7 @@ def make_batch(
 ) -> SequenceBatch:
     """Prompt, answer and end of each problem, by way of the calculator where ``tools`` is true.
 
-    What the model writes is trained.
+    The model's own tokens are trained.
     """
     ids, masks = [], []
     for problem, tool in zip(problems, tools or [False] * len(problems), strict=True):
@@ -227,7 +227,7 @@ def write_problems(path: Path, problems: Sequence[Problem]) -> None:
 
 
 def write_pairs(path: Path, problems: Sequence[Problem], seed: int) -> None:
-    """The right answer to each problem as ``chosen``, and one that is off by a little as ``rejected``."""
+    """The right answer to each problem as ``chosen``, and a slightly wrong answer as ``rejected``."""
     draw, rows = random.Random(seed), []
     for problem in problems:
         right = int(problem.answer)

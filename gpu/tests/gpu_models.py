@@ -62,8 +62,8 @@ TINY: dict[str, Any] = {
 
 
 def model_flops(shape: dict[str, Any], lengths: list[int]) -> float:
-    """Of forward and backward, three times the forward pass: 2 for each weight of a matrix and token, and for causal
-    attention 2 x heads x head size x length of the sequence for each token and layer.
+    """FLOPs of forward and backward, three times the forward pass: 2 for each weight of a matrix and token, and for
+    causal attention 2 x heads x head size x length of the sequence for each token and layer.
     """
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     queries = shape["num_attention_heads"] * shape["head_dim"]

@@ -34,7 +34,7 @@ PROPERTY = "core_rl_gpu"
 
 
 class NotRun(Exception):
-    """The machine lacks what a point needs; the message names it."""
+    """The machine lacks a requirement of a point; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 
 EIGHT_LAYERS = {**QWEN3_8B, "num_hidden_layers": 8}
-"""Of the 36 layers of 8B, so that its state fits on one GPU."""
+"""8B with 8 of its 36 layers, so that its state fits on one GPU."""
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def _bits(engine: TrainEngine) -> dict[str, int]:
 
 
 def _state_bytes(engine: TrainEngine) -> int:
-    """Of the float32 weights and moments."""
+    """Bytes of the float32 weights and moments."""
     return 4 * sum(math.prod(shape) for kind in KINDS for shape in engine.tensor_shapes(kind).values())
 
 
@@ -177,7 +177,7 @@ def _state_bytes(engine: TrainEngine) -> int:
 def test_checkpoints(setting: Setting) -> Figures:
     """Saving, loading, the next step, and an export.
 
-    Raises where the step after a load is not the one after the save, or transformers cannot read an export.
+    Raises where the step after a load differs from the step after the save, or transformers cannot read an export.
     """
     shape = setting.size(QWEN3_0_6B, TINY)
     engine = engine_of(setting, shape)

@@ -56,7 +56,7 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I7.adapter-disabled", requires=[Capability.LORA], each="layout")
 def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
-    """Inside ``disable_adapter()`` outputs are those of an engine without an adapter, bit for bit; after it, as before.
+    """Inside ``disable_adapter()`` outputs match an engine without an adapter, bit for bit; after it, as before.
 
     A new adapter, whose ``B`` is 0, changes nothing either. Gradients that wait for a step are left as they are,
     and the adapter is trained after it as before.

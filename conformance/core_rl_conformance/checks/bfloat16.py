@@ -195,7 +195,7 @@ def _added(terms: list[Tensor]) -> Tensor:
 def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, master weights are the float32 numbers of the files, from the start and after a load.
 
-    After 20 updates, each too small for a bfloat16 weight to change, weights and moments are those of a float64 AdamW.
+    After 20 updates, each too small for a bfloat16 weight to change, weights and moments match a float64 AdamW.
 
     Why: masters that are made of bfloat16 weights begin somewhere else, and updates that are rounded away train
     nothing at the learning rates of post-training.

@@ -100,7 +100,7 @@ def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
 
     Why: a save while offloaded crashes or writes freed memory (slime #1888), and a load while offloaded is undone
     when the old copies come back (NeMo-RL #2372).
-    Look at: copies on the host that outlive what they are copies of.
+    Look at: copies on the host that outlive their originals.
     """
     model = subject.model()
     group = moving.start(subject, model)

@@ -39,7 +39,7 @@ HEADS: tuple[tuple[Head, Capability, CheckLoss], ...] = (
 
 @check("I20.adamw")
 def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
-    """Weights and moments after several steps are those of a float64 AdamW on the engine's own gradients.
+    """Weights and moments after several steps match a float64 AdamW on the engine's own gradients.
 
     Why: wrong decay, epsilon or bias correction, a learning rate that lags behind its schedule, optimizer
     math in a smaller dtype, parameters that the optimizer never got (pytorch #149205).
@@ -57,7 +57,7 @@ def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None
     Why: a head that is added to a loaded model is easily left out of the optimizer, or gets another learning rate or
     decay. A critic that hardly learns then looks like a hard task.
     Look at: whether ``score.weight`` is among the parameters that the optimizer is built with, and in the
-    group that decays; whether its float32 weight is the one that the forward pass uses.
+    group that decays; whether its float32 weight is used by the forward pass.
     """
     _verify_steps(subject, subject.model(head="value"), ValueLoss(), 3)
 
@@ -76,7 +76,7 @@ def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, s
 
 @check("I20.update-count", each="layout")
 def bias_correction_follows_the_update_count(subject: EngineUnderTest) -> None:
-    """After ``restore_progress`` with many updates, the next steps are those of an AdamW with that count.
+    """After ``restore_progress`` with many updates, the next steps match an AdamW with that count.
 
     Why: a count that is lost or kept in a small integer begins the bias correction anew, and the first
     steps after a resume are many times too long.

@@ -123,7 +123,7 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
     Why: weights of the step before, of some tensors only, or a version that one side counts by itself
     (verl #7014, #5801, AReaL #941, prime-rl #1901).
     Look at: whether the files in the sync directory hold the train engine's weights (the sender), or the
-    rollout engine serves something else than the files (the receiver); this check tells them apart.
+    rollout engine serves something else than the files (the receiver); this check separates them.
     """
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})

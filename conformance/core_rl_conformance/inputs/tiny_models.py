@@ -102,7 +102,7 @@ class TinyModel:
     plain_gates: bool = False
     """Gates of a mixture are the probabilities of the chosen experts; otherwise these are divided by their sum."""
     long: bool = False
-    """Whether it takes `LONG_LENGTH` tokens and has three layers or more, and constants that are not the usual ones."""
+    """Whether it takes `LONG_LENGTH` tokens and has three layers or more, and unusual constants."""
     exact: bool = False
     """No step of a pass rounds in bfloat16, as long as norms, softmax and heads are in float32."""
     focused: bool = False

@@ -1,4 +1,4 @@
-"""Inference engines that report or draw something else than the contract says."""
+"""Inference engines that report or draw something else than the contract requires."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mutants.zoo import Mutant
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
 
 
-# ----------------------------------------------------------- what is reported
+# ----------------------------------------------------------- reported values
 
 
 class Rescored(ReferenceRolloutBackend):
@@ -49,14 +49,14 @@ class ReportsWithoutTemperature(Rescored):
 
 
 class ReportsGreedyAsCertain(Rescored):
-    """Greedy decoding is a softmax at a tiny temperature, and that is what is reported."""
+    """Greedy decoding is a softmax at a tiny temperature, and its log-probs are reported."""
 
     def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
         return logits / (sampling.temperature or 1e-5)
 
 
 class ReportsAfterTheCut(Rescored):
-    """Log-probs are those of the tokens that top-k and top-p have left."""
+    """Log-probs are renormalized over the tokens left by top-k and top-p."""
 
     def _reported(self, logits: Tensor, sampling: SamplingParams) -> Tensor:
         logits = logits / sampling.logprob_temperature
@@ -77,7 +77,7 @@ class ReportsOneTokenLate(ReferenceRolloutBackend):
         return super()._response(request, replace(completion, logprobs=late))
 
 
-# ----------------------------------------------------------- what goes in
+# ----------------------------------------------------------- inputs
 
 
 class Feeding(ReferenceRolloutBackend):
@@ -97,7 +97,7 @@ class Feeding(ReferenceRolloutBackend):
 
 
 class SeesPaddingOfTheBatch(Feeding):
-    """Prompts are padded to the longest one of the batch, without a mask."""
+    """Prompts are padded to the longest of the batch, without a mask."""
 
     def _fed(self, ids: tuple[int, ...], longest: int) -> tuple[int, ...]:
         return (0,) * (longest - len(ids)) + ids

@@ -1,4 +1,4 @@
-"""The load-balancing loss of routers: what it counts, and what it is divided by."""
+"""The load-balancing loss of routers: its counts and its denominator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded routing that does not come to what it is replayed for."""
+"""Recorded routing that misses its purpose."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ReplaysInForwardOnly(ReferenceBackend):
 
 
 class ReplaysOneLayerForAll(ReferenceBackend):
-    """Every layer replays what the first one chose."""
+    """Every layer replays the first layer's experts."""
 
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         if "routing" in row.tokens:
@@ -75,7 +75,7 @@ class ReplayGoesOn(ReferenceBackend):
 
 
 class GatesOfItsOwnChoice(ReferenceBackend):
-    """Experts are replayed, and weighed with the gates of those that the router would take now."""
+    """Experts are replayed, and weighed with the gates of the router's present choice."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)

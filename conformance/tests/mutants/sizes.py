@@ -46,7 +46,7 @@ def _clamp(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
 
 
 class WindowOf128(_Adopts):
-    """Every layer sees 128 tokens back, whatever the config says."""
+    """Every layer sees 128 tokens back, whatever the config sets."""
 
     def change(self, model: PreTrainedModel) -> None:
         super().change(model)

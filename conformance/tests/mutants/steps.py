@@ -212,7 +212,7 @@ class UntiesTheHead(ReferenceBackend):
     def step(self, scale: float, lr: float, count: int) -> None:
         before = self.model.get_output_embeddings().weight.detach().clone()
         super().step(scale, lr, count)
-        # Half of what the shared matrix moves: as if each use had its own optimizer.
+        # Half of the shared matrix's step: as if each use had its own optimizer.
         self._separate += 0.5 * (self.model.get_output_embeddings().weight.detach() - before)
 
 

@@ -160,7 +160,7 @@ class InstallsAsItComes(ReferenceRolloutBackend):
 
 
 class Answering(ReferenceRolloutBackend):
-    """A base for those that answer requests in the middle of an update: an event says when they have."""
+    """Base for engines that answer requests in the middle of an update: an event marks the end."""
 
     def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
         self._may_begin, self._answered = threading.Event(), threading.Event()

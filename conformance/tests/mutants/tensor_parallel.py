@@ -250,7 +250,7 @@ class NormsOfOwnTokens(TensorParallelBackend):
 
 
 class FinalNormOfOwnTokens(TensorParallelBackend):
-    """Of all norms, the last one is left out of the sum over ranks."""
+    """The last of all norms is left out of the sum over ranks."""
 
     def is_partial(self, name: str) -> bool:
         return name != "model.norm.weight" and super().is_partial(name)
@@ -274,7 +274,7 @@ class RegionsSumDuplicates(TensorParallelBackend):
 
 
 class TakesHalfAHead(TensorParallelBackend):
-    """Nobody compares the degree with the number of heads."""
+    """The degree is never compared with the number of heads."""
 
     def check_heads(self, model: PreTrainedModel) -> None:
         return

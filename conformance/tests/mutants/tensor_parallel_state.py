@@ -1,4 +1,4 @@
-"""Tensor parallelism: what ranks hold, export and save."""
+"""Tensor parallelism: local weights, exports and saves."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from core_rl.backend.tensors import LocalSlice
 
 @contextmanager
 def unchanged(parts: Iterable[LocalSlice]) -> Iterator[None]:
-    """Undo at the end of the context what it did to ``parts``."""
+    """Undo at the end of the context every change to ``parts``."""
     before = [(part.tensor, part.tensor.clone()) for part in parts]
     yield
     for tensor, value in before:

@@ -47,7 +47,7 @@ class RaisesInEvaluation(ReferenceBackend):
 
 
 class ExitsInEvaluation(ReferenceBackend):
-    """Somebody calls ``sys.exit`` with a success."""
+    """Exits by ``sys.exit`` with a success."""
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         if mode == "forward":
@@ -65,7 +65,7 @@ class HangsInEvaluation(ReferenceBackend):
 
 
 class LeavesAChild(DiesInEvaluation):
-    """It starts a process of its own and dies without ending it."""
+    """Starts a process of its own and dies without ending it."""
 
     def build(self, context: TrainContext) -> None:
         subprocess.Popen([sys.executable, "-c", f"import signal; signal.pause()  # {CHILD}"])
@@ -76,7 +76,7 @@ CHILD = "the child of an engine"
 
 
 class _Changed(ReferenceBackend):
-    """Its outputs go through ``_change``."""
+    """Base whose outputs go through ``_change``."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         return self._change(super().outputs(micro_batch, step))
@@ -107,7 +107,7 @@ class NotANumber(_Changed):
 
 
 class RunsAsACoroutine(ReferenceBackend):
-    """A hook that must be awaited; nobody does."""
+    """A hook that must be awaited, and is not."""
 
     async def run(  # type: ignore[override]
         self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode

@@ -31,7 +31,7 @@ class OptimizerInHooks(Packed):
 
 
 class _HookedAdamW(torch.optim.Optimizer):
-    """AdamW by one hook for each parameter. Its groups and its state are those of ``like``."""
+    """AdamW by one hook for each parameter. Its groups and its state belong to ``like``."""
 
     def __init__(self, like: torch.optim.AdamW) -> None:
         groups = [dict(group) for group in like.param_groups]

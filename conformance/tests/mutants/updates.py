@@ -29,7 +29,7 @@ Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
 
 
 class Partial(ReferenceRolloutBackend):
-    """Of the new weights, only some are taken."""
+    """Only some of the new weights are taken."""
 
     def _takes(self, name: str, value: Tensor) -> bool:
         raise NotImplementedError
@@ -80,7 +80,7 @@ class KeepsPrefixes(ReferenceRolloutBackend):
 
 
 class LabelsBeforeWeights(ReferenceRolloutBackend):
-    """The version changes when an update begins, and what is in flight carries it."""
+    """The version changes when an update begins, and requests in flight carry it."""
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         before, self._served_version = self._served_version, meta.version
@@ -126,7 +126,7 @@ class SwallowsFailures(ReferenceRolloutBackend):
 
 
 class LeavesAMixture(ReferenceRolloutBackend):
-    """Weights are copied one after the other, until one does not fit."""
+    """Weights are copied in turn, until a misfit."""
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         try:
@@ -171,7 +171,7 @@ class LabelAbortsRequests(ReferenceRolloutBackend):
 
 
 class CancelAbortsAll(ReferenceRolloutBackend):
-    """A cancelled request tells the server to abort everything."""
+    """A cancelled request makes the server abort everything."""
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         before = getattr(self, "_cancelled", 0)
@@ -215,7 +215,7 @@ class SharesRids(ReferenceRolloutBackend):
 
 
 def never_refuse(spec: EngineSpec, capability: Capability, label: str) -> None:
-    """Let what is not declared pass."""
+    """Accept undeclared options."""
 
 
 class ScoresWithoutDeclaring(ReferenceRolloutBackend):

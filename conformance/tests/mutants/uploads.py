@@ -1,4 +1,4 @@
-"""A correct backend that passes on what the core sends to inference engines, so that a mutant can bend it."""
+"""A correct backend that passes on the core's uploads to inference engines, so that a mutant can bend it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sends(ReferenceBackend):
         return tensors
 
     def bucket_sent(self, bucket: Bucket) -> None:
-        """Called when ``bucket`` was sent and the one before it was taken."""
+        """Called when ``bucket`` was sent and the previous bucket was taken."""
 
     def described(self, adapter: AdapterMetadata) -> AdapterMetadata:
         """The description of an adapter to send, out of the right one."""

@@ -63,7 +63,7 @@ class Mutant:
     killed_by: str
     """The check that is meant for this bug."""
     issue: str
-    """Where a bug of this kind was shipped, or why it is here."""
+    """Source of a shipped bug of this kind, or the reason for the mutant."""
     says: str
     """A regular expression that the failure must match: the message points at the cause."""
     layout: ParallelLayout = DP1
@@ -71,9 +71,9 @@ class Mutant:
     dtype: DType = "float32"
     undeclared: frozenset[Capability] = frozenset()
     declared: frozenset[Capability] = frozenset()
-    """What it has beyond the zoo's other engines."""
+    """Capabilities beyond the zoo's other engines."""
     partner: EngineSpec | None = None
-    """The correct engine beside it, for a check of a pair."""
+    """The correct partner, for a check of a pair."""
     timeout_s: float = 120.0
     """Seconds that a call may take; short for a mutant that hangs."""
 
@@ -89,7 +89,7 @@ class Mutant:
         special |= (
             {Capability.MOE, Capability.AUX_LOSS, Capability.ROUTING_REPLAY} if self.family == MOE else set()
         )
-        # Of the toy engines, which are the ones with such layouts, only the tensor-parallel one takes adapters.
+        # Of the toy engines, which have such layouts, only the tensor-parallel engine takes adapters.
         adapters = {Capability.LORA, Capability.SYNC_LORA}
         toy = adapters if self.layout.needed_capabilities() - {Capability.DATA_PARALLEL} else set()
         return spec_of(
@@ -111,7 +111,7 @@ def spec_of(
 ) -> EngineSpec:
     """A spec for ``engine``, which is importable by its module's name; an inference engine is the reference's kin.
 
-    ``undeclared`` and ``declared`` tell where its capabilities differ from those of the zoo's engines.
+    ``undeclared`` and ``declared`` list differences from the capabilities of the zoo's engines.
     """
     if issubclass(engine, InferenceBackend):
         return replace(
@@ -131,9 +131,10 @@ def spec_of(
 
 
 def make_engine(spec: EngineSpec, config: Any) -> Any:
-    """The engine of ``spec``, over the core's components or those that its backend class names as ``components``.
+    """The engine of ``spec``, over the core's components or the components that its backend class names as
+    ``components``.
 
-    What is declared and what is implemented are not compared: a mutant may differ, for a check to find out.
+    Declarations and implementations are not compared: a mutant may differ, for a check to find out.
     """
     base: type[Any] = TrainBackend if spec.kind == "train" else InferenceBackend
     backend = load_class(spec, "factory", base)
@@ -154,7 +155,7 @@ def run_check(
     dtype: DType = "float32",
     partner: EngineSpec | None = None,
 ) -> EngineUnderTest:
-    """Run one check as the plugin would. Raises what the check raises; returns the engine with its measurements."""
+    """Run one check as the plugin would. Raises the check's error; returns the engine with its measurements."""
     profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
     case = Case(
         check=load_checks()[identifier],

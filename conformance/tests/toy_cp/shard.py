@@ -1,4 +1,4 @@
-"""`TokenShard`: which tokens of a packed batch a rank computes, and its attention to those of other ranks."""
+"""`TokenShard`: which tokens of a packed batch a rank computes, and its attention to tokens of other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TokenShard:
     """Consecutive tokens of ``batch``, as many on each rank of ``group`` but for one.
 
     The models of transformers cannot run on no token at all, so a batch with fewer than ranks is filled up with
-    sequences of one token, whose outputs nobody sees.
+    sequences of one token, whose outputs are dropped.
     """
 
     def __init__(self, batch: SequenceBatch, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
 """`ExpertParallelBackend`: each rank computes some of the experts, for the tokens of all ranks.
 
 A test double: data parallel ranks are expert parallel ones, and every rank keeps all weights in memory. Tokens
-are gathered on all ranks, and what each rank's experts make of them is added up.
+are gathered on all ranks, and outputs of each rank's experts are added up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Scattered(torch.autograd.Function):
-    """The sum over ranks of what each has for all; each gets its own rows, and sends their gradient to all."""
+    """The sum over ranks of each rank's values for all; each gets its own rows, and sends their gradient to all."""
 
     @staticmethod
     def forward(ctx: Any, everything: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
 """`PipelineBackend`: each rank computes some of the layers, and hands activations on (GPipe, arXiv:1811.06965).
 
 A test double: families that are built like Llama. Every rank keeps all weights in memory and computes with
-those of its stage; gradients are added over stages, so a tied embedding gets both of its parts.
+the weights of its stage; gradients are added over stages, so a tied embedding gets both of its parts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PipelineBackend(HFBackend[TrainEngineConfig]):
         return received.requires_grad_(torch.is_grad_enabled())
 
     def backward_stage(self, way: Way) -> None:
-        """Run backward through this stage, and pass the gradient to the one before."""
+        """Run backward through this stage, and pass the gradient to the previous stage."""
         if self.is_last:
             way.sent.backward()
         else:
@@ -173,7 +173,7 @@ class PipelineBackend(HFBackend[TrainEngineConfig]):
     # -------------------------------------------------------------- gradients
 
     def reduce_grads(self) -> None:
-        """A stage has the gradients of what it used."""
+        """A stage has the gradients of its own weights."""
         for name, grad in self.gradients():
             self.reduce(name, grad)
 

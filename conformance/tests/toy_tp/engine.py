@@ -1,6 +1,6 @@
 """`TensorParallelBackend`: heads, MLP columns and vocabulary rows are spread over ranks, norms are replicated.
 
-With sequence parallelism (arXiv:2205.05198), what is between them is spread over ranks along the tokens.
+With sequence parallelism (arXiv:2205.05198), states between them are spread over ranks along the tokens.
 
 A parameter is a `DTensor`, which knows its full shape and its placement; the model computes with the local
 part. It is a test double: families that are built like Llama, and head counts that the degree divides. Adapters
@@ -138,7 +138,7 @@ class TensorParallelBackend(HFBackend[TrainEngineConfig]):
         return enter(output, self.tensor_parallel_group)
 
     def leave_shards(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """The sum over ranks, and what is added to it once."""
+        """The sum over ranks, and a term added once."""
         total = self.own_tokens(add_up(output, self.tensor_parallel_group))
         bias = self.row_biases.get(module)
         return total if bias is None else total + bias.to_local()

@@ -1,4 +1,4 @@
-"""The engine: a backend over a module of its own, and the description of what each rank holds."""
+"""The engine: a backend over a module of its own, and the description of each rank's shards."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
                 loss.backward()
 
     def outputs(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
-        """The outputs of one sequence ``[L]``: those of a token come from the logits at the token before it."""
+        """The outputs of one sequence ``[L]``: outputs of a token come from the logits at the token before it."""
         logits = self.model(ids)[:-1] / step.temperature
         log_p = F.log_softmax(logits, dim=-1)
         return {

@@ -57,7 +57,7 @@ class Attention(nn.Module):
         return mixed[0].transpose(0, 1).flatten(1) @ self.out.T
 
     def checkpoint(self, prefix: str) -> Iterator[Rows]:
-        """Its tensors in a checkpoint."""
+        """Checkpoint tensors."""
         ends = [self.heads * self.dim, (self.heads + self.kv_heads) * self.dim, len(self.qkv)]
         for name, start, end in zip("qkv", [0, *ends], ends, strict=False):
             yield Rows(f"{prefix}.{name}_proj.weight", self.qkv, slice(start, end))
@@ -84,7 +84,7 @@ class Layer(nn.Module):
         return x + (F.silu(gate) * up) @ self.down.T
 
     def checkpoint(self, prefix: str) -> Iterator[Rows]:
-        """Its tensors in a checkpoint."""
+        """Checkpoint tensors."""
         half = len(self.gate_up) // 2
         yield from self.attention.checkpoint(f"{prefix}.self_attn")
         yield Rows(f"{prefix}.mlp.gate_proj.weight", self.gate_up, slice(0, half))
@@ -125,7 +125,7 @@ class Llama(nn.Module):
         return F.rms_norm(x, self.norm.shape, self.norm, self.config.rms_norm_eps) @ self.head.T
 
     def _frequencies(self, device: torch.device) -> Tensor:
-        """Of the rotation of each pair of a head's dimensions, ``[head_dim / 2]``."""
+        """Frequencies of the rotation of each pair of a head's dimensions, ``[head_dim / 2]``."""
         if (scaled := self.rope.get("rope_type")) in SCALED:
             frequencies: Tensor = ROPE_INIT_FUNCTIONS[scaled](self.config, device)[0]
             return frequencies
