@@ -26,9 +26,15 @@ from common.workload import make_batch, skewed_lengths
 
 from core_rl.backend.steps import MicroBatches
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
+from core_rl.data.micro_batch import (
+    MicroBatchSpec,
+    count_micro_batches,
+    plan_micro_batches,
+    shard,
+    unshard_output,
+    unshard_rows,
+)
 from core_rl.data.outputs import ModelOutput
-from core_rl.data.partition import shard, unshard_output, unshard_rows
 from core_rl.toolkit.attention import Segments, packed_attention
 
 HEADS, WIDTH = 14, 64

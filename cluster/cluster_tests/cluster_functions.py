@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from group_support import rank_of
 
-from core_rl.distributed.launched import launched_world
+from core_rl.distributed.process_group import launched_world
 from core_rl.engine.train import TrainEngine
 
 __all__ = ["die", "host_name", "master_weights", "surroundings", "wait"]

@@ -33,11 +33,11 @@ Each message says what was wrong, with which value, and what to do about it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import ClassVar
 
-from core_rl.exit_codes import ExitCode
-
 __all__ = [
+    "SIGNAL_BASE",
     "BatchError",
     "CheckpointDamaged",
     "CheckpointError",
@@ -53,6 +53,7 @@ __all__ = [
     "EngineIncompatible",
     "EngineNotFound",
     "EngineStateError",
+    "ExitCode",
     "GroupError",
     "LayoutError",
     "LossError",
@@ -67,6 +68,26 @@ __all__ = [
     "WeightsError",
     "raise_all",
 ]
+
+SIGNAL_BASE = 128
+"""A command that a signal ends at once exits with this plus the signal's number, as shells count."""
+
+
+class ExitCode(IntEnum):
+    """The exit code of a command, and what it means."""
+
+    DONE = 0
+    """The command did what it was asked for; a run is complete."""
+    FAILED = 1
+    """An engine, a checkpoint, a rollout, a callback, a batch of a step or a check failed."""
+    USAGE = 2
+    """An argument, a field of a recipe, its data or an engine's name is wrong. Nothing was started."""
+    NOTHING_LEARNED = 3
+    """The field ``stop_on`` of the recipe ended the run. The last good checkpoint is kept."""
+    STOPPED = 75
+    """SIGTERM or SIGUSR1 stopped the run. Nothing is lost: the same command goes on."""
+    INTERRUPTED = 130
+    """Ctrl-C. The same command goes on from the last checkpoint."""
 
 
 class CoreRLError(Exception):

@@ -12,7 +12,7 @@ from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.rollout.continued import generate_whole
+from core_rl.rollout.workflow import generate_whole
 
 SPEC = replace(
     ROLLOUT_SPEC,

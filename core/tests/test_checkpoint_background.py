@@ -23,7 +23,7 @@ from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.checkpoint import background, upload
+from core_rl.checkpoint import background
 from core_rl.checkpoint.background import BackgroundSave, Later, Write, late_writes, publish_later
 from core_rl.checkpoint.manifest import read_manifest, records_of
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -281,8 +281,7 @@ def test_the_thread_that_writes_shards_hashes_them(tmp_path: Path, monkeypatch: 
         names.append(sorted(found))
         return real(directory, found, threads)
 
-    for module in (background, upload):
-        monkeypatch.setattr(module, "records_of", noted)
+    monkeypatch.setattr(background, "records_of", noted)
     engine = support.engine()
     engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="sharded", asynchronous=True))
     engine.wait_for_saves()

@@ -11,8 +11,7 @@ import pytest
 from checkpoint_support import in_child, killed_at, load_text, save_text
 from object_store import PROTOCOL, ObjectStore
 
-from core_rl.checkpoint.copies import CheckpointCopies
-from core_rl.checkpoint.run import RunCheckpoints
+from core_rl.checkpoint.run import CheckpointCopies, RunCheckpoints
 from core_rl.errors import CheckpointDamaged, CheckpointError, ConfigError, MissingPackage
 
 

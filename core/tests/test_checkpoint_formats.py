@@ -28,7 +28,7 @@ from transformers import (
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta
-from core_rl.checkpoint import sharded
+from core_rl.checkpoint import formats
 from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.formats import save_contents
 from core_rl.checkpoint.manifest import read_manifest
@@ -472,7 +472,7 @@ def test_another_layout_is_asked_only_of_an_engine_that_declares_resharding(
     layout = ParallelLayout(cp=2)
     change_runtime(engine, config=engine.config.model_copy(update={"layout": layout}))
     with monkeypatch.context() as patch:
-        patch.setattr(sharded, "ShardFiles", None)  # nothing is read before the refusal
+        patch.setattr(formats, "ShardFiles", None)  # nothing is read before the refusal
         with pytest.raises(
             UnsupportedCapability, match=r"saved at the layout dp1, and this is cp2: .*'resharding'"
         ):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from object_store import PROTOCOL, ObjectStore
 from torch._C._distributed_c10d import FileStore
 
-from core_rl.checkpoint import workspace
+from core_rl.checkpoint import local
 from core_rl.checkpoint.background import Later, publish_later
 from core_rl.checkpoint.directory import opened, publish
 from core_rl.distributed.comm import Comm
@@ -133,7 +133,7 @@ def test_each_machine_uploads_its_files_and_downloads_all(
 
 def save_where_last_ranks_are_first(world: Comm, url: str) -> None:
     """The directory of each machine is made by its last rank, and led by its first."""
-    make = workspace._make
+    make = local._make
 
     def make_late(root: Path, rank: int, stack: ExitStack) -> None:
         if rank % 2 == 0:
@@ -142,7 +142,7 @@ def save_where_last_ranks_are_first(world: Comm, url: str) -> None:
         if rank % 2 == 1:
             world.barrier()
 
-    with mock.patch.object(workspace, "_make", make_late):
+    with mock.patch.object(local, "_make", make_late):
         save_later(world, url)
 
 

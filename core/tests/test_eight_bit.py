@@ -13,8 +13,7 @@ from torch import nn
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.parameter_rules import ParameterOptions
-from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig
-from core_rl.config.optimizer import UpdateType
+from core_rl.config.engine import ModelConfig, OptimizerConfig, TrainEngineConfig, UpdateType
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import MissingPackage

@@ -11,7 +11,7 @@ import torch
 
 from core_rl.backend.loss import LossSpec
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.state.freed_memory import LEAST, give_back_freed
+from core_rl.state.memory import LEAST, give_back_freed
 
 MIB = 2**20
 BLOCKS = 2 * LEAST // MIB

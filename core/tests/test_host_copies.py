@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, UntypedStorage
 
-from core_rl.state import host_copies
-from core_rl.state.host_copies import HostCopies
+from core_rl.state import memory
+from core_rl.state.memory import HostCopies
 
 Steps = list[tuple[str, list[int]]]
 
@@ -48,7 +48,7 @@ def tensors() -> list[Tensor]:
 
 @pytest.mark.parametrize("chunk", [1, 13, 4000, 2**28])
 def test_contents_come_back_bit_for_bit(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", chunk)
     own, copies = tensors(), HostCopies()
     copies.take(own)
     assert [tensor.untyped_storage().nbytes() for tensor in own] == [0] * len(own)
@@ -65,7 +65,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Tensor]], Fak
         def accelerators(storages: Any) -> Iterator[tuple[torch.device, Any]]:
             yield torch.device("cpu"), fake
 
-        monkeypatch.setattr(host_copies, "_accelerators", accelerators)
+        monkeypatch.setattr(memory, "_accelerators", accelerators)
         return fake
 
     return install

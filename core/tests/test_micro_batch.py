@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
 from core_rl.data.batch import LONG_SEQUENCE, SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
+from core_rl.data.micro_batch import (
+    MicroBatchSpec,
+    best_fit,
+    count_micro_batches,
+    plan_micro_batches,
+    shard,
+    shard_plan,
+    unshard_output,
+)
 from core_rl.data.outputs import ModelOutput
-from core_rl.data.partition import best_fit, shard, shard_plan, unshard_output
 from core_rl.errors import BatchError
 
 

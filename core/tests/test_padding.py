@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from core_rl.checkpoint.padding import set_padding
+from core_rl.checkpoint.end_tokens import set_padding
 
 LETTERS = "abcdefgh"
 END = len(LETTERS)

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from core_rl.machine import describe_machine
-from core_rl.pages.chart import page_environment
+from core_rl.pages import page_environment
 
 Figures = Mapping[str, float | str]
 """Values by name; the name ends with the unit."""

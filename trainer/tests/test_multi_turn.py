@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.errors import ConfigError, RolloutError
-from core_rl.rollout.continued import MAX_ABORTS, generate_whole
+from core_rl.rollout.workflow import MAX_ABORTS, generate_whole
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import training_support as support
 
-from core_rl.checkpoint.weight_files import check_weight_files
+from core_rl.checkpoint.model_files import check_weight_files
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, RankDied, UnsupportedCapability
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.plan.preflight import preflight

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from core_rl.config.base import parse_config
 from core_rl.data.batch import SequenceBatch
-from core_rl.pages.chart import POINTS, Chart
+from core_rl.pages import POINTS, Chart
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import RunPage, charts_of
 from core_rl_trainer.logs.records import RunRecords

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
-from core_rl.pages.chart import svg_document
+from core_rl.pages import svg_document
 from core_rl_trainer.environments import ToolEnvironment
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import main_chart

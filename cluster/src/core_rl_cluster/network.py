@@ -7,7 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 
-from core_rl.distributed.lease import set_lease
+from core_rl.distributed.channel import set_lease
 from core_rl.errors import ConfigError
 
 __all__ = ["connect", "interface_of", "own_address", "parse_endpoint", "socket_address"]

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from core_rl.distributed.authentication import WrongKey, admit
-from core_rl.distributed.channel import LIMIT_BYTES, Channel
-from core_rl.distributed.lease import set_lease
+from core_rl.distributed.channel import LIMIT_BYTES, Channel, set_lease
 from core_rl.errors import ClusterError, ConfigError
 from core_rl_cluster import hello
 from core_rl_cluster.control import CONTROL_LIMIT_BYTES, ControlChannel

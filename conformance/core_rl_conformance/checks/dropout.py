@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
-from core_rl.data.partition import shard_plan
+from core_rl.data.micro_batch import shard_plan
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest

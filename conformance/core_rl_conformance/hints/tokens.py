@@ -12,8 +12,7 @@ from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
-from core_rl.data.partition import shard_plan
+from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["Places", "Tokens", "constant_factor", "named_factor", "show_factor"]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.data.micro_batch import MicroBatchSpec, plan_micro_batches
-from core_rl.data.partition import shard_plan
+from core_rl.data.micro_batch import MicroBatchSpec, plan_micro_batches, shard_plan
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients
 from core_rl_conformance.inputs.data import Ragged, Row

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from core_rl.pages.chart import page_environment
+from core_rl.pages import page_environment
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.report.model import (
     CapabilityRecord,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from core_rl.pages.chart import Area, Chart, Dot, Tick
+from core_rl.pages import Area, Chart, Dot, Tick
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord
 from core_rl_conformance.report.model import Report
 

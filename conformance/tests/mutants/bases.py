@@ -19,7 +19,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.modes import MEMORY
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.host_copies import HostCopies
+from core_rl.state.memory import HostCopies
 from core_rl.state.slices import Shard, copy_shards
 from core_rl.state.store import TensorStore, global_grad_norm
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from core_rl.config.engine import OptimizerConfig
-from core_rl.config.optimizer import ParameterRule, UpdateType
+from core_rl.config.engine import OptimizerConfig, ParameterRule, UpdateType
 from core_rl.errors import ConfigError, raise_all
 
 __all__ = ["ParameterOptions", "ParameterRules", "decays", "is_hidden_matrix"]

@@ -11,8 +11,8 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import unshard_output, unshard_rows
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.data.partition import unshard_output, unshard_rows
 from core_rl.errors import BatchError, EngineContractError
 
 __all__ = ["AggregateFn", "CollectStep", "LossStep", "MicroBatchStep", "MicroBatches", "PostHook"]

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.local import LocalPlace
+from core_rl.checkpoint.local import (
+    LocalPlace,
+    Workspace,
+    check_visible,
+    shared_workspace,
+    workspace_of_each_machine,
+)
 from core_rl.checkpoint.manifest import (
     HASHING_THREADS,
     MANIFEST,
@@ -22,7 +28,6 @@ from core_rl.checkpoint.manifest import (
     to_json,
 )
 from core_rl.checkpoint.remote import RemotePlace, is_url
-from core_rl.checkpoint.workspace import Workspace, check_visible, shared_workspace, workspace_of_each_machine
 from core_rl.distributed.agreement import agree, on_all, on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import (

@@ -11,19 +11,35 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, seal
+from core_rl.distributed.agreement import agree, on_all
+from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CheckpointNotFound
 
-__all__ = ["LocalPlace", "in_use", "is_temporary", "remove_stale"]
+__all__ = [
+    "LocalPlace",
+    "Workspace",
+    "check_visible",
+    "in_use",
+    "is_temporary",
+    "remove_stale",
+    "shared_workspace",
+    "workspace_of_each_machine",
+]
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 STALE_AFTER_S = 24 * 3600.0
+PREFIX = "core-rl-checkpoint."
+FILES = "files"
+MAKER = "maker"
 
 
 class LocalPlace:
@@ -172,3 +188,83 @@ def _is_stale(directory: Path) -> bool:
         return time.time() - os.fstat(descriptor).st_mtime > STALE_AFTER_S
     finally:
         os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workspace:
+    """A directory and the ranks that see it. Its path is the same on all machines."""
+
+    path: Path
+    rank: int
+    ranks: tuple[int, ...]
+    """The ranks that see the files in it, in order: all of them, or those of one machine."""
+    leaders: tuple[int, ...]
+    """The first rank of each such directory; rank 0 is one of them."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the ranks that see the directory."""
+        return self.rank == self.ranks[0]
+
+    def share(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of the files ``names`` that are this rank's work; of files with the number of a rank, its own."""
+        return names[self.ranks.index(self.rank) :: len(self.ranks)]
+
+
+def shared_workspace(path: Path, world: Comm) -> Workspace:
+    """The directory ``path``, which all ranks see."""
+    return Workspace(path=path, rank=world.rank, ranks=tuple(range(world.size)), leaders=(0,))
+
+
+def workspace_of_each_machine(world: Comm, stack: ExitStack, subject: str) -> Workspace:
+    """An empty directory for temporary files on each machine; collective.
+
+    It lives as long as its leader's ``stack``; what killed processes have left is removed. Machines that share the
+    directory of temporary files share this one too.
+    """
+    root = world.broadcast(Path(tempfile.gettempdir()) / f"{PREFIX}tmp-{uuid.uuid4().hex}")
+
+    def enter() -> None:
+        _make(root, world.rank, made)
+        stack.enter_context(in_use(root))
+        remove_stale(root.parent, PREFIX)
+
+    with ExitStack() as made:
+        on_all(world, enter, subject, CheckpointError)
+        maker_of = agree(world, lambda: int((root / MAKER).read_text()), subject, CheckpointError)
+        made.pop_all()
+    own = maker_of[world.rank]
+    workspace = Workspace(
+        path=root / FILES,
+        rank=world.rank,
+        ranks=tuple(rank for rank, maker in enumerate(maker_of) if maker == own),
+        leaders=tuple(sorted({maker_of.index(maker) for maker in maker_of})),
+    )
+    if workspace.leads:
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+    return workspace
+
+
+def _make(root: Path, rank: int, stack: ExitStack) -> None:
+    """Make ``root``, unless another rank that sees it was first."""
+    try:
+        root.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{root.parent} does not exist here; set the environment variable TMPDIR to a directory that all machines "
+            "have"
+        ) from error
+    stack.callback(shutil.rmtree, root, ignore_errors=True)
+    (root / FILES).mkdir()
+    (root / MAKER).write_text(str(rank))
+
+
+def check_visible(directory: Path) -> None:
+    """Raise `CheckpointError` on a rank that does not see what rank 0 made."""
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory} does not exist here; all ranks must see one file system. Name a directory that all machines "
+            "share, or an fsspec URL"
+        )

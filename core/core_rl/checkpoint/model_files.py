@@ -1,14 +1,33 @@
-"""Files of a model that are copied next to its weights: the tokenizer with its chat template, and further configs."""
+"""Files of a model directory: weights, checked by their headers, the tokenizer and further configs. No torch."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shutil
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from core_rl.errors import CheckpointError
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, raise_all
 
-__all__ = ["copy_model_files", "copy_tokenizer", "tokenizer_files"]
+__all__ = [
+    "WeightFiles",
+    "check_weight_files",
+    "copy_model_files",
+    "copy_tokenizer",
+    "git_lfs_pointers",
+    "pickled_weights",
+    "read_index",
+    "tokenizer_files",
+]
+
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format."""
 
 MODEL_FILES = ("generation_config.json", "*processor_config.json")
 """Configs of generation, and of processors that a vision tower's server reads images with."""
@@ -24,6 +43,123 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates/*",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """Sizes of the weights in a directory, by their headers."""
+
+    files: tuple[Path, ...]
+    parameters: int
+    """Numbers in all tensors."""
+    size: int
+    """Bytes of all tensors."""
+
+
+def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
+    """Sizes of ``PREFIX.safetensors``, or of the files of its index; only headers are read.
+
+    Raises `CheckpointNotFound` where there are none, and one `CheckpointDamaged` with every file that is missing,
+    truncated, unreadable, a pointer of Git LFS, or without a tensor that the index assigns to it.
+    """
+    index, single = directory / f"{prefix}.safetensors.index.json", directory / f"{prefix}.safetensors"
+    assigned: dict[str, list[str]] = {}
+    if index.is_file():
+        for name, file in read_index(index).items():
+            assigned.setdefault(file, []).append(name)
+    elif single.is_file() or single.is_symlink():
+        assigned[single.name] = []
+    else:
+        raise CheckpointNotFound(f"{directory} holds neither {single.name} nor {index.name}")
+    problems: list[str] = []
+    parameters = size = 0
+    for file, names in sorted(assigned.items()):
+        try:
+            header = _read_header(directory / file)
+        except CheckpointDamaged as error:
+            problems.append(str(error))
+            continue
+        missing = [name for name in names if name not in header]
+        if missing:
+            problems.append(f"{file}: lacks {_some(missing)}, which {index.name} assigns to it")
+        parameters += _numbers(header)
+        size += _data_bytes(header)
+    raise_all(CheckpointDamaged, directory, problems)
+    return WeightFiles(
+        files=tuple(directory / file for file in sorted(assigned)), parameters=parameters, size=size
+    )
+
+
+def pickled_weights(directory: Path) -> list[str]:
+    """Names of files in ``directory`` whose weights are pickled."""
+    return sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+
+
+def git_lfs_pointers(directory: Path) -> list[str]:
+    """Names of files in ``directory`` that Git LFS has not downloaded."""
+    return sorted(path.name for path in directory.iterdir() if path.is_file() and _is_pointer(path))
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor by an index; raises `CheckpointDamaged` for an invalid one."""
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        places = {file: PurePosixPath(file) for file in weight_map.values()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{index.name} is not an index of safetensors files: {error}") from error
+    # Names only: in the cache of the Hub, the files themselves are links out of the directory.
+    outside = sorted(file for file, place in places.items() if place.is_absolute() or ".." in place.parts)
+    if outside:
+        raise CheckpointDamaged(f"{index.name} names {outside[0]!r}, which lies outside of its directory")
+    return weight_map
+
+
+def _read_header(path: Path) -> Mapping[str, Any]:
+    """The entry of each tensor; raises `CheckpointDamaged` unless the file has the size that they add up to."""
+    try:
+        if _is_pointer(path):
+            raise CheckpointDamaged(
+                f"{path.name}: a pointer of Git LFS instead of weights; run: git lfs pull"
+            )
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+                raise CheckpointDamaged(f"{path.name}: no safetensors file, or truncated ({size:,} bytes)")
+            header: dict[str, Any] = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = 8 + length + _data_bytes(header)
+            _numbers(header)  # raises here for an invalid shape
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(f"{path.name}: missing") from error
+    except OSError as error:
+        raise CheckpointDamaged(f"{path.name}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointDamaged(f"{path.name}: its safetensors header is invalid") from error
+    if end != size:
+        word = "truncated" if size < end else "too long"
+        raise CheckpointDamaged(
+            f"{path.name}: {word}: {size:,} bytes, and {end:,} by its header; copy or download it again"
+        )
+    return header
+
+
+def _data_bytes(header: Mapping[str, Any]) -> int:
+    return max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
+
+
+def _numbers(header: Mapping[str, Any]) -> int:
+    return sum(math.prod(map(int, tensor["shape"])) for tensor in header.values())
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _some(names: list[str], shown: int = 3) -> str:
+    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(map(repr, names[:shown])) + rest
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

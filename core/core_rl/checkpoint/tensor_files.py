@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core_rl.checkpoint.weight_files import read_index
+from core_rl.checkpoint.model_files import read_index
 from core_rl.distributed.agreement import describe, error_of
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 

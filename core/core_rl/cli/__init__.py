@@ -1,4 +1,4 @@
-"""The command line ``core-rl``. Exit codes: `core_rl.exit_codes.ExitCode`.
+"""The command line ``core-rl``. Exit codes: `core_rl.errors.ExitCode`.
 
 Installed distributions add commands under the entry-point group `GROUP`: each entry point names a function with
 typer's annotations, in a module that is light to import. A command that cannot be loaded is listed with its reason,
@@ -7,19 +7,61 @@ and hides no other.
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from core_rl.cli.engines import app as engines_app
-from core_rl.cli.fields import FieldCommand
-from core_rl.errors import CoreRLError, EngineBroken, RunStopped
+from core_rl.errors import ConfigError, CoreRLError, EngineBroken, RunStopped
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 from core_rl.version import __version__
 
-__all__ = ["GROUP", "build_app", "main", "plugin_commands"]
+__all__ = ["FIELDS", "GROUP", "FieldCommand", "build_app", "main", "plugin_commands"]
+
+FIELDS = "FIELD=VALUE"
+"""The ``metavar`` of an argument that takes fields."""
+CLOSE = 0.8
+"""The similarity to an option from which a name is a slip of it."""
+
+
+class FieldCommand(TyperCommand):
+    """A command whose unknown options may be fields of an argument called `FIELDS`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As in the base class; raises `ConfigError` for ``--field value``."""
+        parameters = self.get_params(ctx)
+        if any(getattr(parameter, "metavar", None) == FIELDS for parameter in parameters):
+            options = [
+                name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
+            ]
+            _refuse_fields_as_options(args, options)
+        return super().parse_args(ctx, args)
+
+
+def _refuse_fields_as_options(arguments: Sequence[str], options: Collection[str]) -> None:
+    for number, argument in enumerate(arguments):
+        if argument == "--":
+            return
+        name, assigned, value = argument.partition("=")
+        if (
+            not name.startswith("--")
+            or name in options
+            or difflib.get_close_matches(name, options, cutoff=CLOSE)
+        ):
+            continue
+        after = arguments[number + 1 : number + 2]
+        if not assigned and after and not after[0].startswith("--") and "=" not in after[0]:
+            assigned, value = "=", after[0]
+        if assigned:
+            field = name[2:].replace("-", "_")
+            raise ConfigError(
+                f"there is no option {name}; write a field of the recipe without dashes: {field}={value}"
+            )
+
 
 BUILT_IN = ("engines",)
 

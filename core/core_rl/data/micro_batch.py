@@ -1,14 +1,33 @@
-"""Cutting a batch into micro-batches that fit one forward pass."""
+"""Cuts of a batch: balanced shards over data-parallel ranks and back, and micro-batches that fit one pass."""
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.partition import balanced, best_fit, weighted_units
+from core_rl.data.outputs import SEQUENCE_OUTPUTS, ModelOutput
 from core_rl.errors import BatchError, raise_all
 
-__all__ = ["MicroBatchSpec", "count_micro_batches", "plan_micro_batches"]
+__all__ = [
+    "MicroBatchSpec",
+    "balanced",
+    "best_fit",
+    "count_micro_batches",
+    "plan_micro_batches",
+    "shard",
+    "shard_plan",
+    "units",
+    "unshard_output",
+    "unshard_rows",
+    "weighted_units",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +79,101 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
         packed = best_fit(weights, budget)
         parts = packed + [[] for _ in range(count - len(packed))]
     return [[index for item in part for index in groups[item]] for part in parts]
+
+
+def units(batch: SequenceBatch) -> list[list[int]]:
+    """The sequences of each unit, in order of first appearance; a sequence alone without ``unit``."""
+    groups: dict[int, list[int]] = {}
+    for index, number in enumerate(range(batch.num_sequences) if batch.unit is None else batch.unit.tolist()):
+        groups.setdefault(number, []).append(index)
+    return list(groups.values())
+
+
+def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
+    """The sequences of each unit, and its tokens."""
+    groups, lengths = units(batch), batch.lengths
+    return groups, [sum(lengths[i] for i in group) for group in groups]
+
+
+def shard_plan(batch: SequenceBatch, parts: int) -> list[list[int]]:
+    """The sequences of each of ``parts`` ranks: nearly equal tokens, whole units, deterministic.
+
+    A rank's list is empty when there are fewer units than ranks.
+    """
+    groups, weights = weighted_units(batch)
+    return [[i for item in part for i in groups[item]] for part in balanced(weights, parts)]
+
+
+def shard(batch: SequenceBatch, parts: int) -> list[SequenceBatch]:
+    """One batch for each of ``parts`` ranks, by `shard_plan`."""
+    return batch.split(shard_plan(batch, parts))
+
+
+def unshard_output(
+    outputs: Sequence[ModelOutput], batch: SequenceBatch, plan: Sequence[Sequence[int]]
+) -> ModelOutput:
+    """Outputs of the parts in ``plan`` as one output in the order of ``batch``."""
+    pairs = [(output, part) for output, part in zip(outputs, plan, strict=True) if part]
+    if not pairs:
+        return outputs[0] if outputs else ModelOutput()
+    if batch.is_long:
+        return _by_pieces(pairs, batch)
+    order = [index for _, part in pairs for index in part]
+    joined = ModelOutput.concat([output for output, _ in pairs])
+    return joined.reorder(batch.token_index(order), torch.tensor(order, dtype=torch.long))
+
+
+def _by_pieces(pairs: Sequence[tuple[ModelOutput, Sequence[int]]], batch: SequenceBatch) -> ModelOutput:
+    """As `unshard_output`, sequence by sequence."""
+    lengths, plan = batch.lengths, [part for _, part in pairs]
+    values = {}
+    for name in dict(pairs[0][0].items()):
+        sizes = [[1 if name in SEQUENCE_OUTPUTS else lengths[index] for index in part] for part in plan]
+        rows = [output[name].split(part) for (output, _), part in zip(pairs, sizes, strict=True)]
+        values[name] = torch.cat(unshard_rows(rows, plan))
+    return ModelOutput(**values)
+
+
+def unshard_rows(rows: Sequence[Sequence[Tensor]], plan: Sequence[Sequence[int]]) -> list[Tensor]:
+    """One tensor for each sequence of the parts in ``plan``, in the order of the batch that was cut.
+
+    ``rows`` has an entry for each part; that of an empty part is ignored.
+    """
+    pairs = [(found, part) for found, part in zip(rows, plan, strict=True) if part]
+    by_index = dict(chain.from_iterable(zip(part, found, strict=True) for found, part in pairs))
+    return [by_index[index] for index in range(len(by_index))]
+
+
+def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Split items into ``parts`` lists of nearly equal weight (largest first onto the lightest).
+
+    Graham's LPT rule (SIAM J. Appl. Math. 17, 1969). Deterministic; items keep their order inside
+    a part; some parts are empty when there are fewer items than parts.
+    """
+    heap = [(0, 0, part) for part in range(parts)]
+    result: list[list[int]] = [[] for _ in range(parts)]
+    for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        load, count, part = heapq.heappop(heap)
+        result[part].append(item)
+        heapq.heappush(heap, (load + weights[item], count + 1, part))
+    return [sorted(part) for part in result]
+
+
+def best_fit(weights: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack items into bins of at most ``budget``, largest first into the fullest bin that has room.
+
+    Best-fit decreasing uses at most 11/9 of the optimal number of bins, plus four (Johnson et al., SIAM
+    J. Comput. 3, 1974). No item may be heavier than the budget.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    """The room of each bin and its number, ascending."""
+    for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        fullest = bisect_left(rooms, (weights[item], 0))
+        if fullest == len(rooms):
+            rooms.append((budget, len(bins)))
+            bins.append([])
+        room, number = rooms.pop(fullest)
+        bins[number].append(item)
+        insort(rooms, (room - weights[item], number))
+    return [sorted(items) for items in bins]

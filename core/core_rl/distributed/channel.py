@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["FRAME_HEADER", "JOINED_BYTES", "LIMIT_BYTES", "Buffer", "Channel", "MessageTooLarge"]
+__all__ = ["FRAME_HEADER", "JOINED_BYTES", "LIMIT_BYTES", "Buffer", "Channel", "MessageTooLarge", "set_lease"]
 
 FRAME_HEADER = struct.Struct("!Q")
 """The length of a message, before its bytes."""
@@ -17,6 +17,8 @@ LIMIT_BYTES = 2**40
 """The largest buffer of a message, unless a channel is told otherwise: a length above it is no length."""
 LIMIT_PARTS = 2**20
 """The most buffers of a message."""
+PROBES = 3
+"""Unanswered probes of a silent connection until it is given up."""
 
 
 ALIGNED_BYTES = 2**12
@@ -122,3 +124,19 @@ def _memory(size: int) -> memoryview:
     import torch
 
     return torch.empty(size, dtype=torch.uint8).numpy().data
+
+
+def set_lease(sock: socket.socket, lease_s: float) -> None:
+    """Send without delay, and end the connection when the other machine has been silent for ``lease_s`` seconds."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    interval_s = max(1, int(lease_s / (PROBES + 1)))
+    options = {
+        "TCP_KEEPIDLE": interval_s,
+        "TCP_KEEPINTVL": interval_s,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": int(lease_s * 1000),
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux has all of them
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -11,7 +11,7 @@ from core_rl.config.capability import Capability
 from core_rl.engine import guards
 from core_rl.engine.runtime import Runtime
 from core_rl.errors import EngineStateError
-from core_rl.state.host_copies import HostCopies
+from core_rl.state.memory import HostCopies
 
 __all__ = ["Modes", "parts_of"]
 

@@ -26,7 +26,7 @@ from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.schedule import learning_rate
 from core_rl.errors import BatchError, CoreRLError, EngineStateError, LossError, OutOfDeviceMemory
-from core_rl.state.freed_memory import give_back_freed
+from core_rl.state.memory import give_back_freed
 
 __all__ = ["Accumulated", "TrainStep"]
 

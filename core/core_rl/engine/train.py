@@ -25,9 +25,8 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.micro_batch import MicroBatchSpec, shard, shard_plan, unshard_output
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.data.partition import shard, shard_plan, unshard_output
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine import guards
@@ -35,7 +34,7 @@ from core_rl.engine.components import Parts, TrainComponents
 from core_rl.engine.modes import parts_of
 from core_rl.errors import ConfigError, EngineContractError, EngineStateError
 from core_rl.registry.spec import EngineSpec
-from core_rl.state.freed_memory import give_back_freed
+from core_rl.state.memory import give_back_freed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

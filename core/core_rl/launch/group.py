@@ -16,9 +16,8 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import EngineProgress, TensorKind
 from core_rl.backend.steps import AggregateFn, PostHook
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.micro_batch import MicroBatchSpec, shard_plan, unshard_output, unshard_rows
 from core_rl.data.outputs import OutputName
-from core_rl.data.partition import shard_plan, unshard_output, unshard_rows
 from core_rl.engine.guards import check_output_seqlens
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError

@@ -1,26 +1,147 @@
-"""Workflows, which turn one sample of the data into sequences to train on, and their episodes."""
+"""Workflows, which turn a sample into sequences to train on: generation, transcripts and episodes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
+import torch
+
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMResponse
+from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.distributed.loop_thread import being_cancelled
 from core_rl.errors import RolloutError
-from core_rl.rollout.continued import TokenGenerator
-from core_rl.rollout.transcript import Transcript
+from core_rl.seeds import derive_seed
 
 __all__ = [
     "AcceptFn",
     "Episode",
     "RolloutWorkflow",
     "TokenGenerator",
+    "Transcript",
+    "generate_whole",
     "pack_responses",
 ]
+
+MAX_ABORTS = 8
+"""Aborts in a row without a new token, after which an engine counts as broken."""
+
+
+class TokenGenerator(Protocol):
+    """The part of an engine that a workflow uses."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """Continue one prompt."""
+        ...
+
+
+async def generate_whole(engine: TokenGenerator, request: LLMRequest) -> LLMResponse:
+    """Continue a prompt to its end: where the engine aborts, the tokens so far go in as a longer prompt.
+
+    Servers abort when new weights arrive. The tokens before keep their log-probs and their version, and no
+    token is drawn twice. Sampling that depends on the tokens so far (penalties, ``stop``) begins anew.
+
+    Raises `RolloutError` when the engine aborts again and again without a new token.
+    """
+    parts: list[LLMResponse] = []
+    idle = 0
+    while True:
+        part = await engine.agenerate(_remainder(request, parts))
+        if part.stop_reason == "abort" and request.sampling.reads_the_response:
+            # Continued, it would know no more what it has drawn.
+            part = replace(part, output_ids=(), logprobs=(), versions=())
+        parts.append(part)
+        if part.stop_reason != "abort":
+            return _joined(request, parts, part.stop_reason)
+        if sum(len(p.output_ids) for p in parts) == request.sampling.max_new_tokens:
+            return _joined(request, parts, "length")
+        idle = 0 if part.output_ids else idle + 1
+        if idle == MAX_ABORTS:
+            raise RolloutError(f"request {request.rid} was aborted {idle} times in a row without a new token")
+
+
+def _remainder(request: LLMRequest, parts: Sequence[LLMResponse]) -> LLMRequest:
+    if not parts:
+        return request
+    drawn = tuple(chain.from_iterable(part.output_ids for part in parts))
+    sampling = request.sampling
+    seed = sampling.seed if sampling.seed is None or not drawn else derive_seed(sampling.seed, len(drawn))
+    left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(drawn), seed=seed)
+    return LLMRequest(input_ids=request.input_ids + drawn, sampling=left, rid=f"{request.rid}-{len(parts)}")
+
+
+def _joined(request: LLMRequest, parts: Sequence[LLMResponse], stop_reason: StopReason) -> LLMResponse:
+    return LLMResponse(
+        rid=request.rid,
+        input_ids=request.input_ids,
+        output_ids=tuple(chain.from_iterable(part.output_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        versions=tuple(chain.from_iterable(part.versions for part in parts)),
+        stop_reason=stop_reason,
+        latency_s=sum(part.latency_s for part in parts),
+    )
+
+
+class Transcript:
+    """One sequence: a prompt, then completions of the model, with tokens of an environment between them."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._ids = list(prompt_ids)
+        self._mask = [False] * len(self._ids)
+        self._logprobs = [0.0] * len(self._ids)
+        self._versions = [-1] * len(self._ids)
+        self.turns = 0
+        """Completions so far."""
+        self.last_response: tuple[int, ...] = ()
+        """The tokens of the last of them."""
+        self.stop_reason: StopReason = "stop"
+        """The stop reason of the last completion, or ``length`` where the context or the turns were used up."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens so far: the prompt of the next completion."""
+        return tuple(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def add_response(self, response: LLMResponse) -> None:
+        """Append the tokens that the model drew; they are trained."""
+        assert response.input_ids == self.ids
+        self._ids += response.output_ids
+        self._mask += [True] * len(response.output_ids)
+        self._logprobs += response.logprobs
+        self._versions += response.versions
+        self.turns += 1
+        self.last_response = response.output_ids
+        self.stop_reason = response.stop_reason
+
+    def add_environment(self, ids: Sequence[int]) -> None:
+        """Append tokens that the model did not draw; they are not trained."""
+        self._ids += ids
+        self._mask += [False] * len(ids)
+        self._logprobs += [0.0] * len(ids)
+        self._versions += [-1] * len(ids)
+
+    @staticmethod
+    def pack(transcripts: Sequence[Transcript]) -> SequenceBatch:
+        """The transcripts as sequences.
+
+        Token fields: ``loss_mask`` (bool; the completions, their stop tokens included), ``logprobs`` (float32;
+        those of the rollout, 0 elsewhere) and ``versions`` (int64; -1 elsewhere). Meta: ``stop_reason``.
+        """
+        return SequenceBatch.from_sequences(
+            [t._ids for t in transcripts],
+            tokens={
+                "loss_mask": [torch.tensor(t._mask, dtype=torch.bool) for t in transcripts],
+                "logprobs": [torch.tensor(t._logprobs, dtype=torch.float32) for t in transcripts],
+                "versions": [torch.tensor(t._versions, dtype=torch.long) for t in transcripts],
+            },
+            meta={"stop_reason": [t.stop_reason for t in transcripts]},
+        )
 
 
 class RolloutWorkflow(Protocol):

@@ -19,7 +19,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm
 from core_rl.state.gather import buckets
-from core_rl.state.host_copies import own_memory
+from core_rl.state.memory import own_memory
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import local_part
 from core_rl.toolkit.eight_bit import is_eight_bit, memory_of

@@ -19,8 +19,8 @@ from transformers.core_model_loading import (
 )
 
 from core_rl.backend.tensors import MappedSource, TensorSource
+from core_rl.checkpoint.model_files import pickled_weights
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.checkpoint.weight_files import pickled_weights
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, UnsupportedCapability
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout

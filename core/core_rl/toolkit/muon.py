@@ -18,7 +18,7 @@ from torch import Tensor
 
 from core_rl.backend.parameter_rules import ParameterRules
 from core_rl.backend.tensors import LocalSlice, ShardedState
-from core_rl.config.optimizer import MuonConfig
+from core_rl.config.engine import MuonConfig
 from core_rl.distributed.comm import Comm
 from core_rl.state.gather import Gather
 from core_rl.state.slices import Placements, gather_placements

@@ -22,8 +22,7 @@ from pathlib import Path
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.authentication import WrongKey, admit, new_key, present_key
-from core_rl.distributed.channel import LIMIT_BYTES, Channel
-from core_rl.distributed.lease import set_lease
+from core_rl.distributed.channel import LIMIT_BYTES, Channel, set_lease
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync.messages import RemoteChannel

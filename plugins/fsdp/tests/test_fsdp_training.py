@@ -12,8 +12,7 @@ import torch
 from recipe_curves import Curve, curve_of
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.partition import shard
+from core_rl.data.micro_batch import MicroBatchSpec, shard
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface

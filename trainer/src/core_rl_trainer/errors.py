@@ -11,8 +11,7 @@ CoreRLError
 
 from __future__ import annotations
 
-from core_rl.errors import BatchError, CoreRLError, RunStopped
-from core_rl.exit_codes import ExitCode
+from core_rl.errors import BatchError, CoreRLError, ExitCode, RunStopped
 
 __all__ = ["CallbackError", "NothingLearned", "StepError", "StoppedBySignal"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.partition import units
+from core_rl.data.micro_batch import units
 from core_rl.errors import BatchError, raise_all
 from core_rl_trainer.algorithms.fields import CHOSEN
 

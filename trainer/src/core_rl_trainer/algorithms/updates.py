@@ -9,8 +9,7 @@ from pydantic import Field
 from core_rl.backend.loss import LossSpec
 from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.partition import shard
+from core_rl.data.micro_batch import MicroBatchSpec, shard
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl_trainer.algorithms.interface import TrainEngineLike

@@ -50,7 +50,7 @@ def train(
     from core_rl.launch.process import start_fork_server
 
     start_fork_server()  # imports torch for the ranks while this process does so for itself
-    from core_rl.exit_codes import SIGNAL_BASE, ExitCode
+    from core_rl.errors import SIGNAL_BASE, ExitCode
     from core_rl_trainer.api import run_recipe
     from core_rl_trainer.run.signals import EndedBySignal, resume_hint
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from core_rl.data.partition import balanced, best_fit
+from core_rl.data.micro_batch import balanced, best_fit
 from core_rl_trainer.data.datasets import SampleDataset
 from core_rl_trainer.data.preview import marked_text
 from core_rl_trainer.data.training_data import TrainingData

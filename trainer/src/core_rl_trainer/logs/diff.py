@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from core_rl.config.secret import hidden
-from core_rl.pages.chart import Chart, line_chart, page_environment
+from core_rl.pages import Chart, line_chart, page_environment
 from core_rl_trainer.logs.listing import RunSummary, read_rows
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.page import CHARTS, COLOURS, TEMPLATES

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from core_rl.machine import Machine, describe_machine
-from core_rl.pages.chart import Chart, line_chart, page_environment
+from core_rl.pages import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.plan.run_plan import Placement

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from core_rl.errors import CheckpointError, RunStopped
-from core_rl.pages.chart import svg_document
+from core_rl.pages import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.samples import ExampleSample, RolloutSample

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from core_rl.pages.chart import svg_document
+from core_rl.pages import svg_document
 from core_rl_trainer.data.sources import is_hub_dataset
 from core_rl_trainer.logs.page import charts_of, run_machine
 from core_rl_trainer.logs.step_log import read_steps

@@ -9,14 +9,13 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.weight_files import (
+from core_rl.checkpoint.model_files import (
     WeightFiles,
     check_weight_files,
     git_lfs_pointers,
     pickled_weights,
 )
-from core_rl.config.engine import OptimizerConfig
-from core_rl.config.optimizer import MOMENT_BYTES
+from core_rl.config.engine import MOMENT_BYTES, OptimizerConfig
 from core_rl.config.secret import unset_references
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, raise_all
 from core_rl.launch.hosts import load_hosts

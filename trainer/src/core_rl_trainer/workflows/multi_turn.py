@@ -11,8 +11,7 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError, raise_all
-from core_rl.rollout.continued import TokenGenerator, generate_whole
-from core_rl.rollout.transcript import Transcript
+from core_rl.rollout.workflow import TokenGenerator, Transcript, generate_whole
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Environment, Observation
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of

@@ -12,8 +12,7 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
-from core_rl.rollout.continued import TokenGenerator, generate_whole
-from core_rl.rollout.workflow import RolloutWorkflow, pack_responses
+from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator, generate_whole, pack_responses
 from core_rl.seeds import derive_seed
 from core_rl_trainer.rewards.calls import gather_group
 from core_rl_trainer.rewards.functions import RewardFn

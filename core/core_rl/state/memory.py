@@ -1,18 +1,21 @@
-"""Tensors whose memory is given back while their contents wait in host memory."""
+"""Memory given back: of tensors whose contents wait on the host, and of blocks that the C library keeps."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-__all__ = ["HostCopies", "own_memory"]
-
+__all__ = ["HostCopies", "give_back_freed", "own_memory"]
 
 CHUNK_BYTES = 2**28
 """Host memory is taken in pieces of this size: CUDA's pinned allocations are rounded up to a power of two."""
+LEAST = 128 * 2**20
+"""Less than this is left to the C library, in bytes."""
 
 
 class HostCopies:
@@ -104,3 +107,39 @@ def own_memory(parameters: Iterable[nn.Parameter]) -> None:
         storage = parameter.untyped_storage()
         if not storage.resizable() or storage.nbytes() != parameter.nbytes:
             parameter.data = parameter.data.clone()
+
+
+class _Usage(ctypes.Structure):
+    """``struct mallinfo2`` of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def give_back_freed() -> None:
+    """Return the pages of freed blocks to the system, where there are many; does nothing without glibc.
+
+    glibc keeps what is freed below a block in use, of blocks up to 32 MiB (M_MMAP_THRESHOLD in mallopt(3)): after a
+    step, as much as the gradients of a model, and on equal ranks not equally much.
+    """
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return
+    library.mallinfo2.restype = _Usage
+    if library.mallinfo2().fordblks >= LEAST:
+        library.malloc_trim(0)
