@@ -38,13 +38,13 @@ def test_freed_blocks_between_blocks_in_use_are_given_back() -> None:
     assert all(tensor.all() for tensor in small)
 
 
-def test_an_engine_gives_back_after_it_is_built_and_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_gives_memory_back_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for place in ("train", "updates"):
+    for place in ("train", "step"):
         monkeypatch.setattr(
             f"core_rl.engine.{place}.give_back_freed", lambda place=place: calls.append(place)
         )
     engine = support.engine()
     engine.train_batch(support.batch(), LossSpec(fn=support.weighted_nll), MicroBatchSpec(count=2))
     engine.destroy()
-    assert calls == ["train", "updates"]
+    assert calls == ["train", "step"]
