@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta, StatePart
 from core_rl.backend.metrics import Metric
-from core_rl.backend.protocols import SupportsOwnExport, SupportsOwnGradNorm
+from core_rl.backend.protocols import SupportsOwnExport, SupportsOwnGradNorm, SupportsOwnOffload
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice, NamedTensors
 from core_rl.backend.train_backend import BuildContext, TrainBackend
@@ -86,8 +86,8 @@ class Renamed(ReferenceBackend):
         return Bent(super().state(), lambda part: [replace(part, name="norm")])
 
 
-class OffloadsItself(ReferenceBackend):
-    """Offloads by itself."""
+class NamesOffload(ReferenceBackend, SupportsOwnOffload):
+    """Offloads by itself, without the capability."""
 
     def offload(self, part: StatePart) -> None:
         """Leave everything where it is."""
@@ -104,11 +104,17 @@ class KeepsAState(ReferenceBackend):
         self._state, self._updates = "mine", -1
 
 
-class HasANormHelper(ReferenceBackend):
-    """A helper that has the name of a protocol's method by chance."""
+OWN_NORM = 1.25
+
+
+class HasHelpers(ReferenceBackend):
+    """Helpers with the names of protocols' methods."""
 
     def grad_norm(self) -> float:
-        return 0.0
+        return OWN_NORM
+
+    def offload(self) -> None:
+        raise AssertionError("the core called a helper")
 
 
 class ExportsWithoutLoading(ReferenceBackend, SupportsOwnExport):
@@ -122,7 +128,7 @@ class HasItsOwnNorm(ReferenceBackend, SupportsOwnGradNorm):
     """A norm of its own, on purpose."""
 
     def grad_norm(self) -> float:
-        return 0.0
+        return OWN_NORM
 
 
 class Bare(TrainBackend[TrainEngineConfig]):

@@ -8,6 +8,7 @@ import backend_support as support
 import engine_support
 import pytest
 
+from core_rl.backend.loss import LossSpec
 from core_rl.cli import main
 from core_rl.config.capability import Capability
 from core_rl.engine.loading import load_backend, load_engine
@@ -41,9 +42,9 @@ def test_slices_tile_each_tensor_once(backend: type[ReferenceBackend], says: str
     ("backend", "declared", "says"),
     [
         (
-            support.OffloadsItself,
+            support.NamesOffload,
             [],
-            r"it has offload\(\), onload\(\) of SupportsOwnOffload and does not declare 'offload'",
+            r"it names SupportsOwnOffload among its bases and does not declare 'offload'",
         ),
         (
             support.Bare,
@@ -54,12 +55,6 @@ def test_slices_tile_each_tensor_once(backend: type[ReferenceBackend], says: str
             support.Bare,
             [Capability.LORA],
             r"it declares 'lora' and lacks SupportsLora \(adapter_config\(\), low_rank\(\), set_adapter\(\)\)",
-        ),
-        (
-            support.HasANormHelper,
-            [],
-            r"it has grad_norm\(\), reserved for SupportsOwnGradNorm; name that protocol among the bases of HasANorm.*"
-            "or rename the method",
         ),
         (
             support.ExportsWithoutLoading,
@@ -78,8 +73,14 @@ def test_what_the_toolkit_brings_may_be_declared_or_not(declared: list[Capabilit
     assert load_backend(support.spec(ReferenceBackend, *declared)) is ReferenceBackend
 
 
-def test_a_protocol_without_a_capability_is_named_among_the_bases() -> None:
-    assert load_backend(support.spec(support.HasItsOwnNorm)) is support.HasItsOwnNorm
+@pytest.mark.parametrize(("backend", "norm"), [(support.HasHelpers, False), (support.HasItsOwnNorm, True)])
+def test_method_of_unnamed_protocol_is_helper(backend: Any, norm: bool) -> None:
+    engine = load_engine(support.spec(backend), engine_support.config())
+    engine.initialize()
+    loss = LossSpec(fn=engine_support.weighted_nll)
+    metrics = engine.train_batch(engine_support.batch(), loss, support.ONE)
+    assert (metrics["grad_norm"] == support.OWN_NORM) == norm
+    engine.destroy()
 
 
 def test_a_subclass_may_use_the_names_of_the_toolkits_private_attributes() -> None:

@@ -1,12 +1,13 @@
 """Protocols of a train backend: what is optional, and what replaces a default of the core.
 
-A backend implements a protocol by having its methods. Protocols that serve a capability are listed in
-`TRAIN_PROTOCOLS`; declared and implemented must agree, see `core_rl.engine.loading`. Those of `NAMED_PROTOCOLS` serve
-none: a backend names them among its bases, so that a helper that happens to have the name of a method replaces nothing.
+A backend implements a protocol of `TRAIN_PROTOCOLS` by declaring its capability and having its methods. The protocols
+of `NAMED_PROTOCOLS` serve no capability: a backend implements them as base classes. A method of the same name in any
+other class is a helper, which the core never calls. `core_rl.engine.loading` compares declared and implemented.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,54 +80,58 @@ class SupportsOffload(Protocol):
         """Tensors whose storages hold ``part`` on this rank; each storage belongs to one part. No collective."""
 
 
-@runtime_checkable
-class SupportsRngState(Protocol):
+class SupportsRngState(ABC):
     """Random number generators of the backend's own, besides torch's."""
 
+    @abstractmethod
     def rng_state(self) -> Mapping[str, Tensor]:
         """This rank's states as uint8 tensors."""
 
+    @abstractmethod
     def load_rng_state(self, states: Mapping[str, Tensor]) -> None:
         """Set them."""
 
 
-@runtime_checkable
-class SupportsOpaqueState(Protocol):
+class SupportsOpaqueState(ABC):
     """State that has no parameter's shape, such as the scales of 8-bit moments; loads at the same layout only."""
 
+    @abstractmethod
     def opaque_state(self) -> Mapping[str, Tensor]:
         """This rank's state by name."""
 
+    @abstractmethod
     def load_opaque_state(self, state: Mapping[str, Tensor]) -> None:
         """Set it."""
 
 
-@runtime_checkable
-class SupportsOwnGradNorm(Protocol):
+class SupportsOwnGradNorm(ABC):
     """A gradient norm of the backend's own."""
 
+    @abstractmethod
     def grad_norm(self) -> float:
         """The 2-norm of all reduced gradients; the same number on every rank. Collective."""
 
 
-@runtime_checkable
-class SupportsOwnExport(Protocol):
+class SupportsOwnExport(ABC):
     """Streaming and loading of named tensors by the backend itself."""
 
+    @abstractmethod
     def export_tensors(self, kind: str) -> NamedTensors:
         """Stream the tensors of ``kind`` in full. Collective."""
 
+    @abstractmethod
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         """Set the tensors of ``kind``; names and shapes are checked already. Collective."""
 
 
-@runtime_checkable
-class SupportsOwnCheckpoint(Protocol):
+class SupportsOwnCheckpoint(ABC):
     """A sharded checkpoint format of the backend's own. Random states of torch are the core's."""
 
+    @abstractmethod
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
         """Write this rank's weights, and its moments where asked."""
 
+    @abstractmethod
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
         """Read what `save_sharded` wrote, perhaps at another layout; without the optimizer, weights alone."""
 
@@ -154,4 +159,4 @@ NAMED_PROTOCOLS: tuple[type, ...] = (
     SupportsOwnExport,
     SupportsOwnCheckpoint,
 )
-"""Protocols without a capability, which a backend names among its bases."""
+"""Base classes without a capability, whose methods replace or extend a default of the core."""

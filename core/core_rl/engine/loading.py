@@ -10,7 +10,6 @@ from core_rl.backend.inference_backend import InferenceBackend
 from core_rl.backend.inference_protocols import INFERENCE_PROTOCOLS
 from core_rl.backend.protocols import NAMED_PROTOCOLS, TRAIN_PROTOCOLS
 from core_rl.backend.train_backend import AnyTrainBackend, TrainBackend
-from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.train import TrainEngine
@@ -20,7 +19,6 @@ from core_rl.registry.spec import MIGRATION_PAGE, EngineSpec
 
 __all__ = ["check_backend", "load_backend", "load_engine"]
 
-TOOLKIT = "core_rl.toolkit."
 Backend = AnyTrainBackend | InferenceBackend[Any]
 
 
@@ -51,9 +49,8 @@ def load_backend(spec: EngineSpec) -> type[Backend]:
 def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
     """Raise one `EngineContractError` where ``backend`` and the capabilities of ``spec`` differ.
 
-    A declared capability that has protocols is implemented by one of them. A protocol's method that is defined outside
-    of the toolkit belongs to a declared capability; what is inherited from the toolkit need not be declared. A backend
-    with a method of a protocol without a capability names that protocol among its bases, and has all of its methods.
+    A declared capability that has protocols is implemented by one of them. A protocol among the bases has all of its
+    methods, and its capability, if any, is declared. A method of that name in any other class is a helper.
     """
     subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({MIGRATION_PAGE})"
     raise_all(EngineContractError, subject, _differences(spec, backend))
@@ -69,31 +66,15 @@ def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
                 for protocol in protocols
             )
             yield f"it declares {capability.value!r} and lacks {names}"
-    serving: dict[type, list[Capability]] = {}
-    for capability, protocols in table.items():
-        for protocol in protocols:
-            serving.setdefault(protocol, []).append(capability)
-    for protocol, capabilities in serving.items():
-        own = [name for name in _members(protocol) if _defined_outside_toolkit(backend, name)]
-        if own and not spec.capabilities.intersection(capabilities):
-            names = " or ".join(repr(capability.value) for capability in capabilities)
-            yield f"it has {_calls(own)} of {protocol.__name__} and does not declare {names}"
-    yield from _name_collisions(backend) if spec.kind == "train" else ()
-
-
-def _name_collisions(backend: type[Any]) -> Iterator[str]:
-    """Methods with the name of one of a protocol that the backend does not name among its bases, or has in part."""
-    for protocol in NAMED_PROTOCOLS:
-        own = [name for name in _members(protocol) if _owner(backend, name) not in (None, protocol)]
-        absent = [name for name in _members(protocol) if name not in own]
-        if protocol in backend.__mro__:
-            if absent:
-                yield f"it names {protocol.__name__} among its bases and lacks {_calls(absent)}"
-        elif own:
-            yield (
-                f"it has {_calls(own)}, reserved for {protocol.__name__}; name that protocol among the bases of "
-                f"{backend.__name__} if it is meant, or rename the method"
-            )
+    named = {protocol for protocols in table.values() for protocol in protocols}
+    for protocol in sorted(named.union(NAMED_PROTOCOLS).intersection(backend.__mro__), key=str):
+        absent = [name for name in _members(protocol) if _owner(backend, name) is protocol]
+        if absent:
+            yield f"it names {protocol.__name__} among its bases and lacks {_calls(absent)}"
+        serving = [capability for capability, protocols in table.items() if protocol in protocols]
+        if serving and not spec.capabilities.intersection(serving):
+            names = " or ".join(repr(capability.value) for capability in serving)
+            yield f"it names {protocol.__name__} among its bases and does not declare {names}"
 
 
 def _calls(names: Iterable[str]) -> str:
@@ -110,11 +91,6 @@ def _implements(backend: type[Any], protocol: type) -> bool:
 
 def _owner(backend: type[Any], name: str) -> type | None:
     return next((kind for kind in backend.__mro__ if name in kind.__dict__), None)
-
-
-def _defined_outside_toolkit(backend: type[Any], name: str) -> bool:
-    owner = _owner(backend, name)
-    return owner is not None and not owner.__module__.startswith(TOOLKIT)
 
 
 @overload
