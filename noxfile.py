@@ -224,7 +224,7 @@ def wheels(session: nox.Session) -> None:
         session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *users)
         for command in ("train", "agent"):
             session.run("core-rl", command, "--help")
-        session.run("python", "-c", "from core_rl_trainer import run_recipe")
+        session.run("python", "-c", "from core_rl_trainer import train")
 
 
 @nox.session

@@ -17,7 +17,7 @@ from slurm_daemons import Slurm, slurm_daemons
 from core_rl.errors import ConfigError
 from core_rl_cluster.sbatch import BatchJob
 from core_rl_trainer import train
-from core_rl_trainer.run.submission import submit
+from core_rl_trainer.submission import submit
 
 pytestmark = pytest.mark.nightly
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from rich.console import Console
 from training_support import curve, run_killed
 
-from core_rl_trainer import run_recipe
+from core_rl_trainer import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 REWARD = '''
@@ -74,7 +74,7 @@ def check_kills_change_nothing(start: Path, engine: str, directory: Path) -> Non
     alone = ["algorithm.args.kl_coef=0", "algorithm.args.kl_target=null"]  # no ranks for a reference
     common = overrides_for(start, engine, *short, *alone)
     unbroken, broken = directory / "unbroken", directory / "broken"
-    run_recipe(recipe_of("ppo"), [*common, f"output_dir={unbroken}"], Console(file=io.StringIO()))
+    train(recipe_of("ppo"), [*common, f"output_dir={unbroken}"], console=Console(file=io.StringIO()))
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe_of("ppo")), *common]
     run_killed([*command, f"output_dir={broken}"], broken, seed=2, rows=(3,))
     assert curve(broken) == curve(unbroken)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
-from core_rl_trainer.api import run_recipe
+from core_rl_trainer import train
 from core_rl_trainer.logs.step_log import read_steps
 
 __all__ = ["COMPARED", "Curve", "Spread", "curve_of", "move_weights"]
@@ -39,7 +39,7 @@ Curve = list[dict[str, float]]
 
 def curve_of(recipe: Path, overrides: Sequence[str], output: Path) -> Curve:
     """Run ``recipe`` into ``output``; its curve."""
-    run_recipe(recipe, [*overrides, f"output_dir={output}"], Console(file=io.StringIO()))
+    train(recipe, [*overrides, f"output_dir={output}"], console=Console(file=io.StringIO()))
     rows = read_steps(output / "metrics.jsonl")
     return [{name: value for name in COMPARED if (value := row.get(name)) is not None} for row in rows]
 

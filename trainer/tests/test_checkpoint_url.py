@@ -14,11 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer.api import run_recipe
+from core_rl_trainer import train
 
 
 def run(recipe: Path, *overrides: str) -> dict[str, Any]:
-    return run_recipe(recipe, list(overrides), Console(file=io.StringIO(), width=200))
+    return train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
 
 
 def copied(store: Path) -> list[str]:

@@ -16,7 +16,8 @@ from core_rl.launch.local_hosts import LocalHosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_cluster.attach import AttachHosts
 from core_rl_trainer import load_recipe
-from core_rl_trainer.api import prepare
+from core_rl_trainer.plan.engine_checks import sender_slot
+from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run import cluster
 from core_rl_trainer.run.cluster import check_machines, cluster_hosts, missing_paths, open_cluster
@@ -83,16 +84,17 @@ def test_machines_that_lack_something_are_named(
     recipe = load_recipe(support.recipe_values(start, tmp_path / "out", **fsdp, **changes))
     recipe.directory.mkdir()
     monkeypatch.setattr(cluster, "call_on_machines", calls(blind))
-    prepared, hosts = prepare(recipe), cluster_hosts(recipe.cluster)
+    plan, hosts = resolve(recipe), cluster_hosts(recipe.cluster)
+    sender = sender_slot(plan.trainers["actor"]).machine if recipe.rollout.sync == "tensor" else None
     if message is None:
-        check_machines(hosts, prepared, recipe.directory)
+        check_machines(hosts, plan.trainers, recipe.directory, sender)
     else:
         with pytest.raises(ConfigError, match=message):
-            check_machines(hosts, prepared, recipe.directory)
+            check_machines(hosts, plan.trainers, recipe.directory, sender)
     assert not list(recipe.directory.iterdir())
 
 
 def test_one_machine_needs_no_check(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "call_on_machines", None)
     recipe = load_recipe(support.recipe_values(start, tmp_path / "out"))
-    check_machines(LocalHosts(), prepare(recipe), recipe.directory)
+    check_machines(LocalHosts(), resolve(recipe).trainers, recipe.directory)

@@ -16,16 +16,12 @@ from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
+from core_rl_trainer.plan.resolve import resolve
+from core_rl_trainer.plan.run_plan import RankSlot
+from core_rl_trainer.plan.slots import describe_slots, place_ranks, placement_problems
 from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import (
-    RankSlot,
-    RolePlacement,
-    describe_slots,
-    place_ranks,
-    placement_problems,
-)
+from core_rl_trainer.recipe.placement import RolePlacement
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.restarts import on_machines
 
 SLURM = {"type": "slurm", "machines": 2, "ranks_per_machine": 2}
 
@@ -152,14 +148,14 @@ def fewer(**cluster_changes: Any) -> dict[str, Any]:
     return {"cluster": SLURM | {"restarts": 1, "layouts": {1: {"dp": 2}}} | cluster_changes}
 
 
-def test_a_recipe_on_fewer_machines_has_their_layout(start: Path, tmp_path: Path) -> None:
+def test_plan_on_fewer_machines_has_their_layout(start: Path, tmp_path: Path) -> None:
     placement = {"reference": {"machines": [1, 0]}}
-    chosen = recipe(start, tmp_path / "out", placement=placement, **fewer())
-    assert on_machines(chosen, 2) is chosen
-    found = on_machines(chosen, 1)
-    assert found.cluster.machines == 1 and found.engines["fsdp"]["layout"]["dp"] == 2
-    assert found.placement.machines("reference") == (0,)
-    assert [role.machines for role in dry_run(found).roles[:2]] == [(0, 0), (0, 0)]
+    plan = resolve(recipe(start, tmp_path / "out", placement=placement, **fewer()))
+    assert plan.on_machines(2) is plan
+    alone = plan.on_machines(1)
+    assert alone.cluster.machines == 1 and alone.trainers["actor"].config.layout.dp == 2
+    assert [alone.trainers[name].machines for name in ("actor", "reference")] == [(0,), (0,)]
+    assert alone.schedule == plan.schedule and alone.data is plan.data
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from core_rl.engine.sync import sync_weights
 from core_rl_trainer import train
 from core_rl_trainer.callbacks import Event, StepEnd
 from core_rl_trainer.export import export_checkpoint
-from core_rl_trainer.run import loop
+from core_rl_trainer.run import online
 
 pytestmark = [pytest.mark.slow]
 
@@ -67,7 +67,7 @@ def test_rollouts_on_two_machines_give_the_curve_of_one(
         hosts.append(meta.host)
         sync_weights(sender, receiver, meta, *more)
 
-    monkeypatch.setattr(loop, "sync_weights", recorded)
+    monkeypatch.setattr(online, "sync_weights", recorded)
     pytest.importorskip("core_rl_fsdp")
     rollout = {"prompts_per_step": 6, "group_size": 3, "max_new_tokens": 4, "sync": sync}
     one, two = tmp_path / "one", tmp_path / "two"

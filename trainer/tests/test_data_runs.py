@@ -12,7 +12,7 @@ import training_support as support
 from rich.console import Console
 
 from core_rl.errors import ConfigError
-from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer import load_recipe, train
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_a_run_needs_no_evaluation(start: Path, tmp_path: Path, algorithm: str) 
         values = support.recipe_values(start, tmp_path / "out", eval_every=0, steps=2)
     del values["data"]["eval"]
     printed = io.StringIO()
-    result = run_recipe(
-        support.write_recipe(tmp_path / "r.yaml", values), [], Console(file=printed, width=200)
+    result = train(
+        support.write_recipe(tmp_path / "r.yaml", values), console=Console(file=printed, width=200)
     )
     assert result["before"] == result["after"] == {}
     assert not any(name.startswith("eval_") for row in support.curve(tmp_path / "out") for name in row)
@@ -79,7 +79,7 @@ def test_a_streamed_mixture_that_was_killed_is_the_one_that_was_not(start: Path,
         }
         return support.write_recipe(tmp_path / f"{name}.yaml", values)
 
-    run_recipe(recipe("whole"), [], Console(file=io.StringIO()))
+    train(recipe("whole"), [], console=Console(file=io.StringIO()))
     support.run_killed(["core-rl", "train", str(recipe("killed"))], tmp_path / "killed")
     assert support.curve(tmp_path / "killed") == support.curve(tmp_path / "whole")
 
@@ -98,7 +98,7 @@ def test_turns_with_several_prompts_are_trained(start: Path, tmp_path: Path) -> 
         {"train": str(tmp_path / "chats.jsonl")},
     )
     printed = io.StringIO()
-    run_recipe(support.write_recipe(tmp_path / "r.yaml", values), [], Console(file=printed, width=200))
+    train(support.write_recipe(tmp_path / "r.yaml", values), [], console=Console(file=printed, width=200))
     assert "4 examples, 8 sequences, 76 tokens, 16 of them trained" in printed.getvalue()
     assert "first example: <s>1=1=⟦2</s>⟧" in printed.getvalue()
     assert "first example: <s>3=1=2</s>=3=⟦4</s>⟧" in printed.getvalue()

@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.cli import main
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError
-from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer import load_recipe, train
 from core_rl_trainer.export import export_checkpoint
+from core_rl_trainer.outputs.config import HubSection
+from core_rl_trainer.outputs.model_card import model_card
 from core_rl_trainer.outputs.push import push_run, require_hub
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.run_directory import open_run_directory
 
 LORA = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -58,7 +59,7 @@ def test_a_run_leaves_an_adapter_and_any_checkpoint_is_exported(
     arguments = (start, tmp_path / "out") if algorithm == "grpo" else (start, tmp_path / "out", "sft")
     model = {"path": str(start / "model"), "lora": LORA}
     recipe = support.write_recipe(tmp_path / "r.yaml", values(*arguments, model=model))
-    result = run_recipe(recipe, [], Console(file=io.StringIO()))
+    result = train(recipe, [], console=Console(file=io.StringIO()))
     out = tmp_path / "out"
     assert result["adapter"] == str(out / "adapter")
     for step, kind in ((4, "hf"), (4, "adapter"), (2, "hf")):
@@ -89,7 +90,7 @@ def test_a_run_leaves_an_adapter_and_any_checkpoint_is_exported(
 @pytest.mark.nightly
 def test_a_sharded_checkpoint_is_exported_from_another_layout(start: Path, tmp_path: Path) -> None:
     recipe = write_recipe(start, tmp_path, engine="fsdp", engines={"fsdp": {"layout": {"dp": 2}}})
-    run_recipe(recipe, [], Console(file=io.StringIO()))
+    train(recipe, [], console=Console(file=io.StringIO()))
     out = tmp_path / "out"
     assert export_checkpoint(out, "hf", tmp_path / "exported", overrides=["engines.fsdp.layout.dp=1"]) == 4
     one, other = (load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "exported"))
@@ -115,7 +116,7 @@ def test_what_cannot_be_exported_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("core_rl.launch.process.start_fork_server", lambda: None)
-    with open_run_directory(load_recipe(write_recipe(start, tmp_path))):
+    with support.open_directory(load_recipe(write_recipe(start, tmp_path))):
         pass
     error = io.StringIO()
     monkeypatch.setattr("sys.stderr", error)
@@ -174,11 +175,17 @@ def hub() -> Iterator[tuple[HfApi, type[FakeHub]]]:
 def complete_run(start: Path, directory: Path, **changes: Any) -> Recipe:
     """The recipe of a run, with the files that it leaves."""
     recipe = load_recipe(write_recipe(start, directory, **changes))
-    with open_run_directory(recipe) as out:
+    with support.open_directory(recipe) as out:
         rows = [{"step": step, "loss": 2.5 / (step + 1)} for step in range(4)]
         support.write_jsonl(out.path / "metrics.jsonl", rows)
         shutil.copytree(start / "model", out.model)
     return recipe
+
+
+def push(recipe: Recipe, directory: Path, api: HfApi) -> str | None:
+    assert recipe.push_to_hub is not None
+    card = model_card(recipe.model_dump(mode="json"), [], recipe.push_to_hub, RESULT)
+    return push_run(recipe.push_to_hub, directory, card, api)
 
 
 def test_a_complete_run_is_uploaded_once_with_a_card(
@@ -186,9 +193,9 @@ def test_a_complete_run_is_uploaded_once_with_a_card(
 ) -> None:
     api, handler = hub
     recipe = complete_run(start, tmp_path, push_to_hub=PUSH)
-    with open_run_directory(recipe) as directory:
-        assert str(push_run(recipe, directory, RESULT, api)).endswith("/acme/sums")
-        assert push_run(recipe, directory, RESULT, api) is None
+    with support.open_directory(recipe) as directory:
+        assert str(push(recipe, directory.path, api)).endswith("/acme/sums")
+        assert push(recipe, directory.path, api) is None
     calls = [call for call in handler.calls if call[0] != "/api/validate-yaml"]  # of the card's head
     paths = [path for path, _ in calls]
     assert paths == [
@@ -208,10 +215,8 @@ def test_a_complete_run_is_uploaded_once_with_a_card(
         "pipeline_tag": "text-generation",
         "tags": ["core-rl", "sft"],
     }
-    assert "| `eval_loss` | 2.5 | 1.25 |" in card and "![Loss](curves/loss.svg)" in card
-    assert files["curves/loss.svg"].startswith(b"<svg")
+    assert "| `eval_loss` | 2.5 | 1.25 |" in card
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["data"]["batch_size"] == 6
-    assert "| torch | " in card
 
 
 def test_a_failed_upload_is_named_and_tried_again(
@@ -219,14 +224,14 @@ def test_a_failed_upload_is_named_and_tried_again(
 ) -> None:
     api, handler = hub
     recipe = complete_run(start, tmp_path, push_to_hub=PUSH)
-    with open_run_directory(recipe) as directory:
+    with support.open_directory(recipe) as directory:
         handler.status = 403
         with pytest.raises(
             CheckpointError, match=r"upload to 'acme/sums' failed: .*403.*the same command uploads it"
         ):
-            push_run(recipe, directory, RESULT, api)
+            push(recipe, directory.path, api)
         handler.status = 200
-        assert push_run(recipe, directory, RESULT, api) is not None
+        assert push(recipe, directory.path, api) is not None
 
 
 @pytest.mark.parametrize(
@@ -243,7 +248,9 @@ def test_an_upload_that_is_bound_to_fail_is_refused_at_the_start(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(CoreRLError, match=message):
-        require_hub(load_recipe(write_recipe(start, tmp_path, **changes)))
+        require_hub(
+            load_recipe(write_recipe(start, tmp_path, **changes)).push_to_hub, lora=False, keeps_best=False
+        )
 
 
 def test_an_upload_while_the_hub_is_offline_is_refused(
@@ -251,4 +258,4 @@ def test_an_upload_while_the_hub_is_offline_is_refused(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids the upload"):
-        require_hub(load_recipe(write_recipe(start, tmp_path, push_to_hub=PUSH)))
+        require_hub(HubSection(**PUSH), lora=False, keeps_best=False)

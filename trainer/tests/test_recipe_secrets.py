@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from core_rl.errors import ConfigError
+from core_rl_trainer.plan.identity import differing_fields
 from core_rl_trainer.recipe.recipe import load_recipe
-from core_rl_trainer.run.identity import differing_fields
 
 KEY = "sk-0123456789"
 ENGINES = "engines: {sglang: {options: {api_key: %s}}}"

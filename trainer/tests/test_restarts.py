@@ -19,7 +19,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl_trainer import train
 from core_rl_trainer.callbacks import CheckpointSaved, Event, StepEnd
 from core_rl_trainer.errors import CallbackError
-from core_rl_trainer.run import roles, supervised
+from core_rl_trainer.run import engines
 
 pytestmark = [pytest.mark.slow]
 Groups = list[EngineGroup]
@@ -35,8 +35,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
             super().__init__(*args, **settings)
             found.append(self)
 
-    for module in (roles, supervised):
-        monkeypatch.setattr(module, "EngineGroup", Recorded)
+    monkeypatch.setattr(engines, "EngineGroup", Recorded)
     return found
 
 

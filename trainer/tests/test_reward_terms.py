@@ -13,7 +13,7 @@ from test_rollout_workflow import Echo
 
 from core_rl.data.requests import SamplingParams
 from core_rl.errors import ConfigError, RolloutError, UnsupportedCapability
-from core_rl_trainer.api import prepare
+from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import load_recipe
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards, reward_metrics
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
@@ -133,7 +133,7 @@ def test_rewards_that_cannot_be_are_named(
         tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out", **changes)
     )
     with pytest.raises(ConfigError, match=message):
-        prepare(load_recipe(recipe))
+        resolve(load_recipe(recipe))
 
 
 def test_a_written_recipe_can_be_read_again(start: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_sampling_that_an_engine_or_the_training_does_not_take_is_refused(
     values = support.recipe_values(start, tmp_path / "out")
     values["rollout"] |= rollout
     with pytest.raises(error, match=message):
-        prepare(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
+        resolve(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
 
 
 def test_other_distributions_are_accepted_with_a_warning(
@@ -184,6 +184,6 @@ def test_other_distributions_are_accepted_with_a_warning(
     values = support.recipe_values(start, tmp_path / "out")
     values["rollout"] |= {"repetition_penalty": 1.1, "off_distribution": "warn", "stop_token_ids": [4]}
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
-    prepare(recipe)
+    resolve(recipe)
     assert "repetition_penalty = 1.1 completions come from another distribution" in caplog.text
     assert recipe.rollout.sampling().stop_token_ids == (4,)

@@ -25,17 +25,18 @@ from core_rl.launch.local_hosts import LocalHosts
 from core_rl.toolkit.build import build_model, use_experts_kernel
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe
-from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.api import prepare
 from core_rl_trainer.cli.plan import print_plan
-from core_rl_trainer.plan.engines import plan_roles
-from core_rl_trainer.plan.memory import MemoryEstimate, RunPlan, estimate_memory
+from core_rl_trainer.plan.engine_config import EngineSections
+from core_rl_trainer.plan.engines import other_trainers
+from core_rl_trainer.plan.memory import MemoryEstimate, estimate_memory
+from core_rl_trainer.plan.report import PlanReport
+from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run import roles, supervised
-from core_rl_trainer.run.run_directory import open_run_directory
+from core_rl_trainer.run import engines
+from core_rl_trainer.run.training import open_learner
 
 
-def plan(directory: Path, values: dict[str, Any], *overrides: str) -> RunPlan:
+def plan(directory: Path, values: dict[str, Any], *overrides: str) -> PlanReport:
     found = dry_run(load_recipe(support.write_recipe(directory / "r.yaml", values), list(overrides)))
     assert not (directory / "out").exists()
     return found
@@ -61,11 +62,13 @@ def test_reference_has_the_initial_adapter(start: Path, tmp_path: Path, path: st
     lora = LoraConfig(rank=4, path=None if path is None else str(tmp_path / path))
     values = support.recipe_values(start, tmp_path / "out")
     values["model"] = {"path": str(start / "model"), "lora": lora.model_dump()}
-    trainers = plan_roles(load_recipe(values), frozenset({REFERENCE})).trainers
+    model = load_recipe(values).model
+    sections = EngineSections(sections={}, shared={})
+    trainers = other_trainers("reference", sections, model, None, None, with_reference=True)
     assert ("reference" in trainers) == (path is not None)
     if path is not None:
-        reference = trainers["reference"][1]
-        assert (reference.model.lora, reference.optimizer) == (lora, None)
+        _, config = trainers["reference"]
+        assert (config.model.lora, config.optimizer) == (lora, None)
 
 
 def test_epochs_become_steps_of_the_data(start: Path, tmp_path: Path) -> None:
@@ -79,8 +82,8 @@ def test_epochs_become_steps_of_the_data(start: Path, tmp_path: Path) -> None:
     plans = [plan(tmp_path, values, f"epochs={epochs}") for epochs in (1, 0.3, 2.5)]
     assert [found.steps for found in plans] == [5, 2, 13]
     assert plans[0].passes == 1.0
-    prepared = prepare(load_recipe(values | {"epochs": 1}))
-    assert (prepared.recipe.steps, prepared.recipe.epochs) == (5, None)
+    recipe = resolve(load_recipe(values | {"epochs": 1})).recipe
+    assert (recipe.steps, recipe.epochs) == (5, None)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_recipe_has_steps_or_epochs(fields: dict[str, Any], message: str) -> Non
         parse_config(Recipe, values | fields)
 
 
-def printed(found: RunPlan) -> str:
+def printed(found: PlanReport) -> str:
     console = Console(file=io.StringIO(), width=200)
     print_plan(found, console)
     assert isinstance(console.file, io.StringIO)
@@ -120,14 +123,14 @@ def test_calls_of_train_engines_have_the_time_limit_of_the_recipe(
     def start_group(*plan: object, timeout_s: float, **settings: object) -> None:
         raise Started(timeout_s)
 
-    for module in (roles, supervised):
-        monkeypatch.setattr(module, "EngineGroup", start_group)
+    monkeypatch.setattr(engines, "EngineGroup", start_group)
     chosen = values(start, tmp_path / "out", timeouts={"call_s": 1234.0})
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", chosen))
+    run_plan = resolve(recipe)
     with (
-        open_run_directory(recipe) as directory,
+        support.open_directory(recipe) as directory,
         pytest.raises(Started, match="1234"),
-        prepare(recipe).open(directory, LocalHosts()),
+        open_learner(run_plan, directory, LocalHosts()),
     ):
         pass
 

@@ -19,18 +19,19 @@ import training_support as support
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from core_rl.data.batch import SequenceBatch
 from core_rl.errors import CheckpointMismatch, ConfigError, WeightsError
-from core_rl_trainer import run_recipe
+from core_rl_trainer import train
 from core_rl_trainer.errors import NothingLearned, StoppedBySignal
-from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.run.records import RunRecords
 from core_rl_trainer.run.signals import EndedBySignal
-from core_rl_trainer.run.supervised import SupervisedLoop
+from core_rl_trainer.run.supervised import SupervisedLearner
 
 LINEAR = {"lr": 0.01, "schedule": {"type": "linear"}}
 
 
 def run(recipe: Path, *overrides: str) -> dict[str, Any]:
-    return run_recipe(recipe, list(overrides), Console(file=io.StringIO(), width=200))
+    return train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
 
 
 def sft(start: Path, directory: Path, **changes: Any) -> Path:
@@ -141,11 +142,11 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_another
 ) -> None:
     recipe = sft(start, tmp_path, steps=1, save_every=1)
 
-    def fails(loop: SupervisedLoop, number: int) -> dict[str, float]:
+    def fails(learner: SupervisedLearner, batch: SequenceBatch, step: int) -> dict[str, float]:
         raise ConfigError("a layout that the model does not have")
 
     with monkeypatch.context() as patch:
-        patch.setattr(SupervisedLoop, "step", fails)
+        patch.setattr(SupervisedLearner, "update", fails)
         with pytest.raises(ConfigError, match="a layout"):
             run(recipe)
     assert run(recipe, "seed=1")["seed"] == 1
@@ -157,16 +158,16 @@ def test_sigterm_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = sft(start, tmp_path, steps=3, save_every=9)
-    step = SupervisedLoop.step
+    update = SupervisedLearner.update
 
-    def signalled(loop: SupervisedLoop, number: int) -> dict[str, float]:
-        if number == 2:
+    def signalled(learner: SupervisedLearner, batch: SequenceBatch, step: int) -> dict[str, float]:
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(loop, number)
+        return update(learner, batch, step)
 
     run(whole, f"output_dir={tmp_path}/unbroken")
     with monkeypatch.context() as patch:
-        patch.setattr(SupervisedLoop, "step", signalled)
+        patch.setattr(SupervisedLearner, "update", signalled)
         with pytest.raises(StoppedBySignal, match="stopped by SIGTERM after step 2"):
             run(whole)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -206,14 +207,14 @@ def test_a_signal_at_any_place_of_a_step_ends_the_run_with_a_checkpoint_of_it(
 def test_a_second_signal_ends_the_run_at_once(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = SupervisedLoop.step
+    update = SupervisedLearner.update
 
-    def signalled(loop: SupervisedLoop, number: int) -> dict[str, float]:
-        for _ in range(2 if number == 2 else 0):
+    def signalled(learner: SupervisedLearner, batch: SequenceBatch, step: int) -> dict[str, float]:
+        for _ in range(2 if step == 2 else 0):
             os.kill(os.getpid(), signal.SIGUSR1)
-        return step(loop, number)
+        return update(learner, batch, step)
 
-    monkeypatch.setattr(SupervisedLoop, "step", signalled)
+    monkeypatch.setattr(SupervisedLearner, "update", signalled)
     with pytest.raises(EndedBySignal, match="at once by SIGUSR1"):
         run(sft(start, tmp_path, steps=3, save_every=1))
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000001"]
@@ -275,13 +276,13 @@ def test_weights_that_are_not_finite_are_blamed_on_their_file(start: Path, tmp_p
 def test_a_loss_that_is_not_finite_ends_the_run_with_the_checkpoint_before(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = SupervisedLoop.step
+    update = SupervisedLearner.update
 
-    def spoiled(loop: SupervisedLoop, number: int) -> dict[str, float]:
-        metrics = step(loop, number)
-        return metrics | ({"loss": float("nan")} if number == 2 else {})
+    def spoiled(learner: SupervisedLearner, batch: SequenceBatch, step: int) -> dict[str, float]:
+        metrics = update(learner, batch, step)
+        return metrics | ({"loss": float("nan")} if step == 2 else {})
 
-    monkeypatch.setattr(SupervisedLoop, "step", spoiled)
+    monkeypatch.setattr(SupervisedLearner, "update", spoiled)
     with pytest.raises(NothingLearned, match="stop_on.nan: loss is nan.*good checkpoint is that of step 1"):
         run(sft(start, tmp_path, save_every=1, stop_on={"nan": True}))
 

@@ -13,7 +13,7 @@ import pytest
 from core_rl.checkpoint.run import RunCheckpoints
 from core_rl.errors import CheckpointError, GroupError, RankFailed
 from core_rl_trainer.run.saving import RunSaver
-from core_rl_trainer.run.signals import resume_hint
+from core_rl_trainer.run.source import resume_hint
 
 
 class Engine:

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from core_rl.backend.meta import Scheduling
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe
-from core_rl_trainer.api import prepare
 from core_rl_trainer.cli.submit import submit as command
+from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.submission import machine_request, submit
+from core_rl_trainer.submission import machine_request, submit
 
 SBATCH = """#!/bin/sh
 echo "$@" > {record}
@@ -123,7 +123,8 @@ def test_submit_asks_for_what_the_recipe_says(
 
 
 def prepared_request(recipe: Recipe) -> Any:
-    return machine_request(recipe, prepare(recipe.model_copy(update={"device": "auto"})))
+    plan = resolve(recipe.model_copy(update={"device": "auto"}), driver_here=False)
+    return machine_request(plan, recipe.device)
 
 
 def test_engines_say_what_a_machine_needs(

@@ -13,10 +13,11 @@ import yaml
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.chat_template import ChatFormat
+from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.encoding import encode_prompt
-from core_rl_trainer.plan.template_time import with_template_time
+from core_rl_trainer.plan.identity import RunIdentity
+from core_rl_trainer.plan.template_time import earlier_runs, with_template_time
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.identity import RunIdentity
 
 DATED = (
     "{% macro date(format) %}{{ strftime_now(format) }}{% endmacro %}"
@@ -38,6 +39,12 @@ def make_recipe(directory: Path, time: Any = None, **changes: Any) -> Recipe:
     return parse_config(Recipe, values)
 
 
+def timed(recipe: Recipe, tokenizer: Any) -> DataSection:
+    """The section ``data`` of a run of ``recipe``."""
+    earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)
+    return with_template_time(recipe.data, tokenizer, earlier)
+
+
 def record(recipe: Recipe) -> None:
     recipe.directory.mkdir(parents=True)
     (recipe.directory / "recipe.yaml").write_text(yaml.safe_dump(RunIdentity.of(recipe).recipe))
@@ -56,14 +63,14 @@ def test_resumed_runs_keep_the_template_time(tmp_path: Path, changes: dict[str, 
     record(make_recipe(tmp_path / "old", TIME))
     old = {name: value.format(old=tmp_path / "old") for name, value in changes.items()}
     recipe = make_recipe(tmp_path / ("new" if changes else "old"), **old)
-    assert with_template_time(recipe, make_tokenizer()).data.template_time == TIME
+    assert timed(recipe, make_tokenizer()).template_time == TIME
 
 
 def test_new_runs_get_the_present_time(tmp_path: Path) -> None:
     record(make_recipe(tmp_path / "old", TIME))
     for changes in ({"output_dir": str(tmp_path / "new")}, {"fresh": True}):
         recipe = make_recipe(tmp_path / "old").model_copy(update=changes)
-        started = with_template_time(recipe, make_tokenizer({"default": DATED})).data.template_time
+        started = timed(recipe, make_tokenizer({"default": DATED})).template_time
         assert started is not None and started.year > TIME.year
 
 
@@ -77,11 +84,11 @@ def test_template_time_is_part_of_the_identity(tmp_path: Path) -> None:
 
 def test_runs_of_earlier_versions_keep_their_clock(tmp_path: Path) -> None:
     record(make_recipe(tmp_path / "old"))
-    assert with_template_time(make_recipe(tmp_path / "old"), make_tokenizer()).data.template_time is None
+    assert timed(make_recipe(tmp_path / "old"), make_tokenizer()).template_time is None
 
 
 def test_unread_template_time_is_refused(tmp_path: Path) -> None:
     plain = make_tokenizer("{{ messages[0].content }}")
-    assert with_template_time(make_recipe(tmp_path), plain).data.template_time is None
+    assert timed(make_recipe(tmp_path), plain).template_time is None
     with pytest.raises(ConfigError, match="data.template_time = 2017-08-05 .*does not read the time"):
-        with_template_time(make_recipe(tmp_path, TIME), plain)
+        timed(make_recipe(tmp_path, TIME), plain)

@@ -26,22 +26,21 @@ def run_command(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def stand_in(
-    monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]
-) -> list[tuple[Path, list[str]]]:
-    """Replace `run_recipe` by a function with this outcome; returns the list of its calls."""
-    calls: list[tuple[Path, list[str]]] = []
+def stand_in(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str, float]) -> list[list[str]]:
+    """Replace `train` by a function with this outcome; returns the overrides of its calls."""
+    calls: list[list[str]] = []
 
-    def run_recipe(path: Path, overrides: list[str]) -> dict[str, float]:
-        calls.append((path, overrides))
+    def load_recipe(path: Path, overrides: list[str]) -> SimpleNamespace:
+        calls.append([str(path), *overrides])
+        return SimpleNamespace(directory=Path("no-run"))
+
+    def train(recipe: SimpleNamespace) -> dict[str, float]:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
-    monkeypatch.setattr("core_rl_trainer.api.run_recipe", run_recipe)
-    recipe = SimpleNamespace(directory=Path("no-run"))
-    monkeypatch.setattr("core_rl_trainer.plan.engine_config.check_recipe", lambda *_: recipe)
-    monkeypatch.setattr("core_rl_trainer.plan.preflight.preflight", lambda *_: None)
+    monkeypatch.setattr("core_rl_trainer.api.train_loaded", train)
+    monkeypatch.setattr("core_rl_trainer.recipe.recipe.load_recipe", load_recipe)
     return calls
 
 
@@ -81,7 +80,7 @@ def test_train_hands_on_the_recipe_and_the_overrides(
 ) -> None:
     calls = stand_in(monkeypatch, {"reward": 0.5})
     assert run_command("train", "recipe.yaml", "engine=fsdp", "optimizer.lr=1e-5") == 0
-    assert calls == [(Path("recipe.yaml"), ["engine=fsdp", "optimizer.lr=1e-5"])]
+    assert calls == [["recipe.yaml", "engine=fsdp", "optimizer.lr=1e-5"]]
     assert capsys.readouterr().out == ""
 
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.errors import ConfigError, CoreRLError
-from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer import load_recipe, train
 from core_rl_trainer.logs.step_log import read_steps
-from core_rl_trainer.run.identity import differing_fields
-from core_rl_trainer.run.loop import TrainingLoop
+from core_rl_trainer.plan.identity import differing_fields
+from core_rl_trainer.run.online import OnlineLearner
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def unbroken(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
     """The result and what was printed."""
     console = Console(file=io.StringIO(), width=200)
-    result = run_recipe(recipe, list(overrides), console)
+    result = train(recipe, list(overrides), console=console)
     assert isinstance(console.file, io.StringIO)
     return result, console.file.getvalue()
 
@@ -197,15 +197,15 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
 ) -> None:
     """Step 1 has no checkpoint behind it, step 3 has step 2's, and in step 4 the weights are half way out."""
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
-    publish = TrainingLoop.publish
+    publish = OnlineLearner.sync
 
-    def interrupted(loop: TrainingLoop, version: int) -> None:
+    def interrupted(loop: OnlineLearner, version: int) -> None:
         publish(loop, version)
         if version == stop_at:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "publish", interrupted)
+        patch.setattr(OnlineLearner, "sync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(recipe)
     _, text = run(recipe)

@@ -17,15 +17,16 @@ import training_support as support
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from core_rl.data.batch import SequenceBatch
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl_trainer import run_recipe
+from core_rl_trainer import train
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.recipe.recipe import load_recipe
-from core_rl_trainer.run.loop import TrainingLoop
-from core_rl_trainer.run.roles import Roles
-from core_rl_trainer.run.supervised import SupervisedLoop
+from core_rl_trainer.run.engines import Roles
+from core_rl_trainer.run.online import OnlineLearner
+from core_rl_trainer.run.supervised import SupervisedLearner
 
 PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
 CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}
@@ -33,7 +34,7 @@ CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}
 
 def run(directory: Path, values: dict[str, Any], *overrides: str) -> dict[str, Any]:
     recipe = support.write_recipe(directory / "r.yaml", values)
-    return run_recipe(recipe, list(overrides), Console(file=io.StringIO(), width=200))
+    return train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +72,15 @@ def test_ppo_goes_on_after_an_interruption_as_if_nothing_had_happened(
 ) -> None:
     """Actor, critic, KL coefficient and data order are all those of the checkpoint."""
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC)
-    publish = TrainingLoop.publish
+    publish = OnlineLearner.sync
 
-    def interrupted(loop: TrainingLoop, version: int) -> None:
+    def interrupted(loop: OnlineLearner, version: int) -> None:
         publish(loop, version)
         if version == 3:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "publish", interrupted)
+        patch.setattr(OnlineLearner, "sync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, values)
     run(tmp_path, values)
@@ -286,7 +287,7 @@ def test_a_sync_that_takes_too_long_names_its_time_limit(
     def late(sender: object, receiver: object, meta: object, timeout_s: float, receiving: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr("core_rl_trainer.run.loop.sync_weights", late)
+    monkeypatch.setattr("core_rl_trainer.run.online.sync_weights", late)
     values = support.recipe_values(start, tmp_path / "out", timeouts={"sync_s": 7.0})
     with pytest.raises(
         WeightsError, match=r"version 0 within 7 s; if the sync is only slow, raise timeouts.sync_s"
@@ -394,15 +395,15 @@ def test_an_interrupted_run_on_data_goes_on_as_if_nothing_had_happened(
     rule = {"metric": "eval_loss", "mode": "min"}
     run(tmp_path, support.supervised_values(start, tmp_path / "whole", algorithm, keep_best=rule, keep=1))
     values = support.supervised_values(start, tmp_path / "broken", algorithm, keep_best=rule, keep=1)
-    step = SupervisedLoop.step
+    update = SupervisedLearner.update
 
-    def interrupted(loop: SupervisedLoop, number: int) -> dict[str, float]:
-        if number == 4:
+    def interrupted(learner: SupervisedLearner, batch: SequenceBatch, step: int) -> dict[str, float]:
+        if step == 4:
             raise KeyboardInterrupt
-        return step(loop, number)
+        return update(learner, batch, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SupervisedLoop, "step", interrupted)
+        patch.setattr(SupervisedLearner, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, values)
     resumed = run(tmp_path, values)

@@ -27,10 +27,10 @@ from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCap
 from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
-from core_rl_trainer import run_recipe
+from core_rl_trainer import train
 from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.rewards.functions import rewards_differ
-from core_rl_trainer.run.loop import TrainingLoop, interrupted
+from core_rl_trainer.run.online import OnlineLearner, interrupted
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
 
@@ -75,7 +75,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
     """The rows of the metrics after step 0."""
-    run_recipe(recipe, list(overrides), Console(file=io.StringIO()))
+    train(recipe, list(overrides), console=Console(file=io.StringIO()))
     return support.curve(recipe.parent / "out")[1:]
 
 
@@ -160,15 +160,15 @@ def test_an_interrupted_asynchronous_run_loses_no_prompt(
     monkeypatch: pytest.MonkeyPatch,
     stop_at: int,
 ) -> None:
-    publish = TrainingLoop.publish
+    publish = OnlineLearner.sync
 
-    def interrupting(loop: TrainingLoop, version: int) -> None:
+    def interrupting(loop: OnlineLearner, version: int) -> None:
         publish(loop, version)
         if version == stop_at:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "publish", interrupting)
+        patch.setattr(OnlineLearner, "sync", interrupting)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, *ASYNC)
     rows = run(recipe, *ASYNC)

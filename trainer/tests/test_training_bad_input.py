@@ -15,7 +15,7 @@ import training_support as support
 from rich.console import Console
 
 from core_rl.errors import BatchError, ConfigError, CoreRLError, RolloutError
-from core_rl_trainer import run_recipe
+from core_rl_trainer import train
 from core_rl_trainer.errors import NothingLearned
 
 REWARDS = """
@@ -48,7 +48,7 @@ def start(start: Path) -> Path:
 
 def run(directory: Path, values: dict[str, Any], *overrides: str) -> None:
     recipe = support.write_recipe(directory / "r.yaml", values)
-    run_recipe(recipe, list(overrides), Console(file=io.StringIO(), width=200))
+    train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
 
 
 # ------------------------------------------------------------------ in the middle of a run

@@ -14,8 +14,9 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import core_rl_trainer
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer import load_recipe
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.sources import open_source
@@ -146,7 +147,7 @@ def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path,
         "steps=2",
         *smaller,
     ]
-    result = run_recipe(support.recipe_of(name), overrides, Console(file=io.StringIO()))
+    result = core_rl_trainer.train(support.recipe_of(name), overrides, console=Console(file=io.StringIO()))
     assert result["steps"] == 2
     assert Path(result["model"], "model.safetensors").is_file()
 

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.config.base import parse_config
+from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.pages import POINTS, Chart
+from core_rl.registry.engines import get_spec
 from core_rl_trainer.logs.metrics_log import Row
-from core_rl_trainer.logs.page import RunPage, charts_of
-from core_rl_trainer.logs.records import RunRecords
+from core_rl_trainer.logs.page import PageRole, RunPage, charts_of
 from core_rl_trainer.logs.samples import (
     SHOWN,
     ExampleSample,
@@ -27,10 +28,10 @@ from core_rl_trainer.logs.samples import (
     example_samples,
     rollout_samples,
 )
-from core_rl_trainer.plan.run_plan import Placement
-from core_rl_trainer.recipe.placement import RankSlot
+from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
+from core_rl_trainer.plan.slots import describe_ranks
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.run_directory import open_run_directory
+from core_rl_trainer.run.records import RunRecords
 
 ROWS: list[Row] = [
     {"step": 0, "eval_reward": 0.2, "eval_reward_greedy": 0.3},
@@ -178,10 +179,13 @@ def sample(text: str) -> dict[str, Any]:
     }
 
 
+def page(directory: Path) -> RunPage:
+    return RunPage(recipe(directory).model_dump(mode="json"), directory)
+
+
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []], ids=["run", "start", "nothing"])
 def test_the_page_needs_nothing_else_and_text_cannot_break_it(tmp_path: Path, rows: list[Row]) -> None:
-    page = RunPage(recipe(tmp_path), tmp_path)
-    text = page.render(rows, [sample(HOSTILE)] if rows else [], status="running", problem=HOSTILE)
+    text = page(tmp_path).render(rows, [sample(HOSTILE)] if rows else [], status="running", problem=HOSTILE)
     assert not re.search(r"<script|https?://|\bsrc=|<link|url\(", text)
     assert (text.count("&lt;script&gt;alert") == 4) == bool(rows)
     assert 'http-equiv="refresh"' in text
@@ -192,21 +196,27 @@ def test_the_page_needs_nothing_else_and_text_cannot_break_it(tmp_path: Path, ro
 
 def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -> None:
     best = {"step": 3, "metric": "eval_reward", "value": 0.5, "model": "out/best/step-00000003"}
-    text = RunPage(recipe(tmp_path), tmp_path).render(ROWS, [], status="complete", best=best)
+    text = page(tmp_path).render(ROWS, [], status="complete", best=best)
     assert "refresh" not in text
     assert "Best model: step 3" in text and "out/best/step-00000003" in text
     assert "Samples of rollouts" not in text
 
 
-def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
-    two = (RankSlot(0, 0), RankSlot(0, 1))
-    places = {
-        "actor": Placement(slots=two),
-        "critic": Placement(slots=two, colocated_with="actor"),
-        "reward": Placement(slots=(RankSlot(1, 3),)),
+def test_page_shows_roles_with_devices(tmp_path: Path) -> None:
+    two, spec = (RankSlot(0, 0), RankSlot(0, 1)), get_spec("reference")
+    config = TrainEngineConfig(model=ModelConfig(path="model"))
+    plans = {
+        "actor": EnginePlan(spec=spec, config=config, slots=two),
+        "critic": EnginePlan(spec=spec, config=config, slots=two, colocated_with="actor"),
+        "reward": EnginePlan(spec=spec, config=config, slots=(RankSlot(1, 3),)),
+        "rollout": EnginePlan(spec=spec, config=config, slots=()),
     }
-    engines = dict.fromkeys(places, "fsdp") | {"rollout": "vllm"}
-    text = RunPage(recipe(tmp_path), tmp_path, places, engines).render(ROWS, [], status="running")
+    roles = [
+        PageRole(name=name, engine="vllm" if name == "rollout" else "fsdp", ranks=describe_ranks(plan))
+        for name, plan in plans.items()
+    ]
+    values = recipe(tmp_path).model_dump(mode="json")
+    text = RunPage(values, tmp_path, "this machine", roles).render(ROWS, [], status="running")
     fsdp = "<code>fsdp</code>"
     assert f"<th>actor</th><td>{fsdp}: 2 ranks, on devices 0, 1, in processes of its own</td>" in text
     assert f"<th>critic</th><td>{fsdp}: 2 ranks, on devices 0, 1, in the processes of the actor</td>" in text
@@ -218,25 +228,26 @@ def test_the_page_says_where_roles_are(tmp_path: Path) -> None:
 
 
 def test_page_shows_examples_and_expected_answers(tmp_path: Path) -> None:
-    page = RunPage(recipe(tmp_path), tmp_path)
-    text = page.render(ROWS, [sample("7") | {"answer": HOSTILE}, sample("8")], status="running")
+    text = page(tmp_path).render(ROWS, [sample("7") | {"answer": HOSTILE}, sample("8")], status="running")
     assert text.count("expected <code>&lt;script&gt;") == 1
     example = {"step": 8, "title": "chosen", "prompt": "1+", "segments": [["model", HOSTILE]], "tokens": 1}
-    text = page.render(ROWS, [example | {"metrics": {"loss": None, "accuracy": 0.5}}], status="running")
+    text = page(tmp_path).render(
+        ROWS, [example | {"metrics": {"loss": None, "accuracy": 0.5}}], status="running"
+    )
     assert "<h2>Examples</h2>" in text and "Samples of rollouts" not in text
     assert "chosen<br>loss -<br>accuracy 0.5<br>1 trained tokens" in text and "<script" not in text
 
 
 def test_a_long_answer_is_shortened(tmp_path: Path) -> None:
-    text = RunPage(recipe(tmp_path), tmp_path).render(ROWS, [sample("7" * 100_000)], status="running")
+    text = page(tmp_path).render(ROWS, [sample("7" * 100_000)], status="running")
     assert "96000 more characters" in text
     assert len(text) < 60_000
 
 
 def test_the_page_says_why_a_run_stopped(tmp_path: Path) -> None:
     chosen = recipe(tmp_path)
-    with open_run_directory(chosen) as directory:
-        with pytest.raises(RuntimeError), RunRecords(chosen, directory, -1):
+    with support.open_directory(chosen) as directory:
+        with pytest.raises(RuntimeError), RunRecords(directory, -1, page(tmp_path)):
             raise RuntimeError("rank 1 is <gone>")
         text = directory.page.read_text(encoding="utf-8")
     assert "RuntimeError: rank 1 is &lt;gone&gt;" in text and ">stopped<" in text

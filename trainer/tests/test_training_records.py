@@ -28,11 +28,11 @@ from core_rl_trainer.environments import ToolEnvironment
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import compute_reward, load_callable
 from core_rl_trainer.rewards.text import TextReward, completion_text, integer_match, text_match
-from core_rl_trainer.run.identity import RunIdentity
-from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
+from core_rl_trainer.run.run_directory import RunDirectory
 
 # ---------------------------------------------------------------------- metrics
 
@@ -206,17 +206,17 @@ def _recipe(output: Path, **changes: Any) -> Recipe:
 
 
 def test_the_same_recipe_finds_its_run_again(tmp_path: Path) -> None:
-    with open_run_directory(_recipe(tmp_path / "new")) as directory:
+    with support.open_directory(_recipe(tmp_path / "new")) as directory:
         directory.finish({"after": 1})
-    with open_run_directory(_recipe(tmp_path / "new")) as directory:
+    with support.open_directory(_recipe(tmp_path / "new")) as directory:
         assert directory.result() == {"after": 1}
 
 
 def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
     with (
-        open_run_directory(_recipe(tmp_path)),
+        support.open_directory(_recipe(tmp_path)),
         pytest.raises(ConfigError, match="another process is at work"),
-        open_run_directory(_recipe(tmp_path, fresh=True)),
+        support.open_directory(_recipe(tmp_path, fresh=True)),
     ):
         pass
     assert (tmp_path / "recipe.yaml").exists()
@@ -243,7 +243,7 @@ def _write_all(directory: RunDirectory) -> None:
 def test_unwritable_run_file_is_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    directory, write = RunDirectory(_recipe(tmp_path)), Path.write_text
+    directory, write = support.make_directory(_recipe(tmp_path)), Path.write_text
 
     def refuse(path: Path, text: str, encoding: str) -> int:
         if name in path.name:
@@ -257,14 +257,14 @@ def test_unwritable_run_file_is_clear_error(
 
 def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
     """Where the run has taken a step: one that has not is replaced."""
-    RunDirectory(_recipe(tmp_path))
-    RunDirectory(_recipe(tmp_path, engine="fsdp"))
-    RunDirectory(_recipe(tmp_path)).write_page("the page", None)
+    support.make_directory(_recipe(tmp_path))
+    support.make_directory(_recipe(tmp_path, engine="fsdp"))
+    support.make_directory(_recipe(tmp_path)).write_page("the page", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(
         ConfigError, match=r"(?s)fresh=true.*engine: 'reference' then, 'fsdp' now.*optimizer.lr: 0.02"
     ):
-        RunDirectory(_recipe(tmp_path, engine="fsdp", optimizer={"lr": 0.5}))
+        support.make_directory(_recipe(tmp_path, engine="fsdp", optimizer={"lr": 0.5}))
 
 
 @pytest.mark.parametrize(
@@ -299,15 +299,15 @@ def test_changed_tokenizer_or_adapter_is_refused(
 
 
 def test_a_run_is_resumed_with_another_time_limit(tmp_path: Path) -> None:
-    RunDirectory(_recipe(tmp_path))
-    RunDirectory(_recipe(tmp_path, timeouts={"call_s": 7200}))
+    support.make_directory(_recipe(tmp_path))
+    support.make_directory(_recipe(tmp_path, timeouts={"call_s": 7200}))
     assert "call_s: 7200" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_fresh_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
-    RunDirectory(_recipe(tmp_path)).finish({})
+    support.make_directory(_recipe(tmp_path)).finish({})
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    started = RunDirectory(_recipe(tmp_path, steps=9, fresh=True))
+    started = support.make_directory(_recipe(tmp_path, steps=9, fresh=True))
     assert started.result() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["identity.json", "notes.txt", "recipe.yaml"]

@@ -17,7 +17,6 @@ from core_rl_trainer.api import dry_run
 from core_rl_trainer.data.tokenizers import load_tokenizer
 from core_rl_trainer.data.vocabulary import check_same_tokens
 from core_rl_trainer.recipe.recipe import load_recipe
-from core_rl_trainer.run.run_directory import open_run_directory
 
 
 def encoder(config: dict[str, Any]) -> None:
@@ -174,7 +173,7 @@ def test_an_output_directory_that_cannot_be_one(start: Path, tmp_path: Path, nam
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
     with (
         pytest.raises(ConfigError, match=r"output_dir = '.*': (File exists|Not a directory)"),
-        open_run_directory(recipe),
+        support.open_directory(recipe),
     ):
         pass
 

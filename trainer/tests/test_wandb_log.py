@@ -16,7 +16,7 @@ import training_support as support
 
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
-from core_rl_trainer import load_recipe, run_recipe
+from core_rl_trainer import load_recipe, train
 from core_rl_trainer.logs.config import WandbSection
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.step_log import read_steps
@@ -90,7 +90,7 @@ def test_without_the_package_the_recipe_is_refused_before_anything_starts(
     monkeypatch.setitem(sys.modules, "wandb", None)
     values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", wandb={})
     with pytest.raises(ConfigError, match="not installed: pip install wandb, or remove the section"):
-        run_recipe(support.write_recipe(tmp_path / "r.yaml", values), [])
+        train(support.write_recipe(tmp_path / "r.yaml", values), [])
     assert not (tmp_path / "out").exists()
 
 

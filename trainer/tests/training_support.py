@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.datasets import ExampleDataset
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
+from core_rl_trainer.plan.identity import RunIdentity
+from core_rl_trainer.plan.run_plan import RunFiles
+from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 
 CHARACTERS = "0123456789+="
 BOS, EOS = 1, 2
@@ -172,3 +177,23 @@ def run_killed(command: Sequence[str], output: Path, seed: int = 0, rows: Sequen
         assert process.wait() == -signal.SIGKILL or count == 4
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+def open_directory(recipe: Recipe) -> AbstractContextManager[RunDirectory]:
+    """The directory of a run of ``recipe``, whose plan is not resolved."""
+    return open_run_directory(_run_files(recipe), RunIdentity.of(recipe))
+
+
+def make_directory(recipe: Recipe) -> RunDirectory:
+    """As `open_directory`, without a lock."""
+    return RunDirectory(_run_files(recipe), RunIdentity.of(recipe))
+
+
+def _run_files(recipe: Recipe) -> RunFiles:
+    return RunFiles(
+        directory=recipe.directory,
+        fresh=recipe.fresh,
+        keep=recipe.keep,
+        checkpoint_url=recipe.checkpoint_url,
+        resume_from=recipe.resume_from,
+    )

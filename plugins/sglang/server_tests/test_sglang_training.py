@@ -25,9 +25,9 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.expected_values import ExpectedValues, Snapshot
 from core_rl_conformance.inputs.data import ragged
-from core_rl_trainer import run_recipe
-from core_rl_trainer.run.loop import TrainingLoop
-from core_rl_trainer.run.roles import Roles
+from core_rl_trainer import train
+from core_rl_trainer.run.engines import Roles
+from core_rl_trainer.run.online import OnlineLearner
 from core_rl_trainer.run.rollouts import Rollouts
 
 STEPS, PROMPTS, GROUP = 3, 6, 3
@@ -58,7 +58,7 @@ def values(start: Path, output: Path, sglang: dict[str, Any], **rollout: Any) ->
 
 def run(recipe: Path, output: Path) -> list[dict[str, Any]]:
     """The rows of the metrics after step 0."""
-    run_recipe(recipe, [], Console(file=io.StringIO()))
+    train(recipe, [], console=Console(file=io.StringIO()))
     return support.curve(output)[1:]
 
 
@@ -101,13 +101,13 @@ def each_score(engine: InferenceEngine, batch: SequenceBatch) -> Iterator[Tensor
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
     """The comparisons after each sync of the run."""
     found = Published(tmp_path)
-    publish = TrainingLoop.publish
+    publish = OnlineLearner.sync
 
-    def verified(loop: TrainingLoop, version: int) -> None:
+    def verified(loop: OnlineLearner, version: int) -> None:
         publish(loop, version)
         found.verify(loop._roles, version)
 
-    monkeypatch.setattr(TrainingLoop, "publish", verified)
+    monkeypatch.setattr(OnlineLearner, "sync", verified)
     return found
 
 

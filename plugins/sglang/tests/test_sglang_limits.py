@@ -26,7 +26,8 @@ from core_rl.servers.file_limit import TooManyFiles
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.model import served_model
 from core_rl_sglang.process import arguments_of
-from core_rl_trainer.plan.engines import plan_roles
+from core_rl_trainer.plan.engine_config import EngineSections
+from core_rl_trainer.plan.engines import checked_trainer, plan_online_engines
 from core_rl_trainer.recipe.recipe import load_recipe
 
 FILES, REQUESTS = 1024, 1500
@@ -191,6 +192,8 @@ def test_shared_device_recipe_is_checked_early(
         "output_dir": str(tmp_path / "out"),
     }
     recipe = load_recipe(values | changes)
+    sections = EngineSections(sections=recipe.engines, shared={})
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        plan_roles(recipe, frozenset())
+        trained = checked_trainer(sections.configure_trained("fsdp", recipe.model, recipe.optimizer))
+        plan_online_engines(recipe, sections, {"actor": trained}, recipe.cluster, recipe.placement)

@@ -13,7 +13,7 @@ from rich.console import Console
 from vllm_support import backend_of, tiny_model
 
 from core_rl.engine.inference import InferenceEngine
-from core_rl_trainer import run_recipe
+from core_rl_trainer import train
 
 STEPS = 3
 
@@ -40,7 +40,7 @@ def test_trained_weights_are_served(engine: InferenceEngine, start: Path, tmp_pa
         algorithm={"type_": "ppo_actor", "args": {"kl_coef": 0.0}},
         steps=STEPS,
     )
-    run_recipe(support.write_recipe(tmp_path / "r.yaml", values), [], Console(file=io.StringIO()))
+    train(support.write_recipe(tmp_path / "r.yaml", values), [], console=Console(file=io.StringIO()))
     rows = support.curve(tmp_path / "out")[1:]
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert all(row["update_successful"] == 1 and 0 < row["mismatch_max"] < 1e-4 for row in rows)

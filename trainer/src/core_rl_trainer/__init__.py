@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from core_rl_trainer.api import dry_run as dry_run
-    from core_rl_trainer.api import run_recipe as run_recipe
     from core_rl_trainer.api import train as train
     from core_rl_trainer.callbacks import Callback as Callback
     from core_rl_trainer.callbacks import CheckpointSaved as CheckpointSaved
@@ -35,7 +34,6 @@ _HOMES = {
     "StopRun": "core_rl_trainer.callbacks",
     "dry_run": "core_rl_trainer.api",
     "load_recipe": "core_rl_trainer.recipe.recipe",
-    "run_recipe": "core_rl_trainer.api",
     "train": "core_rl_trainer.api",
 }
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.errors import CheckpointNotFound, ConfigError
 from core_rl.launch.group import EngineGroup
+from core_rl.launch.hosts import Hosts
 from core_rl_trainer.algorithms.interface import make_interface
-from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.outputs.run_files import RECIPE
-from core_rl_trainer.plan.engines import plan_trained
-from core_rl_trainer.recipe.placement import place_ranks
+from core_rl_trainer.plan.engine_config import EngineSections
+from core_rl_trainer.plan.engines import checked_trainer, trained_head, with_head
+from core_rl_trainer.plan.run_plan import EnginePlan
+from core_rl_trainer.plan.slots import place_ranks
 from core_rl_trainer.recipe.recipe import Recipe, with_local_models
 from core_rl_trainer.run.cluster import open_cluster, require_shared
+from core_rl_trainer.run.engines import open_trainers
 from core_rl_trainer.run.parts import readable_part
-from core_rl_trainer.run.supervised import trained_head
 
 __all__ = ["ExportFormat", "export_checkpoint"]
 
 ExportFormat = Literal["hf", "adapter"]
-TRAINED = ("actor", "model")
-"""The part of a run checkpoint that holds the trained model."""
 
 
 def export_checkpoint(
@@ -53,7 +55,20 @@ def export_checkpoint(
             raise CheckpointNotFound(
                 f"{run} has no complete checkpoint; the run writes one every save_every steps and at its end"
             )
-        _export(recipe, checkpoint, kind, output)
+        engines = EngineSections(sections=recipe.engines, shared=recipe.engine_fields)
+        trained = engines.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
+        interface = make_interface(recipe.algorithm)
+        spec, config = checked_trainer(with_head(trained, trained_head(interface)))
+        slots = place_ranks(config.layout.world_size, None, recipe.cluster)
+        # The moments are neither needed nor loaded.
+        weights = config.model_copy(update={"optimizer": None})
+        engine = EnginePlan(spec=spec, config=weights, slots=slots)
+        save = interface.save if kind == "hf" else interface.save_adapter
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open_cluster(recipe.cluster) as hosts:
+            require_shared(hosts, "--output", output.parent, engine.machines)
+            with _loaded_engine(engine, checkpoint, recipe.timeouts.call_s, hosts) as group:
+                save(group, str(output), tokenizer_path=recipe.model.path)
         return checkpoint.step
 
 
@@ -66,22 +81,14 @@ def _recipe_of(run: Path, overrides: Sequence[str]) -> Recipe:
     return with_local_models(recipe, str(path))
 
 
-def _export(recipe: Recipe, checkpoint: RunCheckpoint, kind: ExportFormat, output: Path) -> None:
-    interface = make_interface(recipe.algorithm)
-    head = trained_head(interface) if isinstance(interface, SupervisedInterface) else "lm"
-    spec, config = plan_trained(recipe, head)
-    part = next((name for name in TRAINED if (checkpoint.path / name).is_dir()), TRAINED[0])
-    finetune = FinetuneSpec(dataset_size=recipe.steps, train_batch_size=1)
-    # The moments are neither needed nor loaded.
-    weights = config.model_copy(update={"optimizer": None})
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with open_cluster(recipe.cluster) as hosts:
-        slots = place_ranks(config.layout.world_size, None, recipe.cluster)
-        require_shared(hosts, "--output", output.parent, sorted({slot.machine for slot in slots}))
-        with EngineGroup(
-            spec, weights, ft_spec=finetune, timeout_s=recipe.timeouts.call_s, hosts=hosts
-        ) as group:
-            saved = readable_part(checkpoint, part, spec, config.layout)
-            group.load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
-            save = interface.save if kind == "hf" else interface.save_adapter
-            save(group, str(output), tokenizer_path=recipe.model.path)
+@contextmanager
+def _loaded_engine(
+    engine: EnginePlan[TrainEngineConfig], checkpoint: RunCheckpoint, timeout_s: float, hosts: Hosts
+) -> Iterator[EngineGroup]:
+    """The engine with the weights of ``checkpoint``, on ``hosts``."""
+    part = "actor" if (checkpoint.path / "actor").is_dir() else "model"
+    finetune = FinetuneSpec(dataset_size=1, train_batch_size=1)
+    with open_trainers({part: engine}, finetune, timeout_s, hosts) as groups:
+        saved = readable_part(checkpoint, part, engine.spec, engine.config.layout)
+        groups[part].load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
+        yield groups[part]

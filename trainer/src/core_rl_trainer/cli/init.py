@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from core_rl_trainer.plan.memory import RunPlan
+    from core_rl_trainer.plan.report import PlanReport
     from core_rl_trainer.recipe.starter import StarterTask
 
 
@@ -75,25 +75,24 @@ def init(
     _print_next(output, plan, task)
 
 
-def _checked(text: str) -> RunPlan:
+def _checked(text: str) -> PlanReport:
     """The plan of the recipe in ``text``; raises what ``core-rl train --dry-run`` raises."""
     from core_rl.config.loading import load_yaml
     from core_rl.errors import ConfigError, CoreRLError
     from core_rl_trainer.api import dry_run
-    from core_rl_trainer.recipe.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.yaml"
         path.write_text(text, encoding="utf-8")
         try:
-            return dry_run(load_recipe(load_yaml(path)))
+            return dry_run(load_yaml(path))
         except CoreRLError as error:
             if "data.columns." in str(error):
                 raise ConfigError(f"{error} (as --column FIELD=COLUMN)") from error
             raise
 
 
-def _print_next(output: Path, plan: RunPlan, task: StarterTask) -> None:
+def _print_next(output: Path, plan: PlanReport, task: StarterTask) -> None:
     import shlex
 
     recipe, page = shlex.quote(str(output)), shlex.quote(f"{plan.output_dir}/index.html")

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from core_rl_trainer.data.end_tokens import shown
-from core_rl_trainer.plan.memory import RolePlan, RunPlan
+from core_rl_trainer.plan.report import PlanReport, RoleReport
 
 __all__ = ["print_plan"]
 
@@ -19,7 +19,7 @@ SHOWN = 16
 MEMORY = ("weights", "gradients", "moments", "transient", "activations", "logits", "total")
 
 
-def print_plan(plan: RunPlan, console: Console | None = None) -> None:
+def print_plan(plan: PlanReport, console: Console | None = None) -> None:
     """Print what the run does, what each role and rank does, and the memory that each needs."""
     console = console or Console(highlight=False)
     console.print(_run(plan))
@@ -43,7 +43,7 @@ def print_plan(plan: RunPlan, console: Console | None = None) -> None:
     )
 
 
-def _run(plan: RunPlan) -> Table:
+def _run(plan: PlanReport) -> Table:
     workload, old = plan.workload, plan.off_policyness
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False, caption=" ")
     updates = "1 update" if workload.updates_per_step == 1 else f"{workload.updates_per_step} updates"
@@ -70,9 +70,9 @@ def _run(plan: RunPlan) -> Table:
     return table
 
 
-def _roles(roles: Sequence[RolePlan]) -> Table:
+def _roles(roles: Sequence[RoleReport]) -> Table:
     """A column for each role: a row for each would be cut at the width of a terminal."""
-    rows: dict[str, Callable[[RolePlan], str]] = {
+    rows: dict[str, Callable[[RoleReport], str]] = {
         "engine": lambda role: role.engine,
         "layout": lambda role: role.layout,
         "dtype": lambda role: role.dtype,
@@ -85,14 +85,16 @@ def _roles(roles: Sequence[RolePlan]) -> Table:
     return _by_role("role", roles, rows)
 
 
-def _by_role(heading: str, roles: Sequence[RolePlan], rows: Mapping[str, Callable[[RolePlan], str]]) -> Table:
+def _by_role(
+    heading: str, roles: Sequence[RoleReport], rows: Mapping[str, Callable[[RoleReport], str]]
+) -> Table:
     table = _table(heading, *(role.role for role in roles))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", *(escape(value(role)) for role in roles))
     return table
 
 
-def _sharing(roles: Sequence[RolePlan]) -> Iterator[str]:
+def _sharing(roles: Sequence[RoleReport]) -> Iterator[str]:
     """The roles that live in the same processes."""
     for role in roles:
         others = [other.role for other in roles if other.colocated_with == role.role]
@@ -102,18 +104,18 @@ def _sharing(roles: Sequence[RolePlan]) -> Iterator[str]:
             yield f"{', '.join(some)} and {last} live in the same {count}."
 
 
-def _memory(roles: Sequence[RolePlan]) -> Table:
+def _memory(roles: Sequence[RoleReport]) -> Table:
     return _by_role("memory of a rank", roles, {name: partial(_part, name) for name in MEMORY})
 
 
-def _part(name: str, role: RolePlan) -> str:
+def _part(name: str, role: RoleReport) -> str:
     """This part of the role's memory; an inference engine has weights and plans its cache itself."""
     if role.ranks or name == "weights":
         return _size(getattr(role.memory, name))
     return "and its cache" if name == "total" else ""
 
 
-def _ranks(role: RolePlan) -> Table:
+def _ranks(role: RoleReport) -> Table:
     table = _table(f"{role.role}: rank", "dp", "tp", "pp", "cp", "sequences of a step", "micro-batches")
     for rank in role.ranks[:SHOWN]:
         coordinates = (str(rank.coordinates[name]) for name in ("dp", "tp", "pp", "cp"))

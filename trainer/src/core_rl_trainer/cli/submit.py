@@ -25,7 +25,7 @@ def submit(
 
     Example: core-rl submit recipe.yaml cluster.machines=2 cluster.ranks_per_machine=8
     """
-    from core_rl_trainer.run.submission import submit as submit_job
+    from core_rl_trainer.submission import submit as submit_job
 
     job, request = submit_job(recipe, overrides or [])
     machines = "1 machine" if request.machines == 1 else f"{request.machines} machines"

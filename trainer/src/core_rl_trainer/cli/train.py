@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from core_rl_trainer.recipe.recipe import Recipe
+    from core_rl_trainer.plan.report import PlanReport
 
 
 def train(
@@ -37,44 +38,45 @@ def train(
 
     Example: core-rl train examples/grpo_arithmetic.yaml engine=reference seed=1
     """
-    from core_rl_trainer.plan.engine_config import check_recipe
-    from core_rl_trainer.plan.preflight import preflight
+    from core_rl_trainer.recipe.recipe import load_recipe
 
-    changes = overrides or []
-    chosen = check_recipe(recipe, changes)  # before torch is imported, which takes seconds
-    preflight(chosen)
+    loaded = load_recipe(recipe, overrides or [])
     if dry_run:
-        _print_plan(chosen, as_json)
+        from core_rl_trainer.api import report_loaded
+
+        _print_plan(report_loaded(loaded), loaded.model_dump(mode="json"), as_json)
         return
 
-    from core_rl.launch.process import start_fork_server
-
-    start_fork_server()  # imports torch for the ranks while this process does so for itself
     from core_rl.errors import SIGNAL_BASE, ExitCode
-    from core_rl_trainer.api import run_recipe
-    from core_rl_trainer.run.signals import EndedBySignal, resume_hint
+    from core_rl.launch.process import start_fork_server
+    from core_rl_trainer.api import train_loaded
+    from core_rl_trainer.run.signals import EndedBySignal
 
+    start_fork_server()  # imports torch for the ranks while this process checks the recipe
     try:
-        result = run_recipe(recipe, changes)
+        result = train_loaded(loaded)
     except EndedBySignal as ended:
-        typer.secho(f"{ended}; {resume_hint(chosen.directory)}", err=True)
+        _print_end(str(ended), loaded.directory)
         raise typer.Exit(SIGNAL_BASE + ended.number) from None
     except KeyboardInterrupt:
-        typer.secho(f"interrupted; {resume_hint(chosen.directory)}", err=True)
+        _print_end("interrupted", loaded.directory)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(result))
 
 
-def _print_plan(recipe: Recipe, as_json: bool) -> None:
+def _print_end(reason: str, directory: Path) -> None:
+    from core_rl_trainer.run.source import resume_hint
+
+    typer.secho(f"{reason}; {resume_hint(directory)}", err=True)
+
+
+def _print_plan(report: PlanReport, recipe: Mapping[str, Any], as_json: bool) -> None:
     import dataclasses
 
-    from core_rl_trainer.api import dry_run
     from core_rl_trainer.cli.plan import print_plan
 
-    plan = dry_run(recipe)
     if as_json:
-        values = {"recipe": recipe.model_dump(mode="json"), "plan": dataclasses.asdict(plan)}
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(json.dumps({"recipe": recipe, "plan": dataclasses.asdict(report)}, indent=2))
     else:
-        print_plan(plan)
+        print_plan(report)

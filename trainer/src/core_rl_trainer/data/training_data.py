@@ -51,6 +51,8 @@ class TrainingData:
     sources: tuple[OpenedSource, ...]
     """Of ``train``, and of its parts, in order."""
     parts: tuple[SampleDataset, ...]
+    streamed: bool = False
+    """Whether examples of ``train`` are encoded when they are drawn."""
 
 
 def load_training_data(
@@ -99,6 +101,7 @@ def load_training_data(
         held_out=_joined(tuple(encoder.encode(held_out)), None) if held_out else None,
         sources=tuple(sources),
         parts=train_parts,
+        streamed=section.streaming,
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -16,11 +15,8 @@ from core_rl.machine import Machine, describe_machine
 from core_rl.pages import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.logs.metrics_log import Row
-from core_rl_trainer.plan.run_plan import Placement
-from core_rl_trainer.recipe.placement import describe_slots
-from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["RunPage", "Status", "charts_of", "main_chart", "run_machine"]
+__all__ = ["PageRole", "RunPage", "Status", "charts_of", "main_chart", "run_machine"]
 
 Status = Literal["running", "stopped", "complete"]
 
@@ -61,24 +57,34 @@ class HeldOut:
     rows: tuple[tuple[str, float | None, float | None], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageRole:
+    """A role on the page."""
+
+    name: str
+    engine: str
+    ranks: str = ""
+    """Ranks, devices and processes in words."""
+
+
 class RunPage:
-    """Renders the page of a run of ``recipe``; it needs nothing else: no network, no script, no other file."""
+    """Renders the page of a run; it needs nothing else: no network, no script, no other file."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Mapping[str, Any],
         directory: Path,
-        placements: Mapping[str, Placement] = MappingProxyType({}),
-        engines: Mapping[str, str] = MappingProxyType({}),
+        cluster: str = "",
+        roles: Sequence[PageRole] = (),
     ) -> None:
-        """``placements`` and names of ``engines`` by role."""
+        """``recipe`` as plain values, the machines in words, and the roles."""
         self._recipe = recipe
-        self._placements = placements
-        self._engines = engines
+        self._cluster = cluster
+        self._roles = roles
         self._directory = directory
-        self._machine = run_machine(recipe)
+        self._machine = run_machine({recipe["engine"], recipe["rollout"]["engine"]})
         self._environment = page_environment(TEMPLATES)
-        self._environment.filters |= {"number": _number, "shortened": _shortened, "place": describe_slots}
+        self._environment.filters |= {"number": _number, "shortened": _shortened}
 
     def render(
         self,
@@ -96,7 +102,7 @@ class RunPage:
         """
         values = {
             "recipe": self._recipe,
-            "recipe_text": yaml.safe_dump(self._recipe.model_dump(mode="json"), sort_keys=False),
+            "recipe_text": yaml.safe_dump(dict(self._recipe), sort_keys=False),
             "directory": self._directory,
             "working_directory": Path.cwd(),
             "machine": self._machine,
@@ -109,8 +115,8 @@ class RunPage:
             "best": best,
             "charts": charts_of(rows),
             "samples": _by_step(samples),
-            "placements": self._placements,
-            "engines": self._engines,
+            "cluster": self._cluster,
+            "roles": self._roles,
             "restarts": restarts,
         }
         return self._environment.get_template("run.html.jinja").render(values)
@@ -147,10 +153,9 @@ def _chart(title: str, names: Sequence[str], rows: Sequence[Row]) -> Chart | Non
     return line_chart(title, series, last) if series else None
 
 
-def run_machine(recipe: Recipe) -> Machine:
-    """This machine, with the versions of the packages behind the engines of ``recipe``."""
-    used = {recipe.engine, recipe.rollout.engine}
-    return describe_machine({entry.distribution for entry in list_engines() if entry.name in used})
+def run_machine(engines: Collection[str]) -> Machine:
+    """This machine, with the versions of the packages behind ``engines``."""
+    return describe_machine({entry.distribution for entry in list_engines() if entry.name in engines})
 
 
 def _held_out(rows: Sequence[Row]) -> HeldOut | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from core_rl.errors import ConfigError
 from core_rl_trainer.logs.config import WandbSection
-from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["WandbBoard", "require_wandb", "run_identifier"]
 
@@ -17,9 +16,9 @@ IDENTIFIER = ".wandb-run"
 """The file that holds the run's identifier, so that a run that resumes is the same run there."""
 
 
-def require_wandb(recipe: Recipe) -> None:
-    """Raise `ConfigError` where the recipe asks for what is not installed."""
-    if recipe.wandb is not None:
+def require_wandb(section: WandbSection | None) -> None:
+    """Raise `ConfigError` where there is a ``section`` and Weights & Biases is not installed."""
+    if section is not None:
         _load()
 
 

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 from core_rl.checkpoint.manifest import MANIFEST
 from core_rl.errors import CheckpointError, ConfigError
 from core_rl_trainer.outputs.config import HubSection
-from core_rl_trainer.outputs.model_card import model_card
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -23,16 +20,15 @@ RECORD = "hub.json"
 """The upload that is done."""
 
 
-def require_hub(recipe: Recipe) -> None:
-    """Raise `ConfigError` where the upload at the end of the run is bound to fail."""
-    section = recipe.push_to_hub
+def require_hub(section: HubSection | None, *, lora: bool, keeps_best: bool) -> None:
+    """Raise `ConfigError` where the upload of a run with these outputs is bound to fail."""
     if section is None:
         return
-    if section.upload == "adapter" and recipe.model.lora is None:
+    if section.upload == "adapter" and not lora:
         raise ConfigError(
             "push_to_hub.upload = 'adapter': the run trains none; set model.lora, or upload 'model'"
         )
-    if section.upload == "best_model" and recipe.keep_best is None:
+    if section.upload == "best_model" and not keeps_best:
         raise ConfigError(
             "push_to_hub.upload = 'best_model': the run keeps none; set keep_best, or upload 'model'"
         )
@@ -47,21 +43,23 @@ def require_hub(recipe: Recipe) -> None:
 
 
 def push_run(
-    recipe: Recipe, directory: RunDirectory, result: dict[str, Any], api: HfApi | None = None
+    section: HubSection,
+    directory: Path,
+    card: str,
+    api: HfApi | None = None,
 ) -> str | None:
-    """Upload what ``recipe.push_to_hub`` names, in one commit with a model card; the address of the repository.
+    """Upload the output that ``section`` names from the run in ``directory``, in one commit with a model ``card``.
 
-    None where nothing is to be uploaded, or nothing new. ``api`` replaces the Hub's, for tests. Raises
+    Returns the address of the repository; None where nothing is new. ``api`` replaces the Hub's, for tests. Raises
     `CheckpointError` when the upload fails; the run is complete all the same, and the same command tries again.
     """
-    section = recipe.push_to_hub
-    if section is None or _done(directory) == section.model_dump():
+    if _done(directory) == section.model_dump():
         return None
     import huggingface_hub
     from huggingface_hub import errors
 
-    folder = Path(directory.path / section.upload).resolve()
-    files = {**_files(folder), **model_card(recipe, directory.path, section, result)}
+    folder = (directory / section.upload).resolve()
+    files = {**_files(folder), "README.md": card.encode()}
     operations = [
         huggingface_hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
         for name, content in files.items()
@@ -69,7 +67,7 @@ def push_run(
     hub = api or huggingface_hub.HfApi()
     try:
         url = hub.create_repo(section.repo_id, private=section.private, exist_ok=True)
-        hub.create_commit(section.repo_id, operations, commit_message=f"core-rl: {recipe.steps} steps")
+        hub.create_commit(section.repo_id, operations, commit_message="Upload from core-rl")
     except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
         first_line = str(error).partition("\n")[0]
         raise CheckpointError(
@@ -93,12 +91,12 @@ def _named(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
             yield path.relative_to(folder).as_posix(), path
 
 
-def _done(directory: RunDirectory) -> Any:
-    path = directory.path / RECORD
+def _done(directory: Path) -> Any:
+    path = directory / RECORD
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _record(directory: RunDirectory, section: HubSection) -> None:
-    temporary = directory.path / f".{RECORD}.tmp"
+def _record(directory: Path, section: HubSection) -> None:
+    temporary = directory / f".{RECORD}.tmp"
     temporary.write_text(json.dumps(section.model_dump(), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(directory.path / RECORD)
+    temporary.replace(directory / RECORD)

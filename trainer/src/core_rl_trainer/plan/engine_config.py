@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from core_rl.config.base import parse_config
-from core_rl.config.engine import EngineConfig
+from core_rl.config.engine import EngineConfig, OptimizerConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineKind, EngineSpec
-from core_rl_trainer.recipe.recipe import Recipe, RecipeSource, load_recipe
+from core_rl_trainer.recipe.sections import ModelSection
 
-__all__ = ["check_recipe", "engine_config"]
+__all__ = ["ConfiguredEngine", "EngineSections"]
 
-
-def engine_config(
-    recipe: Recipe,
-    name: str,
-    kind: EngineKind,
-    fields: Mapping[str, Any],
-    own: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[EngineSpec, EngineConfig]:
-    """Spec and config of the engine ``name``: ``own`` comes before its section, which comes before ``fields``.
-
-    Raises the errors of the registry, and `ConfigError` with every field that the engine refuses.
-    """
-    spec = get_spec(name)
-    if spec.kind != kind:
-        field = "engine" if kind == "train" else "rollout.engine"
-        raise ConfigError(f"{field} = {name!r}: this engine is for {spec.kind}; name one for {kind}")
-    common = {"dtype": recipe.dtype, "device": recipe.device, "seed": recipe.seed}
-    section = recipe.engines.get(name, {})
-    return spec, parse_config(load_config(spec), {**common, **fields, **section, **own}, f"engine {name!r}")
+ConfiguredEngine: TypeAlias = tuple[EngineSpec, EngineConfig]
 
 
-def check_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe; raises what `load_recipe` raises, and `engine_config` for the train engine, without torch."""
-    recipe = load_recipe(source, overrides)
-    fields = {"model": {"path": recipe.model.path}, "optimizer": recipe.optimizer.model_dump()}
-    engine_config(recipe, recipe.engine, "train", fields)
-    return recipe
+@dataclass(frozen=True, kw_only=True)
+class EngineSections:
+    """The section ``engines`` of a recipe, and the fields that all engines share."""
+
+    sections: Mapping[str, Mapping[str, Any]]
+    shared: Mapping[str, Any]
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """The section of the engine ``name``."""
+        return self.sections.get(name, {})
+
+    def with_layout(self, name: str, layout: ParallelLayout) -> EngineSections:
+        """The same with another layout of the engine ``name``."""
+        section = {**self.of(name), "layout": layout.model_dump()}
+        return replace(self, sections={**self.sections, name: section})
+
+    def configure_trained(
+        self, name: str, model: ModelSection, optimizer: OptimizerConfig
+    ) -> ConfiguredEngine:
+        """The train engine ``name`` of the trained model, before the head of its algorithm is known."""
+        fields = {"model": model.model_dump(), "optimizer": optimizer.model_dump()}
+        return self.configure(name, "train", fields, {})
+
+    def configure(
+        self, name: str, kind: EngineKind, fields: Mapping[str, Any], overrides: Mapping[str, Any]
+    ) -> ConfiguredEngine:
+        """Spec and config of the engine ``name``: ``overrides`` before its section, its section before ``fields``.
+
+        Raises the errors of the registry, and `ConfigError` with every field that the engine refuses.
+        """
+        spec = get_spec(name)
+        if spec.kind != kind:
+            field = "engine" if kind == "train" else "rollout.engine"
+            raise ConfigError(f"{field} = {name!r}: this engine is for {spec.kind}; name one for {kind}")
+        values = {**self.shared, **fields, **self.of(name), **overrides}
+        return spec, parse_config(load_config(spec), values, f"engine {name!r}")

@@ -1,190 +1,71 @@
-"""The plan of a run: the engine, the config and the places of each role."""
+"""The engines of a run: the spec, the config and the slots of each role, checked before an engine starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
+from pydantic import ValidationError
+
+from core_rl.backend.meta import CheckpointFormat
 from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
-from core_rl.config.engine import EngineConfig, InferenceEngineConfig, TrainEngineConfig
+from core_rl.config.engine import InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.guards import require_sync
 from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
-from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.plan.engine_checks import misplaced, require_devices_for_nccl, require_memory
-from core_rl_trainer.plan.engine_config import engine_config
-from core_rl_trainer.plan.run_plan import Placement
+from core_rl_trainer.algorithms.interface import ModelInterface
+from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.plan.engine_checks import misplaced_roles, require_free_device, require_sync_memory
+from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
+from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
+from core_rl_trainer.plan.slots import place_ranks, placement_problems
 from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import PlacementSection, RankSlot, place_ranks
+from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.parts import require_portable
+from core_rl_trainer.recipe.rollout import RolloutSection
+from core_rl_trainer.recipe.sections import CriticSection, ModelSection, RewardModelSection
 
-__all__ = ["Plan", "TrainPlan", "plan_roles", "plan_trained"]
+__all__ = [
+    "Trainer",
+    "checked_trainer",
+    "other_trainers",
+    "plan_online_engines",
+    "plan_supervised_engine",
+    "require_trainer_capabilities",
+    "resume_format",
+    "trained_head",
+    "with_head",
+]
 
-TrainPlan = tuple[EngineSpec, TrainEngineConfig]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Specs and configs of all engines, checked before anything is started."""
-
-    trainers: Mapping[str, TrainPlan]
-    """By role: ``actor`` and, where the run has them, ``critic``, ``reference`` and ``reward``. There is no
-    ``reference`` where it is the actor with its adapter off: with a new adapter."""
-    rollout: tuple[EngineSpec, InferenceEngineConfig]
-    colocated: bool
-    cluster: ClusterSection
-    placement: PlacementSection
-    call_timeout_s: float
-    """The time limit of each call of a train role, in seconds."""
-
-    def roles(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
-        """All roles that there are, by name."""
-        return {**self.trainers, "rollout": self.rollout}
-
-    def trained(self) -> dict[str, TrainPlan]:
-        """The roles whose state a checkpoint holds."""
-        return {name: self.trainers[name] for name in ("actor", "critic") if name in self.trainers}
-
-    def slots(self, name: str) -> tuple[RankSlot, ...]:
-        """The machine and the device of each rank of the role ``name``."""
-        if name == "rollout" and not self.serves_on_machines:
-            return tuple(RankSlot(0, device) for device in self.rollout[1].own_devices)
-        if name == "rollout":
-            ranks = self.rollout[1].layout.world_size
-            return place_ranks(ranks, self.placement.of(name), self.cluster)
-        ranks = self.trainers[name][1].layout.world_size
-        return place_ranks(ranks, self.placement.of(name), self.cluster)
-
-    @property
-    def serves_on_machines(self) -> bool:
-        """Whether servers are placed on machines of the cluster, instead of the one where the driver is."""
-        return self.placement.serves_on_machines(self.cluster)
-
-    def sender(self) -> RankSlot:
-        """Where the rank of the actor is that sends weights."""
-        layout = self.trainers["actor"][1].layout
-        output = {"dp": 0, "tp": 0, "cp": 0, "pp": layout.pp - 1}
-        ranks = range(layout.world_size)
-        return self.slots("actor")[next(rank for rank in ranks if layout.coordinates(rank) == output)]
-
-    def offloads(self, name: str) -> bool:
-        """Return whether the role ``name`` is offloaded while others work: colocated, unless its devices are its own.
-
-        Without a placement it is offloaded even alone, to make room for rollouts on its devices.
-        """
-        others = {slot for other in self.trainers if other != name for slot in self.slots(other)}
-        shares = self.placement.of(name) is None or not others.isdisjoint(self.slots(name))
-        return self.colocated and shares
-
-    def colocated_with(self, name: str) -> str | None:
-        """The role in whose processes the engine of ``name`` lives; None where it has processes of its own.
-
-        Colocated roles on the same devices share their processes where they have the same layout: a process has one
-        world, and on an accelerator each costs memory.
-        """
-        if name == "rollout" or not self.offloads(name):
-            return None
-        shared = (self.trainers[name][1].layout, self.slots(name))
-        first = next(
-            other
-            for other, (_, config) in self.trainers.items()
-            if self.offloads(other) and (config.layout, self.slots(other)) == shared
-        )
-        return None if first == name else first
-
-    def placements(self) -> dict[str, Placement]:
-        """The placements of the train roles, by name, and that of the rollout engine where the recipe gives one."""
-        names = [*self.trainers, *(["rollout"] if self.placement.rollout is not None else [])]
-        return {
-            name: Placement(slots=self.slots(name), colocated_with=self.colocated_with(name))
-            for name in names
-        }
-
-    @property
-    def alternates(self) -> bool:
-        """Whether the rollout engine gives its memory back while others train: colocated, on shared devices."""
-        spec, config = self.rollout
-        return self.colocated and config.shares_devices and spec.supports(Capability.RELEASE_MEMORY)
+Trainer: TypeAlias = tuple[EngineSpec, TrainEngineConfig]
+TrainerPlans: TypeAlias = dict[str, EnginePlan[TrainEngineConfig]]
+RolloutPlan: TypeAlias = EnginePlan[InferenceEngineConfig]
 
 
-def plan_roles(recipe: Recipe, wanted_fields: frozenset[str]) -> Plan:
-    """Specs and configs for ``recipe``; ``wanted_fields`` are those of its algorithm.
-
-    Raises the errors of the registry, `ConfigError` with every field that an engine refuses, and
-    `UnsupportedCapability` where an engine cannot hand over or take weights in this way.
-    """
-    actor, rollout = plan_trained(recipe), _rollout(recipe)
-    require_sync(actor[0], recipe.rollout.sync)
-    plan = Plan(
-        trainers={"actor": actor, **_other_trainers(recipe, wanted_fields)},
-        rollout=rollout,
-        colocated=recipe.colocated,
-        cluster=recipe.cluster,
-        placement=recipe.placement,
-        call_timeout_s=recipe.timeouts.call_s,
-    )
-    raise_all(ConfigError, "placement", misplaced(plan))
-    require_memory(recipe, plan)
-    trained = {slot for name in plan.trainers for slot in plan.slots(name)}
-    return plan if trained.isdisjoint(plan.slots("rollout")) else _sharing(recipe, plan)
+def resume_format(spec: EngineSpec) -> CheckpointFormat:
+    """The format of run checkpoints: the engine's own, which is exact, where it has one."""
+    return "sharded" if spec.supports(Capability.SHARDED_CHECKPOINT) else "portable"
 
 
-def _sharing(recipe: Recipe, plan: Plan) -> Plan:
-    """``plan`` with a rollout engine that knows of the others on its devices."""
-    plan = replace(plan, rollout=_rollout(recipe, shares_devices=True))
-    ahead = recipe.rollout.max_head_offpolicyness
-    if plan.alternates and ahead:
-        raise ConfigError(
-            f"colocated = true with rollout.max_head_offpolicyness = {ahead}: completions are generated while others "
-            "train, and both are on the same devices; give the rollout engine devices of its own (placement.rollout), "
-            "or set one of the two fields to false or 0"
-        )
-    require_devices_for_nccl(recipe, plan)
-    return plan
+def trained_head(interface: ModelInterface[Any]) -> str:
+    """The head of the trained model: the one whose outputs the loss takes."""
+    scores = isinstance(interface, SupervisedInterface) and "scores" in interface.loss().outputs
+    return "reward" if scores else "lm"
 
 
-def plan_trained(recipe: Recipe, head: str = "lm") -> TrainPlan:
-    """Spec and config of the model that is trained. Raises as `plan_roles` does."""
-    model = recipe.model.model_dump() | {"head": head}
-    plan = _train_plan(recipe, model, recipe.optimizer.model_dump())
-    if recipe.save_portable_every:
-        require_portable(plan[0])
-    if recipe.colocated and not plan[0].supports(Capability.OFFLOAD):
-        raise UnsupportedCapability(
-            f"colocated = true: the engine {plan[0].name!r} does not declare 'offload'"
-        )
-    return plan
+def with_head(configured: ConfiguredEngine, head: str) -> ConfiguredEngine:
+    """A train engine whose model has ``head``."""
+    spec, config = configured
+    return spec, config.model_copy(update={"model": config.model.model_copy(update={"head": head})})
 
 
-def _other_trainers(recipe: Recipe, wanted_fields: frozenset[str]) -> dict[str, TrainPlan]:
-    """The critic, the reference and the reward model, where the recipe or its algorithm has one."""
-    found: dict[str, TrainPlan] = {}
-    if (critic := recipe.critic) is not None:
-        model = {"path": critic.path or recipe.model.path, "head": "value"}
-        found["critic"] = _train_plan(recipe, model, critic.optimizer.model_dump(), critic.layout)
-    lora = recipe.model.lora
-    if REFERENCE in wanted_fields and (lora is None or lora.path is not None):
-        found["reference"] = _train_plan(recipe, recipe.model.model_dump(), None)
-    if (reward := recipe.reward_model) is not None:
-        found["reward"] = _train_plan(recipe, {"path": reward.path, "head": "reward"}, None, reward.layout)
-    return found
-
-
-def _train_plan(
-    recipe: Recipe,
-    model: dict[str, Any],
-    optimizer: dict[str, Any] | None,
-    layout: ParallelLayout | None = None,
-) -> TrainPlan:
-    own = {} if layout is None else {"layout": layout.model_dump()}
-    fields = {"model": model, "optimizer": optimizer}
-    spec, config = engine_config(recipe, recipe.engine, "train", fields, own)
+def checked_trainer(configured: ConfiguredEngine) -> Trainer:
+    """A train engine; raises what it refuses about its layout, dtype or model."""
+    spec, config = configured
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)
     backend = load_backend(spec)()
@@ -193,45 +74,188 @@ def _train_plan(
     return spec, config
 
 
-def _rollout(recipe: Recipe, *, shares_devices: bool = False) -> tuple[EngineSpec, InferenceEngineConfig]:
-    bounds = {
-        "consumer_batch_size": recipe.rollout.prompts_per_step,
-        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
-        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
+def require_trainer_capabilities(spec: EngineSpec, *, portable: bool, colocated: bool) -> None:
+    """Raise `UnsupportedCapability` for settings of the recipe that the train engine lacks."""
+    if portable and not spec.supports(Capability.PORTABLE_CHECKPOINT):
+        raise UnsupportedCapability(
+            f"save_portable_every: the engine {spec.name!r} does not declare 'portable_checkpoint'; leave it out"
+        )
+    if colocated and not spec.supports(Capability.OFFLOAD):
+        raise UnsupportedCapability(f"colocated = true: the engine {spec.name!r} does not declare 'offload'")
+
+
+def other_trainers(
+    name: str,
+    engines: EngineSections,
+    model: ModelSection,
+    critic: CriticSection | None,
+    reward_model: RewardModelSection | None,
+    *,
+    with_reference: bool,
+) -> dict[str, Trainer]:
+    """The critic, the reference and the reward model on the engine ``name``, where a run has them.
+
+    The reference is the actor with its adapter off where that begins as a new one.
+    """
+
+    def configured(
+        fields: Mapping[str, Any], optimizer: OptimizerConfig | None, layout: ParallelLayout | None = None
+    ) -> Trainer:
+        values = {"model": fields, "optimizer": None if optimizer is None else optimizer.model_dump()}
+        overrides = {} if layout is None else {"layout": layout.model_dump()}
+        return checked_trainer(engines.configure(name, "train", values, overrides))
+
+    trainers: dict[str, Trainer] = {}
+    if critic is not None:
+        fields = {"path": critic.path or model.path, "head": "value"}
+        trainers["critic"] = configured(fields, critic.optimizer, critic.layout)
+    if with_reference and (model.lora is None or model.lora.path is not None):
+        trainers["reference"] = configured(model.model_dump(), None)
+    if reward_model is not None:
+        fields = {"path": reward_model.path, "head": "reward"}
+        trainers["reward"] = configured(fields, None, reward_model.layout)
+    return trainers
+
+
+def plan_supervised_engine(trained: Trainer, cluster: ClusterSection) -> TrainerPlans:
+    """The engine of the model; raises `ConfigError` where its ranks do not fit on the machines."""
+    spec, config = trained
+    ranks = config.layout.world_size
+    raise_all(ConfigError, "cluster", placement_problems(ranks, None, cluster))
+    return {"model": EnginePlan(spec=spec, config=config, slots=place_ranks(ranks, None, cluster))}
+
+
+def plan_online_engines(
+    recipe: Recipe,
+    engines: EngineSections,
+    trainers: Mapping[str, Trainer],
+    cluster: ClusterSection,
+    placement: PlacementSection,
+) -> tuple[TrainerPlans, RolloutPlan]:
+    """The processes of ``trainers``, by role, and the rollout engine.
+
+    Raises the errors of the registry, `ConfigError` with every field that an engine refuses, and
+    `UnsupportedCapability` where an engine cannot send or take weights in this way.
+    """
+    section = recipe.rollout
+    on_machines = placement.serves_on_machines(cluster)
+    require_sync(trainers["actor"][0], section.sync)
+    slots = {
+        name: place_ranks(config.layout.world_size, placement.of(name), cluster)
+        for name, (_, config) in trainers.items()
     }
-    placed = {"devices": _own_devices(recipe), "shares_devices": shares_devices}
-    sections = dict.fromkeys(bounds, "rollout") | dict.fromkeys(placed, "placement")
-    twice = sorted(sections.keys() & recipe.engines.get(recipe.rollout.engine, {}).keys())
+    servers = _server_slots(_ranks(engines.of(section.engine)), placement, cluster)
+    shares = not set(servers).isdisjoint(slot for role in slots.values() for slot in role)
+    spec, config = _configured_rollout(
+        engines,
+        section,
+        {"path": recipe.model.path, "lora": _served_adapter(section.sync, recipe.model)},
+        {
+            "devices": () if on_machines else placement.devices("rollout") or (),
+            "shares_devices": shares,
+        },
+    )
+    alternates = recipe.colocated and shares and spec.supports(Capability.RELEASE_MEMORY)
+    placed = servers if placement.rollout is not None else ()
+    rollout = EnginePlan(spec=spec, config=config, slots=placed, offloaded=alternates)
+    plans = _plans(trainers, slots, placement, recipe.colocated)
+    raise_all(ConfigError, "placement", misplaced_roles(plans, rollout, placement, cluster))
+    if section.sync == "tensor":
+        require_sync_memory(spec, recipe.model.path, on_machines)
+    if alternates and section.max_head_offpolicyness:
+        raise ConfigError(
+            f"colocated = true with rollout.max_head_offpolicyness = {section.max_head_offpolicyness}: completions are "
+            "generated while others train, and both are on the same devices; give the rollout engine devices of its "
+            "own (placement.rollout), or set one of the two fields to false or 0"
+        )
+    if section.sync == "distributed":
+        require_free_device(plans["actor"], rollout, servers)
+    return plans, rollout
+
+
+def _plans(
+    trainers: Mapping[str, Trainer],
+    slots: Mapping[str, tuple[RankSlot, ...]],
+    placement: PlacementSection,
+    colocated: bool,
+) -> TrainerPlans:
+    """The train roles with their processes.
+
+    A colocated role is offloaded while others work, unless its devices are its own. Colocated roles on the same
+    devices share their processes where they have the same layout: a process has one world, and on an accelerator each
+    costs memory.
+    """
+    plans: TrainerPlans = {}
+    for name, (spec, config) in trainers.items():
+        peers = {slot for peer in trainers if peer != name for slot in slots[peer]}
+        offloaded = colocated and (placement.of(name) is None or not peers.isdisjoint(slots[name]))
+        first = next(
+            (
+                peer
+                for peer, plan in plans.items()
+                if plan.offloaded and (plan.config.layout, plan.slots) == (config.layout, slots[name])
+            ),
+            None,
+        )
+        plans[name] = EnginePlan(
+            spec=spec,
+            config=config,
+            slots=slots[name],
+            colocated_with=first if offloaded else None,
+            offloaded=offloaded,
+        )
+    return plans
+
+
+def _server_slots(ranks: int, placement: PlacementSection, cluster: ClusterSection) -> tuple[RankSlot, ...]:
+    """Slots of rollout servers: on machines of the cluster, or on devices of the driver's machine."""
+    if placement.serves_on_machines(cluster):
+        return place_ranks(ranks, placement.of("rollout"), cluster)
+    devices: Sequence[int] = placement.devices("rollout") or range(ranks)
+    return tuple(RankSlot(0, device) for device in devices)
+
+
+def _ranks(section: Mapping[str, Any]) -> int:
+    """The ranks of the layout in an engine's section; 1 where it is invalid, which parsing the config reports."""
+    try:
+        return ParallelLayout.model_validate(section.get("layout", {})).world_size
+    except ValidationError:
+        return 1
+
+
+def _configured_rollout(
+    engines: EngineSections, section: RolloutSection, model: Mapping[str, Any], placed: Mapping[str, Any]
+) -> tuple[EngineSpec, InferenceEngineConfig]:
+    bounds = {
+        "consumer_batch_size": section.prompts_per_step,
+        "max_head_offpolicyness": section.max_head_offpolicyness,
+        "max_concurrent_rollouts": section.max_concurrent_rollouts,
+    }
+    sources = dict.fromkeys(bounds, "rollout") | dict.fromkeys(placed, "placement")
     raise_all(
         ConfigError,
-        f"engines.{recipe.rollout.engine}",
+        f"engines.{section.engine}",
         (
-            f"{name} follows from the section {sections[name]!r} of the recipe; leave it out here"
-            for name in twice
+            f"{name} follows from the section {sources[name]!r} of the recipe; leave it out here"
+            for name in sorted(sources.keys() & engines.of(section.engine).keys())
         ),
     )
-    fields = {"model": {"path": recipe.model.path, "lora": _served_adapter(recipe)}, **bounds, **placed}
-    spec, config = engine_config(recipe, recipe.rollout.engine, "inference", fields)
+    fields = {"model": model, **bounds, **placed}
+    spec, config = engines.configure(section.engine, "inference", fields, {})
     assert isinstance(config, InferenceEngineConfig)
-    require_sync(spec, recipe.rollout.sync)
+    require_sync(spec, section.sync)
     inference_guards.check_config(spec, config)
-    inference_guards.check_sampling(spec, recipe.rollout.sampling(), "section 'rollout'")
+    inference_guards.check_sampling(spec, section.sampling(), "section 'rollout'")
     return spec, config
 
 
-def _own_devices(recipe: Recipe) -> tuple[int, ...]:
-    """Devices of servers that run where the driver does; those on machines of a cluster get theirs there."""
-    on_machines = recipe.placement.serves_on_machines(recipe.cluster)
-    return () if on_machines else recipe.placement.devices("rollout") or ()
-
-
-def _served_adapter(recipe: Recipe) -> dict[str, Any] | None:
+def _served_adapter(sync: str, model: ModelSection) -> dict[str, Any] | None:
     """The section ``model.lora`` of the rollout engine, which gets the adapter's values before the first step."""
-    if recipe.rollout.sync != "lora":
+    if sync != "lora":
         return None
-    if recipe.model.lora is None:
+    if model.lora is None:
         raise ConfigError(
             "rollout.sync = 'lora' sends an adapter, and model.lora is not set; set it, for example to {rank: 16}, or "
             "sync by 'disk', 'tensor' or 'distributed'"
         )
-    return recipe.model.lora.model_dump() | {"path": None}
+    return model.lora.model_dump() | {"path": None}

@@ -7,7 +7,6 @@ import shutil
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from core_rl.checkpoint.model_files import (
     WeightFiles,
@@ -36,13 +35,22 @@ def preflight(recipe: Recipe, *, driver_here: bool = True) -> tuple[str, ...]:
     Without ``driver_here`` the run starts on another machine, whose ports are not checked. Raises one `ConfigError`
     with every problem.
     """
-    problems = [*_engine_problems(recipe.engines, (recipe.engine, recipe.rollout.engine))]
-    problems += unset_references(_read_sections(recipe), recipe.cluster.scheduling.env)
+    used = (recipe.engine, recipe.rollout.engine)
+    problems = [*_engine_problems(recipe.engines, used)]
+    started = {name: section for name, section in recipe.engines.items() if name in used}
+    problems += unset_references(recipe.model_dump() | {"engines": started}, recipe.cluster.scheduling.env)
     problems += _directory_problems(recipe.directory)
     problems += _cluster_problems(recipe.cluster)
     if driver_here:
         problems += _port_problems(recipe.cluster)
-    models = {name: path for name, path in _model_directories(recipe).items() if path is not None}
+    sections = {
+        "model.path": recipe.model,
+        "model.lora.path": recipe.model.lora,
+        "critic.path": recipe.critic,
+        "reward_model.path": recipe.reward_model,
+    }
+    paths = {name: section.path for name, section in sections.items() if section is not None}
+    models = {name: path for name, path in paths.items() if path is not None}
     weights: dict[str, WeightFiles] = {}
     for name, path in models.items():
         try:
@@ -50,7 +58,14 @@ def preflight(recipe: Recipe, *, driver_here: bool = True) -> tuple[str, ...]:
         except ConfigError as error:
             problems.append(f"{name} = {path!r}: {error}")
     raise_all(ConfigError, "recipe", problems)
-    return (*_unread_sections(recipe), *_disk_remarks(recipe, weights))
+    optimizers = {"model.path": None if recipe.model.lora is not None else recipe.optimizer}
+    if recipe.critic is not None:
+        optimizers["critic.path"] = recipe.critic.optimizer
+        weights.setdefault("critic.path", weights["model.path"])
+    checkpoints = max(1, min(recipe.keep, -(-recipe.steps // recipe.save_every)))  # steps = 0: epochs
+    saved = checkpoints * (2 if recipe.save_portable_every else 1)
+    needed = saved * _state_bytes(weights, optimizers) + weights["model.path"].size
+    return (*_unread_sections(recipe.engines, used), *_disk_remarks(recipe.directory, needed))
 
 
 # ------------------------------------------------------------------------------- sections of engines
@@ -66,17 +81,10 @@ def _engine_problems(sections: Collection[str], used: Collection[str]) -> Iterat
             yield f"engines.{name}: no engine is called {name!r}; {hint}"
 
 
-def _unread_sections(recipe: Recipe) -> Iterator[str]:
-    used = dict.fromkeys((recipe.engine, recipe.rollout.engine))
-    if ignored := [name for name in recipe.engines if name not in used]:
-        yield f"engines.{', engines.'.join(ignored)} not read: the engines of this recipe are {' and '.join(used)}"
-
-
-def _read_sections(recipe: Recipe) -> dict[str, Any]:
-    """The values of ``recipe``, without sections of engines that the run does not start."""
-    used = (recipe.engine, recipe.rollout.engine)
-    engines = {name: section for name, section in recipe.engines.items() if name in used}
-    return recipe.model_dump() | {"engines": engines}
+def _unread_sections(sections: Collection[str], used: Collection[str]) -> Iterator[str]:
+    if ignored := [name for name in sections if name not in used]:
+        engines = " and ".join(dict.fromkeys(used))
+        yield f"engines.{', engines.'.join(ignored)} not read: the engines of this recipe are {engines}"
 
 
 # -------------------------------------------------------------------------- directories and ports
@@ -111,16 +119,6 @@ def _port_problems(cluster: ClusterSection) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------- weights
 
 
-def _model_directories(recipe: Recipe) -> dict[str, str | None]:
-    """Directories of weights by their fields."""
-    return {
-        "model.path": recipe.model.path,
-        "model.lora.path": recipe.model.lora.path if recipe.model.lora is not None else None,
-        "critic.path": recipe.critic.path if recipe.critic is not None else None,
-        "reward_model.path": recipe.reward_model.path if recipe.reward_model is not None else None,
-    }
-
-
 def _weights(path: str, prefix: str) -> WeightFiles:
     directory = Path(path)
     if not directory.is_dir():
@@ -145,14 +143,14 @@ def _weights(path: str, prefix: str) -> WeightFiles:
 # -------------------------------------------------------------------------------------------- disk
 
 
-def _disk_remarks(recipe: Recipe, weights: Mapping[str, WeightFiles]) -> Iterator[str]:
+def _disk_remarks(directory: Path, needed: float) -> Iterator[str]:
     """A remark where the disk is almost too small; raises `ConfigError` where a new run surely does not fit."""
-    nearest = next(path for path in (recipe.directory, *recipe.directory.absolute().parents) if path.exists())
-    if any((recipe.directory / "checkpoints").glob("*")):
+    if any((directory / "checkpoints").glob("*")):
         return  # much of it is written already
-    needed, free = _saved_bytes(recipe, weights), shutil.disk_usage(nearest).free
+    nearest = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(nearest).free
     subject = (
-        f"output_dir = {recipe.output_dir!r}: checkpoints and exports take about {_gib(needed)}, and {_gib(free)} are "
+        f"output_dir = {str(directory)!r}: checkpoints and exports take about {_gib(needed)}, and {_gib(free)} are "
         "free there; lower keep, or name a directory on a larger disk"
     )
     if free < needed:
@@ -161,19 +159,15 @@ def _disk_remarks(recipe: Recipe, weights: Mapping[str, WeightFiles]) -> Iterato
         yield subject
 
 
-def _saved_bytes(recipe: Recipe, weights: Mapping[str, WeightFiles]) -> float:
-    """A lower bound of the bytes that the run holds in ``output_dir`` at its end."""
-    model, critic = weights["model.path"], weights.get("critic.path", weights["model.path"])
-    checkpoints = max(1, min(recipe.keep, -(-recipe.steps // recipe.save_every)))  # steps = 0: epochs
-    state = 0.0 if recipe.model.lora is not None else _state_bytes(model, recipe.optimizer)
-    if recipe.critic is not None:
-        state += _state_bytes(critic, recipe.critic.optimizer)
-    portable = 2 if recipe.save_portable_every else 1
-    return checkpoints * portable * state + model.size
-
-
-def _state_bytes(weights: WeightFiles, optimizer: OptimizerConfig) -> float:
-    return (4 + MOMENT_BYTES[optimizer.type]) * weights.parameters
+def _state_bytes(
+    weights: Mapping[str, WeightFiles], optimizers: Mapping[str, OptimizerConfig | None]
+) -> float:
+    """A lower bound of the bytes of one run checkpoint; nothing is counted for an adapter."""
+    return sum(
+        (4 + MOMENT_BYTES[optimizer.type]) * weights[name].parameters
+        for name, optimizer in optimizers.items()
+        if optimizer is not None
+    )
 
 
 def _gib(size: float) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.devices import device_type
 from core_rl_trainer.data.config import DataSection, DataSource
-from core_rl_trainer.plan.run_plan import PreparedRun, Workload
-from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
 
 __all__ = ["plan_remarks"]
 
@@ -21,44 +20,39 @@ MANY_PASSES = 100
 """More passes over the data are worth a remark."""
 
 
-def plan_remarks(recipe: Recipe, prepared: PreparedRun) -> tuple[str, ...]:
-    """Remarks on ``recipe`` and its ``prepared`` run."""
+def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
+    """Remarks on ``plan``."""
+    schedule, workload, data = plan.schedule, plan.workload, plan.recipe.data
     return (
-        *_ranks(recipe, prepared),
-        *_idle_ranks(prepared),
-        *_data(recipe.data, prepared),
-        *_passes(recipe.steps, prepared.workload),
-        *_steps(recipe),
+        *_ranks(plan.trainers, plan.cluster.is_local),
+        *_idle_ranks(plan.trainers, workload.examples_per_step * workload.sequences_per_example),
+        *_data(data, workload),
+        *_passes(schedule.steps, workload),
+        *_schedule(schedule, data.has_evaluation),
     )
 
 
-def _ranks(recipe: Recipe, prepared: PreparedRun) -> Iterator[str]:
+def _ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], is_local: bool) -> Iterator[str]:
     """Remarks on CPU ranks of this machine."""
-    placements = prepared.placements
-    ranks = sum(
-        config.layout.world_size
-        for name, (_, config) in prepared.roles.items()
-        if isinstance(config, TrainEngineConfig) and placements[name].colocated_with is None
-    )
-    cores = os.cpu_count() or 1
-    if recipe.cluster.is_local and device_type(recipe.device) == "cpu" and ranks > RANKS_PER_CORE * cores:
+    alone = [plan.config for plan in trainers.values() if plan.colocated_with is None]
+    ranks, cores = sum(config.layout.world_size for config in alone), os.cpu_count() or 1
+    on_cpu = device_type(alone[0].device) == "cpu"
+    if is_local and on_cpu and ranks > RANKS_PER_CORE * cores:
         yield f"{ranks} ranks on the {cores} cores of this machine: lower the degrees of engines.NAME.layout"
 
 
-def _idle_ranks(prepared: PreparedRun) -> Iterator[str]:
+def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences: int) -> Iterator[str]:
     """Remarks on data parallel ranks without a sequence."""
-    workload = prepared.workload
-    sequences = workload.examples_per_step * workload.sequences_per_example
-    for name, (_, config) in prepared.roles.items():
-        if isinstance(config, TrainEngineConfig) and config.layout.dp > sequences:
+    for name, plan in trainers.items():
+        dp = plan.config.layout.dp
+        if dp > sequences:
             yield (
-                f"layout.dp = {config.layout.dp} of the {name} for {sequences} sequences of a step: the other ranks "
-                "have none; lower dp, or raise the sequences of a step"
+                f"layout.dp = {dp} of the {name} for {sequences} sequences of a step: the other ranks have none; lower "
+                "dp, or raise the sequences of a step"
             )
 
 
-def _data(data: DataSection, prepared: PreparedRun) -> Iterator[str]:
-    workload = prepared.workload
+def _data(data: DataSection, workload: Workload) -> Iterator[str]:
     train = {_identity(source) for source in data.train}
     shared = sorted({source.path for source in data.eval or () if _identity(source) in train})
     if shared:
@@ -83,13 +77,14 @@ def _passes(steps: int, workload: Workload) -> Iterator[str]:
         )
 
 
-def _steps(recipe: Recipe) -> Iterator[str]:
-    if recipe.data.has_evaluation and recipe.eval_every > recipe.steps:
+def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
+    if has_evaluation and schedule.eval_every > schedule.steps:
         yield (
-            f"eval_every = {recipe.eval_every} and steps = {recipe.steps}: there are evaluations before and after the "
-            "training alone"
+            f"eval_every = {schedule.eval_every} and steps = {schedule.steps}: there are evaluations before and after "
+            "the training alone"
         )
-    if recipe.optimizer.lr == 0:
+    lr = schedule.optimizer.lr
+    if lr == 0:
         yield "optimizer.lr = 0: the weights stay as they are"
-    elif recipe.optimizer.lr >= HIGH_LR:
-        yield f"optimizer.lr = {recipe.optimizer.lr:g} is very high; 1e-6 to 1e-3 are usual"
+    elif lr >= HIGH_LR:
+        yield f"optimizer.lr = {lr:g} is very high; 1e-6 to 1e-3 are usual"

@@ -1,69 +1,72 @@
-"""A run whose recipe has been checked and whose data is read, before any engine starts."""
+"""`RunPlan`: everything that follows from a recipe, resolved once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.config.engine import EngineConfig
-from core_rl.launch.hosts import Hosts
+from core_rl.config.engine import EngineConfig, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
-from core_rl_trainer.logs.samples import Evaluation
-from core_rl_trainer.recipe.placement import RankSlot
-from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.data.training_data import TrainingData
+from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
+from core_rl_trainer.logs.config import TrackioSection, WandbSection
+from core_rl_trainer.outputs.config import HubSection
+from core_rl_trainer.plan.identity import RunIdentity
+from core_rl_trainer.recipe.cluster import ClusterSection
+from core_rl_trainer.recipe.rollout import RolloutSection
+from core_rl_trainer.recipe.sections import KeepBest, StopSection, TimeoutsSection
+from core_rl_trainer.rewards.user_code import LoadedCode
 
 if TYPE_CHECKING:
-    from core_rl_trainer.run.run_directory import RunDirectory
+    from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Loop", "Placement", "PreparedRun", "Workload"]
+    from core_rl_trainer.recipe.recipe import Recipe
+
+__all__ = ["TRAINED", "EnginePlan", "RankSlot", "RunFiles", "RunPlan", "Schedule", "Workload"]
+
+ConfigT_co = TypeVar("ConfigT_co", bound=EngineConfig, covariant=True)
+
+TRAINED = ("model", "actor", "critic")
+"""Roles whose state a checkpoint holds."""
 
 
-class Loop(Protocol):
-    """The operations of a run on its engines."""
+class RankSlot(NamedTuple):
+    """Machine and device of one rank."""
 
-    start_phase: str
-    """The work of `start`, for the progress of the run."""
+    machine: int
+    device: int
 
-    def start(self) -> None:
-        """Prepare the first step."""
 
-    def step(self, step: int) -> dict[str, float]:
-        """Train one step; returns its metrics."""
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan(Generic[ConfigT_co]):
+    """The engine of one role."""
 
-    def evaluate(self) -> Evaluation:
-        """Evaluate on the evaluation data."""
+    spec: EngineSpec
+    config: ConfigT_co
+    slots: tuple[RankSlot, ...]
+    """In rank order. Of a rollout engine, the ranks of all servers, where the recipe places them; else empty."""
+    colocated_with: str | None = None
+    """The role in whose processes the engine lives; None for processes of its own."""
+    offloaded: bool = False
+    """Whether the engine leaves its devices to other roles between its calls."""
 
-    def save_model(self, path: Path) -> None:
-        """Write the model in Hugging Face format."""
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """The machines with ranks, in order."""
+        return tuple(dict.fromkeys(slot.machine for slot in self.slots))
 
-    def save_adapter(self, path: Path) -> None:
-        """Write the adapter that is trained, in the layout of ``peft``."""
-
-    def parts(self, *, portable: bool, background: bool) -> dict[str, Callable[[Path], None]]:
-        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`.
-
-        With ``portable`` some of them are for engines of another kind or layout. In the ``background``, files are still
-        to come when a writer returns.
-        """
-
-    def wait_for_parts(self) -> None:
-        """Return when no part is being written in the background, or raise its error."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rest of a run checkpoint, as JSON."""
-
-    def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Resume from ``checkpoint``."""
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices on each machine, in order."""
+        return tuple(dict.fromkeys(slot.device for slot in self.slots))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Examples, sequences and tokens of each training step, at most."""
+    """Upper bounds on examples, sequences and tokens of each training step."""
 
     examples: int
     """Examples to train on."""
@@ -74,50 +77,108 @@ class Workload:
     longest: int
     """Tokens of the longest sequence, the completion included."""
     largest_unit: int
-    """Tokens of the most that stays in one micro-batch: the longest sequence, or the longest pair."""
+    """Tokens of the largest unit, which stays in one micro-batch: the longest sequence, or the longest pair."""
     updates_per_step: int = 1
     """Optimizer steps of the actor."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The machines and devices of the ranks of a role."""
+class Schedule:
+    """Training steps, and the steps between evaluations and checkpoints; 0 is never."""
 
-    slots: tuple[RankSlot, ...]
-    """Of each rank, in rank order."""
-    colocated_with: str | None = None
-    """The role in whose processes this one's engine lives; null where it has processes of its own."""
+    steps: int
+    eval_every: int
+    save_every: int
+    save_portable_every: int
+    save_in_background: bool
+    optimizer: OptimizerConfig
+    """Of the model that is trained, with its learning-rate schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedRun:
-    """Recipe, engines by role, placements, workload, and the function that opens the engines in a run directory."""
+class RunFiles:
+    """The directory of the run, and the checkpoints that it keeps or starts from."""
+
+    directory: Path
+    fresh: bool
+    """Delete the files of an earlier run first."""
+    keep: int
+    """Run checkpoints that are kept."""
+    checkpoint_url: str | None
+    resume_from: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Engines, data, schedule, files and limits of a run."""
 
     recipe: Recipe
-    """With ``steps``, also where it was written with ``epochs``."""
-    roles: Mapping[str, tuple[EngineSpec, EngineConfig]]
-    placements: Mapping[str, Placement]
-    """Of the train roles, and of the rollout engine where the recipe gives one."""
+    """The recipe with the ``steps`` of its ``epochs``, for records and callbacks; a run reads no setting from it."""
+    algorithm: ModelInterfaceAbstraction
+    """With the temperature of the rollouts."""
+    critic: ModelInterfaceAbstraction | None
+    models: Mapping[str, str]
+    """Directories of weights, by their fields, such as ``model.path``."""
+    trainers: Mapping[str, EnginePlan[TrainEngineConfig]]
+    """By role: ``model`` alone, or ``actor`` with ``critic``, ``reference`` and ``reward``. There is no ``reference``
+    where it is the actor with its new adapter off."""
+    rollout: EnginePlan[InferenceEngineConfig] | None
+    """None for training on data."""
+    colocated: bool
+    """Whether roles on the same devices are offloaded while others work."""
+    servers_on_machines: bool
+    """Whether rollout servers run on machines of the cluster, instead of the driver's."""
+    cluster: ClusterSection
     workload: Workload
-    data: DataStatistics
+    data: TrainingData
+    statistics: DataStatistics
+    tokenizer: PreTrainedTokenizerBase
     end_tokens: Mapping[int, str]
     """Texts of the tokens that end a sequence, by id."""
-    open: Callable[[RunDirectory, Hosts], AbstractContextManager[Loop]]
-    memory_sender: int | None = None
-    """The machine from which weights go through shared memory (``tensor``); None where they go otherwise."""
+    rollouts: RolloutSection
+    """Sampling, sync and limits of the rollouts."""
+    eval_samples: int
+    code: LoadedCode | None
+    """Rewards, environment and filter of the rollouts."""
+    reward_weight: float
+    """The factor of the reward model's scores."""
+    batch_size: int
+    """Examples of a training step."""
+    micro_batch_tokens: int
+    seed: int
+    schedule: Schedule
+    files: RunFiles
+    limits: TimeoutsSection
+    keep_best: KeepBest | None
+    stop_on: StopSection
+    wandb: WandbSection | None
+    trackio: TrackioSection | None
+    push_to_hub: HubSection | None
+    remarks: tuple[str, ...] = ()
+    """Settings that are probably not meant."""
+    fewer: Mapping[int, RunPlan] = field(default_factory=dict)
+    """The same run on a smaller number of machines, for ``cluster.layouts``."""
 
-    def machines(self) -> dict[str, tuple[int, ...]]:
-        """By train role, the machines with its ranks."""
-        return {
-            name: tuple(dict.fromkeys(slot.machine for slot in placement.slots))
-            for name, placement in self.placements.items()
-            if name != "rollout"
-        }
+    def on_machines(self, count: int) -> RunPlan:
+        """The plan on ``count`` machines: this one, or one of `fewer`."""
+        return self if count == self.cluster.machines else self.fewer[count]
 
-    def engines(self) -> dict[str, str]:
-        """By role, the name of its engine."""
-        return {name: spec.name for name, (spec, _) in self.roles.items()}
+    @property
+    def engines(self) -> dict[str, EnginePlan[EngineConfig]]:
+        """All roles, by name."""
+        rollout = {} if self.rollout is None else {"rollout": self.rollout}
+        return {**self.trainers, **rollout}
 
-    def trained(self) -> dict[str, tuple[EngineSpec, EngineConfig]]:
+    @property
+    def trained(self) -> dict[str, EnginePlan[TrainEngineConfig]]:
         """The roles whose state a checkpoint holds."""
-        return {name: self.roles[name] for name in ("model", "actor", "critic") if name in self.roles}
+        return {name: self.trainers[name] for name in TRAINED if name in self.trainers}
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained instead of the weights."""
+        return any(plan.config.model.lora is not None for plan in self.trained.values())
+
+    def identity(self) -> RunIdentity:
+        """The identity of the run, which takes a read of all data files."""
+        return RunIdentity.of(self.recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,36 +11,47 @@ import yaml
 
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.chat_template import CLOCK
+from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.outputs.run_files import RECIPE
-from core_rl_trainer.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["with_template_time"]
+__all__ = ["earlier_runs", "with_template_time"]
 
 
-def with_template_time(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Recipe:
-    """``recipe`` with ``data.template_time``, where a chat template of ``tokenizer`` reads the time.
+def with_template_time(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, earlier: Sequence[Path]
+) -> DataSection:
+    """``section`` with ``template_time``, where a chat template of ``tokenizer`` reads the time.
 
-    A run that resumes, or starts from another run, has the time of that run. Raises `ConfigError` for a time that no
-    template reads.
+    A run that resumes, or starts from another run, has the time of that run, whose directory is among ``earlier``.
+    Raises `ConfigError` for a time that no template reads.
     """
-    given, reads = recipe.data.template_time, _reads_clock(tokenizer)
+    given, reads = section.template_time, _reads_clock(tokenizer)
     if given is not None and not reads:
         raise ConfigError(
             f"data.template_time = {given}: the chat template does not read the time ({CLOCK}); remove it"
         )
     if given is not None or not reads:
-        return recipe
-    recorded = _recorded_data(recipe)
+        return section
+    recorded = _recorded_data(earlier)
     if recorded is None:
         time = datetime.now(UTC).astimezone().replace(microsecond=0)
     elif (text := recorded.get("template_time")) is not None:
         time = datetime.fromisoformat(text)
     else:  # begun by a version that did not keep the time
-        return recipe
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_time": time})})
+        return section
+    return section.model_copy(update={"template_time": time})
+
+
+def earlier_runs(directory: Path, fresh: bool, resume_from: str | None) -> list[Path]:
+    """The directories of the run that goes on in ``directory``, and of the run that it starts from."""
+    directories = [] if fresh else [directory]
+    if resume_from is not None:
+        source = Path(resume_from).resolve()
+        directories += [source, *source.parents[1:2]]  # a run, or one of its checkpoints
+    return directories
 
 
 def _reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -49,13 +60,9 @@ def _reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
     return any(CLOCK in text for text in texts)
 
 
-def _recorded_data(recipe: Recipe) -> Mapping[str, Any] | None:
-    """The section ``data`` of the run that ``recipe`` continues; None for a run that begins."""
-    directories = [] if recipe.fresh else [recipe.directory]
-    if recipe.resume_from is not None:
-        source = Path(recipe.resume_from).resolve()
-        directories += [source, *source.parents[1:2]]  # a run, or one of its checkpoints
-    for directory in directories:
+def _recorded_data(earlier: Sequence[Path]) -> Mapping[str, Any] | None:
+    """The section ``data`` of the first run in ``earlier``; None for a run that begins."""
+    for directory in earlier:
         if (directory / RECIPE).is_file():
             recorded: dict[str, Any] = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
             data: dict[str, Any] = recorded["data"]

@@ -113,6 +113,11 @@ class ClusterSection(Config):
         """The port that agents connect to; 0 takes a free one."""
         return self.port or (ATTACH_PORT if self.type == "attach" else 0)
 
+    def on_machines(self, count: int) -> Self:
+        """The section of a run that goes on with the first ``count`` of its machines."""
+        fewer = {number: layout for number, layout in self.layouts.items() if number < count}
+        return self.model_copy(update={"machines": count, "layouts": fewer})
+
     @property
     def is_local(self) -> bool:
         """Whether all ranks run on this machine, without agents."""

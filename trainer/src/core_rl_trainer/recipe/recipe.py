@@ -179,7 +179,7 @@ class Recipe(Config):
             )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
-        labels = [section.label for section in self.reward_functions]
+        labels = [section.label for section in self.reward_fields.values()]
         labels += [REWARD_MODEL] if self.reward_model is not None else []
         labels += [ENVIRONMENT] if self.rollout.environment is not None else []
         if twice := list(duplicate_names(labels)):
@@ -191,9 +191,16 @@ class Recipe(Config):
         return self
 
     @property
-    def reward_functions(self) -> tuple[RewardSection, ...]:
-        """The functions of ``reward`` or ``rewards``."""
-        return (RewardSection(function=self.reward),) if self.reward is not None else self.rewards
+    def engine_fields(self) -> dict[str, Any]:
+        """The fields that the configs of all engines share."""
+        return {"dtype": self.dtype, "device": self.device, "seed": self.seed}
+
+    @property
+    def reward_fields(self) -> dict[str, RewardSection]:
+        """The functions of ``reward`` or ``rewards``, by their fields."""
+        if self.reward is not None:
+            return {"reward": RewardSection(function=self.reward)}
+        return {f"rewards.{number}.function": section for number, section in enumerate(self.rewards)}
 
     def with_steps(self, examples: int, batch_size: int) -> Recipe:
         """The recipe with the ``steps`` of its ``epochs`` over ``examples``; itself where it has steps."""

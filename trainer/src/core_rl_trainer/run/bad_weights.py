@@ -12,7 +12,6 @@ import torch
 
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError, RunStopped, WeightsError, raise_all
-from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["require_finite_weights", "weights_are_blamed"]
 
@@ -23,8 +22,10 @@ SHOWN = 3
 
 
 @contextmanager
-def weights_are_blamed(recipe: Recipe) -> Iterator[None]:
-    """Errors inside that speak of NaN become a `WeightsError`, where the model's files have some.
+def weights_are_blamed(models: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside that speak of NaN become a `WeightsError`, where files of ``models`` have some.
+
+    ``models`` are directories by their fields.
 
     Reading all weights takes a while: it is done only then.
     """
@@ -34,26 +35,20 @@ def weights_are_blamed(recipe: Recipe) -> Iterator[None]:
         raise
     except (CoreRLError, RuntimeError) as error:
         if SIGNS.search(str(error)):
-            _raise_if_bad(recipe, error)
+            _raise_if_bad(models, error)
         raise
 
 
-def require_finite_weights(recipe: Recipe, metrics: Mapping[str, float]) -> None:
+def require_finite_weights(models: Mapping[str, str], metrics: Mapping[str, float]) -> None:
     """Where ``metrics`` at the start have NaN: raise `WeightsError` if the model's files have some."""
     if not all(math.isfinite(value) for value in metrics.values()):
-        _raise_if_bad(recipe, None)
+        _raise_if_bad(models, None)
 
 
-def _raise_if_bad(recipe: Recipe, cause: Exception | None) -> None:
-    sections = {
-        "model.path": recipe.model,
-        "critic.path": recipe.critic,
-        "reward_model.path": recipe.reward_model,
-    }
-    paths = {field: section.path for field, section in sections.items() if section is not None}
-    found = [text for field, path in paths.items() if path is not None for text in _bad(field, Path(path))]
+def _raise_if_bad(models: Mapping[str, str], cause: Exception | None) -> None:
+    problems = [text for field, path in models.items() for text in _bad(field, Path(path))]
     try:
-        raise_all(WeightsError, "the weights that the run starts from are not finite", found)
+        raise_all(WeightsError, "the weights that the run starts from are not finite", problems)
     except WeightsError as error:
         raise error from cause
 

@@ -39,7 +39,7 @@ class Callbacks:
     """
 
     def __init__(self, recipe: Recipe, added: Sequence[Callback] = ()) -> None:
-        """Load the callbacks. Raises one `ConfigError` for all that are no callbacks."""
+        """Load the callbacks of ``recipe``, which events carry. Raises one `ConfigError` for all that are none."""
         self.recipe = recipe
         self.step = 0
         """The training steps that are done."""

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts import Hosts, load_hosts
 from core_rl.launch.local_hosts import LocalHosts
 from core_rl.launch.machines import call_on_machines
-from core_rl_trainer.plan.run_plan import PreparedRun
+from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection
 
 __all__ = ["check_machines", "cluster_hosts", "open_cluster", "require_shared"]
@@ -52,16 +53,24 @@ def cluster_hosts(section: ClusterSection) -> Hosts:
 # ---------------------------------------------------------------- shared paths
 
 
-def check_machines(hosts: Hosts, prepared: PreparedRun, output: Path) -> None:
-    """Raise `ConfigError` where machines lack what their ranks read, or do not share what they write to ``output``."""
-    machines = prepared.machines()
-    require_shared(hosts, "output_dir", output, sorted({m for those in machines.values() for m in those}))
-    if prepared.memory_sender is not None:
-        _require_shared_memory(hosts, prepared.memory_sender)
+def check_machines(
+    hosts: Hosts,
+    trainers: Mapping[str, EnginePlan[TrainEngineConfig]],
+    output: Path,
+    memory_sender: int | None = None,
+) -> None:
+    """Raise `ConfigError` where machines lack what their ranks read, or do not share what they write to ``output``.
+
+    ``memory_sender`` is the machine from which weights go through shared memory.
+    """
+    machines = sorted({machine for plan in trainers.values() for machine in plan.machines})
+    require_shared(hosts, "output_dir", output, machines)
+    if memory_sender is not None:
+        _require_shared_memory(hosts, memory_sender)
     models = {
-        f"the model of the {role}": (config.model.path, machines[role])
-        for role, (_, config) in prepared.roles.items()
-        if role in machines and config.model.path is not None
+        f"the model of the {role}": (plan.config.model.path, plan.machines)
+        for role, plan in trainers.items()
+        if plan.config.model.path is not None
     }
     _require_paths(hosts, models)
 

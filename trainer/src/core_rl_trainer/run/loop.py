@@ -1,196 +1,189 @@
-"""One training step on rollouts: take completions, score them, update, sync the new weights."""
+"""The loop of a run: rollout, score, update, sync, evaluate, save; the same for rollouts and for data."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.run import RunCheckpoint
-from core_rl.config.capability import Capability
-from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.sync import sync_weights
-from core_rl.errors import WeightsError
-from core_rl_trainer.algorithms.interface import ModelInterface
-from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
-from core_rl_trainer.data.training_data import TrainingData
-from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
-from core_rl_trainer.logs.samples import Evaluation
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.rewards.terms import reward_metrics
-from core_rl_trainer.run.parts import part_writers, restore_parts
-from core_rl_trainer.run.roles import Roles
-from core_rl_trainer.run.rollouts import Rollouts
-from core_rl_trainer.run.scoring import Scoring
+from core_rl_trainer.errors import NothingLearned
+from core_rl_trainer.logs.progress import TrainingProgress, say
+from core_rl_trainer.plan.run_plan import Schedule
+from core_rl_trainer.run.bad_weights import require_finite_weights, weights_are_blamed
+from core_rl_trainer.run.best_model import BestModel
+from core_rl_trainer.run.callbacks import Callbacks
+from core_rl_trainer.run.learner import Learner
+from core_rl_trainer.run.parts import part_writers
+from core_rl_trainer.run.records import RunRecords
+from core_rl_trainer.run.run_directory import RunDirectory
+from core_rl_trainer.run.saving import RunSaver
+from core_rl_trainer.run.signals import StopSignals
+from core_rl_trainer.run.watch import Watch
 
-__all__ = ["Clock", "TrainingLoop", "interrupted"]
+__all__ = ["RunLoop"]
 
 
-class TrainingLoop:
-    """The engines, the algorithm and the data of a run. The version of the weights is the number of steps.
+@dataclass(kw_only=True)
+class RunLoop:
+    """The training steps of a run, with their evaluations, records and checkpoints."""
 
-    Everything random is a function of the recipe's seed and of positions in the data order. A synchronous run that
-    resumes from a checkpoint is therefore the run that was never interrupted. In an asynchronous one the data order
-    is the same; the weight version of a completion depends on the clock, within the bound.
-    """
+    learner: Learner
+    schedule: Schedule
+    models: Mapping[str, str]
+    """Directories of the initial weights, by field."""
+    directory: RunDirectory
+    best: BestModel
+    watch: Watch
+    records: RunRecords
+    progress: TrainingProgress
+    signals: StopSignals
+    callbacks: Callbacks
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Step, as text since JSON has no other keys, to the metrics of its evaluation."""
+    _saver: RunSaver = field(init=False)
 
-    start_phase = "first weights to the rollout engine"
+    def run(self, checkpoint: RunCheckpoint | None) -> int:
+        """Train to the last step, or to the one after which a callback stops the run; returns that step.
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        algorithm: ModelInterface[Any],
-        critic: ModelInterface[Any] | None,
-        roles: Roles,
-        rollouts: Rollouts,
-        data: TrainingData,
-        weights: Path,
-    ) -> None:
-        self._algorithm = algorithm
-        self._roles = roles
-        self._rollouts = rollouts
-        held_out = data.held_out
-        self._eval_samples = (
-            [held_out[index] for index in range(len(held_out))] if held_out is not None else []
-        )
-        self._sync = recipe.rollout.sync
-        self._weights = weights if recipe.rollout.sync == "disk" else weights.with_suffix(".rendezvous")
-        self._model_path = recipe.model.path
-        self._address = roles.driver_address
-        self._scoring = Scoring(
-            roles=roles,
-            actor=algorithm,
-            critic=critic,
-            reward_weight=recipe.reward_model.weight if recipe.reward_model is not None else 0.0,
-            mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
-        )
-        self._sync_limit_s = recipe.timeouts.sync_s
-        prompts = recipe.rollout.prompts_per_step
-        loader = prompt_loader(data.train, prompts, recipe.seed)
-        # Without a filter, the last steps need not run ahead of what is left to train on.
-        limit = recipe.steps * prompts if recipe.rollout.should_accept is None else None
-        self._data = NumberedBatches(loader, limit)
+        Raises `StoppedBySignal` and `NothingLearned` after the step that ends the run early.
+        """
+        step = checkpoint.step if checkpoint else 0
+        self.records.best = self.best.state_dict()
+        self._saver = RunSaver(self.directory.checkpoints, self._wait_for_parts, self._saved)
+        with self._saver.completed():
+            self._begin(checkpoint)
+            self.progress.begin_steps()
+            with self.signals.during_steps():
+                while step < self.schedule.steps and self.callbacks.stopped is None:
+                    step += 1
+                    self._step(step)
+                self._complete(checkpoint)
+        return step
 
-    def step(self, step: int) -> dict[str, float]:
-        """Train on the next prompts; the metrics of the step. Afterwards all weights have version ``step``."""
-        clock = Clock()
-        with clock.phase("rollout"):
-            batch = self._rollouts.training_batch(step, self._data)
-        with self._roles.training():
-            with clock.phase("logprobs"):
-                complete, recomputed = self._scoring.complete(batch)
-            metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
+    def _begin(self, checkpoint: RunCheckpoint | None) -> None:
+        progress = self.progress
+        if checkpoint is not None:
+            place = checkpoint.path.parents[1]
+            say(progress.console, f"resuming from the checkpoint of step {checkpoint.step} in {place}")
+            with progress.phase("loading the checkpoint"):
+                self.learner.restore(checkpoint)
+            self.evaluations = dict(checkpoint.state["evaluations"])
+            self.callbacks.step = checkpoint.step
+        else:
+            with weights_are_blamed(self.models):
+                with progress.phase(self.learner.phases.start):
+                    self.learner.start()
+                with progress.phase("first evaluation"):
+                    metrics = self._evaluate(0)
+            require_finite_weights(self.models, metrics)
+            self.records.write(0, metrics)
+            self.callbacks.evaluation_end(0, metrics)
+            if self.callbacks.stopped is not None:
+                self._save(0)
+        self.records.draw()
+
+    def _step(self, step: int) -> None:
+        """Train ``step``; evaluate, record and save where that is due."""
+        schedule, records = self.schedule, self.records
+        with weights_are_blamed(self.models) if step == 1 else nullcontext():
+            metrics = self._train(step)
+        self._saver.finish_if_written()
+        self.progress.show(step, metrics)
+        last = step == schedule.steps
+        evaluated = last or _is_due(step, schedule.eval_every)
+        evaluation = self._evaluate(step) if evaluated else {}
+        records.write(step, metrics | evaluation)
+        if step == 1:
+            require_finite_weights(self.models, metrics | evaluation)
+        self.callbacks.step_end(step, metrics)
+        if evaluated:
+            self.callbacks.evaluation_end(step, evaluation)
+        verdict = self.watch.see(step, metrics)
+        due = last or _is_due(step, schedule.save_every) or _is_due(step, schedule.save_portable_every)
+        ends = verdict is not None or self.signals.noted or self.callbacks.stopped is not None
+        saved = (due or ends) and (verdict is None or verdict.weights_are_good)
+        if saved:
+            self._save(step)
+        elif evaluated:
+            records.draw()
+        if verdict is not None:
+            self._saver.finish()
+            raise NothingLearned(f"{verdict.reason}. {self._last_checkpoint()}")
+        if saved and self.signals.noted:  # a signal after the decision above waits for the next step
+            self._saver.finish()
+            self.signals.raise_stopped(step)
+
+    def _train(self, step: int) -> dict[str, float]:
+        """Rollout, score, update and sync of ``step``; its metrics. All weights have version ``step`` afterwards."""
+        learner, phases, clock = self.learner, self.learner.phases, _Clock()
+        with clock.phase(phases.batch):
+            batch = learner.batch(step)
+        with learner.training():
+            with clock.phase(phases.score):
+                complete, metrics = learner.score(batch, step)
             with clock.phase("update"):
-                metrics |= self._scoring.train(complete)
-        with clock.phase("sync"):
-            self.publish(step)
-        metrics |= mismatch_of(recomputed, batch) | mismatch_by_lag(recomputed, batch, step - 1)
+                metrics |= learner.update(complete, step)
+        with clock.phase(phases.sync):
+            learner.sync(step)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
         return metrics | speed | clock.seconds | {"version": float(step)}
 
-    def publish(self, version: int) -> None:
-        """Sync the actor's weights to the rollout engine as ``version``, while episodes run.
+    def _last_checkpoint(self) -> str:
+        steps = self.directory.checkpoints.steps()
+        if not steps:
+            return "There is no checkpoint yet"
+        return f"The last good checkpoint is that of step {steps[-1]}, from which the same command goes on"
 
-        Generation is interrupted where the engine can do so, and continues with the new weights.
-        """
-        meta = WeightUpdateMeta(
-            method=self._sync, version=version, path=str(self._weights), host=self._address
-        )
-        for group in self._roles.trained().values():
-            group.set_version(version)
-        rollout = self._roles.rollout
-        try:
-            sync_weights(_Sender(self._roles), rollout, meta, self._sync_limit_s, interrupted(rollout))
-        except TimeoutError as error:
-            raise WeightsError(
-                f"the rollout engine did not take the weights of version {version} within {self._sync_limit_s:g} s; "
-                "if the sync is only slow, raise timeouts.sync_s"
-            ) from error
-        except WeightsError as error:
-            raise WeightsError(f"rollout.sync = {self._sync!r}: {error}") from error
+    def _complete(self, checkpoint: RunCheckpoint | None) -> None:
+        """Add what the last checkpoint lacks, where ``steps`` or ``save_portable_every`` was changed to end with it."""
+        step = self.schedule.steps
+        if checkpoint is None or checkpoint.step != step:
+            return
+        evaluated = str(step) in self.evaluations
+        if not evaluated:
+            metrics = self._evaluate(step)
+            self.records.write(step, metrics)
+            self.callbacks.evaluation_end(step, metrics)
+        if not evaluated or self.schedule.save_portable_every:
+            self._save(step)
 
-    def start(self) -> None:
-        """Prepare the first step: the rollout engine gets the initial weights."""
-        self.publish(0)
+    def _evaluate(self, step: int) -> dict[str, float]:
+        self._saver.finish()  # its best model is still there
+        evaluation = self.learner.evaluate()
+        self.records.add_samples(step, evaluation.samples)
+        self.evaluations[str(step)] = evaluation.metrics
+        self.best.offer(step, evaluation.metrics, self.learner.save_model)
+        self.records.best = self.best.state_dict()
+        return evaluation.metrics
 
-    def save_model(self, path: Path) -> None:
-        """The actor in Hugging Face format, with its tokenizer."""
-        with self._roles.working(self._roles.actor) as actor:
-            self._algorithm.save(actor, str(path), tokenizer_path=self._model_path)
+    def _save(self, step: int) -> None:
+        schedule = self.schedule
+        self.records.sync()
+        state = self.learner.state_dict() | {
+            "evaluations": self.evaluations,
+            "best": self.best.state_dict(),
+            "run": self.directory.identity.to_dict(),
+        }
+        last = step == schedule.steps and schedule.save_portable_every > 0
+        portable = last or _is_due(step, schedule.save_portable_every)
+        groups, background = self.learner.trained(), schedule.save_in_background
+        self._saver.begin(step, part_writers(groups, portable=portable, background=background), state)
+        self.records.draw()
 
-    def save_adapter(self, path: Path) -> None:
-        """The actor's adapter, with the tokenizer."""
-        with self._roles.working(self._roles.actor) as actor:
-            self._algorithm.save_adapter(actor, str(path), tokenizer_path=self._model_path)
-
-    def evaluate(self) -> Evaluation:
-        """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
-        if not self._eval_samples:
-            return Evaluation(metrics={})
-        return self._rollouts.evaluate(self._eval_samples, self._scoring.evaluated)
-
-    # ----------------------------------------------------------------- state
-
-    def parts(self, *, portable: bool, background: bool) -> dict[str, Callable[[Path], None]]:
-        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return part_writers(self._roles.trained(), portable=portable, background=background)
-
-    def wait_for_parts(self) -> None:
-        """Return when no part is being written in the background, or raise its error."""
-        for group in self._roles.trained().values():
+    def _wait_for_parts(self) -> None:
+        for group in self.learner.trained().values():
             group.wait_for_saves()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the data order, and what was drawn and not trained on, as JSON."""
-        return {
-            "data": self._data.state_dict(),
-            "rollouts": self._rollouts.state_dict(),
-            "algorithm": self._algorithm.state_dict(),
-        }
-
-    def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Resume from ``checkpoint``, whose weights are published and whose prompts are submitted again.
-
-        Raises `CheckpointMismatch` when its parts do not belong together.
-        """
-        restore_parts(self._roles.trained(), checkpoint)
-        self._algorithm.load_state_dict(checkpoint.state["algorithm"])
-        self.publish(checkpoint.step)
-        self._data.load_state_dict(checkpoint.state["data"])
-        self._rollouts.load_state_dict(checkpoint.state["rollouts"])
+    def _saved(self, step: int, path: Path) -> None:
+        self.best.prune()
+        self.directory.copy_checkpoint(step)
+        self.callbacks.checkpoint_saved(step, path)
 
 
-@dataclass(frozen=True)
-class _Sender:
-    """The actor, on its devices only while it sends."""
-
-    roles: Roles
-
-    def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        with self.roles.working(self.roles.actor) as actor:
-            actor.upload_weights(meta)
-
-
-@contextmanager
-def interrupted(engine: InferenceEngine) -> Iterator[None]:
-    """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
-    if not engine.spec.supports(Capability.PAUSE):
-        yield
-        return
-    engine.pause()
-    try:
-        yield
-    finally:
-        engine.resume()
-
-
-class Clock:
+class _Clock:
     """Wall-clock seconds of the phases of a step."""
 
     def __init__(self) -> None:
@@ -198,31 +191,16 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str | None) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.seconds[f"time_{name}_s"] = time.perf_counter() - start
+        if name is not None:
+            self.seconds[f"time_{name}_s"] = time.perf_counter() - start
 
     def total(self) -> float:
         return time.perf_counter() - self._start
 
 
-def _describe(batch: SequenceBatch) -> dict[str, float]:
-    """Metrics of the rollouts of a step."""
-    rewards, groups = batch["rewards"].double(), batch["group"]
-    means = [rewards[groups == group] for group in groups.unique()]
-    reasons = batch.meta["stop_reason"]
-    turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
-    return (
-        turns
-        | reward_metrics(batch)
-        | {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(correction=0)),
-            "reward_min": float(rewards.min()),
-            "reward_max": float(rewards.max()),
-            "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
-            "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
-            "truncated": reasons.count("length") / len(reasons),
-        }
-    )
+def _is_due(step: int, every: int) -> bool:
+    """Whether ``step`` is a multiple of ``every``; 0 is never."""
+    return every > 0 and step % every == 0

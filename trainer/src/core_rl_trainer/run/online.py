@@ -1,226 +1,264 @@
-"""Training on rollouts: the checks, the data and the engines behind a `TrainingLoop`."""
+"""Training on rollouts: take completions, score them, update, sync the new weights."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from core_rl.backend.meta import FinetuneSpec
-from core_rl.errors import ConfigError, raise_all
+from core_rl.backend.meta import FinetuneSpec, SyncMethod, WeightUpdateMeta
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.sync import sync_weights
+from core_rl.errors import WeightsError
+from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
-from core_rl.rollout.workflow import AcceptFn
-from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
-from core_rl_trainer.algorithms.interface import ModelInterface, ModelInterfaceAbstraction, make_interface
-from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
-from core_rl_trainer.algorithms.updates import UpdatesConfig
-from core_rl_trainer.data.end_tokens import require_end_tokens
-from core_rl_trainer.data.kinds import PROMPTS
-from core_rl_trainer.data.statistics import describe_data
-from core_rl_trainer.data.tokenizers import (
-    context_length,
-    load_tokenizer,
-    vocabulary_size,
-)
-from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.data.vocabulary import check_same_tokens
-from core_rl_trainer.plan.engines import plan_roles
-from core_rl_trainer.plan.run_plan import PreparedRun, Workload
-from core_rl_trainer.plan.template_time import with_template_time
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.rollout import RolloutSection
-from core_rl_trainer.rewards.functions import rewards_differ
-from core_rl_trainer.run.loop import TrainingLoop
-from core_rl_trainer.run.restarts import check_layouts
-from core_rl_trainer.run.roles import open_roles
+from core_rl_trainer.algorithms.fields import BASELINE_REWARDS
+from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
+from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
+from core_rl_trainer.data.training_data import TrainingData
+from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
+from core_rl_trainer.logs.samples import Evaluation
+from core_rl_trainer.plan.run_plan import RunPlan
+from core_rl_trainer.rewards.terms import reward_metrics
+from core_rl_trainer.rewards.user_code import open_user_code
+from core_rl_trainer.run.engines import Roles, open_roles
+from core_rl_trainer.run.learner import Phases
+from core_rl_trainer.run.parts import restore_parts
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.run.run_directory import RunDirectory
-from core_rl_trainer.run.user_code import load_user_code, open_user_code
+from core_rl_trainer.run.scoring import Scoring
 
-__all__ = ["prepare_online"]
-
-logger = logging.getLogger(__name__)
-
-FROM_CRITIC = frozenset({VALUES, BOOTSTRAP})
-PROVIDED = frozenset({PROXIMAL, REFERENCE, BASELINE_REWARDS}) | FROM_CRITIC
+__all__ = ["OnlineLearner", "WeightSync", "interrupted", "open_online"]
 
 
-def prepare_online(recipe: Recipe, algorithm: ModelInterface[Any]) -> PreparedRun:
-    """All checks and the data."""
-    _check_fields(recipe, algorithm)
-    _check_sampling(recipe.rollout)
-    critic = None
-    if recipe.critic is not None:
-        critic = make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
-    plan = plan_roles(recipe, algorithm.wanted_fields)
-    check_layouts(recipe, lambda fewer: plan_roles(fewer, algorithm.wanted_fields).trained())
-    loaded = load_user_code(recipe)
-    _check_filter(recipe, loaded.should_accept)
-    tokenizer = load_tokenizer(recipe.model.path)
-    models = {"critic.path": recipe.critic, "reward_model.path": recipe.reward_model}
-    check_same_tokens(
-        tokenizer, {field: section.path for field, section in models.items() if section is not None}
-    )
-    _check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
-    ends = require_end_tokens(tokenizer, recipe.rollout.stop_token_ids, recipe.rollout.stop)
-    recipe = with_template_time(recipe, tokenizer)
-    limit, budget = _longest_prompt(recipe), _prompt_budget(recipe)
-    data = load_training_data(
-        recipe.data,
-        PROMPTS,
-        tokenizer,
-        recipe.seed,
-        limit=limit,
-        budget=budget,
-        vocabulary=_smallest_vocabulary(recipe),
-    )
-    recipe = recipe.with_steps(len(data.train), recipe.rollout.prompts_per_step)
+class OnlineLearner:
+    """Engines, algorithm and data of training on rollouts. The version of the weights is the number of steps.
 
-    @contextmanager
-    def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[TrainingLoop]:
-        prompts = recipe.rollout.prompts_per_step
-        finetune = FinetuneSpec(dataset_size=directory.schedule_steps * prompts, train_batch_size=prompts)
-        with open_roles(plan, finetune, hosts) as roles, open_user_code(recipe, loaded, tokenizer) as user:
-            baseline = BASELINE_REWARDS in algorithm.wanted_fields
-            rollouts = Rollouts(recipe, roles.rollout, user, tokenizer, baseline)
-            yield TrainingLoop(recipe, algorithm, critic, roles, rollouts, data, directory.weights)
+    Everything random is a function of the seed and of positions in the data order. A synchronous run that resumes from
+    a checkpoint is therefore the run that was never interrupted. In an asynchronous one the data order is the same; the
+    weight version of a completion depends on the clock, within the bound.
+    """
 
-    return PreparedRun(
-        recipe=recipe,
-        roles=plan.roles(),
-        placements=plan.placements(),
-        workload=_workload(recipe, algorithm, data),
-        data=describe_data(
-            data,
-            tokenizer,
-            seed=recipe.seed,
-            batch_size=recipe.rollout.prompts_per_step,
-            ranks=1,
-            budget=None,
-        ),
-        end_tokens=ends,
-        open=opened,
-        memory_sender=plan.sender().machine if recipe.rollout.sync == "tensor" else None,
+    phases = Phases(
+        start="first weights to the rollout engine", batch="rollout", score="logprobs", sync="sync"
     )
 
+    def __init__(
+        self,
+        algorithm: ModelInterface[Any],
+        roles: Roles,
+        rollouts: Rollouts,
+        scoring: Scoring,
+        data: TrainingData,
+        batches: NumberedBatches,
+        sync: WeightSync,
+        tokenizer_path: str,
+    ) -> None:
+        self._algorithm = algorithm
+        self._roles = roles
+        self._rollouts = rollouts
+        self._scoring = scoring
+        held_out = data.held_out
+        self._eval_samples = (
+            [held_out[index] for index in range(len(held_out))] if held_out is not None else []
+        )
+        self._data = batches
+        self._sync = sync
+        self._tokenizer_path = tokenizer_path
 
-def _check_filter(recipe: Recipe, should_accept: AcceptFn | None) -> None:
-    """Refuse `rewards_differ` where the reward model alone decides: before its scores all rewards are 0."""
-    earned = recipe.reward_functions or recipe.rollout.environment
-    if should_accept is rewards_differ and not earned:
-        raise ConfigError(
-            f"rollout.should_accept = {recipe.rollout.should_accept!r} would reject every prompt: it compares rewards "
-            "before the scores of the reward_model are added; set algorithm.args.drop_equal_groups=true instead"
+    def start(self) -> None:
+        """Send the initial weights to the rollout engine."""
+        self.sync(0)
+
+    def batch(self, step: int) -> SequenceBatch:
+        """Completions of the next prompts."""
+        return self._rollouts.training_batch(step, self._data)
+
+    def training(self) -> AbstractContextManager[None]:
+        """Inside the context the train roles have the devices."""
+        return self._roles.training()
+
+    def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
+        """``batch`` with the fields that the algorithm wants, and metrics of the rollouts."""
+        complete, recomputed = self._scoring.complete(batch)
+        metrics = _describe(complete) | self._rollouts.counters() | staleness_of(batch, step - 1)
+        return complete, metrics | mismatch_of(recomputed, batch) | mismatch_by_lag(
+            recomputed, batch, step - 1
         )
 
+    def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
+        """The updates of the critic and the actor; their metrics."""
+        return self._scoring.train(batch)
 
-def _workload(recipe: Recipe, algorithm: ModelInterface[Any], data: TrainingData) -> Workload:
-    chosen, context = recipe.rollout, context_length(recipe.model.path)
-    config = algorithm.config
-    updates = config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1
-    longest = min(data.train.longest + _completion_tokens(recipe), context or sys.maxsize)
-    return Workload(
-        examples=len(data.train),
-        held_out=len(data.held_out) if data.held_out is not None else 0,
-        examples_per_step=chosen.prompts_per_step,
-        sequences_per_example=chosen.group_size,
-        longest=longest,
-        largest_unit=longest,
-        updates_per_step=updates,
-    )
+    def sync(self, version: int) -> None:
+        """Sync the actor's weights to the rollout engine as ``version``, while episodes run.
 
-
-def _smallest_vocabulary(recipe: Recipe) -> int:
-    """The ids below this have embeddings in all models of the run."""
-    sections = (recipe.critic, recipe.reward_model)
-    others = {section.path for section in sections if section is not None and section.path is not None}
-    return min(map(vocabulary_size, {recipe.model.path, *others}))
-
-
-def _check_token_ids(rollout: RolloutSection, vocabulary: int) -> None:
-    """Raise one `ConfigError` for all token ids of settings that the model has no embeddings for."""
-    settings: dict[str, Iterable[int]] = {
-        "stop_token_ids": rollout.stop_token_ids,
-        "logit_bias": rollout.logit_bias,
-    }
-    problems = [
-        f"{field} has the token id {token:,}; the ids of the model are 0 to {vocabulary - 1:,}"
-        for field, ids in settings.items()
-        for token in ids
-        if not 0 <= token < vocabulary
-    ]
-    raise_all(ConfigError, "rollout", problems)
-
-
-def _completion_tokens(recipe: Recipe) -> int:
-    """The most tokens that the model writes after a prompt."""
-    chosen = recipe.rollout
-    return chosen.max_new_tokens * (chosen.max_turns if chosen.environment else 1)
-
-
-def _prompt_budget(recipe: Recipe) -> int:
-    """The most tokens of a prompt whose whole sequence fits into a micro-batch."""
-    return max(1, recipe.micro_batch_tokens - _completion_tokens(recipe))
-
-
-def _longest_prompt(recipe: Recipe) -> int | None:
-    """The most tokens of a prompt that leave room for a completion; with an environment, for a single token."""
-    context = context_length(recipe.model.path)
-    if context is None:
-        return None
-    needed = 1 if recipe.rollout.environment else recipe.rollout.max_new_tokens
-    if needed >= context:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {needed} leaves no room for a prompt in the context of {context} tokens; "
-            "lower it"
+        Generation is interrupted where the engine can do so, and continues with the new weights.
+        """
+        sync, rollout = self._sync, self._roles.rollout
+        meta = WeightUpdateMeta(
+            method=sync.method, version=version, path=str(sync.path), host=self._roles.driver_address
         )
-    return context - needed
+        for group in self._roles.trained().values():
+            group.set_version(version)
+        try:
+            sync_weights(_Sender(self._roles), rollout, meta, sync.limit_s, interrupted(rollout))
+        except TimeoutError as error:
+            raise WeightsError(
+                f"the rollout engine did not take the weights of version {version} within {sync.limit_s:g} s; "
+                "if the sync is only slow, raise timeouts.sync_s"
+            ) from error
+        except WeightsError as error:
+            raise WeightsError(f"rollout.sync = {sync.method!r}: {error}") from error
+
+    def evaluate(self) -> Evaluation:
+        """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
+        if not self._eval_samples:
+            return Evaluation(metrics={})
+        return self._rollouts.evaluate(self._eval_samples, self._scoring.evaluated)
+
+    def save_model(self, path: Path) -> None:
+        """Write the actor in Hugging Face format, with its tokenizer."""
+        with self._roles.working(self._roles.actor) as actor:
+            self._algorithm.save(actor, str(path), tokenizer_path=self._tokenizer_path)
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the actor's adapter, with the tokenizer."""
+        with self._roles.working(self._roles.actor) as actor:
+            self._algorithm.save_adapter(actor, str(path), tokenizer_path=self._tokenizer_path)
+
+    # ----------------------------------------------------------------- state
+
+    def trained(self) -> dict[str, EngineGroup]:
+        """The groups whose state a checkpoint holds, by role."""
+        return self._roles.trained()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data order, and prompts that were drawn and not trained on, as JSON."""
+        return {
+            "data": self._data.state_dict(),
+            "rollouts": self._rollouts.state_dict(),
+            "algorithm": self._algorithm.state_dict(),
+        }
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Resume from ``checkpoint``, whose weights are synced and whose prompts are submitted again.
+
+        Raises `CheckpointMismatch` when its parts do not belong together.
+        """
+        restore_parts(self._roles.trained(), checkpoint)
+        self._algorithm.load_state_dict(checkpoint.state["algorithm"])
+        self.sync(checkpoint.step)
+        self._data.load_state_dict(checkpoint.state["data"])
+        self._rollouts.load_state_dict(checkpoint.state["rollouts"])
 
 
-def _check_sampling(rollout: RolloutSection) -> None:
-    """Refuse, or warn of, completions from another distribution than the one that is trained."""
-    changed = ", ".join(rollout.sampling().off_distribution)
-    if not changed:
+@dataclass(frozen=True, kw_only=True)
+class WeightSync:
+    """The way of new weights to the rollout engine."""
+
+    method: SyncMethod
+    path: Path
+    """The directory of the weights, or the rendezvous file."""
+    limit_s: float
+    """The time limit of one sync, in seconds."""
+
+
+@contextmanager
+def open_online(
+    plan: RunPlan, directory: RunDirectory, finetune: FinetuneSpec, hosts: Hosts
+) -> Iterator[OnlineLearner]:
+    """Open the engines and the user's code of ``plan``; both are closed on the way out."""
+    assert plan.rollout is not None and plan.code is not None  # of a plan with rollouts
+    settings, algorithm = plan.rollouts, make_interface(plan.algorithm)
+    with (
+        open_roles(
+            plan.trainers,
+            plan.rollout,
+            finetune,
+            plan.limits.call_s,
+            hosts,
+            servers_on_machines=plan.servers_on_machines,
+        ) as roles,
+        open_user_code(
+            plan.code,
+            plan.tokenizer,
+            reward_processes=settings.reward_processes,
+            reward_timeout_s=settings.reward_timeout_s,
+            skip_special_tokens=settings.skip_special_tokens,
+        ) as user,
+    ):
+        rollouts = Rollouts(
+            roles.rollout,
+            user,
+            plan.tokenizer,
+            settings,
+            seed=plan.seed,
+            eval_samples=plan.eval_samples,
+            with_baseline=BASELINE_REWARDS in algorithm.wanted_fields,
+        )
+        scoring = Scoring(
+            roles=roles,
+            actor=algorithm,
+            critic=None if plan.critic is None else make_interface(plan.critic),
+            reward_weight=plan.reward_weight,
+            mb_spec=MicroBatchSpec(max_tokens=plan.micro_batch_tokens),
+        )
+        # Without a filter, the last steps need not run ahead of what is left to train on.
+        limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
+        batches = NumberedBatches(prompt_loader(plan.data.train, plan.batch_size, plan.seed), limit)
+        path = directory.weights if settings.sync == "disk" else directory.rendezvous
+        sync = WeightSync(method=settings.sync, path=path, limit_s=plan.limits.sync_s)
+        model = plan.models["model.path"]
+        yield OnlineLearner(algorithm, roles, rollouts, scoring, plan.data, batches, sync, model)
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """The actor, on its devices only while it sends."""
+
+    roles: Roles
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        with self.roles.working(self.roles.actor) as actor:
+            actor.upload_weights(meta)
+
+
+@contextmanager
+def interrupted(engine: InferenceEngine) -> Iterator[None]:
+    """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
+    if not engine.spec.supports(Capability.PAUSE):
+        yield
         return
-    said = f"rollout: with {changed} completions come from another distribution than the log-probs that are trained on"
-    if rollout.off_distribution == "refuse":
-        raise ConfigError(
-            f"{said}\nfix: leave it out, or accept biased gradients with rollout.off_distribution=warn"
-        )
-    logger.warning("%s: the gradients are biased", said)
+    engine.pause()
+    try:
+        yield
+    finally:
+        engine.resume()
 
 
-def _check_fields(recipe: Recipe, algorithm: ModelInterface[Any]) -> None:
-    """Raise `ConfigError` where the algorithm wants what the recipe does not give, or the other way round."""
-    name, wanted = recipe.algorithm.type_, algorithm.wanted_fields
-    if isinstance(algorithm, PPOCriticInterface):
-        raise ConfigError(
-            f"the interface {name!r} trains a critic, which needs an actor; set algorithm.type_=ppo, and put "
-            "these settings into the section 'critic'"
-        )
-    unknown = sorted(wanted - PROVIDED)
-    if unknown:
-        raise ConfigError(
-            f"the interface {name!r} wants the fields {unknown}, which this loop cannot provide"
-        )
-    if wanted & FROM_CRITIC and recipe.critic is None:
-        raise ConfigError(
-            f"the interface {name!r} needs a critic; add a section 'critic' to the recipe ('critic: {{}}')"
-        )
-    if algorithm.compares_completions and recipe.rollout.group_size == 1:
-        raise ConfigError(
-            f"rollout.group_size = 1: the interface {name!r} compares the completions of a prompt with each other, so "
-            "that all advantages would be 0; set it to 2 or more (often 8), or take algorithm.type_=reinforce_plus_plus"
-        )
-    if recipe.critic is not None and not wanted & FROM_CRITIC:
-        raise ConfigError(
-            f"the interface {name!r} has no use for a critic; remove the section 'critic', or set "
-            "algorithm.args.advantage=gae"
-        )
-    if BASELINE_REWARDS in wanted and recipe.reward_model is not None:
-        raise ConfigError(
-            f"the interface {name!r} compares with the reward of a greedy completion, which a reward_model does not "
-            "score; use a reward function, or 'rloo'"
-        )
+def _describe(batch: SequenceBatch) -> dict[str, float]:
+    """Metrics of the rollouts of a step."""
+    rewards, groups = batch["rewards"].double(), batch["group"]
+    means = [rewards[groups == group] for group in groups.unique()]
+    reasons = batch.meta["stop_reason"]
+    turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
+    return (
+        turns
+        | reward_metrics(batch)
+        | {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(correction=0)),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+            "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
+            "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
+            "truncated": reasons.count("length") / len(reasons),
+        }
+    )

@@ -10,29 +10,16 @@ from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.capability import Capability
-from core_rl.config.engine import EngineConfig
 from core_rl.config.layout import ParallelLayout
-from core_rl.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedCapability
+from core_rl.errors import CheckpointDamaged, CheckpointMismatch
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
+from core_rl_trainer.plan.engines import resume_format
 
-__all__ = ["has_portable", "own_format", "part_writers", "readable_part", "require_portable", "restore_parts"]
+__all__ = ["has_portable", "part_writers", "readable_part", "restore_parts"]
 
 PORTABLE = "-portable"
 """The end of the name of a part that is written in ``portable`` besides the engine's own format."""
-
-
-def own_format(spec: EngineSpec) -> CheckpointFormat:
-    """The format to resume from: the engine's own, which is exact, where it has one."""
-    return "sharded" if spec.supports(Capability.SHARDED_CHECKPOINT) else "portable"
-
-
-def require_portable(spec: EngineSpec) -> None:
-    """Raise `UnsupportedCapability` for ``save_portable_every`` with an engine that cannot do so."""
-    if not spec.supports(Capability.PORTABLE_CHECKPOINT):
-        raise UnsupportedCapability(
-            f"save_portable_every: the engine {spec.name!r} does not declare 'portable_checkpoint'; leave it out"
-        )
 
 
 def part_writers(
@@ -44,7 +31,7 @@ def part_writers(
     """
     writers: dict[str, Callable[[Path], None]] = {}
     for name, group in groups.items():
-        own = own_format(group.spec)
+        own = resume_format(group.spec)
         if portable and own != "portable":  # first: a save waits for the one before
             writers[f"{name}{PORTABLE}"] = partial(_save, group, "portable", False)
         writers[name] = partial(_save, group, own, background)
@@ -55,11 +42,11 @@ def _save(group: EngineGroup, name: CheckpointFormat, background: bool, path: Pa
     group.save(SaveLoadMeta(path=str(path), format=name, asynchronous=background))
 
 
-def has_portable(checkpoint: RunCheckpoint, roles: Mapping[str, tuple[EngineSpec, EngineConfig]]) -> bool:
+def has_portable(checkpoint: RunCheckpoint, roles: Mapping[str, EngineSpec]) -> bool:
     """Whether engines of another kind or layout can read the parts of ``roles``."""
     return all(
-        own_format(spec) == "portable" or (checkpoint.path / f"{name}{PORTABLE}").is_dir()
-        for name, (spec, _) in roles.items()
+        resume_format(spec) == "portable" or (checkpoint.path / f"{name}{PORTABLE}").is_dir()
+        for name, spec in roles.items()
     )
 
 

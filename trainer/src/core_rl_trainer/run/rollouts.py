@@ -15,9 +15,9 @@ from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.logs.samples import Evaluation, rollout_samples
-from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.terms import reward_metrics
-from core_rl_trainer.run.user_code import UserCode
+from core_rl_trainer.rewards.user_code import UserCode
 from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
 from core_rl_trainer.workflows.single_turn import GreedyBaselineWorkflow, SingleTurnWorkflow
 
@@ -54,25 +54,30 @@ class NumberedWorkflow:
 
 
 class Rollouts:
-    """Completions of prompts, for training and for evaluation, with the settings of a recipe."""
+    """Completions of prompts, for training and for evaluation, with the settings of a run."""
 
     def __init__(
         self,
-        recipe: Recipe,
         engine: InferenceEngine,
         user: UserCode,
         tokenizer: PreTrainedTokenizerBase,
+        settings: RolloutSection,
+        *,
+        seed: int,
+        eval_samples: int,
         with_baseline: bool = False,
     ) -> None:
-        self._recipe = recipe
+        """``eval_samples`` is the number of sampled completions of each evaluation prompt."""
         self._engine = engine
         self._user = user
         self._tokenizer = tokenizer
-        chosen = recipe.rollout
-        self._sampling = chosen.sampling()
+        self._settings = settings
+        self._seed = seed
+        self._eval_samples = eval_samples
+        self._sampling = settings.sampling()
         self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
-        seeded = replace(self._sampling, seed=derive_seed(recipe.seed, TRAINING))
-        self._training = self._workflow(seeded, chosen.group_size)
+        seeded = replace(self._sampling, seed=derive_seed(seed, TRAINING))
+        self._training = self._workflow(seeded, settings.group_size)
         if with_baseline:
             self._training = GreedyBaselineWorkflow(
                 sampled=self._training, greedy=self._workflow(self._greedy, 1)
@@ -86,12 +91,12 @@ class Rollouts:
         Raises `RolloutError` when a completion comes from weights that are older than that, or newer than
         the engine's.
         """
-        chosen = self._recipe.rollout
+        settings = self._settings
         batch = self._engine.prepare_batch(
-            batches, self._training, chosen.batch_limit_s, self._user.should_accept
+            batches, self._training, settings.batch_limit_s, self._user.should_accept
         )
         version, drawn = self._engine.get_version(), batch["versions"][batch.loss_mask]
-        limit = chosen.max_head_offpolicyness
+        limit = settings.max_head_offpolicyness
         if bool(((drawn > version) | (drawn < version - limit)).any()):
             raise RolloutError(
                 f"step {step}: tokens of the versions {int(drawn.min())} to {int(drawn.max())} at version {version}, "
@@ -124,8 +129,8 @@ class Rollouts:
 
         ``scored`` completes the rewards. Some of the sampled completions are kept as text.
         """
-        seeded = replace(self._sampling, seed=derive_seed(self._recipe.seed, EVALUATION))
-        sampled = self._completions(samples, seeded, self._recipe.eval_samples)
+        seeded = replace(self._sampling, seed=derive_seed(self._seed, EVALUATION))
+        sampled = self._completions(samples, seeded, self._eval_samples)
         greedy = self._completions(samples, self._greedy, 1)
         sampled, greedy = scored(sampled, greedy)
         return Evaluation(
@@ -142,12 +147,12 @@ class Rollouts:
     ) -> SequenceBatch:
         numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]
         workflow = self._workflow(sampling, group_size)
-        return self._engine.rollout(numbered, workflow, self._recipe.rollout.batch_limit_s)
+        return self._engine.rollout(numbered, workflow, self._settings.batch_limit_s)
 
     def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
-        chosen, user = self._recipe.rollout, self._user
+        settings, user = self._settings, self._user
         # Processes know when a call begins; from here its wait for a free one would count.
-        limit = None if chosen.reward_processes else chosen.reward_limit_s
+        limit = None if settings.reward_processes else settings.reward_limit_s
         inner: RolloutWorkflow
         if user.environment is not None:
             inner = MultiTurnWorkflow(
@@ -155,9 +160,9 @@ class Rollouts:
                 reward=user.reward,
                 sampling=sampling,
                 group_size=group_size,
-                max_turns=chosen.max_turns,
+                max_turns=settings.max_turns,
                 max_tokens=self._engine.limits.context_length,
-                step_timeout_s=chosen.step_limit_s,
+                step_timeout_s=settings.step_limit_s,
                 reward_timeout_s=limit,
             )
         else:

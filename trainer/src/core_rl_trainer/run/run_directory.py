@@ -29,8 +29,9 @@ from core_rl_trainer.outputs.run_files import (
     STATUS,
 )
 from core_rl_trainer.outputs.run_lock import locked
-from core_rl_trainer.recipe.recipe import HERE, Recipe
-from core_rl_trainer.run.identity import RunIdentity
+from core_rl_trainer.plan.identity import RunIdentity
+from core_rl_trainer.plan.run_plan import RunFiles
+from core_rl_trainer.recipe.recipe import HERE
 from core_rl_trainer.run.source import find_source
 
 __all__ = ["RunDirectory", "open_run_directory"]
@@ -71,27 +72,24 @@ REMEDY = (
 
 
 @contextmanager
-def open_run_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """``recipe.output_dir``, for this process and this recipe alone.
+def open_run_directory(files: RunFiles, identity: RunIdentity) -> Iterator[RunDirectory]:
+    """The directory of the run with this ``identity``, for this process alone.
 
     Raises `ConfigError` where nothing can be written, when another process is at work there, and one that names the
     fields that may not change when another recipe's run is there. What is wrong with ``resume_from`` is found before
     anything is written.
     """
-    path, now = recipe.directory, RunIdentity.of(recipe)
-    source = find_source(recipe, now)
-    with locked(path):
-        yield RunDirectory(recipe, source, now)
+    source = find_source(files, identity.recipe["steps"], lambda: identity)
+    with locked(files.directory):
+        yield RunDirectory(files, identity, source)
 
 
 class RunDirectory:
-    """The files of ``recipe.output_dir``; made by `open_run_directory`."""
+    """The files of a run; made by `open_run_directory`."""
 
-    def __init__(
-        self, recipe: Recipe, source: RunCheckpoint | None = None, now: RunIdentity | None = None
-    ) -> None:
-        """``source`` is the checkpoint of another run from which a new one starts; ``now`` as for `find_source`."""
-        self.path = recipe.directory
+    def __init__(self, files: RunFiles, identity: RunIdentity, source: RunCheckpoint | None = None) -> None:
+        """``source`` is the checkpoint of another run from which a new one starts."""
+        self.path = files.directory
         self.weights = self.path / "weights"
         """The directory through which weights go to the rollout engine; removed by `transfer`."""
         self.rendezvous = self.weights.with_suffix(".rendezvous")
@@ -110,17 +108,17 @@ class RunDirectory:
         """The lines of the terminal."""
         self.page = self.path / PAGE
         """The page that shows the run."""
-        url = recipe.checkpoint_url
-        self._copies = CheckpointCopies(url, recipe.keep) if url is not None else None
-        if recipe.fresh:
+        url = files.checkpoint_url
+        self._copies = CheckpointCopies(url, files.keep) if url is not None else None
+        if files.fresh:
             self._clear()
             if self._copies is not None:
                 self._copies.clear()
-        self.checkpoints = RunCheckpoints(self.path / "checkpoints", recipe.keep)
+        self.checkpoints = RunCheckpoints(self.path / "checkpoints", files.keep)
         if self._copies is not None:
             self._copies.download(self.checkpoints)
         self._source = source
-        self.identity = self._claim(now or RunIdentity.of(recipe))
+        self.identity = self._claim(identity)
         """What a later resume of the run is compared with."""
 
     @property

@@ -26,7 +26,7 @@ from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.reward_model import RewardModelConfig, RewardModelInterface
 from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM
-from core_rl_trainer.run.roles import Roles
+from core_rl_trainer.run.engines import Roles
 
 __all__ = ["Scoring"]
 

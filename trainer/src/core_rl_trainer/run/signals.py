@@ -10,14 +10,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from core_rl.checkpoint.run import RunCheckpoints
 from core_rl_trainer.errors import StoppedBySignal
 
-__all__ = ["DeferredInterrupt", "EndedBySignal", "StopSignals", "resume_hint"]
+__all__ = ["DeferredInterrupt", "EndedBySignal", "StopSignals"]
 
 logger = logging.getLogger(__name__)
 
@@ -132,11 +130,3 @@ class DeferredInterrupt:
         logger.warning(
             "Ctrl-C: the run ends when the checkpoint on its way is in place; a second Ctrl-C ends it at once"
         )
-
-
-def resume_hint(directory: Path) -> str:
-    """The effect of the same command on the interrupted run in ``directory``."""
-    steps = RunCheckpoints(directory / "checkpoints", keep=1).steps()
-    if not steps:
-        return "there is no checkpoint yet, and the same command starts from the beginning"
-    return f"the same command resumes from the checkpoint of step {steps[-1]}"

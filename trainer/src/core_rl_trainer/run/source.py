@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints, open_run_checkpoint
 from core_rl.errors import ConfigError, raise_all
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.identity import RunIdentity
+from core_rl_trainer.plan.identity import RunIdentity
+from core_rl_trainer.plan.run_plan import RunFiles
 
-__all__ = ["find_source"]
+__all__ = ["find_source", "resume_hint"]
 
 
-def find_source(recipe: Recipe, now: RunIdentity | None = None) -> RunCheckpoint | None:
-    """The checkpoint that ``recipe.resume_from`` names, verified; None where there is none, or no need for it.
+def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]) -> RunCheckpoint | None:
+    """The verified checkpoint from which a run of ``steps`` steps starts; None where it has no other run to start from.
 
-    ``now`` is the identity of ``recipe`` where it is known: making one reads all data files.
-    A run that has a checkpoint of its own goes on from that. Raises `ConfigError` where the place holds no
-    checkpoint, is the run itself, or is of a run with other data or another model.
+    A run that has a checkpoint of its own resumes from that. ``identity()`` is the identity of the run, which takes a
+    read of all data files. Raises `ConfigError` where ``resume_from`` holds no checkpoint, is the run itself, or is of
+    a run with other data or another model.
     """
-    if recipe.resume_from is None or _has_begun(recipe):
+    if files.resume_from is None or _has_begun(files):
         return None
-    path = Path(recipe.resume_from)
-    subject = f"resume_from = {recipe.resume_from!r}"
-    if recipe.directory.resolve() in (path.resolve(), *path.resolve().parents):
+    path = Path(files.resume_from)
+    subject = f"resume_from = {files.resume_from!r}"
+    if files.directory.resolve() in (path.resolve(), *path.resolve().parents):
         raise ConfigError(
             f"{subject} is the run in output_dir itself, which the same command resumes without it; set output_dir to "
             "another directory"
@@ -35,18 +36,17 @@ def find_source(recipe: Recipe, now: RunIdentity | None = None) -> RunCheckpoint
         )
     begun = RunIdentity.from_dict(checkpoint.state["run"])
     shared = f"{subject}: a run that starts from another one shares its model and the order of its data, and differs in"
-    raise_all(ConfigError, shared, begun.refused_start(now or RunIdentity.of(recipe)))
-    if recipe.steps < checkpoint.step:
+    raise_all(ConfigError, shared, begun.refused_start(identity()))
+    if steps < checkpoint.step:
         raise ConfigError(
-            f"steps = {recipe.steps}, and {subject} is of step {checkpoint.step}, from which the run counts on; set "
+            f"steps = {steps}, and {subject} is of step {checkpoint.step}, from which the run counts on; set "
             f"steps above {checkpoint.step}"
         )
     return checkpoint
 
 
-def _has_begun(recipe: Recipe) -> bool:
-    own = RunCheckpoints(recipe.directory / "checkpoints", recipe.keep).steps()
-    return bool(own) and not recipe.fresh
+def _has_begun(files: RunFiles) -> bool:
+    return bool(RunCheckpoints(files.directory / "checkpoints", files.keep).steps()) and not files.fresh
 
 
 def _open(path: Path, subject: str) -> RunCheckpoint:
@@ -54,11 +54,19 @@ def _open(path: Path, subject: str) -> RunCheckpoint:
         raise ConfigError(
             f"{subject}: there is no such directory; name that of a run, or of one of its checkpoints"
         )
-    found = open_run_checkpoint(path)
-    if found is None:
-        found = RunCheckpoints(path / "checkpoints", keep=1).latest()
-    if found is None:
+    checkpoint = open_run_checkpoint(path)
+    if checkpoint is None:
+        checkpoint = RunCheckpoints(path / "checkpoints", keep=1).latest()
+    if checkpoint is None:
         raise ConfigError(
             f"{subject} holds no complete checkpoint; name the directory of a run that has one, or of one checkpoint"
         )
-    return found
+    return checkpoint
+
+
+def resume_hint(directory: Path) -> str:
+    """The effect of the same command on the interrupted run in ``directory``."""
+    steps = RunCheckpoints(directory / "checkpoints", keep=1).steps()
+    if not steps:
+        return "there is no checkpoint yet, and the same command starts from the beginning"
+    return f"the same command resumes from the checkpoint of step {steps[-1]}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ from core_rl.backend.meta import FinetuneSpec
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
 from core_rl_trainer.algorithms.fields import REFERENCE
+from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.batches import (
     MakeBatch,
@@ -23,130 +23,75 @@ from core_rl_trainer.data.batches import (
     preference_batch,
     prompt_loader,
 )
-from core_rl_trainer.data.end_tokens import require_end_tokens
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, Sample
-from core_rl_trainer.data.statistics import describe_data
-from core_rl_trainer.data.tokenizers import (
-    context_length,
-    load_tokenizer,
-    vocabulary_size,
-)
-from core_rl_trainer.data.training_data import TrainingData, load_training_data
+from core_rl_trainer.data.kinds import Sample
+from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
-from core_rl_trainer.plan.engines import TrainPlan, plan_trained
-from core_rl_trainer.plan.run_plan import Placement, PreparedRun, Workload
-from core_rl_trainer.plan.template_time import with_template_time
-from core_rl_trainer.recipe.placement import place_ranks, placement_problems
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.loop import Clock
-from core_rl_trainer.run.parts import part_writers, restore_parts
+from core_rl_trainer.plan.run_plan import RunPlan
+from core_rl_trainer.run.engines import open_trainers
+from core_rl_trainer.run.learner import Phases
+from core_rl_trainer.run.parts import restore_parts
 from core_rl_trainer.run.reference_cache import ReferenceCache
-from core_rl_trainer.run.restarts import check_layouts
 from core_rl_trainer.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SupervisedLoop", "plan_supervised", "prepare_supervised", "trained_head"]
+__all__ = ["SupervisedLearner", "open_supervised"]
 
 MODEL = "model"
+"""The role of the trained model."""
 
 
-def prepare_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> PreparedRun:
-    """All checks and the data."""
-    if recipe.data.streaming and REFERENCE in interface.wanted_fields:
-        raise ConfigError(
-            f"data.streaming = true: the interface {recipe.algorithm.type_!r} keeps the reference's log-probs of all "
-            "examples in memory; leave streaming out"
+@contextmanager
+def open_supervised(
+    plan: RunPlan, directory: RunDirectory, finetune: FinetuneSpec, hosts: Hosts
+) -> Iterator[SupervisedLearner]:
+    """Open the engine of ``plan``; it is closed on the way out."""
+    interface = make_interface(plan.algorithm)
+    assert isinstance(interface, SupervisedInterface)  # of a plan without rollouts
+    with open_trainers(plan.trainers, finetune, plan.limits.call_s, hosts) as groups:
+        yield SupervisedLearner(
+            interface,
+            groups[MODEL],
+            plan.data,
+            NumberedBatches(prompt_loader(plan.data.train, plan.batch_size, plan.seed)),
+            MicroBatchSpec(max_tokens=plan.micro_batch_tokens),
+            directory,
+            plan.tokenizer,
+            plan.models["model.path"],
         )
-    refused = [name for name in ("critic", "reward_model") if getattr(recipe, name) is not None]
-    if refused:
-        raise ConfigError(
-            f"the interface {recipe.algorithm.type_!r} trains on data and has no use for {refused[0]!r}; remove it"
-        )
-    plan = plan_supervised(recipe, interface)
-    check_layouts(recipe, lambda fewer: {MODEL: plan_supervised(fewer, interface)})
-    path = recipe.model.path
-    tokenizer, limit = load_tokenizer(path), context_length(path)
-    ends = require_end_tokens(tokenizer)
-    kind = DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
-    recipe = with_template_time(recipe, tokenizer)
-    size, budget = recipe.data.batch_size, recipe.micro_batch_tokens
-    vocabulary = vocabulary_size(path)
-    data = load_training_data(
-        recipe.data, kind, tokenizer, recipe.seed, limit=limit, budget=budget, vocabulary=vocabulary
-    )
-    recipe = recipe.with_steps(len(data.train), size)
-
-    @contextmanager
-    def opened(directory: RunDirectory, hosts: Hosts) -> Iterator[SupervisedLoop]:
-        finetune = FinetuneSpec(dataset_size=directory.schedule_steps * size, train_batch_size=size)
-        with EngineGroup(*plan, ft_spec=finetune, timeout_s=recipe.timeouts.call_s, hosts=hosts) as group:
-            yield SupervisedLoop(recipe, interface, group, data, directory, tokenizer)
-
-    workload = Workload(
-        examples=len(data.train),
-        held_out=len(data.held_out) if data.held_out is not None else 0,
-        examples_per_step=size,
-        sequences_per_example=2 if kind.paired else data.train.most_sequences,
-        longest=data.train.longest,
-        largest_unit=max(part.largest_unit for part in (data.train, data.held_out) if part is not None),
-    )
-    statistics = describe_data(
-        data, tokenizer, seed=recipe.seed, batch_size=size, ranks=plan[1].layout.dp, budget=budget
-    )
-    placement = Placement(slots=place_ranks(plan[1].layout.world_size, None, recipe.cluster))
-    return PreparedRun(
-        recipe=recipe,
-        roles={MODEL: plan},
-        placements={MODEL: placement},
-        workload=workload,
-        data=statistics,
-        end_tokens=ends,
-        open=opened,
-    )
 
 
-def plan_supervised(recipe: Recipe, interface: SupervisedInterface[Any]) -> TrainPlan:
-    """Spec and config of the model; raises `ConfigError` where its ranks do not fit on the machines."""
-    plan = plan_trained(recipe, trained_head(interface))
-    ranks = plan[1].layout.world_size
-    raise_all(ConfigError, "cluster", placement_problems(ranks, None, recipe.cluster))
-    return plan
-
-
-def trained_head(interface: SupervisedInterface[Any]) -> str:
-    """The head of the model that is trained: the one whose outputs the loss takes."""
-    return "reward" if "scores" in interface.loss().outputs else "lm"
-
-
-class SupervisedLoop:
+class SupervisedLearner:
     """The engine, the algorithm and the data of a run. The version of the weights is the number of steps."""
 
     def __init__(
         self,
-        recipe: Recipe,
         interface: SupervisedInterface[Any],
         engine: EngineGroup,
         data: TrainingData,
+        batches: NumberedBatches,
+        mb_spec: MicroBatchSpec,
         directory: RunDirectory,
         tokenizer: PreTrainedTokenizerBase,
+        tokenizer_path: str,
     ) -> None:
         self._tokenizer = tokenizer
-        self._tokenizer_path = recipe.model.path
+        self._tokenizer_path = tokenizer_path
         self._interface = interface
         with_reference = REFERENCE in interface.wanted_fields
-        self.start_phase = "log-probs of the reference" if with_reference else "first step"
+        start = "log-probs of the reference" if with_reference else "first step"
+        self.phases = Phases(start=start, batch="data")
         self._engine = engine
         self._datasets = {"train": data.train} | ({} if data.held_out is None else {"eval": data.held_out})
         self._directory = directory
-        self._mb_spec = MicroBatchSpec(max_tokens=recipe.micro_batch_tokens)
-        self._data = NumberedBatches(prompt_loader(data.train, recipe.data.batch_size, recipe.seed))
+        self._mb_spec = mb_spec
+        self._data = batches
         paired = interface.trains_on == "preferences"
         self._make_batch: MakeBatch = preference_batch if paired else demonstration_batch
         self._paired = paired
-        shown = "eval" if data.held_out is not None else "train"
-        self._shown = None if shown == "train" and recipe.data.streaming else shown
+        sampled = "eval" if data.held_out is not None else "train"
+        self._sampled = None if sampled == "train" and data.streamed else sampled
         self._references: dict[str, ReferenceCache] = {}
 
     def start(self) -> None:
@@ -160,17 +105,27 @@ class SupervisedLoop:
             cache.save(self._directory.reference(name))
             self._references[name] = cache
 
-    def step(self, step: int) -> dict[str, float]:
-        """One update on the next examples; the metrics of the step. Afterwards the weights have version ``step``."""
-        clock = Clock()
-        with clock.phase("data"):
-            batch = self._batch("train", next(self._data))
-        with clock.phase("update"):
-            metrics = self._interface.train_step(self._engine, batch, self._mb_spec)
-            self._engine.lr_scheduler_step()
-            self._engine.set_version(step)
-        speed = {"tokens_per_s": batch.num_tokens / clock.total()}
-        return metrics | speed | clock.seconds | {"version": float(step)}
+    def batch(self, step: int) -> SequenceBatch:
+        """The next examples."""
+        return self._batch("train", next(self._data))
+
+    def training(self) -> AbstractContextManager[None]:
+        """The engine always has its devices."""
+        return nullcontext()
+
+    def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
+        """``batch`` unchanged: it has the reference's log-probs, and nothing else is scored."""
+        return batch, {}
+
+    def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
+        """One update; its metrics. The weights have version ``step`` afterwards."""
+        metrics = self._interface.train_step(self._engine, batch, self._mb_spec)
+        self._engine.lr_scheduler_step()
+        self._engine.set_version(step)
+        return metrics
+
+    def sync(self, version: int) -> None:
+        """No other engine has the weights."""
 
     def _batch(self, name: str, samples: Sequence[Sample]) -> SequenceBatch:
         batch = self._make_batch(samples)
@@ -189,11 +144,11 @@ class SupervisedLoop:
 
     def _samples(self) -> tuple[ExampleSample, ...]:
         """The first examples as text, each with the metrics of the present weights; none of streamed data."""
-        if self._shown is None:
+        if self._sampled is None:
             return ()
-        dataset, samples = self._datasets[self._shown], list[ExampleSample]()
+        dataset, samples = self._datasets[self._sampled], list[ExampleSample]()
         for index in range(min(SHOWN, len(dataset))):
-            batch = self._batch(self._shown, [dataset[index]])
+            batch = self._batch(self._sampled, [dataset[index]])
             metrics = self._interface.evaluate(self._engine, batch, self._mb_spec)
             titles = ("chosen", "rejected") if self._paired else ("example",) * len(batch.lengths)
             samples += example_samples(batch, titles, self._tokenizer, metrics)
@@ -209,13 +164,9 @@ class SupervisedLoop:
 
     # ----------------------------------------------------------------- state
 
-    def parts(self, *, portable: bool, background: bool) -> dict[str, Callable[[Path], None]]:
-        """Writers, by name, of the parts of a run checkpoint that are not in `state_dict`."""
-        return part_writers({MODEL: self._engine}, portable=portable, background=background)
-
-    def wait_for_parts(self) -> None:
-        """Return when no part is being written in the background, or raise its error."""
-        self._engine.wait_for_saves()
+    def trained(self) -> dict[str, EngineGroup]:
+        """The group whose state a checkpoint holds."""
+        return {MODEL: self._engine}
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data order, as JSON."""

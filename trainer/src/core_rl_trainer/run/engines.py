@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
 from core_rl.launch.server_processes import server_processes
-from core_rl_trainer.plan.engines import Plan
+from core_rl_trainer.plan.run_plan import EnginePlan
 
-__all__ = ["Roles", "open_roles"]
+__all__ = ["Roles", "open_roles", "open_trainers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,47 +73,67 @@ class Roles:
 
 
 @contextmanager
-def open_roles(plan: Plan, finetune: FinetuneSpec, hosts: Hosts) -> Iterator[Roles]:
-    """Start the engines on ``hosts``; all are closed on the way out. ``finetune`` is the length of the training."""
+def open_trainers(
+    plans: Mapping[str, EnginePlan[TrainEngineConfig]], finetune: FinetuneSpec, timeout_s: float, hosts: Hosts
+) -> Iterator[dict[str, EngineGroup]]:
+    """Start the train engines on ``hosts``, by role; all are closed on the way out.
+
+    ``finetune`` is the length of the training, and ``timeout_s`` the time limit of a call.
+    """
     with ExitStack() as stack:
         groups: dict[str, EngineGroup] = {}
-        for name, part in plan.trainers.items():
-            host_role = plan.colocated_with(name)
+        for name, plan in plans.items():
+            host_role = plan.colocated_with
             group = EngineGroup(
-                *part,
+                plan.spec,
+                plan.config,
                 ft_spec=finetune,
-                timeout_s=plan.call_timeout_s,
+                timeout_s=timeout_s,
                 hosts=hosts if host_role is None else None,
-                machines=plan.placement.machines(name) if host_role is None else None,
-                devices=plan.placement.devices(name) if host_role is None else None,
+                machines=plan.machines if host_role is None else None,
+                devices=plan.devices if host_role is None else None,
                 colocate_with=None if host_role is None else groups[host_role],
             )
             groups[name] = stack.enter_context(group)
-            if plan.offloads(name):
-                groups[name].offload()  # room for the next one
-        spec, config = plan.rollout
-        rollout = load_engine(spec, config)
-        assert isinstance(rollout, InferenceEngine)
-        stack.callback(rollout.destroy)
-        rollout.initialize(_servers_on_machines(plan, rollout, hosts), finetune)
+            if plan.offloaded:
+                group.offload()  # room for the next one
+        yield groups
+
+
+@contextmanager
+def open_roles(
+    trainers: Mapping[str, EnginePlan[TrainEngineConfig]],
+    rollout: EnginePlan[InferenceEngineConfig],
+    finetune: FinetuneSpec,
+    timeout_s: float,
+    hosts: Hosts,
+    *,
+    servers_on_machines: bool,
+) -> Iterator[Roles]:
+    """Start the engines of all roles; as `open_trainers`, and servers on machines of ``hosts`` where they belong."""
+    with open_trainers(trainers, finetune, timeout_s, hosts) as groups, ExitStack() as stack:
+        engine = load_engine(rollout.spec, rollout.config)
+        assert isinstance(engine, InferenceEngine)
+        stack.callback(engine.destroy)
+        addresses = _launch_servers(engine, rollout, hosts) if servers_on_machines else None
+        engine.initialize(addresses, finetune)
         yield Roles(
             actor=groups["actor"],
             critic=groups.get("critic"),
             reference=groups.get("reference"),
             reward=groups.get("reward"),
-            rollout=rollout,
-            offloaded=tuple(group for name, group in groups.items() if plan.offloads(name)),
-            alternates=plan.alternates,
+            rollout=engine,
+            offloaded=tuple(groups[name] for name, plan in trainers.items() if plan.offloaded),
+            alternates=rollout.offloaded,
             driver_address=hosts.driver_address,
         )
 
 
-def _servers_on_machines(plan: Plan, rollout: InferenceEngine, hosts: Hosts) -> tuple[str, ...] | None:
-    """Addresses of servers on the machines that the recipe names; None where the engine starts its own."""
-    if not plan.serves_on_machines:
-        return None
-    layout, chosen = rollout.config.layout, plan.placement.of("rollout")
-    assert chosen is not None
+def _launch_servers(
+    engine: InferenceEngine, rollout: EnginePlan[InferenceEngineConfig], hosts: Hosts
+) -> tuple[str, ...]:
+    """Addresses of servers on machines of ``hosts``."""
+    layout = rollout.config.layout
     servers, ranks = layout.dp, layout.world_size // layout.dp
-    processes = server_processes(hosts, servers, ranks, chosen.machines, chosen.devices)
-    return rollout.launch_server(processes=processes)
+    processes = server_processes(hosts, servers, ranks, rollout.machines, rollout.devices)
+    return engine.launch_server(processes=processes)

@@ -12,8 +12,6 @@ from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
-from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
@@ -35,6 +33,7 @@ CLOSE_TIMEOUT_S = 1.0
 class LoadedCode:
     """Functions that a recipe names, loaded."""
 
+    sections: tuple[RewardSection, ...]
     rewards: Mapping[tuple[str, bool], Callable[..., Any]]
     """By the name in the recipe, and whether they are batched."""
     environment: Callable[..., Environment] | None
@@ -50,18 +49,15 @@ class UserCode:
     should_accept: AcceptFn | None = None
 
 
-def load_user_code(recipe: Recipe) -> LoadedCode:
-    """The functions that ``recipe`` names. Raises `ConfigError`."""
-    single = ["reward"] if recipe.reward is not None else []
-    fields = single or [f"rewards.{n}.function" for n in range(len(recipe.rewards))]
-    chosen = recipe.rollout
+def load_user_code(
+    rewards: Mapping[str, RewardSection], environment: str | None, should_accept: str | None
+) -> LoadedCode:
+    """The functions of ``rewards``, which are given by field, the environment and the filter. Raises `ConfigError`."""
     return LoadedCode(
-        rewards={
-            section.call: _loaded(field, *section.call)
-            for field, section in zip(fields, recipe.reward_functions, strict=True)
-        },
-        environment=_optional("rollout.environment", chosen.environment),
-        should_accept=_optional("rollout.should_accept", chosen.should_accept),
+        sections=tuple(rewards.values()),
+        rewards={section.call: _loaded(field, *section.call) for field, section in rewards.items()},
+        environment=_optional("rollout.environment", environment),
+        should_accept=_optional("rollout.should_accept", should_accept),
     )
 
 
@@ -75,22 +71,36 @@ def _optional(field: str, name: str | None) -> Any:
 
 @contextmanager
 def open_user_code(
-    recipe: Recipe, loaded: LoadedCode, tokenizer: PreTrainedTokenizerBase
+    loaded: LoadedCode,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    reward_processes: int,
+    reward_timeout_s: float | None,
+    skip_special_tokens: bool,
 ) -> Iterator[UserCode]:
     """``loaded``, ready to be called; the processes and the event loop of rewards end with the context."""
     with ExitStack() as stack:
         loop = LoopThread("core-rl-rewards")
         stack.callback(_close_loop, loop)
-        opened = {
-            call: _opened(recipe.rollout, call, function, loop, stack)
-            for call, function in loaded.rewards.items()
-        }
-        skip_special_tokens = recipe.rollout.skip_special_tokens
+        opened: dict[tuple[str, bool], Callable[..., Any]] = {}
+        for (name, batched), function in loaded.rewards.items():
+            if reward_processes and not isinstance(function, HttpReward):
+                assert reward_timeout_s is not None  # the recipe requires both
+                opened[name, batched] = stack.enter_context(
+                    ProcessReward(
+                        NamedReward(name),
+                        processes=reward_processes,
+                        timeout_s=reward_timeout_s,
+                        batched=batched,
+                    )
+                )
+            else:
+                opened[name, batched] = _opened(function, loop, stack)
         yield UserCode(
             reward=WeightedRewards(
                 tuple(
                     _term(section, opened[section.call], tokenizer, skip_special_tokens)
-                    for section in recipe.reward_functions
+                    for section in loaded.sections
                 )
             ),
             environment=None if loaded.environment is None else partial(loaded.environment, tokenizer),
@@ -113,27 +123,11 @@ def _term(
     )
 
 
-def _opened(
-    rollout: RolloutSection,
-    call: tuple[str, bool],
-    function: Callable[..., Any],
-    loop: LoopThread,
-    stack: ExitStack,
-) -> Callable[..., Any]:
-    """``function`` where it is to run: at an endpoint, in processes, on the loop of rewards, or in threads."""
+def _opened(function: Callable[..., Any], loop: LoopThread, stack: ExitStack) -> Callable[..., Any]:
+    """``function``, which runs on the loop of rewards if it is a coroutine function or an endpoint."""
     if isinstance(function, HttpReward):
         stack.callback(_close_endpoint, loop, function)
         return _OnLoop(function, loop)
-    if rollout.reward_processes:
-        assert rollout.reward_timeout_s is not None
-        name, batched = call
-        remote = ProcessReward(
-            NamedReward(name),
-            processes=rollout.reward_processes,
-            timeout_s=rollout.reward_timeout_s,
-            batched=batched,
-        )
-        return stack.enter_context(remote)
     return _OnLoop(function, loop) if is_coroutine_function(function) else function
 
 

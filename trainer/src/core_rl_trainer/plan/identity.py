@@ -13,7 +13,7 @@ from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.config.base import parse_config
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
-from core_rl_trainer.data.config import DataSection
+from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.sources import data_files
 from core_rl_trainer.logs.diff import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
@@ -93,7 +93,11 @@ class RunIdentity:
     @staticmethod
     def of(recipe: Recipe) -> RunIdentity:
         """The identity of a run of ``recipe`` that begins now; reads its data files."""
-        files = {name: digest for field in FILES for name, digest in _digests(recipe, field)}
+        files = {
+            name: digest
+            for field in FILES
+            for name, digest in _digests(field, getattr(recipe.data, field) or ())
+        }
         values = recipe.model_dump(mode="json", exclude={"fresh"})
         return RunIdentity(
             recipe=values,
@@ -199,9 +203,9 @@ def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
         return recipe
 
 
-def _digests(recipe: Recipe, field: str) -> Iterator[tuple[str, str]]:
-    """Name and digest of each source of ``data.field`` that is a local file or directory."""
-    for number, source in enumerate(getattr(recipe.data, field) or ()):
+def _digests(field: str, sources: Sequence[DataSource]) -> Iterator[tuple[str, str]]:
+    """Name and digest of each of the ``sources`` of ``data.field`` that is a local file or directory."""
+    for number, source in enumerate(sources):
         if files := list(data_files((source,))):
             yield f"data.{field}.{number}", _digest(Path(source.path).expanduser(), files)
 

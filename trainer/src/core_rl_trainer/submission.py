@@ -7,24 +7,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from core_rl.backend.meta import Scheduling
-from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.engine import EngineConfig, InferenceEngineConfig
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
-from core_rl_trainer.api import prepare
-from core_rl_trainer.plan.preflight import preflight
-from core_rl_trainer.plan.run_plan import PreparedRun
+from core_rl_trainer.plan.resolve import resolve
+from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot, RunPlan
 from core_rl_trainer.recipe.cluster import SchedulingSection
-from core_rl_trainer.recipe.placement import RankSlot
-from core_rl_trainer.recipe.recipe import Recipe, load_recipe
+from core_rl_trainer.recipe.recipe import load_recipe
 
 if TYPE_CHECKING:
     from core_rl_cluster.sbatch import BatchJob
 
 __all__ = ["MachineRequest", "machine_request", "submit"]
+
+Device = Literal["auto", "cpu", "cuda"]
 
 PLAIN = ("partition", "account", "qos", "nodelist", "exclude", "begin", "deadline")
 """Fields of the section ``cluster.scheduling`` that are options of ``sbatch`` under the same names."""
@@ -50,10 +50,9 @@ def submit(path: Path, overrides: Sequence[str]) -> tuple[BatchJob, MachineReque
     _check_type(path, overrides)
     changes = [*overrides, "cluster.type=slurm"]
     recipe = load_recipe(path, changes)
-    preflight(recipe, driver_here=False)  # refuses machines of Slurm without core-rl-cluster
     # This machine need not have the devices of the job.
-    prepared = prepare(recipe.model_copy(update={"device": "auto"}))
-    request = machine_request(recipe, prepared)
+    plan = resolve(recipe.model_copy(update={"device": "auto"}), driver_here=False)
+    request = machine_request(plan, recipe.device)
     if names := dict.fromkeys([*recipe.cluster.environment, *request.env]):
         changes.append(f"cluster.environment=[{', '.join(names)}]")
     from core_rl_cluster.sbatch import submit_job
@@ -76,18 +75,18 @@ def _check_type(path: Path, overrides: Sequence[str]) -> None:
         )
 
 
-def machine_request(recipe: Recipe, prepared: PreparedRun) -> MachineRequest:
-    """The recipe's amounts for each machine, and by default those of the engines on the machine with the most."""
-    scheduling = recipe.cluster.scheduling
-    roles = [_need(recipe, prepared, name) for name in prepared.roles]
-    machines = range(recipe.cluster.machines)
+def machine_request(plan: RunPlan, device: Device) -> MachineRequest:
+    """The amounts for each machine, by default those of engines on ``device`` on the machine with the most."""
+    scheduling = plan.cluster.scheduling
+    roles = [_need(engine, device) for engine in plan.engines.values()]
+    machines = range(plan.cluster.machines)
     cpu = max(sum(role.each.cpu * role.processes[number] for role in roles) for number in machines)
     memory = max(sum(role.each.memory_mib * role.engines[number] for role in roles) for number in machines)
     gpu = max((slot.device + 1 for role in roles if role.each.gpu for slot in role.slots), default=0)
     known = all(role.each.memory_mib for role in roles)
     env = {name: value for role in roles for name, value in role.each.env}
     return MachineRequest(
-        machines=recipe.cluster.machines,
+        machines=plan.cluster.machines,
         cpu=scheduling.cpu or cpu + 1,  # the driver
         gpu=gpu if scheduling.gpu is None else scheduling.gpu,
         memory_mib=(memory if known else None) if scheduling.memory_mib is None else scheduling.memory_mib,
@@ -108,17 +107,16 @@ class _Need:
     slots: Sequence[RankSlot]
 
 
-def _need(recipe: Recipe, prepared: PreparedRun, role: str) -> _Need:
-    spec, config = prepared.roles[role]
-    each = load_engine(spec, config.model_copy(update={"device": recipe.device})).get_scheduling_config()
+def _need(engine: EnginePlan[EngineConfig], device: Device) -> _Need:
+    config = engine.config.model_copy(update={"device": device})
+    each = load_engine(engine.spec, config).get_scheduling_config()
     if isinstance(config, InferenceEngineConfig):  # servers next to the driver
         servers = Counter({0: config.layout.dp})
-        slots = [RankSlot(0, device) for device in config.own_devices]
+        slots = [RankSlot(0, number) for number in config.own_devices]
         return _Need(each=each, engines=servers, processes=servers, slots=slots)
-    placement = prepared.placements[role]
-    ranks = Counter(slot.machine for slot in placement.slots)
-    own = Counter[int]() if placement.colocated_with else ranks
-    return _Need(each=each, engines=ranks, processes=own, slots=placement.slots)
+    ranks = Counter(slot.machine for slot in engine.slots)
+    processes = Counter[int]() if engine.colocated_with else ranks
+    return _Need(each=each, engines=ranks, processes=processes, slots=engine.slots)
 
 
 def _request(request: MachineRequest, scheduling: SchedulingSection) -> dict[str, object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, Self
 
 from core_rl.errors import CheckpointError, RunStopped
@@ -14,10 +13,6 @@ from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
 from core_rl_trainer.logs.step_log import StepLog
-from core_rl_trainer.logs.trackio_log import TrackioBoard
-from core_rl_trainer.logs.wandb_log import WandbBoard
-from core_rl_trainer.plan.run_plan import Placement
-from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.run.run_directory import RunDirectory
 
 __all__ = ["RunRecords"]
@@ -28,27 +23,16 @@ logger = logging.getLogger(__name__)
 class RunRecords:
     """Everything in the run's directory that a person reads, continuing after ``step`` (-1: from the start).
 
-    ``placements`` and names of ``engines``, by role, are for the page.
+    ``boards`` get every row of metrics.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        directory: RunDirectory,
-        step: int,
-        placements: Mapping[str, Placement] = MappingProxyType({}),
-        engines: Mapping[str, str] = MappingProxyType({}),
+        self, directory: RunDirectory, step: int, page: RunPage, boards: Sequence[MetricsBoard] = ()
     ) -> None:
         self._directory = directory
-        values = recipe.model_dump(mode="json")
-        boards: list[MetricsBoard] = []
-        if recipe.wandb is not None:
-            boards.append(WandbBoard(recipe.wandb, directory.path, values))
-        if recipe.trackio is not None:
-            boards.append(TrackioBoard(recipe.trackio, directory.path, values))
         self._metrics = MetricsLog(directory.path, step, boards)
         self._samples = StepLog(directory.path / "samples.jsonl", step)
-        self._page = RunPage(recipe, directory.path, placements, engines)
+        self._page = page
         self.best: Mapping[str, Any] | None = None
         """The best model so far, for the page."""
 

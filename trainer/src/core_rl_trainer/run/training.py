@@ -1,0 +1,231 @@
+"""A run of a plan: its directory, its attempts after lost ranks, its engines and its outputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from rich.console import Console
+
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.engine.schedule import schedule_length
+from core_rl.errors import BatchError, CoreRLError
+from core_rl.launch.hosts import Hosts
+from core_rl_trainer.callbacks import Callback
+from core_rl_trainer.data.sources import is_hub_dataset
+from core_rl_trainer.errors import StepError
+from core_rl_trainer.logs.metrics_log import MetricsBoard
+from core_rl_trainer.logs.page import PageRole, RunPage
+from core_rl_trainer.logs.progress import TrainingProgress, print_result, say
+from core_rl_trainer.logs.terminal_log import TerminalLog
+from core_rl_trainer.logs.trackio_log import TrackioBoard
+from core_rl_trainer.logs.wandb_log import WandbBoard
+from core_rl_trainer.outputs.model_card import model_card
+from core_rl_trainer.outputs.push import push_run
+from core_rl_trainer.plan.engine_checks import sender_slot
+from core_rl_trainer.plan.run_plan import RunPlan
+from core_rl_trainer.plan.slots import describe_ranks
+from core_rl_trainer.run.best_model import BestModel
+from core_rl_trainer.run.callbacks import Callbacks
+from core_rl_trainer.run.cluster import check_machines, open_cluster
+from core_rl_trainer.run.loop import RunLoop
+from core_rl_trainer.run.online import OnlineLearner, open_online
+from core_rl_trainer.run.parts import has_portable, readable_part
+from core_rl_trainer.run.records import RunRecords
+from core_rl_trainer.run.restarts import Restarts
+from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
+from core_rl_trainer.run.signals import StopSignals
+from core_rl_trainer.run.supervised import SupervisedLearner, open_supervised
+from core_rl_trainer.run.watch import Watch
+
+__all__ = ["open_learner", "run_plan"]
+
+logger = logging.getLogger(__name__)
+
+
+def run_plan(
+    plan: RunPlan,
+    added: Sequence[Callback],
+    console: Console | None,
+    signals: StopSignals,
+    log: TerminalLog,
+) -> dict[str, Any]:
+    """Train as ``plan`` says; the result as plain values. See `core_rl_trainer.api.train`."""
+    console = console or Console(stderr=True)
+    callbacks = Callbacks(plan.recipe, added)
+    for remark in plan.remarks:
+        logger.warning("%s", remark)
+    for line in plan.statistics.lines():
+        say(console, line)
+    with open_run_directory(plan.files, plan.identity()) as directory:
+        log.open(directory.log)
+        result = directory.result()
+        checkpoint = directory.checkpoint()
+        if result is None or _has_more(plan, result, checkpoint):
+            with callbacks:
+                result = _train_with_restarts(plan, directory, console, signals, callbacks)
+        else:
+            text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
+            say(console, text)
+        print_result(console, result)
+        if not result.get("stopped") and (url := _push(plan, directory, result)) is not None:
+            say(console, f"uploaded to {url}")
+    return result
+
+
+def _has_more(plan: RunPlan, result: dict[str, Any], checkpoint: RunCheckpoint | None) -> bool:
+    """Whether a finished run has steps left now, or lacks a part of its last checkpoint."""
+    schedule = plan.schedule
+    portable = schedule.save_portable_every > 0
+    if checkpoint is None or (result["steps"] == schedule.steps and not portable):
+        return False
+    specs = {name: engine.spec for name, engine in plan.trained.items()}
+    return checkpoint.step < schedule.steps or (portable and not has_portable(checkpoint, specs))
+
+
+def _train_with_restarts(
+    plan: RunPlan, directory: RunDirectory, console: Console, signals: StopSignals, callbacks: Callbacks
+) -> dict[str, Any]:
+    """The result of `_train`, which begins again after a loss of ranks, as often as ``cluster.restarts`` allows."""
+    restarts, attempt = Restarts(plan.cluster, directory, console), plan
+    while True:
+        opened = False
+        try:
+            with open_cluster(attempt.cluster) as hosts:
+                opened = True
+                by_memory = attempt.rollout is not None and attempt.rollouts.sync == "tensor"
+                sender = sender_slot(attempt.trainers["actor"]).machine if by_memory else None
+                check_machines(hosts, attempt.trainers, directory.path, sender)
+                return _train(attempt, directory, hosts, console, signals, callbacks)
+        except BatchError as error:
+            raise StepError(str(error)) from error
+        except CoreRLError as error:
+            if signals.noted:  # a scheduler's signal ends ranks as well
+                raise
+            attempt = plan.on_machines(restarts.after(error, opened))
+
+
+def _train(
+    plan: RunPlan,
+    directory: RunDirectory,
+    hosts: Hosts,
+    console: Console,
+    signals: StopSignals,
+    callbacks: Callbacks,
+) -> dict[str, Any]:
+    """The steps from the last checkpoint on, and the files of a finished run; its result."""
+    checkpoint = directory.checkpoint()
+    if checkpoint is not None:
+        for name, engine in plan.trained.items():
+            readable_part(checkpoint, name, engine.spec, engine.config.layout)
+    directory.reopen()
+    _warn_of_ended_schedule(plan, directory.schedule_steps)
+    steps = plan.schedule.steps
+    step = checkpoint.step if checkpoint else -1
+    with (
+        directory.transfer(),
+        _open_records(plan, directory, step) as records,
+        TrainingProgress(console, steps, max(step, 0)) as progress,
+        ExitStack() as engines,
+    ):
+        with progress.phase("building engines"):
+            learner = engines.enter_context(open_learner(plan, directory, hosts))
+        resumed = checkpoint is not None and directory.owns(checkpoint)
+        best = BestModel(
+            plan.keep_best,
+            directory.best,
+            directory.best_model,
+            checkpoint.state.get("best") if checkpoint and resumed else None,
+        )
+        loop = RunLoop(
+            learner=learner,
+            schedule=plan.schedule,
+            models=plan.models,
+            directory=directory,
+            best=best,
+            watch=Watch(plan.stop_on, plan.end_tokens),
+            records=records,
+            progress=progress,
+            signals=signals,
+            callbacks=callbacks,
+        )
+        result = _result(plan, directory, loop, loop.run(checkpoint))
+        learner.save_model(directory.model)
+        if plan.trains_adapter:
+            learner.save_adapter(directory.adapter)
+        records.draw("stopped" if result["stopped"] else "complete", result["stopped"] or "")
+    directory.finish(result)
+    callbacks.run_end(result)
+    return result
+
+
+def open_learner(
+    plan: RunPlan, directory: RunDirectory, hosts: Hosts
+) -> AbstractContextManager[OnlineLearner | SupervisedLearner]:
+    """Start the engines of ``plan`` on ``hosts``; they end with the context."""
+    finetune = FinetuneSpec(
+        dataset_size=directory.schedule_steps * plan.batch_size, train_batch_size=plan.batch_size
+    )
+    if plan.rollout is None:
+        return open_supervised(plan, directory, finetune, hosts)
+    return open_online(plan, directory, finetune, hosts)
+
+
+def _open_records(plan: RunPlan, directory: RunDirectory, step: int) -> RunRecords:
+    """The records of the run, which continue after ``step``."""
+    values = plan.recipe.model_dump(mode="json")
+    roles = tuple(
+        PageRole(name=name, engine=engine.spec.name, ranks=describe_ranks(engine))
+        for name, engine in plan.engines.items()
+    )
+    boards: list[MetricsBoard] = []
+    if plan.wandb is not None:
+        boards.append(WandbBoard(plan.wandb, directory.path, values))
+    if plan.trackio is not None:
+        boards.append(TrackioBoard(plan.trackio, directory.path, values))
+    page = RunPage(values, directory.path, cluster=str(plan.cluster), roles=roles)
+    return RunRecords(directory, step, page, boards)
+
+
+def _warn_of_ended_schedule(plan: RunPlan, schedule_steps: int) -> None:
+    """An extended run keeps the horizon of its schedule, at whose end the rate may be 0."""
+    optimizer, steps = plan.schedule.optimizer, plan.schedule.steps
+    end = schedule_length(optimizer, schedule_steps)
+    if end is not None and optimizer.schedule.function is None and end < steps:
+        logger.warning(
+            "the learning rate stays at %g from step %d on, where its schedule ends; optimizer.schedule_steps=%d "
+            "stretches it over all steps of the run",
+            optimizer.lr * optimizer.schedule.min_lr_ratio,
+            end,
+            steps,
+        )
+
+
+def _result(plan: RunPlan, directory: RunDirectory, loop: RunLoop, step: int) -> dict[str, Any]:
+    """The result of a run that ends after ``step``."""
+    best, evaluations = loop.best.state_dict(), loop.evaluations
+    return {
+        "engine": next(iter(plan.trainers.values())).spec.name,
+        "seed": plan.seed,
+        "steps": step,
+        "stopped": loop.callbacks.stopped if step < plan.schedule.steps else None,
+        "before": evaluations["0"],
+        "after": evaluations[max(evaluations, key=int)],
+        "best": best,
+        **directory.places(),
+        "adapter": str(directory.adapter) if plan.trains_adapter else None,
+        "best_model": str(directory.best_model) if best else None,
+    }
+
+
+def _push(plan: RunPlan, directory: RunDirectory, result: dict[str, Any]) -> str | None:
+    """Upload the output of a complete run; the address of the repository, None where nothing is uploaded."""
+    if plan.push_to_hub is None:
+        return None
+    recipe = plan.recipe
+    datasets = [source.path.partition("@")[0] for source in recipe.data.train if is_hub_dataset(source)]
+    card = model_card(recipe.model_dump(mode="json"), datasets, plan.push_to_hub, result)
+    return push_run(plan.push_to_hub, directory.path, card)
