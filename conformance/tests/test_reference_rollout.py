@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.checkpoint.directory import publish
+from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -327,7 +327,7 @@ def test_changed_file_of_sealed_directory_is_refused(store: ModelStore, serve: S
     def write(directory: Path) -> None:
         shutil.copytree(source, directory, dirs_exist_ok=True)
 
-    publish(str(path), write, Comm(), kind="hf")
+    write_checkpoint(str(path), write, Comm(), kind="hf")
     engine = serve()
     update(engine, path, 1, verify=True)
     file = path / "model.safetensors"

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.directory import open_checkpoint, write_checkpoint
 from core_rl.distributed.comm import Comm
 
 TIMEOUT_S = 60.0
@@ -123,12 +123,12 @@ def save_text(path: str | Path, **files: str) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
 
-    publish(str(path), write, Comm(), kind="text", state={"files": sorted(files)})
+    write_checkpoint(str(path), write, Comm(), kind="text", state={"files": sorted(files)})
 
 
 def load_text(path: str | Path) -> dict[str, str]:
     """Text that `save_text` saved."""
-    with opened(str(path), Comm(), kind="text") as directory:
+    with open_checkpoint(str(path), Comm(), kind="text") as directory:
         files = [file for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"]
         return {file.relative_to(directory).as_posix().replace("/", "__"): file.read_text() for file in files}
 

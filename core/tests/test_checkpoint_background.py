@@ -24,7 +24,12 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint import background
-from core_rl.checkpoint.background import BackgroundSave, Later, Write, late_writes, publish_later
+from core_rl.checkpoint.background import (
+    BackgroundSave,
+    DeferredWrite,
+    Write,
+    write_in_background,
+)
 from core_rl.checkpoint.manifest import read_manifest, records_of
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
@@ -39,11 +44,11 @@ CALLS = ("fsync", "mkdir", "rename", "rmdir", "unlink")
 def begin(
     path: Path, world: Comm, write: Write, *, text: str = "", timeout_s: float = TIMEOUT_S
 ) -> BackgroundSave:
-    def prepare(directory: Path) -> Later:
+    def prepare(directory: Path) -> DeferredWrite:
         (directory / f"now{world.rank}").write_text(text)
-        return Later(write)
+        return DeferredWrite(write)
 
-    return publish_later(str(path), prepare, world, kind="text", state={}, timeout_s=timeout_s)
+    return write_in_background(str(path), prepare, world, kind="text", state={}, timeout_s=timeout_s)
 
 
 def later(text: str, rank: int = 0) -> Write:
@@ -78,24 +83,6 @@ def test_the_old_one_stays_until_all_ranks_have_written(tmp_path: Path) -> None:
         f"{when}{rank}": text for rank in range(3) for when, text in (("now", ""), ("later", f"new {rank}"))
     }
     assert hidden(tmp_path) == []
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_late_writes_come_after_the_context_or_when_somebody_waits(tmp_path: Path, waits: bool) -> None:
-    path, live = tmp_path / "a", ["before"]
-    with late_writes():
-        saving = begin(path, Comm(), lambda directory: _write(directory / "later0", live[0]))
-        live[0] = "after"
-        if waits:
-            saving.wait(Comm())
-            assert load_text(path)["later0"] == "after"
-        else:
-            assert not path.exists()
-            live[0] = "at the end"
-    saving.wait(Comm())
-    assert load_text(path)["later0"] == live[0]
-    begin(tmp_path / "b", Comm(), later("at once")).wait(Comm())
-    assert load_text(tmp_path / "b")["later0"] == "at once"
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -146,12 +133,12 @@ def test_a_rank_that_does_not_write_in_time_is_named(tmp_path: Path) -> None:
 
 
 def test_a_failure_before_training_goes_on_is_raised_at_once(tmp_path: Path) -> None:
-    def fail(directory: Path) -> Later:
+    def fail(directory: Path) -> DeferredWrite:
         raise RuntimeError("no snapshot")
 
     save_text(tmp_path / "a", weights="old")
     with pytest.raises(CheckpointError, match=": RuntimeError: no snapshot"):
-        publish_later(str(tmp_path / "a"), fail, Comm(), kind="text", state={}, timeout_s=1.0)
+        write_in_background(str(tmp_path / "a"), fail, Comm(), kind="text", state={}, timeout_s=1.0)
     assert load_text(tmp_path / "a") == {"weights": "old"}
     assert hidden(tmp_path) == []
 
@@ -225,14 +212,14 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from typing import Any
-from core_rl.checkpoint.background import Later, publish_later
+from core_rl.checkpoint.background import DeferredWrite, write_in_background
 from core_rl.distributed.comm import Comm
 
 def write(directory):
     time.sleep(0.3)
     (directory / "later0").write_text("new")
 
-publish_later(sys.argv[1], lambda directory: Later(write), Comm(), kind="text", state={}, timeout_s=60.0)
+write_in_background(sys.argv[1], lambda directory: DeferredWrite(write), Comm(), kind="text", state={}, timeout_s=60.0)
 """
 
 

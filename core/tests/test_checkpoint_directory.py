@@ -28,7 +28,7 @@ from checkpoint_support import (
 from safetensors import SafetensorError
 
 from core_rl.checkpoint import directory as directory_module
-from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.directory import open_checkpoint, write_checkpoint
 from core_rl.checkpoint.manifest import FileRecord, Manifest, parse_manifest, read_manifest
 from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.distributed.comm import Comm
@@ -79,7 +79,7 @@ def test_all_ranks_write_into_one_directory(tmp_path: Path) -> None:
         def write(directory: Path) -> None:
             (directory / f"rank{world.rank}").write_text("x" * world.rank)
 
-        publish(path, write, world, kind="text")
+        write_checkpoint(path, write, world, kind="text")
 
     assert on_ranks(3, save) == [None] * 3
     assert load_text(path) == {"rank0": "", "rank1": "x", "rank2": "xx"}
@@ -107,7 +107,7 @@ def test_the_failure_of_one_rank_is_an_error_of_all(
             if world.rank == culprit:
                 raise error
 
-        publish(path, write, world, kind="text")
+        write_checkpoint(path, write, world, kind="text")
 
     raised = on_ranks(3, save)
     assert [type(found) for found in raised] == [CheckpointError] * 3
@@ -125,7 +125,7 @@ def test_ranks_without_a_common_file_system_are_told_so(
     path, real = str(tmp_path / "a"), Path.is_dir
 
     def save(world: Comm) -> None:
-        publish(path, lambda directory: None, world, kind="text")
+        write_checkpoint(path, lambda directory: None, world, kind="text")
 
     monkeypatch.setattr(Path, "is_dir", lambda self: ".tmp-" not in self.name and real(self))
     raised = on_ranks(2, save)
@@ -176,7 +176,7 @@ def test_the_old_one_survives_an_empty_directory_in_its_place(tmp_path: Path) ->
     assert load_text(tmp_path / "a") == FILES
 
     with pytest.raises(CheckpointError, match=": RuntimeError: no"):
-        publish(str(tmp_path / "a"), _fail, Comm(), kind="text")
+        write_checkpoint(str(tmp_path / "a"), _fail, Comm(), kind="text")
     assert load_text(tmp_path / "a") == FILES
     assert (tmp_path / "a" / "weights").is_file()  # back in its place, also for programs that know no better
     assert hidden(tmp_path) == []
@@ -267,7 +267,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, write: Callable[[Path], 
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
         with pytest.raises(CheckpointError) as caught:
-            publish(str(path), write, Comm(), kind="text")
+            write_checkpoint(str(path), write, Comm(), kind="text")
         assert "too large" in str(caught.value)
         assert name in str(caught.value)
         assert "untouched" in str(caught.value)
@@ -316,8 +316,8 @@ def test_each_rank_hashes_its_own_file(tmp_path: Path, monkeypatch: pytest.Monke
         def write(directory: Path) -> None:
             (directory / f"rank-{world.rank:05d}").write_text("x" * world.rank)
 
-        publish(path, write, world, kind="text")
-        with opened(path, world, kind="text"):
+        write_checkpoint(path, write, world, kind="text")
+        with open_checkpoint(path, world, kind="text"):
             pass
 
     assert on_ranks(3, save_and_open) == [None] * 3
@@ -328,7 +328,7 @@ def test_each_rank_hashes_its_own_file(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("value", [{"when": object()}, {"deep": [{1: "one"}]}])
 def test_a_state_that_is_not_json_is_refused(tmp_path: Path, value: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="the state of the checkpoint"):
-        publish(str(tmp_path / "a"), lambda directory: None, Comm(), kind="text", state=value)
+        write_checkpoint(str(tmp_path / "a"), lambda directory: None, Comm(), kind="text", state=value)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -344,7 +344,7 @@ def test_damage_is_refused_with_the_files_name(
     damage(tmp_path / "a" / name)
 
     def load(world: Comm) -> None:
-        with opened(str(tmp_path / "a"), world, kind="text"):
+        with open_checkpoint(str(tmp_path / "a"), world, kind="text"):
             raise AssertionError("a damaged checkpoint was opened")
 
     raised = on_ranks(2, load)
@@ -364,7 +364,7 @@ def test_without_digests_files_are_compared_by_size_and_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a"
-    publish(str(path), write_two, Comm(), kind="text")
+    write_checkpoint(str(path), write_two, Comm(), kind="text")
     (path / "one").write_text("eno")
     with pytest.raises(CheckpointDamaged, match="one: its contents changed"):
         open_text(path, digests=True)
@@ -383,7 +383,7 @@ def write_two(directory: Path) -> None:
 
 
 def open_text(path: Path, digests: bool) -> None:
-    with opened(str(path), Comm(), kind="text", digests=digests):
+    with open_checkpoint(str(path), Comm(), kind="text", digests=digests):
         pass
 
 
@@ -417,7 +417,7 @@ def test_another_kind_is_refused(tmp_path: Path) -> None:
     save_text(tmp_path / "a", **FILES)
     with (
         pytest.raises(CheckpointMismatch, match="kind 'text', not 'hf'"),
-        opened(str(tmp_path / "a"), Comm(), kind="hf"),
+        open_checkpoint(str(tmp_path / "a"), Comm(), kind="hf"),
     ):
         pass
 
@@ -431,7 +431,7 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with opened(str(tmp_path), Comm(), kind="hf", require_manifest=False) as directory:
+    with open_checkpoint(str(tmp_path), Comm(), kind="hf", require_manifest=False) as directory:
         assert (directory / "config.json").read_text() == "{}"
     with pytest.raises(CheckpointDamaged, match="manifest.json is missing"):
         load_text(tmp_path)
@@ -442,7 +442,7 @@ def test_a_nested_checkpoint_is_covered_by_its_own_manifest(tmp_path: Path) -> N
         (directory / "outer").write_text("o")
         save_text(directory / "engine", inner="i")
 
-    publish(str(tmp_path / "a"), write, Comm(), kind="text")
+    write_checkpoint(str(tmp_path / "a"), write, Comm(), kind="text")
     listed = json.loads((tmp_path / "a" / "manifest.json").read_text())["files"]
     assert sorted(listed) == ["engine/manifest.json", "outer"]
     (tmp_path / "a" / "engine" / "inner").write_text("j")

@@ -19,8 +19,8 @@ from object_store import PROTOCOL, ObjectStore
 from torch._C._distributed_c10d import FileStore
 
 from core_rl.checkpoint import local
-from core_rl.checkpoint.background import Later, publish_later
-from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.background import DeferredWrite, write_in_background
+from core_rl.checkpoint.directory import open_checkpoint, write_checkpoint
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError
 from core_rl.launch.process import start_process
@@ -86,12 +86,12 @@ def write_own(world: Comm) -> Callable[[Path], None]:
 
 
 def save(world: Comm, url: str) -> None:
-    publish(url, write_own(world), world, kind="text")
+    write_checkpoint(url, write_own(world), world, kind="text")
 
 
 def save_later(world: Comm, url: str) -> None:
-    pending = publish_later(
-        url, lambda directory: Later(write_own(world)), world, kind="text", state={}, timeout_s=60.0
+    pending = write_in_background(
+        url, lambda directory: DeferredWrite(write_own(world)), world, kind="text", state={}, timeout_s=60.0
     )
     pending.wait(world)
 
@@ -105,14 +105,19 @@ def save_joined(world: Comm, url: str) -> None:
         for file in files:
             file.unlink()
 
-    pending = publish_later(
-        url, lambda directory: Later(write_own(world), join), world, kind="text", state={}, timeout_s=60.0
+    pending = write_in_background(
+        url,
+        lambda directory: DeferredWrite(write_own(world), join),
+        world,
+        kind="text",
+        state={},
+        timeout_s=60.0,
     )
     pending.wait(world)
 
 
 def load(world: Comm, url: str) -> dict[str, str]:
-    with opened(url, world, kind="text") as directory:
+    with open_checkpoint(url, world, kind="text") as directory:
         return {file.name: file.read_text() for file in directory.iterdir() if file.suffix != ".json"}
 
 
@@ -176,7 +181,7 @@ class Refusing:
 def replace_and_fail(
     world: Comm, url: str, write: Callable[[Comm, str], None], rank: int
 ) -> tuple[str, dict[str, str]]:
-    publish(url, lambda directory: (directory / "old").touch(), world, kind="text")
+    write_checkpoint(url, lambda directory: (directory / "old").touch(), world, kind="text")
     refusing = Refusing(rank)
     ObjectStore.put_file = lambda *args: refusing(*args)  # type: ignore[method-assign]  # noqa: PLW0108  # to be a method
     try:

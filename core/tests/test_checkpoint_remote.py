@@ -12,9 +12,9 @@ import pytest
 from checkpoint_support import DAMAGE, in_child, killed_at, load_text, on_ranks, save_text
 from fsspec.implementations.local import LocalFileSystem
 
-from core_rl.checkpoint.directory import opened, publish
+from core_rl.checkpoint.directory import open_checkpoint, write_checkpoint
 from core_rl.checkpoint.manifest import parse_manifest
-from core_rl.checkpoint.remote import RemotePlace
+from core_rl.checkpoint.remote import RemoteStorage
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 
@@ -32,7 +32,7 @@ def test_what_was_saved_is_read_back_and_replaced(url: str) -> None:
         load_text(url)
     save_text(url, **FILES)
     assert load_text(url) == FILES
-    assert parse_manifest(RemotePlace(url).manifest_bytes() or b"", url).state == {"files": sorted(FILES)}
+    assert parse_manifest(RemoteStorage(url).manifest_bytes() or b"", url).state == {"files": sorted(FILES)}
     save_text(url, weights="new", other="o")
     assert load_text(url) == {"weights": "new", "other": "o"}
     files, root = fsspec.core.url_to_fs(url)
@@ -48,8 +48,8 @@ def test_all_ranks_write_and_read(url: str) -> None:
         def write(directory: Path) -> None:
             (directory / f"rank{world.rank}").write_text("x")
 
-        publish(url, write, world, kind="text")
-        with opened(url, world, kind="text") as directory:
+        write_checkpoint(url, write, world, kind="text")
+        with open_checkpoint(url, world, kind="text") as directory:
             return {file.name: file.read_text() for file in directory.glob("rank*")}
 
     assert on_ranks(2, save) == [{"rank0": "x", "rank1": "x"}] * 2
@@ -57,7 +57,7 @@ def test_all_ranks_write_and_read(url: str) -> None:
 
 def test_the_download_is_removed(url: str) -> None:
     save_text(url, **FILES)
-    with opened(url, Comm(), kind="text") as directory:
+    with open_checkpoint(url, Comm(), kind="text") as directory:
         save_text(f"{url}-2", **FILES)  # removes what killed processes have left
         assert directory.is_dir()
     assert not directory.exists()
@@ -134,7 +134,7 @@ def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
 
 def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with opened(f"file://{tmp_path}", Comm(), kind="hf", require_manifest=False) as directory:
+    with open_checkpoint(f"file://{tmp_path}", Comm(), kind="hf", require_manifest=False) as directory:
         assert (directory / "config.json").read_text() == "{}"
 
 

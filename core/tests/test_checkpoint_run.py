@@ -14,7 +14,7 @@ import pytest
 from checkpoint_support import DAMAGE, hidden, in_child, killed_at, load_text, save_text
 
 from core_rl.checkpoint import manifest
-from core_rl.checkpoint.local import LocalPlace
+from core_rl.checkpoint.local import LocalStorage
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
@@ -74,14 +74,14 @@ def test_reading_takes_the_newest_after_a_race(
 ) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
     save(runs, 1)
-    linked = LocalPlace.linked
+    linked = LocalStorage.linked
 
-    def overtaken(place: LocalPlace) -> Any:
+    def overtaken(place: LocalStorage) -> Any:
         if runs.steps() == [1]:
             save(runs, 2)
         return linked(place)
 
-    monkeypatch.setattr(LocalPlace, "linked", overtaken)
+    monkeypatch.setattr(LocalStorage, "linked", overtaken)
     with ExitStack() as stack:
         if step is None:
             check(stack.enter_context(runs.reading(step)), 2)
@@ -256,10 +256,10 @@ def test_an_old_one_that_cannot_be_removed_does_not_stop_the_run(
     runs = RunCheckpoints(tmp_path, keep=1)
     save(runs, 1)
 
-    def busy(place: LocalPlace) -> None:
+    def busy(place: LocalStorage) -> None:
         raise OSError("device or resource busy")
 
-    monkeypatch.setattr(LocalPlace, "remove", busy)
+    monkeypatch.setattr(LocalStorage, "remove", busy)
     save(runs, 2)
     check(runs.latest(), 2)
     assert "cannot remove the old checkpoint of step 1" in caplog.text

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Event, Thread
+from unittest import mock
 
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.checkpoint.background import late_writes
+from core_rl.checkpoint import background
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -155,9 +157,23 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:
-    """On the rank itself: its files are written when the steps have been made, as by a slow disk."""
-    with late_writes():
-        engine.save(later)
+    """Save on a rank as with a slow disk: its files are written after the steps, or when the engine waits for them."""
+    stepped = Event()
+
+    class LateThread(Thread):
+        def run(self) -> None:
+            stepped.wait()
+            super().run()
+
+        def join(self, timeout: float | None = None) -> None:
+            stepped.set()
+            super().join(timeout)
+
+    try:
+        with mock.patch.object(background, "Thread", LateThread):
+            engine.save(later)
         for batch in batches:
             engine.train_batch(engine.shard_data(batch), TokenMeanLoss().spec(), MicroBatchSpec(count=1))
             engine.lr_scheduler_step()
+    finally:
+        stepped.set()

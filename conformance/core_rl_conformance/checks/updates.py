@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.checkpoint.directory import publish
+from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.distributed.comm import Comm
@@ -44,7 +44,7 @@ def published(
     def write(directory: Path) -> None:
         shutil.copytree(source, directory, dirs_exist_ok=True)
 
-    publish(str(path), write, Comm(), kind="hf", state={"version": version})
+    write_checkpoint(str(path), write, Comm(), kind="hf", state={"version": version})
     return WeightUpdateMeta(version=version, path=str(path), verify=verify)
 
 

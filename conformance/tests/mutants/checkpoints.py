@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
-from core_rl.checkpoint.background import Later, publish_later
+from core_rl.checkpoint.background import DeferredWrite, write_in_background
 from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.capability import Capability
@@ -255,9 +255,9 @@ class _SavesByReference(Persistence):
             copies = copy_shards(run.world.rank, shards)
             write_copies(directory / "shards", run.world.rank, copies, run.world.size)
 
-        self.saving = publish_later(
+        self.saving = write_in_background(
             meta.path,
-            lambda directory: Later(write),
+            lambda directory: DeferredWrite(write),
             run.world,
             kind=meta.format,
             state=contents.state(with_optimizer=True),

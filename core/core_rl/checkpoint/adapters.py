@@ -11,8 +11,8 @@ from core_rl.backend.meta import SaveLoadMeta, TensorKind
 from core_rl.backend.protocols import SupportsLora
 from core_rl.backend.tensors import TensorSource
 from core_rl.checkpoint.background import BackgroundSave
-from core_rl.checkpoint.contents import Contents, load_parts, publish_save
-from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.contents import Contents, load_tensors, save_files
+from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.model_files import copy_tokenizer
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
@@ -58,7 +58,7 @@ def save_adapter(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | Non
         "version": contents.progress.version,
     }
     # An adapter is small: its files are written at once, also for a save in the background.
-    return publish_save(contents, meta, write, state, lambda: None)
+    return save_files(contents, meta, write, state, lambda: None)
 
 
 def load_adapter(contents: Contents, meta: SaveLoadMeta) -> None:
@@ -70,14 +70,14 @@ def load_adapter(contents: Contents, meta: SaveLoadMeta) -> None:
     own = {"model": contents.fingerprint(), "base": contents.tensors.base_digest()}
     lora = contents.config.model.lora
     assert lora is not None  # required by the engine
-    with opened(meta.path, contents.world, kind="adapter", require_manifest=False) as directory:
+    with open_checkpoint(meta.path, contents.world, kind="adapter", require_manifest=False) as directory:
 
         def parts() -> dict[TensorKind, TensorSource]:
             problems = [*_config_problems(lora, directory), *_base_problems(own, directory)]
             raise_all(CheckpointMismatch, "the adapter does not fit this engine", problems)
             return {"adapter": TensorFiles(directory, TENSOR_FILE)}
 
-        load_parts(contents, parts, f"cannot load {meta.path!r}")
+        load_tensors(contents, parts, f"cannot load {meta.path!r}")
 
 
 def _config_problems(lora: LoraConfig, directory: Path) -> Iterator[str]:

@@ -12,8 +12,8 @@ from typing import Any
 from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
 from core_rl.backend.tensors import TensorSource, check_source
 from core_rl.backend.train_backend import AnyTrainBackend
-from core_rl.checkpoint.background import BackgroundSave, Later, Write, publish_later
-from core_rl.checkpoint.directory import publish
+from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write, write_in_background
+from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.agreement import on_all
@@ -22,7 +22,7 @@ from core_rl.errors import CheckpointMismatch, raise_all
 from core_rl.state.rng_state import RngState
 from core_rl.state.store import TensorStore
 
-__all__ = ["Contents", "load_parts", "publish_save"]
+__all__ = ["Contents", "load_tensors", "save_files"]
 
 MODEL_FIELDS = (
     "model_type",
@@ -135,12 +135,12 @@ class Contents:
         return manifest.state
 
 
-def publish_save(
+def save_files(
     contents: Contents,
     meta: SaveLoadMeta,
     write: Write,
     state: Mapping[str, Any],
-    snapshot: Callable[[], Later | None],
+    snapshot: Callable[[], DeferredWrite | None],
 ) -> BackgroundSave | None:
     """Publish what ``write`` writes: at once, or later what ``snapshot`` copied.
 
@@ -148,21 +148,23 @@ def publish_save(
     the flush to the disk and the renaming come later.
     """
     if not meta.asynchronous:
-        publish(meta.path, write, contents.world, kind=meta.format, state=state)
+        write_checkpoint(meta.path, write, contents.world, kind=meta.format, state=state)
         return None
 
-    def prepare(directory: Path) -> Later:
+    def prepare(directory: Path) -> DeferredWrite:
         later = snapshot()
         if later is not None:
             return later
         write(directory)
-        return Later(lambda directory: None)
+        return DeferredWrite(lambda directory: None)
 
     world = contents.world
-    return publish_later(meta.path, prepare, world, kind=meta.format, state=state, timeout_s=world.timeout_s)
+    return write_in_background(
+        meta.path, prepare, world, kind=meta.format, state=state, timeout_s=world.timeout_s
+    )
 
 
-def load_parts(
+def load_tensors(
     contents: Contents, parts: Callable[[], Mapping[TensorKind, TensorSource]], subject: str
 ) -> None:
     """Check the names and shapes of all parts on all ranks, and only then load them."""

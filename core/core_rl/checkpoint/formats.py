@@ -22,9 +22,9 @@ from core_rl.backend.protocols import (
 )
 from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.adapters import load_adapter, save_adapter
-from core_rl.checkpoint.background import BackgroundSave, Later, Write
-from core_rl.checkpoint.contents import Contents, load_parts, publish_save
-from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write
+from core_rl.checkpoint.contents import Contents, load_tensors, save_files
+from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.end_tokens import end_tokens, set_padding, write_end_tokens
 from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
 from core_rl.checkpoint.shards import ShardFiles, write_copies
@@ -49,14 +49,14 @@ def _save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
     rank, size = contents.world.rank, contents.world.size
     own = contents.backend if isinstance(contents.backend, SupportsOwnCheckpoint) else None
 
-    def snapshot() -> Later:
+    def snapshot() -> DeferredWrite:
         copies = copy_shards(rank, _shards(contents, meta))
 
         def write_later(directory: Path) -> None:
             write_copies(_shard_directory(directory), rank, copies, size)
             copies.clear()
 
-        return Later(write_later)
+        return DeferredWrite(write_later)
 
     def write(directory: Path) -> None:
         if own is not None:
@@ -64,7 +64,7 @@ def _save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
         snapshot().write(directory)
 
     state = contents.state(with_optimizer)
-    return publish_save(contents, meta, write, state, lambda: snapshot() if own is None else None)
+    return save_files(contents, meta, write, state, lambda: snapshot() if own is None else None)
 
 
 def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
@@ -75,7 +75,7 @@ def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
     """
     subject = f"cannot load {meta.path!r}"
     with_optimizer = contents.with_moments(meta)
-    with opened(meta.path, contents.world, kind="sharded") as directory:
+    with open_checkpoint(meta.path, contents.world, kind="sharded") as directory:
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
         saved = ParallelLayout.model_validate(state["layout"])
         _require_layout(contents, meta, saved)
@@ -169,7 +169,7 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
     state = {"model": contents.fingerprint(), "version": contents.progress.version}
-    return publish_save(
+    return save_files(
         contents, meta, write, state, lambda: _tensors_later(contents, {"model": kinds}, write_rest)
     )
 
@@ -178,7 +178,7 @@ def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
     """Weights only: progress, and moments if there are some, stay as they are; collective."""
     kinds = contents.tensors.export_kinds("params")
     kind_of = {name: kind for kind in kinds for name in contents.tensors.shapes(kind)}
-    with opened(meta.path, contents.world, kind="hf", require_manifest=False) as directory:
+    with open_checkpoint(meta.path, contents.world, kind="hf", require_manifest=False) as directory:
 
         def parts() -> Mapping[TensorKind, TensorSource]:
             source = TensorFiles(directory, "model")
@@ -187,7 +187,7 @@ def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
                 names[kind_of.get(name, "params")][name] = name
             return {kind: MappedSource(source, found) for kind, found in names.items()}
 
-        load_parts(contents, parts, f"cannot load {meta.path!r}")
+        load_tensors(contents, parts, f"cannot load {meta.path!r}")
 
 
 def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
@@ -206,22 +206,22 @@ def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | N
 
     files: dict[str, Sequence[TensorKind]] = {kind: (kind,) for kind in kinds}
     state = contents.state(contents.with_moments(meta))
-    return publish_save(contents, meta, write, state, lambda: _tensors_later(contents, files))
+    return save_files(contents, meta, write, state, lambda: _tensors_later(contents, files))
 
 
 def _load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
     """Weights, and where asked moments; returns the progress where asked. Collective."""
     subject = f"cannot load {meta.path!r}"
-    with opened(meta.path, contents.world, kind="portable") as directory:
+    with open_checkpoint(meta.path, contents.world, kind="portable") as directory:
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
         kinds = contents.kinds(meta)
-        load_parts(contents, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
+        load_tensors(contents, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None
 
 
 def _tensors_later(
     contents: Contents, files: Mapping[str, Sequence[TensorKind]], write_rest: Write | None = None
-) -> Later | None:
+) -> DeferredWrite | None:
     """Named tensors from a snapshot: every rank writes its slices, and rank 0 joins them.
 
     ``files`` gives the kinds for the files of each prefix, and ``write_rest`` writes all other files. None where the
@@ -253,7 +253,7 @@ def _tensors_later(
         if write_rest is not None:
             write_rest(directory)
 
-    return Later(write, finish)
+    return DeferredWrite(write, finish)
 
 
 SAVE = {"hf": _save_hf, "portable": _save_portable, "sharded": _save_sharded, "adapter": save_adapter}

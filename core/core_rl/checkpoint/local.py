@@ -19,20 +19,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, seal
+from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, write_manifest
 from core_rl.distributed.agreement import agree, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CheckpointNotFound
 
 __all__ = [
-    "LocalPlace",
+    "LocalStorage",
     "Workspace",
     "check_visible",
     "in_use",
     "is_temporary",
+    "machine_workspace",
     "remove_stale",
     "shared_workspace",
-    "workspace_of_each_machine",
 ]
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
@@ -42,7 +42,7 @@ FILES = "files"
 MAKER = "maker"
 
 
-class LocalPlace:
+class LocalStorage:
     """A local directory as a place for a checkpoint."""
 
     def __init__(self, path: str) -> None:
@@ -71,7 +71,7 @@ class LocalPlace:
 
     def commit(self, staged: Path, manifest: Manifest) -> None:
         """Put the directory ``staged`` in place, with the ``manifest`` of its files."""
-        seal(staged, manifest)
+        write_manifest(staged, manifest)
         if self._occupied():
             self.path.rename(self.old)
             try:
@@ -216,7 +216,7 @@ def shared_workspace(path: Path, world: Comm) -> Workspace:
     return Workspace(path=path, rank=world.rank, ranks=tuple(range(world.size)), leaders=(0,))
 
 
-def workspace_of_each_machine(world: Comm, stack: ExitStack, subject: str) -> Workspace:
+def machine_workspace(world: Comm, stack: ExitStack, subject: str) -> Workspace:
     """An empty directory for temporary files on each machine; collective.
 
     It lives as long as its leader's ``stack``; what killed processes have left is removed. Machines that share the

@@ -27,8 +27,8 @@ __all__ = [
     "parse_manifest",
     "read_manifest",
     "records_of",
-    "seal",
     "to_json",
+    "write_manifest",
 ]
 
 MANIFEST = "manifest.json"
@@ -125,7 +125,7 @@ def records_of(
         return dict(zip(names, pool.map(_record, files), strict=True))
 
 
-def seal(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the ``manifest`` of ``directory``, and flush it and its files to the disk."""
     (directory / MANIFEST).write_bytes(manifest.to_bytes())
     files = [directory / name for name in manifest.files]

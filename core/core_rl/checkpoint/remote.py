@@ -16,7 +16,7 @@ from fsspec.core import url_to_fs
 from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, parse_manifest
 from core_rl.errors import CheckpointError, MissingPackage
 
-__all__ = ["RemotePlace", "is_url"]
+__all__ = ["RemoteStorage", "is_url"]
 
 PREVIOUS = ".previous"
 INCOMPLETE = ".incomplete"
@@ -27,7 +27,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-class RemotePlace:
+class RemoteStorage:
     """A directory of a remote store as a place for a checkpoint."""
 
     def __init__(self, url: str) -> None:

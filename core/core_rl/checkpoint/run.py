@@ -11,10 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.directory import Publication, begin_publish, opened
-from core_rl.checkpoint.local import LocalPlace, is_temporary, remove_stale
-from core_rl.checkpoint.manifest import MANIFEST, all_files, find_damage, read_manifest, to_json
-from core_rl.checkpoint.remote import RemotePlace, is_url
+from core_rl.checkpoint.directory import open_checkpoint
+from core_rl.checkpoint.local import LocalStorage, is_temporary, remove_stale
+from core_rl.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    all_files,
+    file_names,
+    find_damage,
+    read_manifest,
+    records_of,
+    to_json,
+)
+from core_rl.checkpoint.remote import RemoteStorage, is_url
 from core_rl.distributed.agreement import on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, raise_all
@@ -84,17 +93,21 @@ class RunCheckpoints:
                 "or choose another directory"
             )
 
-        def write(directory: Path) -> None:
-            (directory / STATE).write_text(to_json(dict(state), "the state of the run") + "\n")
-            for name, part in parts.items():
-                (directory / name).mkdir()
-                part(directory / name)
-
         self.root.mkdir(parents=True, exist_ok=True)
         remove_stale(self.root, ".step-")
-        path = self._path(step)
-        publication = begin_publish(str(path), write, Comm(), kind=KIND, state={"step": step})
-        return PendingCheckpoint(path, step, publication, self._remove_old)
+        storage = LocalStorage(str(self._path(step)))
+        with ExitStack() as stack:
+
+            def write() -> Path:
+                staged = stack.enter_context(storage.staging())
+                (staged / STATE).write_text(to_json(dict(state), "the state of the run") + "\n")
+                for name, part in parts.items():
+                    (staged / name).mkdir()
+                    part(staged / name)
+                return staged
+
+            staged = on_leader(Comm(), write, _subject(storage.path), CheckpointError)
+            return PendingCheckpoint(storage, staged, step, stack.pop_all(), self._remove_old)
 
     def latest(self) -> RunCheckpoint | None:
         """The newest complete checkpoint; None if there is none.
@@ -124,7 +137,7 @@ class RunCheckpoints:
         while steps := self.steps():
             number = steps[-1] if step is None else step
             try:
-                return _opened(stack.enter_context(LocalPlace(str(self._path(number))).linked()))
+                return _open(stack.enter_context(LocalStorage(str(self._path(number))).linked()))
             except CheckpointNotFound:
                 if step is not None or self.steps()[-1:] == [number]:
                     return self.at(number)
@@ -142,7 +155,7 @@ class RunCheckpoints:
             raise CheckpointNotFound(
                 f"{self.root} has no checkpoint of step {step}; it has those of steps: {found}"
             )
-        return _opened(self._path(step))
+        return _open(self._path(step))
 
     def steps(self) -> list[int]:
         """The steps that are there, in order, not verified."""
@@ -156,45 +169,59 @@ class RunCheckpoints:
     def _remove_old(self) -> None:
         for step in self.steps()[: -self.keep]:
             try:
-                LocalPlace(str(self._path(step))).remove()
+                LocalStorage(str(self._path(step))).remove()
             except OSError as error:  # the new checkpoint is complete: not worth stopping a run for
                 logger.warning("cannot remove the old checkpoint of step %d: %s", step, error)
 
 
 class PendingCheckpoint:
-    """A checkpoint of a run whose parts may still be written in the background. `finish` or `abandon` ends it."""
+    """Checkpoint of a run whose parts may still be written in the background. `finish` or `abandon` ends it."""
 
     def __init__(
-        self, path: Path, step: int, publication: Publication, remove_old: Callable[[], None]
+        self,
+        storage: LocalStorage,
+        staged: Path,
+        step: int,
+        resources: ExitStack,
+        remove_old: Callable[[], None],
     ) -> None:
-        self.path = path
+        self.path = storage.path
         self.step = step
-        self._publication = publication
+        self._storage = storage
+        self._staged = staged
+        self._resources = resources
         self._remove_old = remove_old
 
     @property
     def is_written(self) -> bool:
-        """Whether no part is being written any more; one that failed has written nothing."""
-        return not any(map(is_temporary, self._publication.staged.path.iterdir()))
+        """Whether no part is being written any more. A part that failed has no files."""
+        return not any(map(is_temporary, self._staged.iterdir()))
 
     def finish(self) -> Path:
-        """Put the checkpoint in place, when all parts are complete; its path.
+        """Put the complete checkpoint in place, and return its path.
 
-        Raises `CheckpointError` where it cannot be put there, or the background left a part out.
+        Raises `CheckpointError` where it cannot be put there, or a part is missing.
         """
-        problems = [] if self.is_written else ["parts are still being written; wait for them first"]
-        parts = [entry for entry in sorted(self._publication.staged.path.iterdir()) if entry.is_dir()]
-        problems += [f"nothing was written of {part.name!r}" for part in parts if not any(part.iterdir())]
-        if problems:
-            self.abandon()
+        with self._resources:
+            problems = [] if self.is_written else ["parts are still being written; wait for them first"]
+            parts = [entry for entry in sorted(self._staged.iterdir()) if entry.is_dir()]
+            problems += [f"nothing was written of {part.name!r}" for part in parts if not any(part.iterdir())]
             raise_all(CheckpointError, f"cannot save {self.path}", problems)
-        self._publication.commit()
+            on_leader(Comm(), self._commit, _subject(self.path), CheckpointError)
         self._remove_old()
         return self.path
 
     def abandon(self) -> None:
-        """Remove what was written."""
-        self._publication.close()
+        """Remove the written files."""
+        self._resources.close()
+
+    def _commit(self) -> None:
+        records = records_of(self._staged, file_names(self._staged))
+        self._storage.commit(self._staged, Manifest.of(KIND, {"step": self.step}, records))
+
+
+def _subject(path: Path) -> str:
+    return f"cannot save {str(path)!r}, and what was there before is untouched"
 
 
 def open_run_checkpoint(path: Path) -> RunCheckpoint | None:
@@ -204,11 +231,11 @@ def open_run_checkpoint(path: Path) -> RunCheckpoint | None:
     """
     if not (path / MANIFEST).is_file() or read_manifest(path).kind != KIND:
         return None
-    return _opened(path)
+    return _open(path)
 
 
-def _opened(path: Path) -> RunCheckpoint:
-    with opened(str(path), Comm(), kind=KIND, parts_later=True) as directory:
+def _open(path: Path) -> RunCheckpoint:
+    with open_checkpoint(str(path), Comm(), kind=KIND, nested_digests=False) as directory:
         step = int(read_manifest(directory).state["step"])
         state = json.loads((directory / STATE).read_text())
         return RunCheckpoint(path=directory, step=step, state=state)
@@ -226,7 +253,7 @@ class CheckpointCopies:
             raise ConfigError(f"{url!r} is not an fsspec URL, such as s3://bucket/run")
         self.url = url.rstrip("/")
         self.keep = keep
-        RemotePlace(self.url)
+        RemoteStorage(self.url)
 
     def steps(self) -> list[int]:
         """The steps with a complete copy, in order."""
@@ -272,7 +299,7 @@ class CheckpointCopies:
         on_leader(Comm(), remove, f"cannot remove the checkpoints in {self.url!r}", CheckpointError)
 
     def _fetch(self, step: int, root: Path) -> None:
-        target = LocalPlace(str(root / _name(step)))
+        target = LocalStorage(str(root / _name(step)))
         with target.staging() as staged:
             place = self._place(step)
             found, names = place.files()
@@ -282,11 +309,11 @@ class CheckpointCopies:
             raise_all(CheckpointDamaged, "the copy is damaged", list(damage.values()))
             target.commit(staged, manifest)
 
-    def _place(self, step: int) -> RemotePlace:
-        return RemotePlace(f"{self.url}/{_name(step)}")
+    def _place(self, step: int) -> RemoteStorage:
+        return RemoteStorage(f"{self.url}/{_name(step)}")
 
     def _all(self) -> list[int]:
-        names = RemotePlace(self.url).names()
+        names = RemoteStorage(self.url).names()
         return sorted(int(match[1]) for name in names if (match := STEP.match(name)))
 
     def _complete(self) -> list[int]:

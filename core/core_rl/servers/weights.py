@@ -13,7 +13,7 @@ from typing import TypeAlias, cast
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_source
-from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
@@ -44,7 +44,7 @@ class DiskWeights:
 
         Raises `CheckpointError` and `WeightsError` before any server is called.
         """
-        with DiskUpdate(meta).receive(opened) as directory:
+        with DiskUpdate(meta).receive(open_checkpoint) as directory:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 

@@ -15,7 +15,7 @@ import torch
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.checkpoint.directory import opened
+from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.manifest import read_manifest
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.layout import ParallelLayout
@@ -78,7 +78,7 @@ def test_killed_rank_leaves_complete_checkpoint(tmp_path: Path, seed: int, victi
         with pytest.raises(GroupError):
             ranks.wait_for_saves()
         assert read_manifest(Path(path)).state["progress"]["version"] in (1, 2)
-        with opened(path, Comm(), kind="sharded"):  # verifies every digest
+        with open_checkpoint(path, Comm(), kind="sharded"):  # verifies every digest
             pass
         ranks.restart()
         ranks.initialize()

@@ -31,7 +31,7 @@ from sglang_support import (
 
 from core_rl import get_spec, load_config, load_engine
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.checkpoint.directory import publish
+from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.distributed.comm import Comm
 from core_rl.errors import RolloutError, WeightsError
@@ -370,7 +370,7 @@ def test_verified_files_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def write(directory: Path) -> None:
         shutil.copytree(new, directory, dirs_exist_ok=True)
 
-    publish(str(path), write, Comm(), kind="hf")
+    write_checkpoint(str(path), write, Comm(), kind="hf")
     with stubs(tmp_path) as made, ExitStack() as stack:
         if engine == "sglang":
             receiver = stack.enter_context(connected(made))

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from core_rl.checkpoint.local import LocalPlace
+from core_rl.checkpoint.local import LocalStorage
 from core_rl.checkpoint.run import CheckpointCopies, RunCheckpoint, RunCheckpoints
 from core_rl.errors import CheckpointError, ConfigError, raise_all
 from core_rl_trainer.logs.step_log import read_steps
@@ -171,7 +171,7 @@ class RunDirectory:
         try:
             yield
         finally:
-            LocalPlace(str(self.weights)).remove()
+            LocalStorage(str(self.weights)).remove()
             self.rendezvous.unlink(missing_ok=True)
 
     def reopen(self) -> None:
