@@ -57,7 +57,7 @@ from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection
-from core_rl_trainer.rewards.user_code import LoadedCode, load_user_code
+from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

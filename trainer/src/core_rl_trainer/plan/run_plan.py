@@ -18,7 +18,7 @@ from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import KeepBest, StopSection, TimeoutsSection
-from core_rl_trainer.rewards.user_code import LoadedCode
+from core_rl_trainer.workflows.user_code import LoadedCode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""The functions that a recipe names: loaded before anything starts, and ready to be called while the run is open."""
+"""User functions of a run: rewards, environment and filter, loaded early and opened with the engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadedCode", "UserCode", "load_user_code", "open_user_code"]
 
 CLOSE_TIMEOUT_S = 1.0
-"""How long the loop of rewards may take to end: one that a reward blocks ends with the process."""
+"""Time limit for closing the event loop of rewards, in seconds; a blocked loop ends with the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
