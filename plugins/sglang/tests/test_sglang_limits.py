@@ -196,4 +196,12 @@ def test_shared_device_recipe_is_checked_early(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         trained = checked_trainer(sections.configure_trained("fsdp", recipe.model, recipe.optimizer))
-        plan_online_engines(recipe, sections, {"actor": trained}, recipe.cluster, recipe.placement)
+        plan_online_engines(
+            recipe.rollout,
+            recipe.model,
+            sections,
+            {"actor": trained},
+            recipe.cluster,
+            recipe.placement,
+            colocated=recipe.colocated,
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +18,6 @@ from core_rl.servers.machine import machine_problems
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import ModelInterface, interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.end_tokens import require_end_tokens
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
@@ -53,16 +51,16 @@ from core_rl_trainer.plan.online_checks import (
 from core_rl_trainer.plan.remarks import plan_remarks
 from core_rl_trainer.plan.run_plan import TRAINED, EnginePlan, RunFiles, RunPlan, Schedule, Workload
 from core_rl_trainer.plan.template_time import earlier_runs, with_template_time
+from core_rl_trainer.plan.workload import online_workload, require_budget, supervised_workload
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["build_plan"]
+__all__ = ["PlanBuilder"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,94 +70,245 @@ FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "pl
 DataPlan: TypeAlias = tuple[DataSection, TrainingData, Workload, DataStatistics]
 
 
-def build_plan(
-    recipe: Recipe,
-    engines: EngineSections,
-    trained: ConfiguredEngine,
-    remarks: Sequence[str],
-    *,
-    driver_here: bool,
-) -> RunPlan:
-    """The plan of ``recipe``; ``trained`` is the engine of the model before its algorithm is known."""
-    if recipe.epochs is None:  # before the data is read
+class PlanBuilder:
+    """A recipe on its way to a plan: the one place that reads its sections together."""
+
+    def __init__(self, recipe: Recipe, engines: EngineSections) -> None:
+        """``engines`` are the engines' sections of ``recipe``. Raises `ConfigError` for the algorithm."""
+        self._recipe = recipe
+        self._engines = engines
+        self._algorithm = _with_temperature(recipe.algorithm, recipe.rollout.temperature)
+        self._interface = make_interface(self._algorithm)
+        self._online = not isinstance(self._interface, SupervisedInterface)
+
+    def build(self, trained: ConfiguredEngine, remarks: Sequence[str], *, driver_here: bool) -> RunPlan:
+        """The plan; ``trained`` is the engine of the model before the head of its algorithm is known."""
+        recipe, online = self._recipe, self._online
+        if recipe.epochs is None:  # before the data is read
+            schedule_length(recipe.optimizer, recipe.steps)
+        require_wandb(recipe.wandb)
+        require_trackio(recipe.trackio)
+        require_hub(
+            recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
+        )
+        self._check_sections()
+        trainer = self._trainer(trained)
+        trainers, rollout = self._roles(self._engines, trainer, recipe.cluster, recipe.placement)
+        fewer = self._fewer_roles()
+        code = self._user_code() if online else None
+        tokenizer = load_tokenizer(recipe.model.path)
+        if online:
+            self._check_tokens(tokenizer)
+        stops = (recipe.rollout.stop_token_ids, recipe.rollout.stop) if online else ()
+        end_tokens = require_end_tokens(tokenizer, *stops)
+        section, data, workload, statistics = self._data(tokenizer, trainer[1].layout.dp)
+        batch_size = recipe.rollout.prompts_per_step if online else recipe.data.batch_size
+        recipe = recipe.with_steps(len(data.train), batch_size)
         schedule_length(recipe.optimizer, recipe.steps)
-    require_wandb(recipe.wandb)
-    require_trackio(recipe.trackio)
-    require_hub(
-        recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
-    )
-    algorithm = _with_temperature(recipe.algorithm, recipe.rollout.temperature)
-    interface = make_interface(algorithm)
-    online = not isinstance(interface, SupervisedInterface)
-    _check_sections(recipe, interface)
-    trainer = checked_trainer(with_head(trained, trained_head(interface)))
-    trainers, rollout = _engines(recipe, engines, trainer, interface, recipe.cluster, recipe.placement)
-    fewer = _fewer_engines(recipe, engines, interface)
-    code = _user_code(recipe) if online else None
-    tokenizer = load_tokenizer(recipe.model.path)
-    if online:
-        _check_tokens(recipe, tokenizer)
-    stops = (recipe.rollout.stop_token_ids, recipe.rollout.stop) if online else ()
-    end_tokens = require_end_tokens(tokenizer, *stops)
-    section, data, workload, statistics = _data(recipe, interface, tokenizer, trainer[1].layout.dp)
-    batch_size = recipe.rollout.prompts_per_step if online else recipe.data.batch_size
-    recipe = recipe.with_steps(len(data.train), batch_size)
-    schedule_length(recipe.optimizer, recipe.steps)
-    _require_budget(workload.largest_unit, recipe.micro_batch_tokens)
-    plan = RunPlan(
-        recipe=recipe.model_copy(update={"data": section}),
-        algorithm=algorithm,
-        critic=None if recipe.critic is None else ModelInterfaceAbstraction("ppo_critic", recipe.critic.args),
-        models=_model_directories(recipe),
-        trainers=trainers,
-        rollout=rollout,
-        colocated=recipe.colocated,
-        servers_on_machines=recipe.placement.serves_on_machines(recipe.cluster),
-        cluster=recipe.cluster,
-        workload=workload,
-        data=data,
-        statistics=statistics,
-        tokenizer=tokenizer,
-        end_tokens=end_tokens,
-        rollouts=recipe.rollout,
-        eval_samples=recipe.eval_samples,
-        code=code,
-        reward_weight=0.0 if recipe.reward_model is None else recipe.reward_model.weight,
-        batch_size=batch_size,
-        micro_batch_tokens=recipe.micro_batch_tokens,
-        seed=recipe.seed,
-        schedule=Schedule(
-            steps=recipe.steps,
-            eval_every=recipe.eval_every,
-            save_every=recipe.save_every,
-            save_portable_every=recipe.save_portable_every,
-            save_in_background=recipe.save_in_background,
-            optimizer=recipe.optimizer,
-        ),
-        files=RunFiles(
-            directory=recipe.directory,
-            fresh=recipe.fresh,
-            keep=recipe.keep,
-            checkpoint_url=recipe.checkpoint_url,
-            resume_from=recipe.resume_from,
-        ),
-        limits=recipe.timeouts,
-        keep_best=recipe.keep_best,
-        stop_on=recipe.stop_on,
-        wandb=recipe.wandb,
-        trackio=recipe.trackio,
-        push_to_hub=recipe.push_to_hub,
-    )
-    if driver_here:
-        _require_servers(plan)
-    on_fewer = {
-        count: replace(plan, trainers=trainers, rollout=rollout, cluster=recipe.cluster.on_machines(count))
-        for count, (trainers, rollout) in fewer.items()
-    }
-    return replace(plan, fewer=on_fewer, remarks=(*remarks, *plan_remarks(plan)))
+        require_budget(workload.largest_unit, recipe.micro_batch_tokens)
+        plan = RunPlan(
+            recipe=recipe.model_copy(update={"data": section}),
+            algorithm=self._algorithm,
+            critic=None
+            if recipe.critic is None
+            else ModelInterfaceAbstraction("ppo_critic", recipe.critic.args),
+            models=self._model_directories(),
+            trainers=trainers,
+            rollout=rollout,
+            colocated=recipe.colocated,
+            servers_on_machines=recipe.placement.serves_on_machines(recipe.cluster),
+            cluster=recipe.cluster,
+            workload=workload,
+            data=data,
+            statistics=statistics,
+            tokenizer=tokenizer,
+            end_tokens=end_tokens,
+            rollouts=recipe.rollout,
+            eval_samples=recipe.eval_samples,
+            code=code,
+            reward_weight=0.0 if recipe.reward_model is None else recipe.reward_model.weight,
+            batch_size=batch_size,
+            micro_batch_tokens=recipe.micro_batch_tokens,
+            seed=recipe.seed,
+            schedule=Schedule(
+                steps=recipe.steps,
+                eval_every=recipe.eval_every,
+                save_every=recipe.save_every,
+                save_portable_every=recipe.save_portable_every,
+                save_in_background=recipe.save_in_background,
+                optimizer=recipe.optimizer,
+            ),
+            files=RunFiles(
+                directory=recipe.directory,
+                fresh=recipe.fresh,
+                keep=recipe.keep,
+                checkpoint_url=recipe.checkpoint_url,
+                resume_from=recipe.resume_from,
+            ),
+            limits=recipe.timeouts,
+            keep_best=recipe.keep_best,
+            stop_on=recipe.stop_on,
+            wandb=recipe.wandb,
+            trackio=recipe.trackio,
+            push_to_hub=recipe.push_to_hub,
+        )
+        if driver_here:
+            _require_servers(plan)
+        on_fewer = {
+            count: replace(
+                plan, trainers=trainers, rollout=rollout, cluster=recipe.cluster.on_machines(count)
+            )
+            for count, (trainers, rollout) in fewer.items()
+        }
+        return replace(plan, fewer=on_fewer, remarks=(*remarks, *plan_remarks(plan)))
 
+    def _check_sections(self) -> None:
+        """Raise `ConfigError` for sections that do not go with the algorithm; warn of those that are not read."""
+        recipe, interface = self._recipe, self._interface
+        name = recipe.algorithm.type_
+        if isinstance(interface, SupervisedInterface):
+            _warn_of(name, "data", [repr(field) for field in FOR_ROLLOUTS if _is_set(recipe, field)])
+            if recipe.data.streaming and REFERENCE in interface.wanted_fields:
+                raise ConfigError(
+                    f"data.streaming = true: the interface {name!r} keeps the reference's log-probs of all examples in "
+                    "memory; leave streaming out"
+                )
+            refused = [field for field in ("critic", "reward_model") if getattr(recipe, field) is not None]
+            if refused:
+                raise ConfigError(
+                    f"the interface {name!r} trains on data and has no use for {refused[0]!r}; remove it"
+                )
+            return
+        if _is_set(recipe.data, "batch_size"):
+            _warn_of(name, "rollouts", ["'data.batch_size'; there is 'rollout.prompts_per_step'"])
+        check_algorithm(
+            name,
+            interface,
+            has_critic=recipe.critic is not None,
+            has_reward_model=recipe.reward_model is not None,
+            group_size=recipe.rollout.group_size,
+        )
+        check_sampling(recipe.rollout)
+        if recipe.critic is not None:
+            make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
 
-# ----------------------------------------------------------------------- algorithm and sections
+    def _trainer(self, configured: ConfiguredEngine) -> Trainer:
+        """The engine of the model that is trained, with the head of the algorithm."""
+        return checked_trainer(with_head(configured, trained_head(self._interface)))
+
+    def _roles(
+        self,
+        engines: EngineSections,
+        trainer: Trainer,
+        cluster: ClusterSection,
+        placement: PlacementSection,
+    ) -> tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]:
+        """Train engines by role, and the rollout engine, on the machines of ``cluster``."""
+        recipe, interface = self._recipe, self._interface
+        require_trainer_capabilities(
+            trainer[0], portable=recipe.save_portable_every > 0, colocated=recipe.colocated
+        )
+        if isinstance(interface, SupervisedInterface):
+            return plan_supervised_engine(trainer, cluster), None
+        others = other_trainers(
+            recipe.engine,
+            engines,
+            recipe.model,
+            recipe.critic,
+            recipe.reward_model,
+            with_reference=REFERENCE in interface.wanted_fields,
+        )
+        return plan_online_engines(
+            recipe.rollout,
+            recipe.model,
+            engines,
+            {"actor": trainer, **others},
+            cluster,
+            placement,
+            colocated=recipe.colocated,
+        )
+
+    def _fewer_roles(
+        self,
+    ) -> dict[int, tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]]:
+        """By a smaller number of machines, the engines with which the run goes on there.
+
+        Raises one `ConfigError` for ``cluster.layouts`` with which it could not go on.
+        """
+        recipe = self._recipe
+        planned, problems = {}, list[str]()
+        portable = recipe.save_portable_every > 0 and recipe.save_every % recipe.save_portable_every == 0
+        for count, layout in sorted(recipe.cluster.layouts.items()):
+            sections = self._engines.with_layout(recipe.engine, layout)
+            cluster, placement = recipe.cluster.on_machines(count), recipe.placement.within(count)
+            try:
+                configured = sections.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
+                planned[count] = self._roles(sections, self._trainer(configured), cluster, placement)
+            except (ConfigError, UnsupportedCapability) as error:
+                problems.append(f"{count}: {error}")
+                continue
+            trained = {name: plan.spec for name, plan in planned[count][0].items() if name in TRAINED}
+            problems += [f"{count}: {name}: {text}" for name, text in _unreadable(trained, portable)]
+        raise_all(ConfigError, "cluster.layouts", problems)
+        return planned
+
+    def _user_code(self) -> LoadedCode:
+        recipe, rollout = self._recipe, self._recipe.rollout
+        code = load_user_code(recipe.reward_fields, rollout.environment, rollout.should_accept)
+        earned = bool(recipe.reward_fields) or rollout.environment is not None
+        check_filter(rollout.should_accept, code.should_accept, has_rewards=earned)
+        return code
+
+    def _check_tokens(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise `ConfigError` for models with other tokens, and for token ids that the model lacks."""
+        recipe = self._recipe
+        models = {"critic.path": recipe.critic, "reward_model.path": recipe.reward_model}
+        paths = {field: section.path for field, section in models.items() if section is not None}
+        check_same_tokens(tokenizer, paths)
+        check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
+
+    def _data(self, tokenizer: PreTrainedTokenizerBase, ranks: int) -> DataPlan:
+        """The section ``data`` with the time of templates, the examples, and bounds and statistics of them."""
+        recipe, interface = self._recipe, self._interface
+        path, rollout, budget = recipe.model.path, recipe.rollout, recipe.micro_batch_tokens
+        supervised, context = not self._online, context_length(path)
+        earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)
+        section = with_template_time(recipe.data, tokenizer, earlier)
+        completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
+        data = load_training_data(
+            section,
+            _example_kind(interface),
+            tokenizer,
+            recipe.seed,
+            limit=context if supervised else longest_prompt(context, rollout),
+            budget=budget if supervised else max(1, budget - completion),
+            vocabulary=min(map(vocabulary_size, self._model_directories().values())),
+        )
+        workload = (
+            supervised_workload(data, section.batch_size)
+            if supervised
+            else online_workload(data, rollout, completion, context, interface.config)
+        )
+        statistics = describe_data(
+            data,
+            tokenizer,
+            seed=recipe.seed,
+            batch_size=workload.examples_per_step,
+            ranks=ranks if supervised else 1,
+            budget=budget if supervised else None,
+        )
+        return section, data, workload, statistics
+
+    def _model_directories(self) -> dict[str, str]:
+        """Directories of weights by their fields."""
+        recipe = self._recipe
+        sections = {
+            "model.path": recipe.model,
+            "critic.path": recipe.critic,
+            "reward_model.path": recipe.reward_model,
+        }
+        paths = {field: section.path for field, section in sections.items() if section is not None}
+        return {field: path for field, path in paths.items() if path is not None}
 
 
 def _with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
@@ -167,36 +316,6 @@ def _with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) 
     fields = interface_class(algorithm.type_).config_class.model_fields
     shared = {"temperature": temperature} if "temperature" in fields else {}
     return ModelInterfaceAbstraction(algorithm.type_, shared | algorithm.args)
-
-
-def _check_sections(recipe: Recipe, interface: ModelInterface[Any]) -> None:
-    """Raise `ConfigError` for sections that do not go with the algorithm; warn of those that are not read."""
-    name = recipe.algorithm.type_
-    if isinstance(interface, SupervisedInterface):
-        _warn_of(name, "data", [repr(field) for field in FOR_ROLLOUTS if _is_set(recipe, field)])
-        if recipe.data.streaming and REFERENCE in interface.wanted_fields:
-            raise ConfigError(
-                f"data.streaming = true: the interface {name!r} keeps the reference's log-probs of all examples in "
-                "memory; leave streaming out"
-            )
-        refused = [field for field in ("critic", "reward_model") if getattr(recipe, field) is not None]
-        if refused:
-            raise ConfigError(
-                f"the interface {name!r} trains on data and has no use for {refused[0]!r}; remove it"
-            )
-        return
-    if _is_set(recipe.data, "batch_size"):
-        _warn_of(name, "rollouts", ["'data.batch_size'; there is 'rollout.prompts_per_step'"])
-    check_algorithm(
-        name,
-        interface,
-        has_critic=recipe.critic is not None,
-        has_reward_model=recipe.reward_model is not None,
-        group_size=recipe.rollout.group_size,
-    )
-    check_sampling(recipe.rollout)
-    if recipe.critic is not None:
-        make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
 
 
 def _is_set(section: Config, name: str) -> bool:
@@ -207,59 +326,6 @@ def _is_set(section: Config, name: str) -> bool:
 def _warn_of(name: str, trains_on: str, ignored: Sequence[str]) -> None:
     if ignored:
         logger.warning("%r trains on %s and does not read %s", name, trains_on, ", ".join(ignored))
-
-
-# --------------------------------------------------------------------------------------- engines
-
-
-def _engines(
-    recipe: Recipe,
-    engines: EngineSections,
-    trainer: Trainer,
-    interface: ModelInterface[Any],
-    cluster: ClusterSection,
-    placement: PlacementSection,
-) -> tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]:
-    """Train engines by role, and the rollout engine, on the machines of ``cluster``."""
-    require_trainer_capabilities(
-        trainer[0], portable=recipe.save_portable_every > 0, colocated=recipe.colocated
-    )
-    if isinstance(interface, SupervisedInterface):
-        return plan_supervised_engine(trainer, cluster), None
-    others = other_trainers(
-        recipe.engine,
-        engines,
-        recipe.model,
-        recipe.critic,
-        recipe.reward_model,
-        with_reference=REFERENCE in interface.wanted_fields,
-    )
-    return plan_online_engines(recipe, engines, {"actor": trainer, **others}, cluster, placement)
-
-
-def _fewer_engines(
-    recipe: Recipe, engines: EngineSections, interface: ModelInterface[Any]
-) -> dict[int, tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]]:
-    """By a smaller number of machines, the engines with which the run goes on there.
-
-    Raises one `ConfigError` for ``cluster.layouts`` with which it could not go on.
-    """
-    planned, problems = {}, list[str]()
-    portable = recipe.save_portable_every > 0 and recipe.save_every % recipe.save_portable_every == 0
-    for count, layout in sorted(recipe.cluster.layouts.items()):
-        sections = engines.with_layout(recipe.engine, layout)
-        cluster, placement = recipe.cluster.on_machines(count), recipe.placement.within(count)
-        try:
-            configured = sections.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
-            trainer = checked_trainer(with_head(configured, trained_head(interface)))
-            planned[count] = _engines(recipe, sections, trainer, interface, cluster, placement)
-        except (ConfigError, UnsupportedCapability) as error:
-            problems.append(f"{count}: {error}")
-            continue
-        trained = {name: plan.spec for name, plan in planned[count][0].items() if name in TRAINED}
-        problems += [f"{count}: {name}: {text}" for name, text in _unreadable(trained, portable)]
-    raise_all(ConfigError, "cluster.layouts", problems)
-    return planned
 
 
 def _unreadable(trained: Mapping[str, EngineSpec], portable: bool) -> Iterator[tuple[str, str]]:
@@ -282,107 +348,7 @@ def _require_servers(plan: RunPlan) -> None:
         raise_all(ConfigError, f"engines.{rollout.spec.name}", machine_problems(rollout.config))
 
 
-# ----------------------------------------------------------------------------------- code and data
-
-
-def _user_code(recipe: Recipe) -> LoadedCode:
-    rollout = recipe.rollout
-    code = load_user_code(recipe.reward_fields, rollout.environment, rollout.should_accept)
-    earned = bool(recipe.reward_fields) or rollout.environment is not None
-    check_filter(rollout.should_accept, code.should_accept, has_rewards=earned)
-    return code
-
-
-def _check_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `ConfigError` for models with other tokens, and for token ids that the model lacks."""
-    models = {"critic.path": recipe.critic, "reward_model.path": recipe.reward_model}
-    paths = {field: section.path for field, section in models.items() if section is not None}
-    check_same_tokens(tokenizer, paths)
-    check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
-
-
-def _data(
-    recipe: Recipe, interface: ModelInterface[Any], tokenizer: PreTrainedTokenizerBase, ranks: int
-) -> DataPlan:
-    """The section ``data`` with the time of templates, the examples, and bounds and statistics of them."""
-    path, rollout, budget = recipe.model.path, recipe.rollout, recipe.micro_batch_tokens
-    supervised, context = isinstance(interface, SupervisedInterface), context_length(path)
-    earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)
-    section = with_template_time(recipe.data, tokenizer, earlier)
-    completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
-    data = load_training_data(
-        section,
-        _example_kind(interface),
-        tokenizer,
-        recipe.seed,
-        limit=context if supervised else longest_prompt(context, rollout),
-        budget=budget if supervised else max(1, budget - completion),
-        vocabulary=min(map(vocabulary_size, _model_directories(recipe).values())),
-    )
-    workload = (
-        _supervised_workload(data, section.batch_size)
-        if supervised
-        else _online_workload(data, rollout, completion, context, interface.config)
-    )
-    statistics = describe_data(
-        data,
-        tokenizer,
-        seed=recipe.seed,
-        batch_size=workload.examples_per_step,
-        ranks=ranks if supervised else 1,
-        budget=budget if supervised else None,
-    )
-    return section, data, workload, statistics
-
-
 def _example_kind(interface: ModelInterface[Any]) -> ExampleKind:
     if not isinstance(interface, SupervisedInterface):
         return PROMPTS
     return DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
-
-
-def _model_directories(recipe: Recipe) -> dict[str, str]:
-    """Directories of weights by their fields."""
-    sections = {
-        "model.path": recipe.model,
-        "critic.path": recipe.critic,
-        "reward_model.path": recipe.reward_model,
-    }
-    paths = {field: section.path for field, section in sections.items() if section is not None}
-    return {field: path for field, path in paths.items() if path is not None}
-
-
-def _supervised_workload(data: TrainingData, batch_size: int) -> Workload:
-    datasets = [dataset for dataset in (data.train, data.held_out) if dataset is not None]
-    return Workload(
-        examples=len(data.train),
-        held_out=0 if data.held_out is None else len(data.held_out),
-        examples_per_step=batch_size,
-        sequences_per_example=2 if data.kind.paired else data.train.most_sequences,
-        longest=data.train.longest,
-        largest_unit=max(dataset.largest_unit for dataset in datasets),
-    )
-
-
-def _online_workload(
-    data: TrainingData, rollout: RolloutSection, completion: int, context: int | None, config: Config
-) -> Workload:
-    longest = min(data.train.longest + completion, context or sys.maxsize)
-    return Workload(
-        examples=len(data.train),
-        held_out=0 if data.held_out is None else len(data.held_out),
-        examples_per_step=rollout.prompts_per_step,
-        sequences_per_example=rollout.group_size,
-        longest=longest,
-        largest_unit=longest,
-        updates_per_step=config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1,
-    )
-
-
-def _require_budget(largest: int, budget: int) -> None:
-    if largest > budget:
-        raise ConfigError(
-            f"micro_batch_tokens = {budget:,}, and a sequence or pair that stays in one micro-batch may have "
-            f"{largest:,} tokens, the completion included: raise micro_batch_tokens to {largest:,}, or lower "
-            "rollout.max_new_tokens, or take shorter examples"
-        )

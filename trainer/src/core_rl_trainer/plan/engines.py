@@ -25,7 +25,6 @@ from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
 from core_rl_trainer.plan.slots import place_ranks, placement_problems
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
-from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import CriticSection, ModelSection, RewardModelSection
 
@@ -126,18 +125,20 @@ def plan_supervised_engine(trained: Trainer, cluster: ClusterSection) -> Trainer
 
 
 def plan_online_engines(
-    recipe: Recipe,
+    section: RolloutSection,
+    model: ModelSection,
     engines: EngineSections,
     trainers: Mapping[str, Trainer],
     cluster: ClusterSection,
     placement: PlacementSection,
+    *,
+    colocated: bool,
 ) -> tuple[TrainerPlans, RolloutPlan]:
     """The processes of ``trainers``, by role, and the rollout engine.
 
     Raises the errors of the registry, `ConfigError` with every field that an engine refuses, and
     `UnsupportedCapability` where an engine cannot send or take weights in this way.
     """
-    section = recipe.rollout
     on_machines = placement.serves_on_machines(cluster)
     require_sync(trainers["actor"][0], section.sync)
     slots = {
@@ -149,19 +150,19 @@ def plan_online_engines(
     spec, config = _configured_rollout(
         engines,
         section,
-        {"path": recipe.model.path, "lora": _served_adapter(section.sync, recipe.model)},
+        {"path": model.path, "lora": _served_adapter(section.sync, model)},
         {
             "devices": () if on_machines else placement.devices("rollout") or (),
             "shares_devices": shares,
         },
     )
-    alternates = recipe.colocated and shares and spec.supports(Capability.RELEASE_MEMORY)
+    alternates = colocated and shares and spec.supports(Capability.RELEASE_MEMORY)
     placed = servers if placement.rollout is not None else ()
     rollout = EnginePlan(spec=spec, config=config, slots=placed, offloaded=alternates)
-    plans = _plans(trainers, slots, placement, recipe.colocated)
+    plans = _plans(trainers, slots, placement, colocated)
     raise_all(ConfigError, "placement", misplaced_roles(plans, rollout, placement, cluster))
     if section.sync == "tensor":
-        require_sync_memory(spec, recipe.model.path, on_machines)
+        require_sync_memory(spec, model.path, on_machines)
     if alternates and section.max_head_offpolicyness:
         raise ConfigError(
             f"colocated = true with rollout.max_head_offpolicyness = {section.max_head_offpolicyness}: completions are "

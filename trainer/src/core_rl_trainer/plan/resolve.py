@@ -24,6 +24,6 @@ def resolve(recipe: Recipe, *, driver_here: bool = True) -> RunPlan:
     trained = engines.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
     remarks = preflight(recipe, driver_here=driver_here)
 
-    from core_rl_trainer.plan.build import build_plan
+    from core_rl_trainer.plan.build import PlanBuilder
 
-    return build_plan(recipe, engines, trained, remarks, driver_here=driver_here)
+    return PlanBuilder(recipe, engines).build(trained, remarks, driver_here=driver_here)

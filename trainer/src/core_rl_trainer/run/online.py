@@ -26,13 +26,13 @@ from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, stalenes
 from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.rewards.terms import reward_metrics
-from core_rl_trainer.workflows.user_code import open_user_code
 from core_rl_trainer.run.engines import Roles, open_roles
 from core_rl_trainer.run.learner import Phases
 from core_rl_trainer.run.parts import restore_parts
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.run.scoring import Scoring
+from core_rl_trainer.workflows.user_code import open_user_code
 
 __all__ = ["OnlineLearner", "WeightSync", "interrupted", "open_online"]
 
