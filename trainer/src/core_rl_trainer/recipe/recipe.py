@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from math import ceil
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from core_rl.config.base import Config, parse_config
 from core_rl.config.engine import DType, OptimizerConfig
 from core_rl.config.hub import local_model_path
 from core_rl.config.loading import apply_overrides, load_yaml
-from core_rl.config.secret import literal_secrets
+from core_rl.config.secret import SecretReference, literal_secrets
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.sources import is_missing
@@ -23,7 +26,6 @@ from core_rl_trainer.logs.config import TrackioSection, WandbSection
 from core_rl_trainer.outputs.config import HubSection
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
-from core_rl_trainer.recipe.plain import plain_values
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,
@@ -41,7 +43,7 @@ from core_rl_trainer.rewards.config import (
     with_one_kind_of_reward,
 )
 
-__all__ = ["HERE", "Recipe", "RecipeSource", "load_recipe", "with_local_models"]
+__all__ = ["HERE", "Recipe", "RecipeSource", "load_recipe", "plain_values", "with_local_models"]
 
 HERE = "{here}"
 """Stands in ``output_dir`` for the directory of the recipe's file."""
@@ -265,3 +267,21 @@ def with_local_models(recipe: Recipe, origin: str) -> Recipe:
             problems.append(f"{error}; {RELATIVE}")
     raise_all(ConfigError, origin, problems)
     return recipe.model_copy(update=sections)
+
+
+def plain_values(value: Any) -> Any:
+    """``value`` with sections as mappings, paths as text, and NumPy's numbers as Python's, at any depth."""
+    plain = value
+    if isinstance(value, BaseModel):
+        plain = value.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(value, SecretReference | os.PathLike):
+        plain = str(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        plain = {field.name: plain_values(getattr(value, field.name)) for field in fields(value)}
+    elif isinstance(value, Mapping):
+        plain = {name: plain_values(item) for name, item in value.items()}
+    elif isinstance(value, list | tuple):
+        plain = [plain_values(item) for item in value]
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        plain = int(value) if isinstance(value, Integral) else float(value)
+    return plain

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.data.batch import SequenceBatch
+from core_rl.launch.group import EngineGroup
 from core_rl_trainer.errors import NothingLearned
 from core_rl_trainer.logs.progress import TrainingProgress, say
+from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import Schedule
 from core_rl_trainer.run.bad_weights import require_finite_weights, weights_are_blamed
 from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.run.callbacks import Callbacks
-from core_rl_trainer.run.learner import Learner
 from core_rl_trainer.run.parts import part_writers
 from core_rl_trainer.run.records import RunRecords
 from core_rl_trainer.run.run_directory import RunDirectory
@@ -23,7 +26,64 @@ from core_rl_trainer.run.saving import RunSaver
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.watch import Watch
 
-__all__ = ["RunLoop"]
+__all__ = ["Learner", "Phases", "RunLoop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Names of the phases of a run; the metric of a step's phase is ``time_NAME_s``."""
+
+    start: str
+    """Of `Learner.start`, for the progress."""
+    batch: str
+    score: str | None = None
+    """None where nothing is scored."""
+    sync: str | None = None
+    """None where no other engine gets the weights."""
+
+
+class Learner(Protocol):
+    """Engines, algorithm and data of a run, for `RunLoop`."""
+
+    @property
+    def phases(self) -> Phases:
+        """Names of the phases."""
+
+    def start(self) -> None:
+        """Prepare the first step."""
+
+    def batch(self, step: int) -> SequenceBatch:
+        """The sequences of ``step``."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Inside the context the train engines have the devices."""
+
+    def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
+        """``batch`` with the fields that the algorithm wants, and metrics."""
+
+    def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
+        """The updates of ``step``; their metrics."""
+
+    def sync(self, version: int) -> None:
+        """Send the weights of ``version`` to the rollout engine."""
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the evaluation data."""
+
+    def save_model(self, path: Path) -> None:
+        """Write the model in Hugging Face format."""
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the trained adapter in the layout of ``peft``."""
+
+    def trained(self) -> dict[str, EngineGroup]:
+        """The groups whose state a checkpoint holds, by role."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rest of a run checkpoint, as JSON."""
+
+    def restore(self, checkpoint: RunCheckpoint) -> None:
+        """Resume from ``checkpoint``."""
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.rewards.terms import reward_metrics
 from core_rl_trainer.run.engines import Roles, open_roles
-from core_rl_trainer.run.learner import Phases
+from core_rl_trainer.run.loop import Phases
 from core_rl_trainer.run.parts import restore_parts
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.run.run_directory import RunDirectory

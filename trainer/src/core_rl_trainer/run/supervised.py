@@ -28,7 +28,7 @@ from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
 from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.run.engines import open_trainers
-from core_rl_trainer.run.learner import Phases
+from core_rl_trainer.run.loop import Phases
 from core_rl_trainer.run.parts import restore_parts
 from core_rl_trainer.run.reference_cache import ReferenceCache
 from core_rl_trainer.run.run_directory import RunDirectory
