@@ -1,14 +1,12 @@
-"""The command ``core-rl runs``: states of runs, how to go on, and the page of two runs."""
+"""The command ``core-rl runs``: states of runs, commands that continue them, and two runs compared."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import re
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[st
     return {Path(run["path"]).name: run for run in json.loads(out)}
 
 
-def test_runs_have_state_progress_and_the_command_that_goes_on(
+def test_runs_have_state_progress_and_command(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = listed(capsys, str(root))
@@ -71,32 +69,33 @@ def test_runs_have_state_progress_and_the_command_that_goes_on(
     assert all(run["started"] <= run["updated"] for run in runs.values())
     assert runs["a"]["command"] == f"core-rl train {root}/runs/a/recipe.yaml steps=2"
     assert runs["c"]["command"] == f"core-rl train {root}/runs/below/c/recipe.yaml"
-    here = Path.cwd()
+    directory = Path.cwd()
     monkeypatch.chdir(root)  # relative paths of a recipe start elsewhere
-    assert listed(capsys)["b"]["command"] == f"cd {here} && core-rl train {root}/runs/b/recipe.yaml"
+    assert listed(capsys)["b"]["command"] == f"cd {directory} && core-rl train {root}/runs/b/recipe.yaml"
     code, out, _ = command(capsys, "runs")
     assert code == 0 and "runs/b stopped: callback 'stop': good <enough>\n" in out
     assert max(map(len, out.split("\n\n")[0].splitlines())) <= 80
 
 
-def test_a_run_that_is_locked_is_running(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locked_run_is_running(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (root / "runs" / "b" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         run = listed(capsys, str(root / "runs" / "b"))["b"]
     assert (run["state"], run["command"]) == ("running", None)
 
 
-def test_two_runs_on_one_page(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    words = ["diff", str(root / "runs" / "a"), str(root / "runs" / "b"), "--output", str(page)]
-    code, out, _ = command(capsys, *words)
+def test_diff_prints_fields_and_metrics(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["diff", str(root / "runs" / "a"), str(root / "runs" / "b")]
+    code, out, _ = command(capsys, *words, "--json")
+    values = json.loads(out)
     assert code == 0
-    assert out.splitlines() == ["eval_every: 3 | 2", "seed: 0 | 1", "steps: 1 | 4", f"page: {page}"]
-    text = page.read_text()
-    assert not re.search(r"<script|https?://|\bsrc=|<link|url\(", text)
-    assert "<code>seed</code>" in text and "good &lt;enough&gt;" in text
-    charts = [ET.fromstring(drawing) for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
-    assert [len(chart.findall(".//polyline")) for chart in charts[:2]] == [2, 2]  # loss, eval_loss
+    assert values["fields"] == {"eval_every": [3, 2], "seed": [0, 1], "steps": [1, 4]}
+    metrics = values["metrics"]
+    assert {"loss", "eval_loss"} <= metrics.keys() and not {"step", "version"} & metrics.keys()
+    code, out, _ = command(capsys, *words)
+    rows = {row.split()[0]: row.split()[1:] for row in out.splitlines() if len(row.split()) == 3}
+    assert code == 0 and rows["seed"] == ["0", "1"]
+    assert rows["loss"] == [f"{value:.4g}" for value in metrics["loss"]]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,6 @@ def test_two_runs_on_one_page(root: Path, tmp_path: Path, capsys: pytest.Capture
         (["diff", "start", "runs/a"], 2, "start holds no run: it has no recipe.yaml"),
         (["diff", "runs/a"], 2, "write 'core-rl runs DIR', or 'core-rl runs diff A B'"),
         (["runs/a", "runs/b"], 2, "write 'core-rl runs DIR', or 'core-rl runs diff A B'"),
-        (["diff", "runs/a", "runs/b", "--output", "runs"], 2, "runs: cannot be written: Is a directory"),
         (["start"], 0, "There are no runs below start"),
     ],
 )
@@ -119,11 +117,11 @@ def test_bad_input(
     message: str,
 ) -> None:
     monkeypatch.chdir(root)
-    found, out, error = command(capsys, *words)
-    assert found == code and message in out + error
+    status, out, error = command(capsys, *words)
+    assert status == code and message in out + error
 
 
-def test_a_damaged_run_hides_no_other(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_run_hides_no_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(root / "runs", tmp_path / "runs")
     (tmp_path / "runs" / "a" / "recipe.yaml").write_text("steps: [")
     code, out, error = command(capsys, str(tmp_path), "--json")

@@ -24,46 +24,43 @@ def runs(
             show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="The page of 'diff'; by default diff-A-B.html.", show_default=False)
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the runs, or the differences, as JSON.")
     ] = False,
 ) -> None:
-    """List the runs below DIR with state, date, step, reward or loss, evaluation, and how to go on.
+    """List the runs below DIR with state, date, step, reward or loss, evaluation, and the command that continues each.
 
-    'diff A B' writes a page with the fields in which two runs differ and the curves of both.
+    'diff A B' prints the fields in which two runs differ and the newest metrics of both.
 
     Example: core-rl runs diff runs/sums-seed0 runs/sums-seed1
     """
     from core_rl.errors import ConfigError
 
-    chosen = arguments or ["."]
-    if chosen[0] == DIFF and len(chosen) == 3:
-        _diff(Path(chosen[1]), Path(chosen[2]), output, as_json)
-    elif len(chosen) > 1 or chosen[0] == DIFF:
+    words = arguments or ["."]
+    if words[0] == DIFF and len(words) == 3:
+        _diff(Path(words[1]), Path(words[2]), as_json)
+    elif len(words) > 1 or words[0] == DIFF:
         raise ConfigError(
-            f"runs {' '.join(chosen)}: write 'core-rl runs DIR', or 'core-rl runs diff A B' with two runs"
+            f"runs {' '.join(words)}: write 'core-rl runs DIR', or 'core-rl runs diff A B' with two runs"
         )
     else:
-        _list(Path(chosen[0]), as_json)
+        _list(Path(words[0]), as_json)
 
 
 def _list(root: Path, as_json: bool) -> None:
     from core_rl.errors import ConfigError
     from core_rl_trainer.logs.listing import find_runs, read_run
 
-    found: list[RunSummary] = []
+    summaries: list[RunSummary] = []
     for path in find_runs(root):
         try:
-            found.append(read_run(path))
-        except ConfigError as error:  # it hides no other
+            summaries.append(read_run(path))
+        except ConfigError as error:
             typer.secho(f"warning: {error}", err=True)
     if as_json:
-        typer.echo(json.dumps([_plain(run) for run in found], indent=2))
-    elif found:
-        _print(found)
+        typer.echo(json.dumps([_plain(run) for run in summaries], indent=2))
+    elif summaries:
+        _print(summaries)
     else:
         typer.echo(
             f"There are no runs below {root}; a run is a directory that 'core-rl train' wrote (output_dir)."
@@ -76,7 +73,7 @@ def _plain(run: RunSummary) -> dict[str, Any]:
     return asdict(run) | {"path": str(run.path)}
 
 
-def _print(found: Sequence[RunSummary]) -> None:
+def _print(summaries: Sequence[RunSummary]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -86,7 +83,7 @@ def _print(found: Sequence[RunSummary]) -> None:
     table.add_column("newest")
     table.add_column("evaluation")
     table.add_column("updated (UTC)")
-    for run in found:
+    for run in summaries:
         newest = _metric(run.metric, run.value)
         evaluation = _metric(run.evaluation, run.evaluation_value)
         updated = run.updated[:16] if run.updated else "-"
@@ -95,12 +92,12 @@ def _print(found: Sequence[RunSummary]) -> None:
         )
     console = Console()
     console.print(table)
-    for run in found:
+    for run in summaries:
         if run.state in ("stopped", "interrupted"):
             reason = f": {run.reason.splitlines()[0]}" if run.reason else ""
             typer.echo(f"\n{run.path} {run.state}{reason}\n  {run.command}")
-    if any(run.state == "complete" for run in found):
-        typer.echo("\nA complete run goes on with more steps: core-rl train RUN/recipe.yaml steps=N")
+    if any(run.state == "complete" for run in summaries):
+        typer.echo("\nA complete run continues with more steps: core-rl train RUN/recipe.yaml steps=N")
 
 
 def _metric(name: str | None, value: float | None) -> str:
@@ -109,23 +106,22 @@ def _metric(name: str | None, value: float | None) -> str:
     return f"{name} -" if value is None else f"{name} {value:.4g}"
 
 
-def _diff(first: Path, second: Path, output: Path | None, as_json: bool) -> None:
-    from core_rl.errors import ConfigError
-    from core_rl_trainer.logs.diff import differing_recipes, render_diff
+def _diff(first: Path, second: Path, as_json: bool) -> None:
+    from core_rl_trainer.logs.diff import differing_recipes, newest_metrics
     from core_rl_trainer.logs.listing import read_run
 
     runs = read_run(first), read_run(second)
-    page = output or Path(f"diff-{first.resolve().name}-{second.resolve().name}.html")
-    try:
-        page.write_text(render_diff(*runs), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{page}: cannot be written: {error.strerror}; set --output to another file"
-        ) from error
-    fields = differing_recipes(*runs)
+    fields, metrics = differing_recipes(*runs), newest_metrics(*runs)
     if as_json:
-        typer.echo(json.dumps({"fields": fields, "page": str(page)}, indent=2))
+        typer.echo(json.dumps({"fields": fields, "metrics": metrics}, indent=2))
         return
-    for field, (left, right) in fields.items():
-        typer.echo(f"{field}: {left!r} | {right!r}")
-    typer.echo(f"page: {page}")
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("field or metric", escape(str(first)), escape(str(second)), box=None, padding=(0, 2, 0, 0))
+    for field, values in fields.items():
+        table.add_row(field, *(escape(repr(value)) for value in values))
+    for name, newest in metrics.items():
+        table.add_row(name, *("-" if value is None else f"{value:.4g}" for value in newest))
+    Console().print(table)

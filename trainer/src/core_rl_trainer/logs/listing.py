@@ -146,7 +146,7 @@ def _newest(rows: Sequence[Row], metrics: Sequence[str]) -> tuple[str | None, fl
 
 
 def _command(path: Path, status: Mapping[str, Any], steps: int | None) -> str:
-    """The command that goes on with the run; relative paths of its recipe start at its working directory."""
+    """The command that continues the run; relative paths of its recipe start at its working directory."""
     where = status.get("working_directory", str(Path.cwd()))
     elsewhere = where != str(Path.cwd())
     recipe = (path.resolve() if elsewhere else path) / RECIPE

@@ -26,8 +26,7 @@ from core_rl_trainer.data.tokenizers import context_length, load_tokenizer, voca
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.data.vocabulary import check_same_tokens
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.trackio_log import require_trackio
-from core_rl_trainer.logs.wandb_log import require_wandb
+from core_rl_trainer.logs.boards import load_board
 from core_rl_trainer.outputs.push import require_hub
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
 from core_rl_trainer.plan.engines import (
@@ -86,8 +85,9 @@ class PlanBuilder:
         recipe, online = self._recipe, self._online
         if recipe.epochs is None:  # before the data is read
             schedule_length(recipe.optimizer, recipe.steps)
-        require_wandb(recipe.wandb)
-        require_trackio(recipe.trackio)
+        for package, board in (("wandb", recipe.wandb), ("trackio", recipe.trackio)):
+            if board is not None:
+                load_board(package)
         require_hub(
             recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
         )

@@ -17,12 +17,11 @@ from core_rl.launch.hosts import Hosts
 from core_rl_trainer.callbacks import Callback
 from core_rl_trainer.data.sources import is_hub_dataset
 from core_rl_trainer.errors import StepError
+from core_rl_trainer.logs.boards import TrackioBoard, WandbBoard
 from core_rl_trainer.logs.metrics_log import MetricsBoard
 from core_rl_trainer.logs.page import PageRole, RunPage
 from core_rl_trainer.logs.progress import TrainingProgress, print_result, say
 from core_rl_trainer.logs.terminal_log import TerminalLog
-from core_rl_trainer.logs.trackio_log import TrackioBoard
-from core_rl_trainer.logs.wandb_log import WandbBoard
 from core_rl_trainer.outputs.model_card import model_card
 from core_rl_trainer.outputs.push import push_run
 from core_rl_trainer.plan.engine_checks import sender_slot

@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases, offline: the values of ``metrics.jsonl``, and one run however often it resumes."""
+"""Metrics in Weights & Biases, offline, and in Trackio: the values of ``metrics.jsonl``, and one run after resumes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ import training_support as support
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe, train
-from core_rl_trainer.logs.config import WandbSection
+from core_rl_trainer.logs.boards import TrackioBoard, WandbBoard
+from core_rl_trainer.logs.config import TrackioSection, WandbSection
 from core_rl_trainer.logs.metrics_log import MetricsLog
 from core_rl_trainer.logs.step_log import read_steps
-from core_rl_trainer.logs.wandb_log import WandbBoard
 from core_rl_trainer.recipe.recipe import Recipe
 
 OFFLINE = WandbSection(mode="offline", project="tests", tags=("a", "b"))
@@ -44,7 +45,7 @@ def _chunks(data: bytes) -> Iterator[tuple[int, bytes]]:
 def _records(directory: Path) -> list[Any]:
     """The rows written for ``wandb sync``, run by run, in order."""
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    found = []
+    records = []
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         text = b""
         for kind, chunk in _chunks(path.read_bytes()):
@@ -52,9 +53,9 @@ def _records(directory: Path) -> list[Any]:
             if kind in (1, 4):  # whole, or the last part
                 record = messages.Record()
                 record.ParseFromString(text)
-                found.append(record)
+                records.append(record)
                 text = b""
-    return found
+    return records
 
 
 def _rows(records: list[Any]) -> list[dict[str, Any]]:
@@ -67,7 +68,7 @@ def _rows(records: list[Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def test_values_are_those_of_the_metrics_file_and_a_run_that_goes_on_is_the_same_run(tmp_path: Path) -> None:
+def test_wandb_rows_equal_metrics_file_after_resume(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     for done, steps in ((-1, (0, 1, 2)), (1, (2, 3))):
         board = WandbBoard(OFFLINE, tmp_path, {"seed": 3})
@@ -77,25 +78,81 @@ def test_values_are_those_of_the_metrics_file_and_a_run_that_goes_on_is_the_same
     records = _records(tmp_path)
     rows = _rows(records)
     assert [row["step"] for row in rows] == [0, 1, 2, 2, 3]
-    kept = read_steps(tmp_path / "metrics.jsonl")
-    expected = [{name: value for name, value in row.items() if value is not None} for row in kept]
+    logged = read_steps(tmp_path / "metrics.jsonl")
+    expected = [{name: value for name, value in row.items() if value is not None} for row in logged]
     assert rows[:2] + rows[3:] == expected
     runs = {record.run.run_id for record in records if record.WhichOneof("record_type") == "run"}
     assert runs == {(tmp_path / ".wandb-run").read_text()}
 
 
-def test_without_the_package_the_recipe_is_refused_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_board_package_must_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", wandb={})
-    with pytest.raises(ConfigError, match="not installed: pip install wandb, or remove the section"):
+    monkeypatch.setitem(sys.modules, package, None)
+    values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", **{package: {}})
+    with pytest.raises(ConfigError, match=f"not installed: pip install {package}, or remove the section"):
         train(support.write_recipe(tmp_path / "r.yaml", values), [])
     assert not (tmp_path / "out").exists()
 
 
-def test_the_section_can_be_set_from_the_command_line(tmp_path: Path) -> None:
+def test_wandb_section_from_command_line(tmp_path: Path) -> None:
     values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out")
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values), ["wandb.mode=offline"])
     assert recipe.wandb == WandbSection(mode="offline")
     assert parse_config(Recipe, recipe.model_dump()) == recipe
+
+
+TRACKIO = TrackioSection(project="tests", group="a")
+
+
+class Trackio(ModuleType):
+    """The functions of Trackio 0.43 that a board calls, with their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.runs: list[dict[str, Any]] = []
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def init(
+        self,
+        project: str,
+        name: str | None = None,
+        group: str | None = None,
+        space_id: str | None = None,
+        config: dict[str, Any] | None = None,
+        resume: str = "never",
+        embed: bool = True,
+    ) -> None:
+        sys.stdout.write("* Trackio project initialized\n")
+        self.runs.append(
+            {"project": project, "name": name, "group": group, "resume": resume, "config": config}
+        )
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, metrics))
+
+    def finish(self) -> None:
+        sys.stdout.write("* Run finished\n")
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> Trackio:
+    module = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return module
+
+
+def test_trackio_rows_of_resumed_run(
+    trackio: Trackio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for done, steps in ((-1, (0, 1)), (0, (1, 2))):
+        board = TrackioBoard(TRACKIO, tmp_path, {"seed": 3})
+        with closing(MetricsLog(tmp_path, done, [board])) as log:
+            for step in steps:
+                log.write(step, {"reward": step / 7, "kl": float("nan")})
+    first, second = trackio.runs
+    assert first == second and first["resume"] == "allow" and first["config"] == {"seed": 3}
+    assert str(first["name"]).startswith(f"{tmp_path.name}-")
+    assert trackio.rows == [(step, {"reward": step / 7}) for step in (0, 1, 1, 2)]
+    assert capsys.readouterr().out == ""  # which is for the result as JSON

@@ -1,0 +1,101 @@
+"""Metrics in Weights & Biases and Trackio, where a recipe has the section and the package is installed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from core_rl.errors import ConfigError
+from core_rl_trainer.logs.config import TrackioSection, WandbSection
+
+__all__ = ["TrackioBoard", "WandbBoard", "load_board"]
+
+TITLES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
+
+
+class WandbBoard:
+    """Shows the rows of ``metrics.jsonl``; ``step`` is the horizontal axis of all of them.
+
+    Steps repeated after an interruption are shown again: Weights & Biases removes nothing.
+    """
+
+    def __init__(self, section: WandbSection, directory: Path, config: Mapping[str, Any]) -> None:
+        wandb = load_board("wandb")
+        try:
+            self._run = wandb.init(
+                project=section.project,
+                entity=section.entity,
+                name=section.name or directory.name,
+                group=section.group,
+                tags=section.tags,
+                mode=section.mode,
+                id=_run_id(directory / ".wandb-run"),
+                resume="allow",
+                dir=str(directory),
+                config=dict(config),
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"wandb: {error}; log in with 'wandb login', or set wandb.mode=offline"
+            ) from error
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        self._run.log({name: value for name, value in row.items() if value is not None})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioBoard:
+    """Shows the rows of ``metrics.jsonl``. Steps repeated after an interruption are shown again.
+
+    Trackio prints the address of its dashboard, which goes to stderr here.
+    """
+
+    def __init__(self, section: TrackioSection, directory: Path, config: Mapping[str, Any]) -> None:
+        self._trackio = load_board("trackio")
+        name = section.name or f"{directory.name}-{_run_id(directory / '.trackio-run')}"
+        with redirect_stdout(sys.stderr):
+            self._trackio.init(
+                project=section.project,
+                name=name,
+                group=section.group,
+                space_id=section.space_id,
+                config=dict(config),
+                resume="allow",
+                embed=False,
+            )
+
+    def write(self, row: Mapping[str, float | None]) -> None:
+        step = row["step"]
+        values = {name: value for name, value in row.items() if name != "step" and value is not None}
+        self._trackio.log(values, step=None if step is None else int(step))
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            self._trackio.finish()
+
+
+def load_board(package: str) -> Any:
+    """The module ``package``. Raises `ConfigError` where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"the recipe has a section {package!r}, and {TITLES[package]} is not installed: pip install {package}, "
+            "or remove the section"
+        ) from error
+
+
+def _run_id(path: Path) -> str:
+    """The identifier of a run in the file ``path``, written once: a resumed run keeps it."""
+    if not path.is_file():
+        path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
