@@ -181,9 +181,11 @@ class FakeHosts:
 
     def slots(self, count: int, *_: object) -> list[Slot]:
         """Places, one machine after the other."""
-        return [
-            Slot(machine=n // PER_MACHINE, device=n % PER_MACHINE, cores=PER_MACHINE) for n in range(count)
-        ]
+        return [Slot(n // PER_MACHINE, n % PER_MACHINE) for n in range(count)]
+
+    def cores(self, _: int) -> int:
+        """CPU cores of a machine."""
+        return PER_MACHINE
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
         """Start the process, which answers for all ranks."""

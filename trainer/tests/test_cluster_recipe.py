@@ -14,10 +14,10 @@ from rich.console import Console
 from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
+from core_rl.launch.hosts import Slot
 from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
 from core_rl_trainer.plan.resolve import resolve
-from core_rl_trainer.plan.run_plan import RankSlot
 from core_rl_trainer.plan.slots import describe_slots, place_ranks, placement_problems
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import RolePlacement
@@ -83,7 +83,7 @@ def test_ranks_fill_one_machine_after_the_other(
     placement = None if chosen is None else RolePlacement(**chosen)
     assert list(placement_problems(ranks, placement, cluster(**SLURM))) == []
     found = place_ranks(ranks, placement, cluster(**SLURM))
-    assert found == tuple(RankSlot(*slot) for slot in slots)
+    assert found == tuple(Slot(*slot) for slot in slots)
     assert describe_slots(found) == text
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from core_rl.config.base import parse_config
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
+from core_rl.launch.hosts import Slot
 from core_rl.pages import POINTS, Chart
 from core_rl.registry.engines import get_spec
 from core_rl_trainer.logs.metrics_log import Row
@@ -28,7 +29,7 @@ from core_rl_trainer.logs.samples import (
     example_samples,
     rollout_samples,
 )
-from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
+from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.plan.slots import describe_ranks
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.run.records import RunRecords
@@ -203,12 +204,12 @@ def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -
 
 
 def test_page_shows_roles_with_devices(tmp_path: Path) -> None:
-    two, spec = (RankSlot(0, 0), RankSlot(0, 1)), get_spec("reference")
+    two, spec = (Slot(0, 0), Slot(0, 1)), get_spec("reference")
     config = TrainEngineConfig(model=ModelConfig(path="model"))
     plans = {
         "actor": EnginePlan(spec=spec, config=config, slots=two),
         "critic": EnginePlan(spec=spec, config=config, slots=two, colocated_with="actor"),
-        "reward": EnginePlan(spec=spec, config=config, slots=(RankSlot(1, 3),)),
+        "reward": EnginePlan(spec=spec, config=config, slots=(Slot(1, 3),)),
         "rollout": EnginePlan(spec=spec, config=config, slots=()),
     }
     roles = [

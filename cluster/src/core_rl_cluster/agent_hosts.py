@@ -136,10 +136,7 @@ class AgentHosts(ABC):
         if self._reception is None:  # what cannot be is refused before anything starts
             self._checked(count, machines, local, list(range(self.machines)))
         usable = self._checked(count, machines, local, sorted(self._opened().links))
-        return [
-            Slot(machine=number, device=device, cores=self._link(number).info.cores)
-            for number, device in self._places(usable, local)[:count]
-        ]
+        return [Slot(number, device) for number, device in self._places(usable, local)[:count]]
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
         environ = shared_environment(self.environment)
@@ -157,6 +154,9 @@ class AgentHosts(ABC):
             end_ranks(started)
             raise
         return list(started)
+
+    def cores(self, machine: int) -> int:
+        return self._link(machine).info.cores
 
     def address_of(self, machine: int) -> str:
         return self._link(machine).info.address

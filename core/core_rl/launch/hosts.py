@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from core_rl.distributed.channel import Buffer, Channel
 from core_rl.errors import ConfigError, MissingPackage
@@ -21,16 +20,11 @@ EXIT_WAIT_S = 5.0
 """Seconds for ranks to end."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """A place for one rank."""
+class Slot(NamedTuple):
+    """Machine and device of one rank, by their numbers."""
 
     machine: int
-    """The number of the machine."""
     device: int
-    """The number of its accelerator there."""
-    cores: int
-    """CPU cores of the machine, for all ranks on it."""
 
 
 class Kept(Protocol):
@@ -111,6 +105,9 @@ class Hosts(Protocol):
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
         """Start ranks of these numbers, each of which then sends its hello. Raises `GroupError`."""
+
+    def cores(self, machine: int) -> int:
+        """CPU cores of the machine, for all ranks on it."""
 
     def address_of(self, machine: int) -> str:
         """The address under which the ranks of all machines reach this one."""

@@ -59,10 +59,10 @@ class LocalHosts:
             raise ConfigError(
                 f"devices = {list(devices)} for {count} ranks; name a different one for each rank"
             )
-        return [
-            Slot(machine=0, device=device, cores=cpu_cores())
-            for device in (range(count) if devices is None else devices)
-        ]
+        return [Slot(0, device) for device in (range(count) if devices is None else devices)]
+
+    def cores(self, machine: int) -> int:
+        return cpu_cores()
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
         started: list[Rank] = []

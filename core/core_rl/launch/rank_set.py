@@ -91,7 +91,7 @@ class RankSet:
         if self.threads_per_rank is not None:
             return [self.threads_per_rank] * len(slots)
         neighbours = Counter(slot.machine for slot in slots)
-        return [max(1, slot.cores // neighbours[slot.machine]) for slot in slots]
+        return [max(1, self._hosts.cores(slot.machine) // neighbours[slot.machine]) for slot in slots]
 
     # --------------------------------------------------------------- engines
 

@@ -14,8 +14,9 @@ from core_rl.config.engine import EngineConfig, InferenceEngineConfig
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
+from core_rl.launch.hosts import Slot
 from core_rl_trainer.plan.resolve import resolve
-from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot, RunPlan
+from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan
 from core_rl_trainer.recipe.cluster import SchedulingSection
 from core_rl_trainer.recipe.recipe import load_recipe
 
@@ -104,7 +105,7 @@ class _Need:
     """By machine, its ranks or servers."""
     processes: Counter[int]
     """The same, without those in processes of another role."""
-    slots: Sequence[RankSlot]
+    slots: Sequence[Slot]
 
 
 def _need(engine: EnginePlan[EngineConfig], device: Device) -> _Need:
@@ -112,7 +113,7 @@ def _need(engine: EnginePlan[EngineConfig], device: Device) -> _Need:
     each = load_engine(engine.spec, config).get_scheduling_config()
     if isinstance(config, InferenceEngineConfig):  # servers next to the driver
         servers = Counter({0: config.layout.dp})
-        slots = [RankSlot(0, number) for number in config.own_devices]
+        slots = [Slot(0, number) for number in config.own_devices]
         return _Need(each=each, engines=servers, processes=servers, slots=slots)
     ranks = Counter(slot.machine for slot in engine.slots)
     processes = Counter[int]() if engine.colocated_with else ranks

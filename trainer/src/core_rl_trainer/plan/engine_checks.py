@@ -10,9 +10,10 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, WeightsError
+from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl.weight_sync.buckets import require_shared_memory
-from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
+from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.plan.slots import placement_problems
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
@@ -20,7 +21,7 @@ from core_rl_trainer.recipe.placement import PlacementSection
 __all__ = ["misplaced_roles", "require_free_device", "require_sync_memory", "sender_slot"]
 
 
-def sender_slot(actor: EnginePlan[TrainEngineConfig]) -> RankSlot:
+def sender_slot(actor: EnginePlan[TrainEngineConfig]) -> Slot:
     """The slot of the actor's rank that sends weights."""
     layout = actor.config.layout
     output = {"dp": 0, "tp": 0, "cp": 0, "pp": layout.pp - 1}
@@ -31,7 +32,7 @@ def sender_slot(actor: EnginePlan[TrainEngineConfig]) -> RankSlot:
 def require_free_device(
     actor: EnginePlan[TrainEngineConfig],
     rollout: EnginePlan[InferenceEngineConfig],
-    servers: Collection[RankSlot],
+    servers: Collection[Slot],
 ) -> None:
     """Raise `ConfigError` where the actor's rank that sends weights over NCCL is on a device of ``servers``."""
     on_cuda = device_type(actor.config.device) == device_type(rollout.config.device) == "cuda"

@@ -16,12 +16,13 @@ from core_rl.engine import guards, inference_guards
 from core_rl.engine.guards import require_sync
 from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
+from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.plan.engine_checks import misplaced_roles, require_free_device, require_sync_memory
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
-from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
+from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.plan.slots import place_ranks, placement_problems
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
@@ -176,7 +177,7 @@ def plan_online_engines(
 
 def _plans(
     trainers: Mapping[str, Trainer],
-    slots: Mapping[str, tuple[RankSlot, ...]],
+    slots: Mapping[str, tuple[Slot, ...]],
     placement: PlacementSection,
     colocated: bool,
 ) -> TrainerPlans:
@@ -208,12 +209,12 @@ def _plans(
     return plans
 
 
-def _server_slots(ranks: int, placement: PlacementSection, cluster: ClusterSection) -> tuple[RankSlot, ...]:
+def _server_slots(ranks: int, placement: PlacementSection, cluster: ClusterSection) -> tuple[Slot, ...]:
     """Slots of rollout servers: on machines of the cluster, or on devices of the driver's machine."""
     if placement.serves_on_machines(cluster):
         return place_ranks(ranks, placement.of("rollout"), cluster)
     devices: Sequence[int] = placement.devices("rollout") or range(ranks)
-    return tuple(RankSlot(0, device) for device in devices)
+    return tuple(Slot(0, device) for device in devices)
 
 
 def _ranks(section: Mapping[str, Any]) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.data.training_data import TrainingData
@@ -25,19 +26,12 @@ if TYPE_CHECKING:
 
     from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["TRAINED", "EnginePlan", "RankSlot", "RunFiles", "RunPlan", "Schedule", "Workload"]
+__all__ = ["TRAINED", "EnginePlan", "RunFiles", "RunPlan", "Schedule", "Workload"]
 
 ConfigT_co = TypeVar("ConfigT_co", bound=EngineConfig, covariant=True)
 
 TRAINED = ("model", "actor", "critic")
 """Roles whose state a checkpoint holds."""
-
-
-class RankSlot(NamedTuple):
-    """Machine and device of one rank."""
-
-    machine: int
-    device: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,7 @@ class EnginePlan(Generic[ConfigT_co]):
 
     spec: EngineSpec
     config: ConfigT_co
-    slots: tuple[RankSlot, ...]
+    slots: tuple[Slot, ...]
     """In rank order. Of a rollout engine, the ranks of all servers, where the recipe places them; else empty."""
     colocated_with: str | None = None
     """The role in whose processes the engine lives; None for processes of its own."""

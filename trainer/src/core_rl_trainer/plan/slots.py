@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from core_rl.config.engine import EngineConfig
-from core_rl_trainer.plan.run_plan import EnginePlan, RankSlot
+from core_rl.launch.hosts import Slot
+from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import RolePlacement
 
 __all__ = ["describe_ranks", "describe_slots", "place_ranks", "placement_problems"]
 
 
-def place_ranks(ranks: int, placement: RolePlacement | None, cluster: ClusterSection) -> tuple[RankSlot, ...]:
+def place_ranks(ranks: int, placement: RolePlacement | None, cluster: ClusterSection) -> tuple[Slot, ...]:
     """The slots of ``ranks`` ranks, in their order; fewer where there is no room for all of them."""
     machines, devices = _available(ranks, placement, cluster)
-    return tuple(RankSlot(machine, device) for machine in machines for device in devices)[:ranks]
+    return tuple(Slot(machine, device) for machine in machines for device in devices)[:ranks]
 
 
 def _available(
@@ -60,7 +61,7 @@ def _fits(
     return all_machines and (placement.devices is None or ranks % len(devices) == 0)
 
 
-def describe_slots(slots: Sequence[RankSlot]) -> str:
+def describe_slots(slots: Sequence[Slot]) -> str:
     """``0-7 of machines 0-1``; without the machine where it is the first alone."""
     devices = {
         machine: tuple(slot.device for slot in own)
