@@ -37,7 +37,7 @@ NOT_RUN = {
     "trains for a minute": 4,
     "needs an SGLang environment": 3,
     "needs reports": 1,
-    "takes minutes": 4,
+    "takes minutes": 5,
     "needs a run": 2,
     "two machines": 1,
     "needs a cluster": 5,
