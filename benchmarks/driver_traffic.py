@@ -39,7 +39,7 @@ from core_rl.launch.messages import pack_reply
 from core_rl.launch.remote import RankState
 from core_rl.launch.remote import answer as answer_call
 from core_rl.registry.spec import EngineSpec
-from core_rl_trainer.algorithms.policy_loss import PolicyLoss
+from core_rl_trainer.algorithms.objectives import PolicyLoss
 
 PER_MACHINE = 8
 FORWARD_PASSES = 2

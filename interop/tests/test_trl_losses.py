@@ -24,10 +24,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl_trainer.algorithms.aggregation import FixedLength
-from core_rl_trainer.algorithms.dpo import DPOLoss
-from core_rl_trainer.algorithms.objectives import CISPO, GSPO, Clipped, SequenceClipped
-from core_rl_trainer.algorithms.policy_loss import PolicyLoss
-from core_rl_trainer.algorithms.reward_model import RewardLoss
+from core_rl_trainer.algorithms.objectives import CISPO, GSPO, Clipped, PolicyLoss, SequenceClipped
+from core_rl_trainer.algorithms.preferences import DPOLoss, RewardLoss
 
 PROMPT = 2
 LENGTHS = [5, 1, 9, 3, 4, 7]

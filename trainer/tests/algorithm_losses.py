@@ -13,7 +13,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl_trainer.algorithms import objectives
 from core_rl_trainer.algorithms.aggregation import Aggregation, FixedLength
-from core_rl_trainer.algorithms.policy_loss import PolicyLoss
+from core_rl_trainer.algorithms.objectives import PolicyLoss
 
 
 def policy_output(batch: SequenceBatch, seed: int = 5) -> ModelOutput:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 from core_rl_trainer import train
-from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.logs.metrics_log import read_steps
 
 __all__ = ["COMPARED", "Curve", "Spread", "curve_of", "move_weights"]
 

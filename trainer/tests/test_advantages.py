@@ -17,14 +17,16 @@ from torch import Tensor
 from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.advantages import (
+    discounted_sums,
     dr_grpo_advantages,
+    gae_advantages,
     grpo_advantages,
     remax_advantages,
+    returns_to_go,
     rloo_advantages,
     spread_to_tokens,
     whiten,
 )
-from core_rl_trainer.algorithms.gae import discounted_sums, gae_advantages, returns_to_go
 from core_rl_trainer.algorithms.kl import KLController
 from core_rl_trainer.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
 

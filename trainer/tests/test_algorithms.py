@@ -27,10 +27,10 @@ from core_rl_trainer.algorithms.objectives import (
     Clipped,
     CustomObjective,
     DualClipped,
+    PolicyLoss,
     Reinforce,
     SequenceClipped,
 )
-from core_rl_trainer.algorithms.policy_loss import PolicyLoss
 from core_rl_trainer.algorithms.sft import SFTLoss
 
 AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", FixedLength(fixed_length=7))

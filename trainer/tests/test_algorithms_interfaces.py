@@ -34,10 +34,15 @@ from core_rl_trainer.algorithms import (
     make_interface,
     register_interface,
 )
-from core_rl_trainer.algorithms.advantages import grpo_advantages, rloo_advantages, spread_to_tokens, whiten
+from core_rl_trainer.algorithms.advantages import (
+    RLOO,
+    gae_advantages,
+    grpo_advantages,
+    rloo_advantages,
+    spread_to_tokens,
+    whiten,
+)
 from core_rl_trainer.algorithms.aggregation import Aggregation, FixedLength
-from core_rl_trainer.algorithms.estimators import RLOO
-from core_rl_trainer.algorithms.gae import gae_advantages
 from core_rl_trainer.algorithms.objectives import GSPO, Clipped
 from core_rl_trainer.algorithms.ppo_critic import ValueLoss
 from core_rl_trainer.algorithms.shaping import token_rewards

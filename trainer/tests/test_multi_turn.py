@@ -19,7 +19,7 @@ from core_rl.rollout.workflow import MAX_ABORTS, generate_whole
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
-from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
+from core_rl_trainer.workflows.episodes import MultiTurnWorkflow
 
 STOP = 9
 

@@ -25,9 +25,7 @@ from core_rl.cli import main
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, train
 from core_rl_trainer.export import export_checkpoint
-from core_rl_trainer.outputs.config import HubSection
-from core_rl_trainer.outputs.model_card import model_card
-from core_rl_trainer.outputs.push import push_run, require_hub
+from core_rl_trainer.outputs.push import HubSection, model_card, push_run, require_hub
 from core_rl_trainer.recipe.recipe import Recipe
 
 LORA = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}

@@ -19,9 +19,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import DPOConfig, DPOInterface, RewardModelConfig, RewardModelInterface
-from core_rl_trainer.algorithms.dpo import DPOLoss
-from core_rl_trainer.algorithms.preferences import check_pairs, count_pairs
-from core_rl_trainer.algorithms.reward_model import RewardLoss
+from core_rl_trainer.algorithms.preferences import DPOLoss, RewardLoss, check_pairs, count_pairs
 
 ONE = MicroBatchSpec(count=1)
 LOSSES = [

@@ -16,7 +16,7 @@ from core_rl.errors import ConfigError, RolloutError, UnsupportedCapability
 from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import load_recipe
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards, reward_metrics
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+from core_rl_trainer.workflows.episodes import SingleTurnWorkflow
 
 
 def length(prompt_ids: Any, output_ids: Any, data: Any) -> float:

@@ -20,7 +20,7 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import pack_responses
 from core_rl.seeds import derive_seed
 from core_rl_trainer.rewards.functions import RewardFn
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+from core_rl_trainer.workflows.episodes import SingleTurnWorkflow
 
 
 class Echo:

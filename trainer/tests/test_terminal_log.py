@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.logs.progress import TrainingProgress, say
-from core_rl_trainer.logs.terminal_log import TerminalLog
+from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, say
 
 
 def _lines(path: Path) -> list[str]:

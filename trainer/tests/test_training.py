@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer import load_recipe, train
-from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.logs.metrics_log import read_steps
 from core_rl_trainer.plan.identity import differing_fields
 from core_rl_trainer.run.online import OnlineLearner
 

@@ -32,7 +32,7 @@ from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.run.online import OnlineLearner, interrupted
 from core_rl_trainer.run.rollouts import Rollouts
-from core_rl_trainer.workflows.single_turn import SingleTurnWorkflow
+from core_rl_trainer.workflows.episodes import SingleTurnWorkflow
 
 ASYNC = ["rollout.max_head_offpolicyness=2"]
 SHIFT = 1e-3

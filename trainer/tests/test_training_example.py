@@ -22,7 +22,7 @@ from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.text import TextReward, integer_match
-from core_rl_trainer.workflows.multi_turn import MultiTurnWorkflow
+from core_rl_trainer.workflows.episodes import MultiTurnWorkflow
 
 EXAMPLES = support.EXAMPLES
 

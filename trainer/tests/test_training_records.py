@@ -25,9 +25,8 @@ from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
 from core_rl.pages import svg_document
 from core_rl_trainer.environments import ToolEnvironment
-from core_rl_trainer.logs.metrics_log import MetricsLog
+from core_rl_trainer.logs.metrics_log import MetricsLog, read_steps
 from core_rl_trainer.logs.page import main_chart
-from core_rl_trainer.logs.step_log import read_steps
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.rewards.functions import compute_reward, load_callable

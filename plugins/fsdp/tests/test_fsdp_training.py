@@ -16,7 +16,7 @@ from core_rl.data.micro_batch import MicroBatchSpec, shard
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface
-from core_rl_trainer.algorithms.estimators import ReinforcePlusPlus
+from core_rl_trainer.algorithms.advantages import ReinforcePlusPlus
 from core_rl_trainer.algorithms.off_policy import TokenTruncated
 
 OWN_RANK = ["critic.layout={dp: 1}", "placement={actor: [0, 1], critic: [2]}", "colocated=true"]

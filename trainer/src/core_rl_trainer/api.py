@@ -40,7 +40,7 @@ def train_loaded(
 ) -> dict[str, Any]:
     """`train`, for a recipe that `load_recipe` gave."""
     from core_rl.launch.process import end_if_rank_imports_script
-    from core_rl_trainer.logs.terminal_log import TerminalLog
+    from core_rl_trainer.logs.progress import TerminalLog
     from core_rl_trainer.run.signals import StopSignals
 
     end_if_rank_imports_script()

@@ -5,7 +5,6 @@ Everything here uses public engine methods only and names no engine.
 
 from __future__ import annotations
 
-from core_rl_trainer.algorithms.dpo import DPOConfig, DPOInterface
 from core_rl_trainer.algorithms.interface import (
     ModelInterface,
     ModelInterfaceAbstraction,
@@ -17,7 +16,12 @@ from core_rl_trainer.algorithms.interface import (
 )
 from core_rl_trainer.algorithms.ppo_actor import PPOActorConfig, PPOActorInterface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticConfig, PPOCriticInterface
-from core_rl_trainer.algorithms.reward_model import RewardModelConfig, RewardModelInterface
+from core_rl_trainer.algorithms.preferences import (
+    DPOConfig,
+    DPOInterface,
+    RewardModelConfig,
+    RewardModelInterface,
+)
 from core_rl_trainer.algorithms.sft import SFTConfig, SFTInterface
 
 __all__ = [

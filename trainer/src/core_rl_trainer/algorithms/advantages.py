@@ -1,24 +1,56 @@
-"""Advantages from rewards, over the whole batch and before any split of it.
+"""Advantages from rewards, over the whole batch and before any split of it, and the ``advantage`` section.
 
 The rules for whole sequences take ``rewards [B]`` and integer ``group [B]``, the prompt of each, and give
 float32 ``[B]``. They raise `BatchError` for wrong shapes and for rewards that are not finite, naming the
 sequence. A sequence that is alone in its group has nothing to be compared with, and advantage 0.
+
+Returns and generalised advantage estimation run over the trained tokens of a sequence. Only these are actions: the
+tokens between them (a tool's reply) belong to the environment's step from one to the next, as in verl.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal
+
 import torch
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 from torch import Tensor
 
+from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import segment_sum
 from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError
-from core_rl_trainer.algorithms.fields import check_finite
+from core_rl_trainer.algorithms.fields import (
+    BASELINE_REWARDS,
+    BOOTSTRAP,
+    GROUP,
+    TOKEN_REWARDS,
+    VALUES,
+    check_finite,
+)
+from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
+from core_rl_trainer.algorithms.shaping import truncated_sequences
 
 __all__ = [
+    "GAE",
+    "GRPO",
+    "RLOO",
+    "AdvantageConfig",
+    "AdvantageEstimator",
+    "CustomAdvantage",
+    "DrGRPO",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+    "discounted_sums",
     "dr_grpo_advantages",
+    "gae_advantages",
     "grpo_advantages",
     "remax_advantages",
+    "returns_to_go",
     "rloo_advantages",
     "spread_to_tokens",
     "whiten",
@@ -95,3 +127,202 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     counts = torch.bincount(owner).double()
     means = torch.zeros_like(counts).index_add(0, owner, values) / counts
     return values - means[owner], owner, counts
+
+
+def discounted_sums(values: Tensor, owner: Tensor, decay: float) -> Tensor:
+    """``sum_k decay^k * values[t + k]`` over the entries after ``t`` with the same owner; float64 ``[N]``.
+
+    ``owner [N]`` numbers the sequence of each entry and never falls. Each round doubles how far an entry has
+    looked ahead (Hillis and Steele, CACM 29, 1986), so the longest sequence costs ``log2`` of its length in
+    vector operations.
+    """
+    sums, reach, factor = values.double().clone(), 1, decay
+    longest = int(torch.bincount(owner).max()) if len(owner) else 0
+    while reach < longest and factor != 0.0:
+        ahead = torch.where(owner[:-reach] == owner[reach:], sums[reach:], 0.0)
+        sums[:-reach] = sums[:-reach] + factor * ahead
+        reach, factor = 2 * reach, factor * factor
+    return sums
+
+
+def returns_to_go(token_rewards: Tensor, batch: SequenceBatch, gamma: float = 1.0) -> Tensor:
+    """The discounted sum of what each trained token and those after it earn; ``[T]``, 0 at other tokens."""
+    chosen, owner = _trained(batch)
+    sums = discounted_sums(token_rewards[chosen], owner, gamma)
+    return _back(sums, chosen, token_rewards)
+
+
+def gae_advantages(
+    token_rewards: Tensor,
+    values: Tensor,
+    batch: SequenceBatch,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    last_values: Tensor | None = None,
+) -> Tensor:
+    """GAE (arXiv:1506.02438, equation 16): ``sum_k (gamma * lam)^k * delta[t + k]``; ``[T]``, 0 at other tokens.
+
+    ``delta[t] = token_rewards[t] + gamma * V(next) - values[t]``, where ``values [T]`` are those of the state
+    before each token and the next state is that before the next trained token. After the last one it is
+    ``last_values [B]``: 0 by default, since the completion has ended. Returns for the critic are the advantages
+    plus ``values``.
+    """
+    chosen, owner = _trained(batch)
+    own = values[chosen].double()
+    following = torch.zeros_like(own) if last_values is None else last_values.double()[owner]
+    inner = owner[:-1] == owner[1:]
+    following[:-1] = torch.where(inner, own[1:], following[:-1])
+    deltas = token_rewards[chosen].double() + gamma * following - own
+    return _back(discounted_sums(deltas, owner, gamma * lam), chosen, values)
+
+
+def _trained(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Positions of the trained tokens, and the sequence of each."""
+    mask = batch.loss_mask
+    counts = segment_sum(mask.long(), batch.cu_seqlens)
+    owner = torch.repeat_interleave(torch.arange(len(counts), device=mask.device), counts)
+    return mask.nonzero().flatten(), owner
+
+
+def _back(sums: Tensor, chosen: Tensor, like: Tensor) -> Tensor:
+    result = torch.zeros_like(like)
+    result[chosen] = sums.to(like.dtype)
+    return result
+
+
+class AdvantageEstimator(Config):
+    """Turns ``token_rewards [T]`` into advantages ``[T]``."""
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the batch must have besides ``token_rewards``."""
+
+    @abstractmethod
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``comm``."""
+
+
+class _OfSequences(AdvantageEstimator):
+    """One advantage for each sequence, by ``rule``: from what all its tokens earn, and from its one field."""
+
+    rule: ClassVar[Callable[[Tensor, Tensor], Tensor]]
+    fields: ClassVar[frozenset[str]] = frozenset({GROUP})
+
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        rewards = segment_sum(batch[TOKEN_REWARDS].double(), batch.cu_seqlens)
+        (field,) = self.fields
+        return spread_to_tokens(type(self).rule(rewards, batch[field]), batch)
+
+
+class GRPO(_OfSequences):
+    """Against the group's mean, by its standard deviation (arXiv:2402.03300)."""
+
+    type: Literal["grpo"] = "grpo"
+    """The name."""
+    rule: ClassVar = grpo_advantages
+
+
+class DrGRPO(_OfSequences):
+    """Against the group's mean (arXiv:2503.20783)."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    """The name."""
+    rule: ClassVar = dr_grpo_advantages
+
+
+class RLOO(_OfSequences):
+    """Against the mean of the others in the group (arXiv:2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+    """The name."""
+    rule: ClassVar = rloo_advantages
+
+
+class ReMax(_OfSequences):
+    """Against the greedy completion of the same prompt (arXiv:2310.10505)."""
+
+    type: Literal["remax"] = "remax"
+    """The name."""
+    rule: ClassVar = remax_advantages
+    fields: ClassVar[frozenset[str]] = frozenset({BASELINE_REWARDS})
+
+
+class ReinforcePlusPlus(AdvantageEstimator):
+    """REINFORCE++ (arXiv:2501.03262): what a token and those after it earn, whitened over the global batch."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """The name."""
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Discount for each token."""
+
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        returns = returns_to_go(batch[TOKEN_REWARDS], batch, self.gamma)
+        return whiten(returns, batch.loss_mask, comm)
+
+
+class ReinforcePlusPlusBaseline(_OfSequences):
+    """REINFORCE++ with the group's mean as a baseline (arXiv:2501.03262), whitened over the global batch."""
+
+    type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    """The name."""
+    rule: ClassVar = dr_grpo_advantages
+
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        return whiten(super().__call__(batch, comm), batch.loss_mask, comm)
+
+
+class GAE(AdvantageEstimator):
+    """Generalised advantage estimation with a critic's values (arXiv:1506.02438); PPO."""
+
+    type: Literal["gae"] = "gae"
+    """The name."""
+    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Discount for each token."""
+    lam: float = Field(default=0.95, ge=0.0, le=1.0)
+    """1 trusts the rewards alone, 0 the critic alone."""
+    bootstrap_truncated: bool = False
+    """Where a completion was truncated, bootstrap from the critic's value of the next state, instead of 0."""
+    fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
+
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        last = None
+        if self.bootstrap_truncated:
+            bootstrap = batch[BOOTSTRAP]
+            last = bootstrap * truncated_sequences(batch, "bootstrap_truncated").to(bootstrap)
+        return gae_advantages(
+            batch[TOKEN_REWARDS], batch[VALUES], batch, gamma=self.gamma, lam=self.lam, last_values=last
+        )
+
+
+BUILT_IN = ("grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")
+
+
+class CustomAdvantage(Custom, AdvantageEstimator):
+    """A rule of your own: ``fn(batch) -> Tensor [T]``; the batch has ``token_rewards [T]``."""
+
+    kind: ClassVar[str] = "advantage rule"
+    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
+
+    def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
+        found: Tensor = self.function()(batch)
+        if found.shape != (batch.num_tokens,):
+            raise BatchError(
+                f"{self.type!r} returned advantages {list(found.shape)}; return one for each token, "
+                f"[{batch.num_tokens}]"
+            )
+        return found
+
+
+AdvantageConfig = Annotated[
+    Annotated[GRPO, Tag("grpo")]
+    | Annotated[DrGRPO, Tag("dr_grpo")]
+    | Annotated[RLOO, Tag("rloo")]
+    | Annotated[ReMax, Tag("remax")]
+    | Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")]
+    | Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")]
+    | Annotated[GAE, Tag("gae")]
+    | Annotated[CustomAdvantage, Tag("custom")],
+    Discriminator(named_kind(BUILT_IN)),
+    BeforeValidator(named_or_fields),
+]
+"""A name, or its settings with the name as ``type``."""

@@ -65,10 +65,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 ALGORITHMS = "core_rl_trainer.algorithms"
 BUILT_IN = {
     **dict.fromkeys(PRESETS, f"{ALGORITHMS}.ppo_actor:PPOActorInterface"),
-    "dpo": f"{ALGORITHMS}.dpo:DPOInterface",
+    "dpo": f"{ALGORITHMS}.preferences:DPOInterface",
     "ppo_actor": f"{ALGORITHMS}.ppo_actor:PPOActorInterface",
     "ppo_critic": f"{ALGORITHMS}.ppo_critic:PPOCriticInterface",
-    "reward_model": f"{ALGORITHMS}.reward_model:RewardModelInterface",
+    "reward_model": f"{ALGORITHMS}.preferences:RewardModelInterface",
     "sft": f"{ALGORITHMS}.sft:SFTInterface",
 }
 

@@ -14,8 +14,7 @@ from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import masked_fill
 from core_rl.distributed.comm import Comm
-from core_rl_trainer.algorithms.advantages import whiten
-from core_rl_trainer.algorithms.estimators import GRPO, AdvantageConfig
+from core_rl_trainer.algorithms.advantages import GRPO, AdvantageConfig, whiten
 from core_rl_trainer.algorithms.fields import (
     ADVANTAGES,
     BEHAVIOUR,
@@ -31,9 +30,8 @@ from core_rl_trainer.algorithms.fields import (
 )
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 from core_rl_trainer.algorithms.kl import KLController, KLEstimator, kl_estimate
-from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig
+from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig, PolicyLoss
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
-from core_rl_trainer.algorithms.policy_loss import PolicyLoss
 from core_rl_trainer.algorithms.shaping import (
     groups_with_signal,
     overlong_penalty,

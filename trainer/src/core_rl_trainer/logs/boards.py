@@ -8,14 +8,44 @@ import uuid
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from core_rl.config.base import Config
 from core_rl.errors import ConfigError
-from core_rl_trainer.logs.config import TrackioSection, WandbSection
 
-__all__ = ["TrackioBoard", "WandbBoard", "load_board"]
+__all__ = ["TrackioBoard", "TrackioSection", "WandbBoard", "WandbSection", "load_board"]
 
 TITLES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
+
+
+class WandbSection(Config):
+    """A run in Weights & Biases (``pip install wandb``), with the same values as ``metrics.jsonl``."""
+
+    project: str = "core-rl"
+    """The project there."""
+    entity: str | None = None
+    """Its owner; null for the default one."""
+    name: str | None = None
+    """The run's name there; null for that of ``output_dir``."""
+    group: str | None = None
+    """Runs that belong together."""
+    tags: tuple[str, ...] = ()
+    """Words to find it by."""
+    mode: Literal["online", "offline"] = "online"
+    """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
+
+
+class TrackioSection(Config):
+    """A run in Trackio (``pip install trackio``), with the same values as ``metrics.jsonl``."""
+
+    project: str = "core-rl"
+    """The project there."""
+    name: str | None = None
+    """The run's name there; null for that of ``output_dir``, with an identifier behind it."""
+    group: str | None = None
+    """Runs that belong together."""
+    space_id: str | None = None
+    """A Space of the Hugging Face Hub for the dashboard, ``organization/name``; null for this machine."""
 
 
 class WandbBoard:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.logs.step_log import Row, read_steps
+from core_rl_trainer.logs.metrics_log import Row, read_steps
 from core_rl_trainer.outputs.run_files import LOCK, METRICS, RECIPE, RESULT, STATUS
 
 __all__ = ["RunSummary", "State", "find_runs", "read_rows", "read_run"]

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal and in a notebook, some lines elsewhere."""
+"""The progress of a run: a bar on a terminal and in a notebook, lines elsewhere, and the log file with both."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from logging.handlers import MemoryHandler
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +21,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-__all__ = ["TERMINAL", "TrainingProgress", "print_result", "say"]
+from core_rl.errors import ConfigError
+
+__all__ = ["TERMINAL", "TerminalLog", "TrainingProgress", "print_result", "say"]
 
 TERMINAL = logging.getLogger("core_rl_trainer.terminal")
 """The lines on the terminal, for the log file of a run alone."""
@@ -126,3 +130,53 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
     for name in ("model", "adapter", "best_model", "page", "picture", "metrics"):
         if result.get(name):
             say(console, f"{name}: {result[name]}")
+
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+class TerminalLog:
+    """Collects lines until `open` names a file, and appends them there from then on."""
+
+    def __init__(self) -> None:
+        self._handler = MemoryHandler(capacity=1)  # without a target nothing leaves it
+        self._handler.setLevel(logging.INFO)
+
+    def open(self, path: Path) -> None:
+        """Append to ``path``. Raises `ConfigError` where it cannot be written."""
+        try:
+            file = logging.FileHandler(path, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        file.setFormatter(logging.Formatter(FORMAT))
+        self._handler.setTarget(file)
+        self._handler.flush()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside the context, lines and warnings are logged, and an error that ends it."""
+        handlers: list[logging.Handler] = [self._handler]
+        if not logger.hasHandlers() and logging.lastResort is not None:
+            handlers.append(logging.lastResort)  # stderr, which the first handler of the root would replace
+        root = logging.getLogger()
+        for handler in handlers:
+            root.addHandler(handler)
+        TERMINAL.addHandler(self._handler)
+        try:
+            yield
+        except BaseException as error:
+            TERMINAL.error("%s", f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+        finally:
+            TERMINAL.removeHandler(self._handler)
+            for handler in handlers:
+                root.removeHandler(handler)
+            self._close()
+
+    def _close(self) -> None:
+        file = self._handler.target
+        self._handler.close()
+        if file is not None:
+            file.close()

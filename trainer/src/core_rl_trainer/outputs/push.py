@@ -1,23 +1,41 @@
-"""The upload of a complete run to the Hugging Face Hub."""
+"""The upload of a complete run to the Hugging Face Hub, with a model card of its recipe and evaluations."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+from pydantic import Field
 
 from core_rl.checkpoint.manifest import MANIFEST
+from core_rl.config.base import Config
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer.outputs.config import HubSection
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-__all__ = ["push_run", "require_hub"]
+__all__ = ["HubSection", "model_card", "push_run", "require_hub"]
 
 RECORD = "hub.json"
 """The upload that is done."""
+
+
+class HubSection(Config):
+    """A repository on the Hugging Face Hub, which gets the result of a complete run with a model card.
+
+    The token is that of ``hf auth login`` or of the variable ``HF_TOKEN``.
+    """
+
+    repo_id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
+    """``organization/name``; it is made where it does not exist."""
+    private: bool = True
+    """Whether a repository that is made is private."""
+    upload: Literal["model", "adapter", "best_model"] = "model"
+    """The trained model, its adapter alone, or the model of the best evaluation."""
 
 
 def require_hub(section: HubSection | None, *, lora: bool, keeps_best: bool) -> None:
@@ -100,3 +118,60 @@ def _record(directory: Path, section: HubSection) -> None:
     temporary = directory / f".{RECORD}.tmp"
     temporary.write_text(json.dumps(section.model_dump(), indent=2) + "\n", encoding="utf-8")
     temporary.replace(directory / RECORD)
+
+
+SNAPSHOT = re.compile(r"models--(?P<organization>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/")
+"""The directory of a model from the Hub."""
+CARD = """\
+---
+{head}---
+
+# {name}
+
+Trained by [core-rl](https://pypi.org/project/core-rl/) from {base} with `{algorithm}`, in {steps} steps on the
+engine `{engine}`.
+{scores}
+## Recipe
+
+```yaml
+{recipe}```
+"""
+
+
+def model_card(
+    recipe: Mapping[str, Any], datasets: Sequence[str], section: HubSection, result: Mapping[str, Any]
+) -> str:
+    """The text of ``README.md``, for a run of ``recipe`` on ``datasets`` of the Hub with this ``result``."""
+    adapter, algorithm = section.upload == "adapter", recipe["algorithm"]["type_"]
+    base = _base_model(recipe["model"]["path"])
+    fields = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-classification" if algorithm == "reward_model" else "text-generation",
+        "base_model": base,
+        "datasets": list(datasets) or None,
+        "tags": ["core-rl", algorithm],
+    }
+    head = {name: value for name, value in fields.items() if value is not None}
+    return CARD.format(
+        head=yaml.safe_dump(head, sort_keys=False),
+        name=section.repo_id.split("/")[1],
+        base=base or "a local model",
+        algorithm=algorithm,
+        steps=recipe["steps"],
+        engine=recipe["engine"],
+        scores="" if section.upload == "best_model" else _scores(result),
+        recipe=yaml.safe_dump(recipe, sort_keys=False),
+    )
+
+
+def _base_model(path: str) -> str | None:
+    """The Hub id of the model that the run began with; None for a local one."""
+    snapshot = SNAPSHOT.search(path)
+    return f"{snapshot['organization']}/{snapshot['name']}" if snapshot else None
+
+
+def _scores(result: Mapping[str, Any]) -> str:
+    """A table of the evaluations before and after the run."""
+    before, after = result.get("before", {}), result.get("after", {})
+    rows = [f"| `{name}` | {before[name]:.4g} | {after[name]:.4g} |" for name in after if name in before]
+    return "\n".join(["", "| metric | before | after |", "| --- | --- | --- |", *rows, ""]) if rows else ""

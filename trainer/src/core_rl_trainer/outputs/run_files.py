@@ -1,8 +1,30 @@
-"""Names of files in the directory of a run. Importing this module imports nothing else."""
+"""Names of files in the directory of a run, and its lock. Importing this module imports no torch."""
 
 from __future__ import annotations
 
-__all__ = ["IDENTITY", "LOCK", "LOG", "METRICS", "PAGE", "PICTURE", "RECIPE", "RESTARTS", "RESULT", "STATUS"]
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from core_rl.errors import ConfigError
+
+__all__ = [
+    "IDENTITY",
+    "LOCK",
+    "LOG",
+    "METRICS",
+    "PAGE",
+    "PICTURE",
+    "RECIPE",
+    "RESTARTS",
+    "RESULT",
+    "STATUS",
+    "locked",
+    "require_free_directory",
+]
 
 RECIPE = "recipe.yaml"
 """The recipe with all defaults."""
@@ -24,3 +46,45 @@ LOG = "run.log"
 """The lines of the terminal and warnings, with times."""
 LOCK = ".lock"
 """Locked as long as a process is at work on the run."""
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep other processes out of ``directory``, which is made where it is missing.
+
+    Raises `ConfigError` where it cannot be written, and when another process is at work there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(_unusable(directory, error.strerror, error.filename)) from error
+    with file:
+        _take(file, directory)
+        yield
+
+
+def require_free_directory(directory: Path) -> None:
+    """Raise as `locked` would, without a lock and without a new file."""
+    nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise ConfigError(_unusable(directory, "Not a directory", nearest))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(_unusable(directory, "Permission denied", nearest))
+    if (directory / LOCK).is_file():
+        with (directory / LOCK).open("a") as file:  # NFS locks only files that are open for writing
+            _take(file, directory)
+
+
+def _take(file: TextIO, directory: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"output_dir = {str(directory)!r}: another process is at work there; wait for its end, or set "
+            "output_dir to another directory"
+        ) from error
+
+
+def _unusable(directory: Path, reason: str | None, path: object) -> str:
+    return f"output_dir = {str(directory)!r}: {reason} ({path}); name a directory that can be written"

@@ -19,7 +19,7 @@ from core_rl.config.secret import unset_references
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, raise_all
 from core_rl.launch.hosts import load_hosts
 from core_rl.registry.engines import engine_names
-from core_rl_trainer.outputs.run_lock import require_free_directory
+from core_rl_trainer.outputs.run_files import require_free_directory
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.recipe import Recipe
 

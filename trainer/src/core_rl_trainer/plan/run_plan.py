@@ -13,8 +13,8 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.config import TrackioSection, WandbSection
-from core_rl_trainer.outputs.config import HubSection
+from core_rl_trainer.logs.boards import TrackioSection, WandbSection
+from core_rl_trainer.outputs.push import HubSection
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.rollout import RolloutSection

@@ -9,10 +9,9 @@ from typing import Any, Self
 
 from core_rl.errors import CheckpointError, RunStopped
 from core_rl.pages import svg_document
-from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog
+from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog, StepLog
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
-from core_rl_trainer.logs.step_log import StepLog
 from core_rl_trainer.run.run_directory import RunDirectory
 
 __all__ = ["RunRecords"]

@@ -16,7 +16,7 @@ import yaml
 from core_rl.checkpoint.local import LocalStorage
 from core_rl.checkpoint.run import CheckpointCopies, RunCheckpoint, RunCheckpoints
 from core_rl.errors import CheckpointError, ConfigError, raise_all
-from core_rl_trainer.logs.step_log import read_steps
+from core_rl_trainer.logs.metrics_log import read_steps
 from core_rl_trainer.outputs.run_files import (
     IDENTITY,
     LOG,
@@ -27,8 +27,8 @@ from core_rl_trainer.outputs.run_files import (
     RESTARTS,
     RESULT,
     STATUS,
+    locked,
 )
-from core_rl_trainer.outputs.run_lock import locked
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.plan.run_plan import RunFiles
 from core_rl_trainer.recipe.recipe import HERE

@@ -23,7 +23,7 @@ from core_rl_trainer.algorithms.fields import (
     VALUES,
 )
 from core_rl_trainer.algorithms.interface import ModelInterface
-from core_rl_trainer.algorithms.reward_model import RewardModelConfig, RewardModelInterface
+from core_rl_trainer.algorithms.preferences import RewardModelConfig, RewardModelInterface
 from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM
 from core_rl_trainer.run.engines import Roles

@@ -20,10 +20,8 @@ from core_rl_trainer.errors import StepError
 from core_rl_trainer.logs.boards import TrackioBoard, WandbBoard
 from core_rl_trainer.logs.metrics_log import MetricsBoard
 from core_rl_trainer.logs.page import PageRole, RunPage
-from core_rl_trainer.logs.progress import TrainingProgress, print_result, say
-from core_rl_trainer.logs.terminal_log import TerminalLog
-from core_rl_trainer.outputs.model_card import model_card
-from core_rl_trainer.outputs.push import push_run
+from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_result, say
+from core_rl_trainer.outputs.push import model_card, push_run
 from core_rl_trainer.plan.engine_checks import sender_slot
 from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.plan.slots import describe_ranks
