@@ -27,7 +27,7 @@ CoreRLError
 ├── RolloutError               generation, a workflow or a reward function failed
 └── RunStopped                 a run ended before its last step, on purpose
 
-Each message says what was wrong, with which value, and what to do about it.
+Each message begins with the problem and the value, and ends with the remedy.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ SIGNAL_BASE = 128
 
 
 class ExitCode(IntEnum):
-    """The exit code of a command, and what it means."""
+    """Exit code of a command."""
 
     DONE = 0
-    """The command did what it was asked for; a run is complete."""
+    """The command succeeded; a run is complete."""
     FAILED = 1
     """An engine, a checkpoint, a rollout, a callback, a batch of a step or a check failed."""
     USAGE = 2
@@ -85,9 +85,9 @@ class ExitCode(IntEnum):
     NOTHING_LEARNED = 3
     """The field ``stop_on`` of the recipe ended the run. The last good checkpoint is kept."""
     STOPPED = 75
-    """SIGTERM or SIGUSR1 stopped the run. Nothing is lost: the same command goes on."""
+    """SIGTERM or SIGUSR1 stopped the run. Nothing is lost: the same command continues."""
     INTERRUPTED = 130
-    """Ctrl-C. The same command goes on from the last checkpoint."""
+    """Ctrl-C. The same command continues from the last checkpoint."""
 
 
 class CoreRLError(Exception):
@@ -148,7 +148,7 @@ class EngineContractError(EngineError):
 
 
 class OutOfDeviceMemory(EngineError):
-    """A model or a pass does not fit into the memory of the accelerator; the message says what to change."""
+    """A model or a pass does not fit into the memory of the accelerator; the message has the remedy."""
 
 
 class UnsupportedCapability(EngineError):
@@ -228,10 +228,10 @@ def raise_all(
     kind: type[CoreRLError], subject: object, violations: Iterable[str], *, most: int | None = None
 ) -> None:
     """Raise one ``kind`` that counts every violation and lists all, or ``most``; return when there is none."""
-    found = list(violations)
-    if len(found) == 1:
-        raise kind(f"{subject}: {found[0]}")
-    if found:
-        more = [] if most is None or len(found) <= most else [f"and {len(found) - most} more"]
-        listed = "\n".join(f"  - {line}" for line in [*found[:most], *more])
-        raise kind(f"{subject}: {len(found)} problems:\n{listed}")
+    problems = list(violations)
+    if len(problems) == 1:
+        raise kind(f"{subject}: {problems[0]}")
+    if problems:
+        more = [] if most is None or len(problems) <= most else [f"and {len(problems) - most} more"]
+        listed = "\n".join(f"  - {line}" for line in [*problems[:most], *more])
+        raise kind(f"{subject}: {len(problems)} problems:\n{listed}")

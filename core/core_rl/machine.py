@@ -35,7 +35,7 @@ class Machine:
     """Threads of torch in this process."""
     gpus: tuple[str, ...]
     packages: dict[str, str]
-    """Versions of distributions and of what they require."""
+    """Versions of distributions and their requirements."""
 
 
 def describe_machine(distributions: Iterable[str] = (), extra: str | None = None) -> Machine:
@@ -81,7 +81,9 @@ def _processor() -> str:
 
 
 def _versions(distributions: Iterable[str], extra: str | None) -> dict[str, str]:
-    names = {name for own in distributions for name in [own, *_requirements(own, extra)]}
+    names = {
+        name for distribution in distributions for name in [distribution, *_requirements(distribution, extra)]
+    }
     versions = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -90,7 +92,7 @@ def _versions(distributions: Iterable[str], extra: str | None) -> dict[str, str]
 
 
 def _requirements(distribution: str, extra: str | None) -> Iterator[str]:
-    """The direct requirements, those of extras included (what is not installed is left out later)."""
+    """Direct requirements, extras included; missing packages are left out later."""
     try:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:

@@ -53,7 +53,7 @@ def test_the_latest_is_the_newest_complete(tmp_path: Path) -> None:
     ]
     check(RunCheckpoints(tmp_path / "runs", keep=1).latest(), 100)
     check(runs.at(10), 10)
-    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 9; it has those of steps: 10, 100"):
+    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 9; available steps: 10, 100"):
         runs.at(9)
 
 
@@ -86,7 +86,7 @@ def test_reading_takes_the_newest_after_a_race(
         if step is None:
             check(stack.enter_context(runs.reading(step)), 2)
         else:
-            with pytest.raises(CheckpointNotFound, match="no checkpoint of step 1; it has those of steps: 2"):
+            with pytest.raises(CheckpointNotFound, match="no checkpoint of step 1; available steps: 2"):
                 stack.enter_context(runs.reading(step))
 
 

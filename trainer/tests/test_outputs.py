@@ -100,7 +100,7 @@ def test_a_sharded_checkpoint_is_exported_from_another_layout(start: Path, tmp_p
     [
         (["nowhere"], r"nowhere holds no run: there is no recipe.yaml; name the output_dir of a run"),
         (["out"], r"out has no complete checkpoint; the run writes one every save_every steps"),
-        (["out", "--step", "7"], r"no checkpoint of step 7; it has those of steps: none"),
+        (["out", "--step", "7"], r"no checkpoint of step 7; available steps: none"),
         (
             ["out", "--format", "adapter"],
             r"trains no adapter \(model.lora is not set\); export it with --format hf",

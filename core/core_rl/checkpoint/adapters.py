@@ -67,13 +67,13 @@ def load_adapter(contents: Contents, meta: SaveLoadMeta) -> None:
     Also takes the files of ``peft`` itself, which do not identify the base weights: then only names and
     shapes are checked. Raises `CheckpointMismatch` that lists what differs.
     """
-    own = {"model": contents.fingerprint(), "base": contents.tensors.base_digest()}
+    expected = {"model": contents.fingerprint(), "base": contents.tensors.base_digest()}
     lora = contents.config.model.lora
     assert lora is not None  # required by the engine
     with open_checkpoint(meta.path, contents.world, kind="adapter", require_manifest=False) as directory:
 
         def parts() -> dict[TensorKind, TensorSource]:
-            problems = [*_config_problems(lora, directory), *_base_problems(own, directory)]
+            problems = [*_config_problems(lora, directory), *_base_problems(expected, directory)]
             raise_all(CheckpointMismatch, "the adapter does not fit this engine", problems)
             return {"adapter": TensorFiles(directory, TENSOR_FILE)}
 
@@ -90,36 +90,36 @@ def _config_problems(lora: LoraConfig, directory: Path) -> Iterator[str]:
         ("alpha", "lora_alpha", None),
         ("rslora", "use_rslora", False),
     ):
-        there, here = saved.get(name, default), getattr(lora, field)
-        if there != here:
-            yield f"its {name} is {there!r}, and model.lora.{field} is {here!r} here; set it to {there!r}"
+        saved_value, value = saved.get(name, default), getattr(lora, field)
+        if saved_value != value:
+            yield f"its {name} is {saved_value!r}, and model.lora.{field} is {value!r} here; set it to {saved_value!r}"
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointNotFound(
             f"there is no {path.name}: this is no adapter that peft has saved"
         ) from error
     except ValueError as error:
         raise CheckpointDamaged(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointDamaged(f"{path.name} holds a {type(found).__name__}, not an object")
-    return found
+    if not isinstance(config, dict):
+        raise CheckpointDamaged(f"{path.name} holds a {type(config).__name__}, not an object")
+    return config
 
 
-def _base_problems(own: Mapping[str, Any], directory: Path) -> Iterator[str]:
+def _base_problems(expected: Mapping[str, Any], directory: Path) -> Iterator[str]:
     """Differences between this model and the base model in the manifest of a core-rl adapter."""
     if not (directory / MANIFEST).is_file():
         return
     state = read_manifest(directory).state
-    for name, value in own["model"].items():
+    for name, value in expected["model"].items():
         if state["model"].get(name) != value:
             yield f"it is of another base model: {name} is {state['model'].get(name)!r} there and {value!r} here"
-    if state["model"] == own["model"] and state["base"] != own["base"]:
+    if state["model"] == expected["model"] and state["base"] != expected["base"]:
         yield (
             "it is of another base model: the same architecture with other weights "
-            f"(digest {state['base'][:8]} there and {own['base'][:8]} here); set model.path to the base that "
+            f"(digest {state['base'][:8]} there and {expected['base'][:8]} here); set model.path to the base that "
             "it was trained on"
         )

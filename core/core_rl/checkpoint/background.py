@@ -5,7 +5,7 @@ thread on every rank writes that rank's files and leaves a marker next to them. 
 waits for all markers, writes the manifest and renames it into place. No thread talks to another rank.
 
 For a URL each machine has a directory of its own. The threads upload their files, the first rank of each machine then
-leaves a marker in the store, and rank 0 waits for those of all machines before it uploads the manifest.
+leaves a marker in the store, and rank 0 uploads the manifest when all markers are there.
 """
 
 from __future__ import annotations

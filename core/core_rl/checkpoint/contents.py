@@ -67,12 +67,12 @@ class Contents:
         Carried tensors are among them where another engine may load the checkpoint; the same one has its own.
         """
         moments = self.tensors.optimizer_kinds if self.with_moments(meta) else ()
-        own = meta.format == "sharded"
-        weights = self.tensors.weight_kinds("master") if own else self.tensors.export_kinds("master")
+        same_engine = meta.format == "sharded"
+        weights = self.tensors.weight_kinds("master") if same_engine else self.tensors.export_kinds("master")
         return (*weights, *moments)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Fields that tell one architecture from another."""
+        """Fields that identify the architecture."""
         config = self.backend.hf_config().get_text_config()
         fields = {name: getattr(config, name, None) for name in MODEL_FIELDS}
         return {"head": self.config.model.head, **fields}
@@ -89,14 +89,14 @@ class Contents:
         }
 
     def _model_fields(self) -> dict[str, Any]:
-        """Fields that tell one model with its adapter and its carried tensors from another."""
+        """Fields that identify the model with its adapter and carried tensors."""
         carried = self.tensors.shapes("carried")
         shapes = hashlib.sha256(json.dumps(sorted(carried.items())).encode()).hexdigest()[:8]
         fields = {"carried": f"{len(carried)} tensors, {shapes}"} if carried else {}
         return self.fingerprint() | self._adapter_fields() | fields
 
     def _adapter_fields(self) -> dict[str, Any]:
-        """Fields that tell one kind of adapter from another."""
+        """Fields that identify the kind of adapter."""
         lora = self.config.model.lora
         if lora is None:
             return {}
@@ -116,11 +116,11 @@ class Contents:
                 f"it was saved by the engine {manifest.state['engine']!r}, and this is {self.engine!r}; "
                 "save with format='portable' to move between engines"
             )
-        own, saved = self._model_fields(), manifest.state["model"]
+        fields, saved = self._model_fields(), manifest.state["model"]
         problems += [
-            f"it is of another model: {name} is {saved.get(name)!r} there and {own.get(name)!r} here"
-            for name in dict.fromkeys([*saved, *own])
-            if saved.get(name) != own.get(name)
+            f"it is of another model: {name} is {saved.get(name)!r} there and {fields.get(name)!r} here"
+            for name in dict.fromkeys([*saved, *fields])
+            if saved.get(name) != fields.get(name)
         ]
         if self.with_moments(meta) and not manifest.state["optimizer"]:
             problems.append("it has no optimizer state; load with with_optimizer=False for the weights alone")

@@ -50,7 +50,7 @@ def write_checkpoint(
 ) -> None:
     """Replace the checkpoint at ``path`` with the files of ``write(directory)``; collective.
 
-    All ranks, or at an fsspec URL those of one machine, write different files into one empty directory. The manifest
+    All ranks write different files into one empty directory, at an fsspec URL into one on each machine. The manifest
     has ``kind`` and ``state`` (JSON). A local ``path`` is on a file system of all ranks.
 
     When anything fails on any rank, all ranks raise one `CheckpointError` with the rank and the file, and the

@@ -104,7 +104,7 @@ def _generation_ids(directory: Path) -> set[int]:
 
 
 def _tokenizer_ends(directory: Path) -> _Ends:
-    """The end token of a tokenizer, and those that end a turn of its chat templates."""
+    """End token of a tokenizer, and end tokens of turns in its chat templates."""
     files = [path for name in TOKENIZER if (path := directory / name).is_file()]
     return _read_ends(directory, tuple(path.stat().st_mtime_ns for path in files)) if files else NO_ENDS
 
@@ -194,7 +194,7 @@ def _padding_token(
 
 
 def _write_padding(directory: Path, token: str) -> None:
-    """Change the files of the tokenizer alone that name the padding token; one that it lacks is added on loading."""
+    """Set the padding token in the tokenizer's files; loading adds a missing token."""
     _update(directory / TOKENIZER_CONFIG, {"pad_token": token, "padding_side": "right"})
     if (directory / SPECIAL_TOKENS).is_file():
         _update(directory / SPECIAL_TOKENS, {"pad_token": token})

@@ -47,7 +47,7 @@ def _save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
     """Weights, and where asked moments and random states; collective."""
     with_optimizer = contents.with_moments(meta)
     rank, size = contents.world.rank, contents.world.size
-    own = contents.backend if isinstance(contents.backend, SupportsOwnCheckpoint) else None
+    native = contents.backend if isinstance(contents.backend, SupportsOwnCheckpoint) else None
 
     def snapshot() -> DeferredWrite:
         copies = copy_shards(rank, _shards(contents, meta))
@@ -59,16 +59,16 @@ def _save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
         return DeferredWrite(write_later)
 
     def write(directory: Path) -> None:
-        if own is not None:
-            own.save_sharded(_shard_directory(directory), with_optimizer)
+        if native is not None:
+            native.save_sharded(_shard_directory(directory), with_optimizer)
         snapshot().write(directory)
 
     state = contents.state(with_optimizer)
-    return save_files(contents, meta, write, state, lambda: snapshot() if own is None else None)
+    return save_files(contents, meta, write, state, lambda: snapshot() if native is None else None)
 
 
 def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
-    """Load what the same engine saved; returns its progress where asked. Collective.
+    """Load a checkpoint of the same engine; returns its progress if requested. Collective.
 
     Raises `UnsupportedCapability` before any tensor is read, where it was saved at another layout, and the engine does
     not declare `Capability.RESHARDING`.
@@ -79,12 +79,12 @@ def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
         saved = ParallelLayout.model_validate(state["layout"])
         _require_layout(contents, meta, saved)
-        # Of all ranks, one reads the headers of all files; each then opens those that it needs.
+        # Rank 0 reads the headers of all files; each rank then opens the files of its slices.
         files = on_leader(contents.world, lambda: ShardFiles(directory / SHARDS), subject)
         backend = contents.backend
         if isinstance(backend, SupportsOwnCheckpoint):
-            own = backend
-            on_all(contents.world, lambda: own.load_sharded(directory / SHARDS, with_optimizer), subject)
+            native = backend
+            on_all(contents.world, lambda: native.load_sharded(directory / SHARDS, with_optimizer), subject)
         else:
             for kind in contents.kinds(meta):
                 keys = {name: f"{kind}/{name}" for name in contents.tensors.shapes(kind)}
@@ -96,10 +96,10 @@ def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
 
 
 def _require_layout(contents: Contents, meta: SaveLoadMeta, saved: ParallelLayout) -> None:
-    own = contents.config.layout
-    if saved != own and not contents.resharding:
+    layout = contents.config.layout
+    if saved != layout and not contents.resharding:
         raise UnsupportedCapability(
-            f"{meta.path!r} was saved at the layout {saved}, and this is {own}: the engine {contents.engine!r} does "
+            f"{meta.path!r} was saved at the layout {saved}, and this is {layout}: the engine {contents.engine!r} does "
             f"not declare {Capability.RESHARDING.value!r}; load it at {saved}, or save with format='portable'"
         )
 
@@ -125,17 +125,17 @@ def _load_local_state(contents: Contents, files: ShardFiles, *, same_layout: boo
     """Random states of this rank, for as many ranks as there were, and opaque ones, for the same layout."""
     if files.world_size != contents.world.size:
         return
-    found: dict[str, dict[str, Tensor]] = {"rng": {}, "backend_rng": {}, "opaque": {}}
+    states: dict[str, dict[str, Tensor]] = {"rng": {}, "backend_rng": {}, "opaque": {}}
     for key in files.names():
         group, _, rest = key.partition("/")
         name, _, rank = rest.rpartition("/")
-        if group in found and rank == str(contents.world.rank):
-            found[group][name] = files.read(key)
-    contents.rng.load(found["rng"])
+        if group in states and rank == str(contents.world.rank):
+            states[group][name] = files.read(key)
+    contents.rng.load(states["rng"])
     if isinstance(contents.backend, SupportsRngState):
-        contents.backend.load_rng_state(found["backend_rng"])
+        contents.backend.load_rng_state(states["backend_rng"])
     if isinstance(contents.backend, SupportsOpaqueState) and same_layout:
-        contents.backend.load_opaque_state(found["opaque"])
+        contents.backend.load_opaque_state(states["opaque"])
 
 
 def _shard_directory(directory: Path) -> Path:
@@ -185,7 +185,7 @@ def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
             names: dict[TensorKind, dict[str, str]] = {kind: {} for kind in kinds}
             for name in source.names():
                 names[kind_of.get(name, "params")][name] = name
-            return {kind: MappedSource(source, found) for kind, found in names.items()}
+            return {kind: MappedSource(source, keys) for kind, keys in names.items()}
 
         load_tensors(contents, parts, f"cannot load {meta.path!r}")
 
@@ -231,7 +231,7 @@ def _tensors_later(
         return None
     rank, size = contents.world.rank, contents.world.size
     shapes = {kind: contents.tensors.shapes(kind) for kinds in files.values() for kind in kinds}
-    # Nobody changes carried tensors: they are read from the model's files at the end.
+    # Carried tensors never change: they are read from the model's files at the end.
     copies = copy_shards(rank, contents.tensors.shards([kind for kind in shapes if kind != "carried"]))
 
     def write(directory: Path) -> None:
@@ -263,7 +263,7 @@ LOAD = {"hf": _load_hf, "portable": _load_portable, "sharded": _load_sharded, "a
 def save_contents(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Save ``contents`` in ``meta.format``; collective. Returns the save in the background, if one was asked for.
 
-    Raises one `CheckpointError` on all ranks when anything fails on any of them; what was at the path stays.
+    Raises one `CheckpointError` on all ranks when anything fails on any of them; the previous checkpoint stays.
     """
     return SAVE[meta.format](contents, meta)
 

@@ -150,7 +150,7 @@ def _temporary(path: Path) -> Path:
 
 
 def is_temporary(directory: Path) -> bool:
-    """Whether ``directory`` is one that a save writes to, or has left."""
+    """Whether ``directory`` is a temporary directory of a save."""
     return TEMPORARY.search(directory.name) is not None
 
 
@@ -197,9 +197,9 @@ class Workspace:
     path: Path
     rank: int
     ranks: tuple[int, ...]
-    """The ranks that see the files in it, in order: all of them, or those of one machine."""
+    """Ranks that see the files in it, in order: all ranks, or the ranks of one machine."""
     leaders: tuple[int, ...]
-    """The first rank of each such directory; rank 0 is one of them."""
+    """First rank of each such directory; rank 0 is among them."""
 
     @property
     def leads(self) -> bool:
@@ -207,7 +207,7 @@ class Workspace:
         return self.rank == self.ranks[0]
 
     def share(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of the files ``names`` that are this rank's work; of files with the number of a rank, its own."""
+        """Part of the files ``names`` for this rank; a file for each rank goes to that rank."""
         return names[self.ranks.index(self.rank) :: len(self.ranks)]
 
 
@@ -233,11 +233,11 @@ def machine_workspace(world: Comm, stack: ExitStack, subject: str) -> Workspace:
         on_all(world, enter, subject, CheckpointError)
         maker_of = agree(world, lambda: int((root / MAKER).read_text()), subject, CheckpointError)
         made.pop_all()
-    own = maker_of[world.rank]
+    local_maker = maker_of[world.rank]
     workspace = Workspace(
         path=root / FILES,
         rank=world.rank,
-        ranks=tuple(rank for rank, maker in enumerate(maker_of) if maker == own),
+        ranks=tuple(rank for rank, maker in enumerate(maker_of) if maker == local_maker),
         leaders=tuple(sorted({maker_of.index(maker) for maker in maker_of})),
     )
     if workspace.leads:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory: what it is, and the size and digest of every file."""
+"""Manifest of a checkpoint directory: its kind and state, and the size and digest of every file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Manifest:
     state: Mapping[str, Any]
     """Small JSON values of the writer."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    """By path relative to the directory, with ``/``."""
+    """Records by path relative to the directory, with ``/``."""
     core_rl: str = __version__
     """The version that wrote it."""
 
@@ -209,13 +209,13 @@ def _inside(name: str) -> str:
 
 
 def all_files(directory: Path, manifest: Manifest) -> dict[str, FileRecord]:
-    """The files of ``manifest`` and of nested manifests, except of those that cannot be read."""
-    found = dict(manifest.files)
+    """Files of ``manifest`` and of all readable nested manifests."""
+    files = dict(manifest.files)
     for name in manifest.nested():
         with suppress(CheckpointDamaged):  # as its own record says as well
             inner = all_files(directory / name, read_manifest(directory / name))
-            found |= {f"{name}/{file}": record for file, record in inner.items()}
-    return found
+            files |= {f"{name}/{file}": record for file, record in inner.items()}
+    return files
 
 
 def find_damage(
@@ -224,17 +224,16 @@ def find_damage(
     measured: Collection[str] = (),
     threads: int = HASHING_THREADS,
 ) -> dict[str, str]:
-    """Those of ``files`` that are missing or not what they were, each with the problem.
-
-    Of those that are only ``measured``, the size is compared, and not the contents.
-    """
+    """Problems of missing and changed ``files``, by name; ``measured`` files are compared by size alone."""
 
     def difference(name: str) -> str | None:
         return _difference(directory, name, files[name], hashes=name not in measured)
 
     with ThreadPoolExecutor(threads) as pool:
-        found = pool.map(difference, files)
-        return {name: problem for name, problem in zip(files, found, strict=True) if problem is not None}
+        differences = pool.map(difference, files)
+        return {
+            name: problem for name, problem in zip(files, differences, strict=True) if problem is not None
+        }
 
 
 def _difference(directory: Path, name: str, record: FileRecord, *, hashes: bool) -> str | None:
@@ -243,11 +242,11 @@ def _difference(directory: Path, name: str, record: FileRecord, *, hashes: bool)
         size = file.stat().st_size
         if size != record.bytes:
             return f"{name}: {size} bytes instead of {record.bytes}"
-        found = _record(file) if hashes else record
+        actual = _record(file) if hashes else record
     except FileNotFoundError:
         return f"{name}: missing"
     except OSError as error:
         return f"{name}: cannot be read: {error.strerror}"
-    if found != record:
-        return f"{name}: its contents changed (sha256 {found.sha256[:12]}…, not {record.sha256[:12]}…)"
+    if actual != record:
+        return f"{name}: its contents changed (sha256 {actual.sha256[:12]}…, not {record.sha256[:12]}…)"
     return None

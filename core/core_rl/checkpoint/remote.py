@@ -80,7 +80,7 @@ class RemoteStorage:
         """Copy the files ``names`` of `files` to ``directory``."""
         for name in names:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # the verification that follows names what is missing
+            with suppress(FileNotFoundError):  # the verification that follows names missing files
                 self._fs.get_file(f"{root}/{name}", str(directory / name))
 
     def read(self, name: str) -> bytes | None:
@@ -118,7 +118,7 @@ class RemoteStorage:
         return self._at(PREVIOUS) if set_aside else self.root
 
     def _set_previous_aside(self) -> None:
-        """Copy what is complete to ``.previous/`` and take its manifest away."""
+        """Copy a complete checkpoint to ``.previous/`` and remove its manifest."""
         if not self._fs.exists(self._at(MANIFEST)):
             return
         self._remove(self._at(PREVIOUS), recursive=True)
@@ -142,8 +142,8 @@ class RemoteStorage:
         )
 
     def _everything(self, root: str) -> set[str]:
-        found = self._fs.find(root) if self._fs.exists(root) else []
-        return {str(PurePosixPath(file).relative_to(root)) for file in found}
+        paths = self._fs.find(root) if self._fs.exists(root) else []
+        return {str(PurePosixPath(file).relative_to(root)) for file in paths}
 
     def _remove(self, target: str, recursive: bool = False) -> None:
         if self._fs.exists(target):

@@ -86,7 +86,7 @@ class RunCheckpoints:
                 raise CheckpointError(
                     f"{name!r} cannot name a part of a run checkpoint; use letters and digits"
                 )
-        later = [other for other in self.steps() if other > step]
+        later = [saved for saved in self.steps() if saved > step]
         if later:
             raise CheckpointError(
                 f"{self.root} already holds step {max(later)}, later than step {step}; resume from it, remove it, "
@@ -112,7 +112,7 @@ class RunCheckpoints:
     def latest(self) -> RunCheckpoint | None:
         """The newest complete checkpoint; None if there is none.
 
-        Raises `CheckpointDamaged`, with the file's name, when the newest is not what was saved.
+        Raises `CheckpointDamaged`, with the file's name, when the newest has changed.
         """
         steps = self.steps()
         if not steps:
@@ -126,7 +126,7 @@ class RunCheckpoints:
 
     @contextmanager
     def reading(self, step: int | None = None) -> Iterator[RunCheckpoint | None]:
-        """The checkpoint of ``step``, or the newest, while a run may go on: its files stay until the context ends.
+        """The checkpoint of ``step``, or the newest, while a run may continue: its files stay until the context ends.
 
         None where there is no checkpoint at all. Raises as `at` does.
         """
@@ -151,9 +151,9 @@ class RunCheckpoints:
         Raises `CheckpointNotFound` with the steps that there are, and `CheckpointDamaged` with the file's name.
         """
         if step not in self.steps():
-            found = ", ".join(map(str, self.steps())) or "none"
+            available = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointNotFound(
-                f"{self.root} has no checkpoint of step {step}; it has those of steps: {found}"
+                f"{self.root} has no checkpoint of step {step}; available steps: {available}"
             )
         return _open(self._path(step))
 
@@ -225,9 +225,9 @@ def _subject(path: Path) -> str:
 
 
 def open_run_checkpoint(path: Path) -> RunCheckpoint | None:
-    """The run checkpoint in the directory ``path``, whatever its name; None where it is none.
+    """The run checkpoint in the directory ``path``, whatever its name; None for another directory.
 
-    Raises `CheckpointDamaged` when it is not what was saved.
+    Raises `CheckpointDamaged` when a file has changed.
     """
     if not (path / MANIFEST).is_file() or read_manifest(path).kind != KIND:
         return None
@@ -245,7 +245,7 @@ class CheckpointCopies:
     """The newest ``keep`` run checkpoints under ``url``, for one driver alone: ``step-00000010/…``.
 
     The manifest of a step is uploaded last: without it there is no copy. All methods raise `CheckpointError` with the
-    URL and the reason of the store. Raises `ConfigError` for what is no URL, and `MissingPackage`.
+    URL and the reason of the store. Raises `ConfigError` for a path without a protocol, and `MissingPackage`.
     """
 
     def __init__(self, url: str, keep: int) -> None:
@@ -270,10 +270,10 @@ class CheckpointCopies:
             place.begin()
             place.upload(directory, names)
             place.commit(manifest)
-            kept = self._complete()[-self.keep :]
-            for other in self._all():
-                if other not in kept and other < step:
-                    self._place(other).remove()
+            retained = self._complete()[-self.keep :]
+            for old_step in self._all():
+                if old_step not in retained and old_step < step:
+                    self._place(old_step).remove()
 
         subject = f"cannot copy the checkpoint of step {step} to {self.url!r}; it is in {directory}"
         on_leader(Comm(), copy, subject, CheckpointError)
@@ -281,10 +281,10 @@ class CheckpointCopies:
     def download(self, checkpoints: RunCheckpoints) -> None:
         """Add the newest copy to ``checkpoints``, unless they have it or a later one.
 
-        Raises `CheckpointDamaged` with the files that are not what was saved.
+        Raises `CheckpointDamaged` with the changed files.
         """
-        steps, own = self.steps(), checkpoints.steps()
-        if steps and (not own or own[-1] < steps[-1]):
+        steps, local_steps = self.steps(), checkpoints.steps()
+        if steps and (not local_steps or local_steps[-1] < steps[-1]):
             step = steps[-1]
             subject = f"cannot read the checkpoint of step {step} in {self.url!r}"
             on_leader(Comm(), lambda: self._fetch(step, checkpoints.root), subject)
@@ -302,8 +302,8 @@ class CheckpointCopies:
         target = LocalStorage(str(root / _name(step)))
         with target.staging() as staged:
             place = self._place(step)
-            found, names = place.files()
-            place.download(found, names, staged)
+            source, names = place.files()
+            place.download(source, names, staged)
             manifest = read_manifest(staged)
             damage = find_damage(staged, all_files(staged, manifest))
             raise_all(CheckpointDamaged, "the copy is damaged", list(damage.values()))

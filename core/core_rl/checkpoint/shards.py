@@ -52,9 +52,9 @@ class _Piece:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def overlap(self, wanted: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def overlap(self, target: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """The part of ``wanted`` (start and stop in each dimension) that the piece covers."""
-        bounds = zip(wanted, self.offsets, self.shape, strict=True)
+        bounds = zip(target, self.offsets, self.shape, strict=True)
         return [(max(start, at), min(stop, at + size)) for (start, stop), at, size in bounds]
 
     def read(self, region: Sequence[tuple[int, int]]) -> Tensor:
@@ -92,20 +92,20 @@ class ShardFiles:
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
-        wanted = _bounds(slices or (), self.shape(name))
+        bounds = _bounds(slices or (), self.shape(name))
         pieces = list(self._pieces[name].values())
         for piece in pieces:
-            if piece.overlap(wanted) == wanted:
-                return piece.read(wanted)
-        return self._assemble(name, wanted, pieces)
+            if piece.overlap(bounds) == bounds:
+                return piece.read(bounds)
+        return self._assemble(name, bounds, pieces)
 
-    def _assemble(self, name: str, wanted: list[tuple[int, int]], pieces: list[_Piece]) -> Tensor:
-        shape = [stop - start for start, stop in wanted]
-        starts = [start for start, _ in wanted]
+    def _assemble(self, name: str, bounds: list[tuple[int, int]], pieces: list[_Piece]) -> Tensor:
+        shape = [stop - start for start, stop in bounds]
+        starts = [start for start, _ in bounds]
         covered = torch.zeros(shape, dtype=torch.bool)
         result: Tensor | None = None
         for piece in pieces:
-            region = piece.overlap(wanted)
+            region = piece.overlap(bounds)
             if any(start >= stop for start, stop in region):
                 continue
             target = _slices(region, starts)
@@ -120,21 +120,21 @@ class ShardFiles:
         if not covered.all():
             missing = int((~covered).sum())
             raise CheckpointDamaged(
-                f"no rank wrote {missing} of the elements {wanted} of the tensor {name!r}"
+                f"no rank wrote {missing} of the elements {bounds} of the tensor {name!r}"
             )
         return result
 
     def _index(self, file: SafetensorsFile) -> int:
-        """Take up the pieces of one file; returns the number of ranks that it tells."""
+        """Index the pieces of one file; returns the number of ranks in its header."""
         try:
             header = json.loads(file.metadata[HEADER])
         except (KeyError, ValueError) as error:
             raise CheckpointDamaged(f"{file.name} is not a file of shards: {error}") from error
         for key, entry in header["pieces"].items():
-            name, whole, offsets = entry["name"], tuple(entry["global_shape"]), tuple(entry["offsets"])
-            if self._shapes.setdefault(name, whole) != whole:
+            name, full_shape, offsets = entry["name"], tuple(entry["global_shape"]), tuple(entry["offsets"])
+            if self._shapes.setdefault(name, full_shape) != full_shape:
                 raise CheckpointDamaged(
-                    f"{file.name}: {name!r} is {whole}, and {self._shapes[name]} elsewhere"
+                    f"{file.name}: {name!r} is {full_shape}, and {self._shapes[name]} elsewhere"
                 )
             piece = _Piece(file, key, file.shape(key), offsets)
             # Replicas: the first is enough.

@@ -20,9 +20,9 @@ from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFoun
 __all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
 
 MAX_FILE_BYTES = 2 * 2**30
-"""The size of a file of an export, in bytes; the rank that writes keeps one of them in host memory."""
+"""Size of a file of an export, in bytes; the writer keeps one file in host memory."""
 MAPPED_BYTES = 256 * 2**20
-"""Of a file that is read; see `SafetensorsFile`."""
+"""Bytes of a file that are read before it is mapped anew; see `SafetensorsFile`."""
 
 
 def write_tensors(
@@ -111,7 +111,7 @@ def write_file(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str])
 
 
 class SafetensorsFile:
-    """One safetensors file, of which only what is asked for is read. Unpickled, it opens when it is first read.
+    """One safetensors file, read tensor by tensor. Unpickled, it opens when it is first read.
 
     It is mapped, and pages that were read count as memory of this process: after `MAPPED_BYTES` it is mapped anew.
     """
@@ -157,7 +157,7 @@ class SafetensorsFile:
         return tuple(self._file.get_slice(key).get_shape())
 
     def is_bfloat16(self, key: str) -> bool:
-        """Whether ``key`` is held in bfloat16."""
+        """Whether ``key`` is stored in bfloat16."""
         return bool(self._file.get_slice(key).get_dtype() == "BF16")
 
     def read(self, key: str, slices: tuple[slice, ...] | None = None) -> Tensor:
@@ -178,12 +178,12 @@ class SafetensorsFile:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What another file in its place would not have; None where there is none."""
+    """Inode and time of a file, which another file would not have; None for a missing file."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 class TensorFiles:
@@ -225,7 +225,7 @@ class TensorFiles:
         return self._shapes[name]
 
     def is_bfloat16(self, name: str) -> bool:
-        """Whether ``name`` is held in bfloat16."""
+        """Whether ``name`` is stored in bfloat16."""
         self._check(name)
         return self._files[name].is_bfloat16(name)
 

@@ -32,7 +32,7 @@ class FieldCommand(TyperCommand):
     """A command whose unknown options may be fields of an argument called `FIELDS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As in the base class; raises `ConfigError` for ``--field value``."""
+        """Parse as the base class does; raises `ConfigError` for ``--field value``."""
         parameters = self.get_params(ctx)
         if any(getattr(parameter, "metavar", None) == FIELDS for parameter in parameters):
             options = [
@@ -103,17 +103,17 @@ def build_app(*, plugins: bool = True) -> typer.Typer:
     )
     app.callback()(_root)
     app.add_typer(engines_app, name="engines")
-    for name, found in plugin_commands().items() if plugins else ():
+    for name, command in plugin_commands().items() if plugins else ():
         if name not in BUILT_IN:
-            _add(app, name, found)
+            _add(app, name, command)
     return app
 
 
-def _add(app: typer.Typer, name: str, found: Callable[..., Any] | EngineBroken) -> None:
-    if not isinstance(found, EngineBroken):
-        app.command(name=name, cls=FieldCommand)(found)
+def _add(app: typer.Typer, name: str, command: Callable[..., Any] | EngineBroken) -> None:
+    if not isinstance(command, EngineBroken):
+        app.command(name=name, cls=FieldCommand)(command)
         return
-    error = found
+    error = command
 
     def broken() -> None:
         raise error
@@ -123,8 +123,8 @@ def _add(app: typer.Typer, name: str, found: Callable[..., Any] | EngineBroken) 
     app.command(name=name, help=f"(broken) {error}", context_settings=anything)(broken)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"core-rl {__version__}")
         raise typer.Exit
 

@@ -33,7 +33,7 @@ def engines(
     as_json: AsJson = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if any engine is unusable.")] = False,
 ) -> None:
-    """List the installed engines, also those that cannot be used, and why; or show one of them.
+    """List the installed engines, unusable ones with the reason, or show one.
 
     Example: core-rl engines show reference
     """

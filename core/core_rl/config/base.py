@@ -69,10 +69,10 @@ def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "c
 def _numbers_by_truth(values: Mapping[str, Any], parsed: Config, prefix: str = "") -> Iterator[str]:
     """A sentence for each true or false that became 1 or 0, as pydantic has it."""
     for name in (known for known in type(parsed).model_fields if known in values):
-        value, found = values[name], getattr(parsed, name)
-        if isinstance(value, Mapping) and isinstance(found, Config):
-            yield from _numbers_by_truth(value, found, f"{prefix}{name}.")
-        elif isinstance(value, bool) and isinstance(found, int | float) and not isinstance(found, bool):
+        value, number = values[name], getattr(parsed, name)
+        if isinstance(value, Mapping) and isinstance(number, Config):
+            yield from _numbers_by_truth(value, number, f"{prefix}{name}.")
+        elif isinstance(value, bool) and isinstance(number, int | float) and not isinstance(number, bool):
             yield f"field '{prefix}{name}' = {value}: it is a number, neither true nor false"
 
 
@@ -126,9 +126,9 @@ def _owner(kind: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseM
     for part in location:
         if isinstance(part, int):
             continue  # an index of a list, whose items are all of one kind
-        chosen = [c for c in nested if "type" in c.model_fields and c.model_fields["type"].default == part]
-        if len(nested) > 1 and len(chosen) == 1:
-            nested = chosen  # pydantic puts the tag into the location
+        tagged = [c for c in nested if "type" in c.model_fields and c.model_fields["type"].default == part]
+        if len(nested) > 1 and len(tagged) == 1:
+            nested = tagged  # pydantic puts the tag into the location
             continue
         field = nested[0].model_fields.get(str(part)) if len(nested) == 1 else None
         if field is None:

@@ -39,10 +39,10 @@ def describe_fields(kind: type[BaseModel]) -> list[FieldHelp]:
 
 
 def _walk(kind: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Iterator[FieldHelp]:
-    """``defaults`` is the section's own default, whose fields may differ from those of its class."""
+    """``defaults`` is the section's own default, whose fields may differ from the defaults of its class."""
     for name, field in kind.model_fields.items():
-        own = field.get_default(call_default_factory=True, validated_data={})
-        default = own if defaults is None else getattr(defaults, name)
+        class_default = field.get_default(call_default_factory=True, validated_data={})
+        default = class_default if defaults is None else getattr(defaults, name)
         section = _section(field.annotation)
         if section is None or default is PydanticUndefined or type(None) in _parts(field.annotation):
             yield FieldHelp(
@@ -58,8 +58,8 @@ def _walk(kind: type[BaseModel], prefix: str, defaults: BaseModel | None) -> Ite
 
 def _section(annotation: Any) -> type[BaseModel] | None:
     """The config class of a field that is one section, or one section or null."""
-    found = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
-    return found[0] if len(found) == 1 else None
+    sections = [part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return sections[0] if len(sections) == 1 else None
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
@@ -92,10 +92,10 @@ def _type_name(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    found = [
+    bounds = [
         f"{sign} {bound}"
         for constraint in field.metadata
         for key, sign in _BOUNDS.items()
         if (bound := getattr(constraint, key, None)) is not None
     ]
-    return f" ({', '.join(found)})" if found else ""
+    return f" ({', '.join(bounds)})" if bounds else ""

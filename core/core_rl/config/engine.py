@@ -49,7 +49,7 @@ class MuonConfig(Config):
     """Newton-Schulz iterations, which make the singular values of an update nearly equal."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """The factor of the learning rate of a matrix ``[A, B]``: ``sqrt(max(1, A / B))``, or
-    ``0.2 * sqrt(max(A, B))`` (arXiv:2502.16982), with which rates and decay are those of AdamW."""
+    ``0.2 * sqrt(max(A, B))`` (arXiv:2502.16982), with which rates and decay are as for AdamW."""
 
 
 Head = Literal["lm", "value", "reward"]
@@ -59,7 +59,7 @@ DType = Literal["float32", "bfloat16"]
 class LoraConfig(Config):
     """A low-rank adapter (LoRA, arXiv:2106.09685): ``scaling * B @ A`` is added to linear layers, whose weights stay.
 
-    The fields are those of ``peft``.
+    The fields follow ``peft``.
     """
 
     rank: int = Field(default=16, ge=1)
@@ -74,7 +74,7 @@ class LoraConfig(Config):
     """Names or last parts of names of linear layers, such as ``q_proj``; by default all of the trunk."""
     path: str | None = None
     """An adapter to start from, as ``peft`` or ``format="adapter"`` saved it; its rank, alpha and target
-    modules are those above. Without one, ``A`` is drawn from the seed and ``B`` is 0."""
+    modules equal the fields above. Without one, ``A`` is drawn from the seed and ``B`` is 0."""
 
 
 class ModelConfig(Config):
@@ -147,7 +147,7 @@ class OptimizerConfig(Config):
 
     ``adamw_8bit`` keeps both moments in 8 bits (Dettmers et al., arXiv:2110.02861; torchao's, ``pip install
     "core-rl[torchao]"``), in blocks of 256 weights of this rank's part of a parameter. A part below 4,096 weights, or
-    that is no multiple of 256, has float32 moments. A ``sharded`` checkpoint goes on bit for bit at the same layout;
+    that is no multiple of 256, has float32 moments. A ``sharded`` checkpoint continues bit for bit at the same layout;
     elsewhere, and from ``portable``, moments are rounded anew."""
     lr: float = Field(default=1e-5, ge=0.0)
     """The highest learning rate, which the schedule scales."""
@@ -158,7 +158,7 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Applied to matrices only: the core decides which parameters decay."""
     rules: tuple[ParameterRule, ...] = ()
-    """Other settings for some parameters. Where several rules match, the last one that sets a field counts."""
+    """Other settings for some parameters. Where several rules match, the last rule with a field counts."""
     muon: MuonConfig = MuonConfig()
     """Fields of Muon alone."""
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
@@ -196,7 +196,7 @@ class StateBytes:
     """In float32, and in the compute dtype where the engine keeps a copy in it."""
     gradients: float
     moments: float
-    """Of the optimizer."""
+    """Bytes of the optimizer's moments."""
 
 
 class EngineConfig(Config):
@@ -205,7 +205,7 @@ class EngineConfig(Config):
     model: ModelConfig
     """The model and its head."""
     dtype: DType = "float32"
-    """Compute dtype. What is trained has float32 master weights and moments in any case."""
+    """Compute dtype. Trained weights have float32 master weights and moments in any case."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` is CUDA if available, else the CPU."""
     seed: int = Field(default=0, ge=0)
@@ -231,7 +231,7 @@ class TrainEngineConfig(EngineConfig):
 
     @property
     def holds_compute_dtype(self) -> bool:
-        """Whether an engine may keep its weights in bfloat16 alone, as nobody trains them.
+        """Whether an engine may keep its weights in bfloat16 alone, which are not trained.
 
         An adapter is merged into float32 ones.
         """
@@ -242,7 +242,7 @@ class TrainEngineConfig(EngineConfig):
 
         ``trained`` is the number of weights that the optimizer updates, 0 without one. Here tensor and
         pipeline parallel ranks share one copy, and each data parallel rank has one: 4 bytes for each weight, 2 more in
-        bfloat16, 4 for a gradient of a trained weight, and its moments: 8 for those of AdamW.
+        bfloat16, 4 for a gradient of a trained weight, and its moments: 8 for AdamW.
         """
         ranks = self.layout.tp * self.layout.pp
         return StateBytes(
@@ -266,7 +266,7 @@ class TrainEngineConfig(EngineConfig):
     @property
     def expert_rows(self) -> int:
         """Rows of activations for a token and each expert that it chose: more than 1 in an engine that dispatches
-        tokens with room for those of other ranks.
+        tokens with room for tokens of other ranks.
         """
         return 1
 
@@ -281,11 +281,11 @@ class InferenceEngineConfig(EngineConfig):
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     """Samples whose episodes run at one time."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """The accelerators of this machine, one for each rank of ``layout``; by default those from 0 on."""
+    """The accelerators of this machine, one for each rank of ``layout``; by default from 0 on."""
     shares_devices: bool = False
     """Whether other engines work on these accelerators as well, so that this one must not fill their memory."""
 
     @property
     def own_devices(self) -> tuple[int, ...]:
-        """``devices``, or those from 0 on."""
+        """``devices``, or all from 0 on."""
         return self.devices or tuple(range(self.layout.world_size))

@@ -74,6 +74,6 @@ def _download(name: str, revision: str | None, local_files_only: bool, subject: 
             "reached; connect to the network, unset HF_HUB_OFFLINE, or name a directory",
         }
         first_line = str(error).partition("\n")[0]
-        other = f"the download of {name!r} failed with {type(error).__name__}: {first_line}"
-        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), other)
+        fallback = f"the download of {name!r} failed with {type(error).__name__}: {first_line}"
+        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), fallback)
         raise ConfigError(f"{subject} {reason}") from error

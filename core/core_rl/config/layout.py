@@ -34,10 +34,10 @@ class ParallelLayout(Config):
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of ``rank`` along each degree: tp varies fastest, then cp, dp and pp."""
-        found = {}
+        position = {}
         for name in ("tp", "cp", "dp", "pp"):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, position[name] = divmod(rank, getattr(self, name))
+        return position
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

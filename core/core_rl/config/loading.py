@@ -137,10 +137,10 @@ def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict
     for path, value in parse_overrides(overrides):
         section: Any = result
         for depth, key in enumerate(path[:-1], start=1):
-            here = _slot(section, path, depth - 1)
-            child = section.get(here) if isinstance(section, dict) else section[here]
+            slot = _slot(section, path, depth - 1)
+            child = section.get(slot) if isinstance(section, dict) else section[slot]
             if child is None:
-                child = section[here] = {}
+                child = section[slot] = {}
             if not isinstance(child, dict | list):
                 raise ConfigError(
                     f"override {'.'.join(path)!r}: {'.'.join(path[:depth])!r} is {hidden(key, child)!r}, which has no "

@@ -58,10 +58,10 @@ class SecretReference:
     def _parse(cls, value: object) -> SecretReference:
         if isinstance(value, cls):
             return value
-        found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-        if found is None:
+        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
             raise ValueError(HOW)
-        return cls(found[1])
+        return cls(match[1])
 
 
 def unset_references(values: Mapping[str, Any], known: Collection[str] = ()) -> list[str]:

@@ -1,1 +1,1 @@
-"""Packed batches and what is done to them: validation, micro-batches, shards, padding."""
+"""Packed batches and their validation, micro-batches, shards, padding."""

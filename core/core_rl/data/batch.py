@@ -30,7 +30,7 @@ class SequenceBatch:
 
     A value at position ``t`` belongs to token ``t``. The batch validates itself when it is built
     and raises one `BatchError` that names every wrong field and the sequence. Its methods validate
-    what they add, and nothing again.
+    added fields alone.
     """
 
     input_ids: Tensor
@@ -45,12 +45,11 @@ class SequenceBatch:
     """Sequence fields that are no tensors, one list entry for each sequence."""
     unit: Tensor | None = None
     """Int64 ``[B]``: sequences with the same number are never separated (a preference pair, a group)."""
-    # No fields, so that `dataclasses.replace` forgets them with what they follow from.
+    # No fields, so that `dataclasses.replace` drops them.
     _original: ClassVar[SequenceBatch | None] = None
-    """The batch on the CPU that `to` has copied: what follows from it is computed there, so that nobody waits for an
-    accelerator."""
+    """The batch on the CPU that `to` has copied: masks are computed there, without waiting for an accelerator."""
     _copied: ClassVar[Mapping[str, Tensor]] = {}
-    """What was computed there and copied."""
+    """Masks and positions that were computed there and copied."""
 
     def __post_init__(self) -> None:
         raise_all(BatchError, "batch", self._violations())
@@ -152,15 +151,13 @@ class SequenceBatch:
         return self._following("position_ids", _position_ids)
 
     def predicted(self, *, trained_only: bool) -> Tensor:
-        """Where the tokens are that `not_first` marks or, with ``trained_only``, `loss_mask`: int64 ``[N]``, on the
-        CPU.
-        """
+        """Positions where `not_first`, or with ``trained_only`` `loss_mask`, is true: int64 ``[N]``, on the CPU."""
         batch = self._original or self
         mask = batch.loss_mask if trained_only else batch.not_first
         return mask.nonzero().squeeze(1).cpu()
 
     def _following(self, name: str, compute: Callable[[SequenceBatch], Tensor]) -> Tensor:
-        """``compute`` of this batch: of one that `to` has made on the CPU, once, and copied."""
+        """``compute`` of this batch; of a copy by `to`, computed once on the CPU and copied."""
         if self._original is None:
             return compute(self)
         if name not in self._copied:
@@ -192,7 +189,7 @@ class SequenceBatch:
         return self._derived(sequences={**self.sequences, **fields})
 
     def only(self, names: Collection[str]) -> SequenceBatch:
-        """A copy with no other fields than those of ``names`` that it has, and ``unit``."""
+        """A copy with the fields ``names`` alone, and ``unit``."""
         return self._derived(
             tokens={name: value for name, value in self.tokens.items() if name in names},
             sequences={name: value for name, value in self.sequences.items() if name in names},
@@ -232,7 +229,7 @@ class SequenceBatch:
 
     def _select_by_pieces(self, fields: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
         pieces = [value.split(self.lengths) for value in fields]
-        return [torch.cat([found[index] for index in indices]) for found in pieces]
+        return [torch.cat([rows[index] for index in indices]) for rows in pieces]
 
     def _select_by_index(self, fields: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
         picked = self.token_index(indices).to(self.device)

@@ -32,10 +32,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSpec:
-    """A token budget, or a number of micro-batches; exactly one of the two."""
+    """A token budget, or a number of micro-batches; exactly one is set."""
 
     max_tokens: int | None = None
-    """At most this many tokens in each micro-batch, in as few balanced micro-batches as fit."""
+    """Upper bound on the tokens of a micro-batch, in as few balanced micro-batches as fit."""
     count: int | None = None
     """This many micro-batches of nearly equal numbers of tokens."""
 
@@ -139,8 +139,8 @@ def unshard_rows(rows: Sequence[Sequence[Tensor]], plan: Sequence[Sequence[int]]
 
     ``rows`` has an entry for each part; that of an empty part is ignored.
     """
-    pairs = [(found, part) for found, part in zip(rows, plan, strict=True) if part]
-    by_index = dict(chain.from_iterable(zip(part, found, strict=True) for found, part in pairs))
+    pairs = [(tensors, part) for tensors, part in zip(rows, plan, strict=True) if part]
+    by_index = dict(chain.from_iterable(zip(part, tensors, strict=True) for tensors, part in pairs))
     return [by_index[index] for index in range(len(by_index))]
 
 

@@ -87,10 +87,10 @@ class ModelOutput:
         ]
         return torch.stack([term.float() for term in terms]).sum()
 
-    def check(self, asked: Sequence[str], num_tokens: int, num_sequences: int) -> None:
+    def check(self, requested: Sequence[str], num_tokens: int, num_sequences: int) -> None:
         """Raise `EngineContractError` unless the requested outputs exist and have the right dtype and length."""
         problems = []
-        for name in asked:
+        for name in requested:
             value = getattr(self, name)
             length = num_sequences if name in SEQUENCE_OUTPUTS else num_tokens
             dtype = DTYPES.get(name, torch.float32)
@@ -99,8 +99,8 @@ class ModelOutput:
             if not isinstance(value, Tensor):
                 problems.append(f"output {name!r} was requested and is {type(value).__name__}")
             elif value.dtype != dtype or value.dim() < 1 or len(value) != length:
-                wanted = f"{str(dtype).removeprefix('torch.')} [{length}]"
-                problems.append(f"output {name!r} is {value.dtype} {list(value.shape)}, not {wanted}")
+                expected = f"{str(dtype).removeprefix('torch.')} [{length}]"
+                problems.append(f"output {name!r} is {value.dtype} {list(value.shape)}, not {expected}")
         raise_all(EngineContractError, "the engine's forward", problems)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Copies from the CPU to an accelerator for which nobody waits."""
+"""Asynchronous copies from the CPU to an accelerator."""
 
 from __future__ import annotations
 

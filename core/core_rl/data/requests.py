@@ -6,8 +6,8 @@ as at temperature 1. A trainer that recomputes log-probs at `SamplingParams.logp
 therefore gets the same numbers.
 
 Penalties and ``logit_bias`` change the logits themselves, first the presence penalty, then the repetition penalty, then
-the bias. Log-probs are of the changed logits then, and those of a trainer differ. `SamplingParams.off_distribution`
-names every field by which what is drawn differs from what a trainer recomputes.
+the bias. Log-probs are of the changed logits then, and a trainer's log-probs differ. `SamplingParams.off_distribution`
+names every field that changes the distribution from the one a trainer recomputes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response, besides the end tokens of the model."""
     ignore_eos: bool = False
-    """Continue after the model's own end tokens, those of its tokenizer and configs; ``stop_token_ids`` still stop."""
+    """Continue after the end tokens of the model's tokenizer and configs; ``stop_token_ids`` still stop."""
     stop: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one is its last. For engines with ``stop_strings``."""
     min_p: float = 0.0
@@ -82,7 +82,7 @@ class SamplingParams:
         yield from self._optional_violations()
 
     def _optional_violations(self) -> Iterable[str]:
-        """Of the fields that not every engine has."""
+        """Violations of the optional fields."""
         if "" in self.stop:
             yield "stop has an empty text, which every response contains; remove it"
         if not 0 <= self.min_p < 1:
@@ -106,7 +106,7 @@ class SamplingParams:
 
     @property
     def off_distribution(self) -> tuple[str, ...]:
-        """The fields by which what is drawn differs from ``softmax(logits / temperature)``, each with its value."""
+        """Fields that change the distribution from ``softmax(logits / temperature)``, each with its value."""
         changed = {
             "top_p": self.top_p < 1,
             "top_k": self.top_k is not None,
@@ -119,7 +119,7 @@ class SamplingParams:
 
     @property
     def needed_capabilities(self) -> frozenset[Capability]:
-        """What an engine must declare to serve this."""
+        """Capabilities that an engine must declare to serve this."""
         needed = {
             Capability.STOP_STRINGS: bool(self.stop),
             Capability.MIN_P: self.min_p > 0,
@@ -143,7 +143,7 @@ class LLMRequest:
     """The prompt."""
     sampling: SamplingParams = SamplingParams()
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Names the request in errors and at the server; an engine refuses one that another request in flight has."""
+    """Names the request in errors and at the server; an engine refuses the id of another request in flight."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))
@@ -177,7 +177,7 @@ class LLMResponse:
     """``stop``: the last token ends the response, also where it is the last one allowed; ``length``: the limit was
     reached without one; ``abort``: the engine ended it early."""
     latency_s: float = 0.0
-    """From the call to the response, in seconds; the core fills it in."""
+    """Seconds from the call to the response; the core fills it in."""
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "output_ids", "logprobs", "versions"):

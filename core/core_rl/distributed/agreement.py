@@ -27,7 +27,7 @@ def agree(
     """``compute()`` of every rank, in rank order; the results are pickled. Collective.
 
     When it raises anywhere, every rank raises one error about ``subject`` that lists the ranks and
-    their reasons: of ``kind``, or by default of the first failure's own type if that is one of ours,
+    their reasons: of ``kind``, or by default of the first failure's own type if it is a `CoreRLError`,
     and else of ``foreign``. On a rank that failed, the original is chained.
     """
     value: T | None = None
@@ -42,7 +42,7 @@ def agree(
         else (type(cause) if isinstance(cause, CoreRLError) else foreign, describe(cause))
     )
     answers = comm.gather((value, failure))
-    failures = {rank: found for rank, (_, found) in enumerate(answers) if found is not None}
+    failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
     if failures:
         first, _ = next(iter(failures.values()))
         reasons = {rank: reason for rank, (_, reason) in failures.items()}
@@ -60,9 +60,9 @@ def on_all(
     kind: type[CoreRLError] | None = None,
 ) -> T:
     """``action()`` on every rank; returns this rank's own result, and raises as `agree` does. Collective."""
-    own: list[T] = []
-    agree(comm, lambda: own.append(action()), subject, kind)
-    return own[0]
+    results: list[T] = []
+    agree(comm, lambda: results.append(action()), subject, kind)
+    return results[0]
 
 
 def on_leader(
@@ -72,18 +72,18 @@ def on_leader(
     kind: type[CoreRLError] | None = None,
 ) -> T:
     """``action()`` on rank 0 alone; every rank returns its result, or raises as `agree` does. Collective."""
-    own = on_all(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
-    return comm.broadcast(cast("T", own))
+    result = on_all(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
+    return comm.broadcast(cast("T", result))
 
 
 def first_on_each_machine(comm: Comm, action: Callable[[bool], T], subject: str) -> T:
     """``action(True)`` on one rank of each machine, then ``action(False)`` on its others. Collective.
 
-    For what the first rank leaves on the machine's disk. Returns this rank's own result, and raises as `agree` does.
+    For files on the machine's disk. Returns this rank's own result, and raises as `agree` does.
     """
     is_first = comm.gather(node()).index(node()) == comm.rank
-    own = on_all(comm, lambda: action(True) if is_first else None, subject)
-    return on_all(comm, lambda: cast("T", own) if is_first else action(False), subject)
+    result = on_all(comm, lambda: action(True) if is_first else None, subject)
+    return on_all(comm, lambda: cast("T", result) if is_first else action(False), subject)
 
 
 def error_of(step: Callable[[], None]) -> Exception | None:
@@ -110,4 +110,6 @@ def _by_reason(reasons: dict[int, str]) -> list[str]:
     ranks: dict[str, list[str]] = {}
     for rank, reason in reasons.items():
         ranks.setdefault(reason, []).append(str(rank))
-    return [f"rank{'s' * (len(those) > 1)} {', '.join(those)}: {reason}" for reason, those in ranks.items()]
+    return [
+        f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}: {reason}" for reason, numbers in ranks.items()
+    ]

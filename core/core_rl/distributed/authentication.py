@@ -58,5 +58,5 @@ def present_key(channel: Channel, key: bytes, deadline: float) -> None:
 
 
 def _proof(key: bytes, role: bytes, *nonces: bytes) -> bytes:
-    # The role keeps an answer from being sent back to who asked for it.
+    # The role keeps an answer from being sent back to its sender.
     return hmac.digest(key, b"core-rl " + role + b"".join(nonces), "sha256")

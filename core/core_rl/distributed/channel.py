@@ -14,7 +14,7 @@ FRAME_HEADER = struct.Struct("!Q")
 """The length of a message, before its bytes."""
 Buffer: TypeAlias = bytes | bytearray | memoryview
 LIMIT_BYTES = 2**40
-"""The largest buffer of a message, unless a channel is told otherwise: a length above it is no length."""
+"""The largest buffer of a message, unless a channel has another limit: a length above it is no length."""
 LIMIT_PARTS = 2**20
 """The most buffers of a message."""
 PROBES = 3

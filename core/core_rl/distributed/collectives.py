@@ -21,7 +21,7 @@ __all__ = ["all_to_all", "copy_to_region", "gather", "reduce_from_region", "redu
 
 def copy_to_region(value: Tensor, comm: Comm) -> Tensor:
     """The identity on a ``value`` that is equal on all ranks; the backward pass sums its gradient over the ranks."""
-    return _apply(value, comm, lambda whole: whole.view_as(whole), lambda grad: _all_reduce(grad, comm))
+    return _apply(value, comm, lambda tensor: tensor.view_as(tensor), lambda grad: _all_reduce(grad, comm))
 
 
 def reduce_from_region(value: Tensor, comm: Comm) -> Tensor:
@@ -32,7 +32,7 @@ def reduce_from_region(value: Tensor, comm: Comm) -> Tensor:
 def gather(value: Tensor, comm: Comm, dim: int, *, partial: bool) -> Tensor:
     """The ranks' equally large values joined along ``dim``, on every rank.
 
-    ``partial`` says that the gradient of the result is a part on each rank: the backward pass adds
+    With ``partial``, the gradient of the result is a part on each rank: the backward pass adds
     the parts up, and each rank takes its own piece; otherwise it takes its piece of the whole.
     """
 
@@ -47,7 +47,7 @@ def reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
     return _apply(
         value,
         comm,
-        lambda whole: _reduce_scatter(whole, comm, dim),
+        lambda tensor: _reduce_scatter(tensor, comm, dim),
         lambda grad: _all_gather(grad, comm, dim),
     )
 
@@ -55,13 +55,13 @@ def reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
 def all_to_all(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:
     """All-to-all: ``value`` cut along ``split`` with one piece for each rank, the received ones joined along ``join``.
 
-    What was whole along ``split`` and a part along ``join`` becomes the reverse (arXiv:2309.14509). The
+    A tensor that is whole along ``split`` and a part along ``join`` becomes the reverse (arXiv:2309.14509). The
     backward pass goes the other way round.
     """
     return _apply(
         value,
         comm,
-        lambda whole: _exchange(whole, comm, split, join),
+        lambda tensor: _exchange(tensor, comm, split, join),
         lambda grad: _exchange(grad, comm, join, split),
     )
 
@@ -70,7 +70,7 @@ Step: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class _Collective(torch.autograd.Function):
-    """A linear collective; ``backward`` is the one that its gradient takes."""
+    """Linear collective, with another collective for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, forward: Step, backward: Step) -> Tensor:
@@ -97,17 +97,17 @@ def _all_reduce(value: Tensor, comm: Comm) -> Tensor:
 
 def _all_gather(value: Tensor, comm: Comm, dim: int) -> Tensor:
     # One tensor for all pieces: a list of them costs a copy in and a copy out.
-    own = value.movedim(dim, 0).contiguous()
-    joined = own.new_empty(comm.size * len(own), *own.shape[1:])
-    dist.all_gather_single(joined, own, group=comm.group)
+    piece = value.movedim(dim, 0).contiguous()
+    joined = piece.new_empty(comm.size * len(piece), *piece.shape[1:])
+    dist.all_gather_single(joined, piece, group=comm.group)
     return joined.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
-    whole = value.movedim(dim, 0).contiguous()
-    own = whole.new_empty(len(whole) // comm.size, *whole.shape[1:])
-    dist.reduce_scatter_single(own, whole, group=comm.group)
-    return own.movedim(0, dim).contiguous()
+    full = value.movedim(dim, 0).contiguous()
+    piece = full.new_empty(len(full) // comm.size, *full.shape[1:])
+    dist.reduce_scatter_single(piece, full, group=comm.group)
+    return piece.movedim(0, dim).contiguous()
 
 
 def _exchange(value: Tensor, comm: Comm, split: int, join: int) -> Tensor:

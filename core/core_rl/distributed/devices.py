@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where users choose how torch gets memory from CUDA."""
+"""Variables with torch's settings of CUDA memory."""
 
 
 def device_type(choice: str) -> str:

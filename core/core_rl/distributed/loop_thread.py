@@ -76,6 +76,6 @@ class LoopThread:
 
 
 def being_cancelled() -> bool:
-    """True if this task itself is cancelled, and not only one that it waits for."""
+    """True if this task itself is cancelled, and not only an awaited task."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -48,13 +48,13 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedWorld:
-    """This process among those that a launcher started."""
+    """Rank of this process in the world of a launcher."""
 
     launcher: str
     rank: int
     world_size: int
     local_rank: int
-    """Its number on its machine, which is that of its device."""
+    """Number on its machine, and of its device."""
 
     def __str__(self) -> str:
         names = LAUNCHERS[self.launcher]
@@ -66,7 +66,7 @@ class LaunchedWorld:
     def leader(self) -> tuple[str, int]:
         """The host name of rank 0 and the port where it is to be met.
 
-        Raises `ConfigError` where the environment does not say.
+        Raises `ConfigError` where the environment has none.
         """
         host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not host or not port.isdigit():
@@ -81,22 +81,22 @@ class LaunchedWorld:
 def launched_world() -> LaunchedWorld | None:
     """The world of several processes that a launcher has started this one for; None for a process of its own."""
     for launcher, names in LAUNCHERS.items():
-        found = [os.environ.get(name, "") for name in (names.rank, names.world_size, names.local_rank)]
-        rank, size, local = (int(text) if text.isdigit() else None for text in found)
+        texts = [os.environ.get(name, "") for name in (names.rank, names.world_size, names.local_rank)]
+        rank, size, local = (int(text) if text.isdigit() else None for text in texts)
         if rank is not None and size is not None and size > 1:
-            own = rank if local is None else local
-            return LaunchedWorld(launcher=launcher, rank=rank, world_size=size, local_rank=own)
+            device_number = rank if local is None else local
+            return LaunchedWorld(launcher=launcher, rank=rank, world_size=size, local_rank=device_number)
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where ranks find each other: a store that one process keeps (`open_store`), and a name in it."""
+    """Rendezvous of ranks: a store of one process (`open_store`), and a name in it."""
 
     host: str
     port: int
     name: str
-    """Of one process group; the store may serve several, one after the other."""
+    """Name of one process group; the store may serve several in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +164,9 @@ def listen_on(host: str) -> socket.socket:
 
 
 def open_store(host: str) -> TCPStore:
-    """A store that listens on ``host``, an address of this machine, on a port that is free; its ``port`` says which.
+    """A store that listens on ``host``, an address of this machine, on a port that is free; see its ``port``.
 
-    It is there until it is collected, and nobody else can have taken its port meanwhile.
+    It listens until it is collected, so no other process can take its port.
     """
     listener = listen_on(host)
     port = listener.getsockname()[1]
@@ -176,7 +176,7 @@ def open_store(host: str) -> TCPStore:
 
 
 def require_single_process(subject: str, remedy: str) -> None:
-    """Raise `ConfigError` in one of several processes that a launcher started: each would train a model of its own."""
+    """Raise `ConfigError` if a launcher started several processes, as each would train a model of its own."""
     if (world := launched_world()) is not None:
         raise ConfigError(
             f"{subject} in {world}: each of them would train a model of its own. {remedy}. If nothing but left-over "
@@ -185,7 +185,7 @@ def require_single_process(subject: str, remedy: str) -> None:
 
 
 def local_index(address: RankAddress | None) -> int | None:
-    """The number of this process among those of its machine; None in a process of its own."""
+    """Number of this process on its machine; None without a launcher."""
     if address is not None:
         return address.local_rank
     return None if (launched := launched_world()) is None else launched.local_rank
@@ -196,7 +196,7 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
 
     Without an address, the existing group is used (that of other code, or of another engine), or else that of the
     processes that ``torchrun`` or ``srun`` started, or else a group of one rank is created. Raises `EngineStateError`
-    if another group exists, and `ConfigError` where the environment does not say where these processes meet.
+    if another group exists, and `ConfigError` where the environment has no address of rank 0.
     """
     present = _Present.current
     if present is None or not present.is_there():
@@ -244,7 +244,7 @@ def _initialize(address: RankAddress | None, device: torch.device) -> _Present:
 
 
 def _named_by(launched: LaunchedWorld | None) -> RankAddress:
-    """The address of this process in the world of the environment, or in one of its own."""
+    """Address of this process in the launcher's world, or in a world of one rank."""
     if launched is None:
         return RankAddress(rank=0, world_size=1)
     return RankAddress(rank=launched.rank, world_size=launched.world_size, local_rank=launched.local_rank)

@@ -83,7 +83,7 @@ class Curve:
 
     name: str
     number: int
-    """Its number in the chart: the colour."""
+    """Number of the curve in the chart: the colour."""
     line: str
     band: str
     dots: tuple[tuple[float, float], ...]
@@ -179,8 +179,8 @@ def _buckets(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, flo
 
 def _round_marks(values: Iterable[float], *, whole: bool = False) -> list[float]:
     """Round numbers, evenly spaced, that enclose ``values``: steps of 1, 2 or 5 times a power of ten."""
-    kept = list(values)
-    low, high = min(kept), max(kept)
+    numbers = list(values)
+    low, high = min(numbers), max(numbers)
     if low == high:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     power = 10.0 ** math.floor(math.log10((high - low) / 4))

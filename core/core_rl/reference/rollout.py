@@ -130,7 +130,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
             request, future = self._queue.popleft()
             if future.set_running_or_notify_cancel():
                 groups.setdefault(replace(request.sampling, seed=None), []).append((request, future))
-        # Where rotary frequencies depend on the length, a batch has those of its longest prompt.
+        # Where rotary frequencies depend on the length, a batch has the frequencies of its longest prompt.
         size = 1 if rotary_modules(self._model) else self.config.max_batch_size
         for entries in groups.values():
             for start in range(0, len(entries), size):
@@ -159,12 +159,12 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         """For texts that end a response; read when the first request has some."""
         path = self.config.model.path
         try:
-            found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"sampling with stop = TEXTS needs a tokenizer, and {path!r} has none; use stop_token_ids"
             ) from error
-        return found
+        return tokenizer
 
     def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
         return LLMResponse(
@@ -212,13 +212,13 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     @torch.no_grad()
     def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
         written = {checkpoint_name(name): value for name, value in self._model.named_parameters()}
-        own = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
+        adapter = {name: value for name, value in written.items() if name.startswith(ADAPTER_PREFIX)}
         check_source(
             TensorDict(factors),
-            {name: tuple(value.shape) for name, value in own.items()},
+            {name: tuple(value.shape) for name, value in adapter.items()},
             "the adapter that was sent",
         )
-        for name, value in own.items():
+        for name, value in adapter.items():
             value.copy_(factors[name])
         self._served_version = version
 
@@ -227,8 +227,8 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         expected = state.shapes("master") | state.shapes("buffers")
         # This engine does not serve carried tensors, and an update has them all the same.
         carried = carried_tensors(self._model, self.config.model, expected)
-        own = {} if carried is None else {name: carried.shape(name) for name in carried.names()}
-        check_source(sent, expected | own, "the weights that were sent")
+        carried_shapes = {} if carried is None else {name: carried.shape(name) for name in carried.names()}
+        check_source(sent, expected | carried_shapes, "the weights that were sent")
         fill(state, "master", sent)
         fill(state, "buffers", sent)
         self._served_version = version

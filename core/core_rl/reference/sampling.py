@@ -75,20 +75,20 @@ class Adjustment:
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """``logits [B, V]`` after the tokens ``input_ids [B, L]``, changed as `core_rl.data.requests` defines it."""
-        chosen = self.sampling
-        if chosen.presence_penalty == 0 and chosen.repetition_penalty == 1 and not chosen.logit_bias:
+        sampling = self.sampling
+        if sampling.presence_penalty == 0 and sampling.repetition_penalty == 1 and not sampling.logit_bias:
             return logits
         has = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, input_ids[:, self.start :], value=True)
-        logits = torch.where(has, logits - chosen.presence_penalty, logits)
-        penalty = chosen.repetition_penalty
+        logits = torch.where(has, logits - sampling.presence_penalty, logits)
+        penalty = sampling.repetition_penalty
         logits = torch.where(has, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-        for token, bias in chosen.logit_bias:
+        for token, bias in sampling.logit_bias:
             logits[:, token] += bias
         return logits
 
 
 class StopAtText(StoppingCriteria):
-    """Ends each row whose response has one of the texts."""
+    """Ends each row whose response contains a stop text."""
 
     def __init__(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase, start: int) -> None:
         self._stop = stop
@@ -96,7 +96,7 @@ class StopAtText(StoppingCriteria):
         self._start = start
 
     def found_in(self, ids: Sequence[int]) -> bool:
-        """Whether the text of the response ``ids`` has one of the texts."""
+        """Whether the text of the response ``ids`` contains a stop text."""
         text = str(self._tokenizer.decode(list(ids)))
         return any(stop in text for stop in self._stop)
 
@@ -167,7 +167,7 @@ def _left_padded(rows: Sequence[Tensor]) -> Tensor:
 def _cut(
     ids: Sequence[int], logprobs: Sequence[float], stops: set[int], at_text: StopAtText | None
 ) -> Completion:
-    """The drawn tokens up to the first one that ends the response, which is kept."""
+    """Drawn tokens up to and including the first end token."""
 
     def ends(count: int) -> bool:
         return ids[count - 1] in stops or (at_text is not None and at_text.found_in(ids[:count]))

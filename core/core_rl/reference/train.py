@@ -39,15 +39,15 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
         rows = [
             self.routed(micro_batch.select([number]), step) for number in range(micro_batch.num_sequences)
         ]
-        found = {name: [row[name] for row in rows] for name in rows[0]}
-        sums = {name: torch.stack(found.pop(name)).sum() for name in ("aux_loss",) if name in found}
-        return ModelOutput(**{name: torch.cat(values) for name, values in found.items()}, **sums)
+        outputs = {name: [row[name] for row in rows] for name in rows[0]}
+        sums = {name: torch.stack(outputs.pop(name)).sum() for name in ("aux_loss",) if name in outputs}
+        return ModelOutput(**{name: torch.cat(values) for name, values in outputs.items()}, **sums)
 
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
-        """The outputs of one sequence, with those of its routers where asked."""
+        """Outputs of one sequence, with router outputs if requested."""
         with self.routers.watch(row.tokens.get("routing")) as routings:
-            found = self.sequence(row.input_ids, step)
-        return {**found, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
+            outputs = self.sequence(row.input_ids, step)
+        return {**outputs, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
 
     def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         """The outputs of one sequence ``[L]``."""

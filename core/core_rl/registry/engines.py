@@ -1,4 +1,4 @@
-"""Finding engines by name: installed plugins, and what was registered in this process."""
+"""Engines by name: installed plugins, and registrations of this process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _Class = TypeVar("_Class")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineEntry(EntryPoint):
-    """One engine as a distribution declares it; exactly one of ``spec`` and ``error`` after reading.
+    """One engine as a distribution declares it; after reading, either ``spec`` or ``error`` is set.
 
     ``spec`` is kept next to an `EngineAmbiguous`.
     """
@@ -63,8 +63,8 @@ class EngineEntry(EntryPoint):
         if self.spec is not None or self.error is not None:
             return self
         try:
-            found = load_object(self.value, self.origin)
-            return dataclasses.replace(self, spec=check_spec(found, self.origin, self.name))
+            spec = load_object(self.value, self.origin)
+            return dataclasses.replace(self, spec=check_spec(spec, self.origin, self.name))
         except EngineError as error:
             return dataclasses.replace(self, error=error)
 
@@ -76,7 +76,7 @@ def declared_engines() -> Iterator[EngineEntry]:
 
 
 def list_engines() -> list[EngineEntry]:
-    """All engines in alphabetical order; one that cannot be used carries its error, and hides no other."""
+    """All engines in alphabetical order; an unusable engine carries its error, and hides no other."""
     entries = _claims()
     counts = Counter(entry.name for entry in entries)
     read = [entry.read() for entry in sorted(entries, key=attrgetter("name", "distribution"))]
@@ -87,7 +87,7 @@ def list_engines() -> list[EngineEntry]:
 
 
 def engine_names() -> list[str]:
-    """Names of all engines that are installed or registered, and of those that an extra of core-rl installs."""
+    """Names of all installed, registered and installable engines."""
     return sorted({*(entry.name for entry in _claims()), *installable_engines()})
 
 
@@ -138,11 +138,11 @@ def load_class(spec: EngineSpec, field: Literal["config", "factory"], base: type
     origin = _Origin(spec)
     check_spec(spec, origin)
     target = spec.config if field == "config" else spec.factory
-    found = load_object(target, origin)
-    if isinstance(found, type) and issubclass(found, base):
-        return found
+    loaded = load_object(target, origin)
+    if isinstance(loaded, type) and issubclass(loaded, base):
+        return loaded
     raise EngineBroken(
-        f"{origin}: {field} {target!r} must be a subclass of {base.__module__}.{base.__name__}, found {found!r}"
+        f"{origin}: {field} {target!r} must be a subclass of {base.__module__}.{base.__name__}, found {loaded!r}"
     )
 
 
@@ -154,7 +154,7 @@ class Registration(AbstractContextManager["Registration"]):
         _registered.append(self)
 
     def close(self) -> None:
-        """Unregister the engine; one that it replaced is used again. Further calls do nothing."""
+        """Unregister the engine; a replaced engine is used again. Further calls do nothing."""
         if self in _registered:
             _registered.remove(self)
 
@@ -183,7 +183,7 @@ def register_engine(spec: EngineSpec, *, replace: bool = False) -> Registration:
 
 
 def _claims() -> list[EngineEntry]:
-    """Unread entries; a registered engine replaces earlier and installed ones of its name."""
+    """Unread entries; a registered engine replaces all earlier engines of its name."""
     registered = {
         registration.spec.name: EngineEntry(
             name=registration.spec.name,

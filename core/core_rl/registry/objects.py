@@ -122,12 +122,12 @@ def load_object(reference: str, origin: object, error: type[CoreRLError] = Engin
         raise error(f"{origin}: {_missing_module(name, missing)}") from missing
     except (Exception, SystemExit) as raised:  # foreign code: it may raise anything
         raise error(f"{origin}: importing {name!r} raised {type(raised).__name__}: {raised}") from raised
-    found = getattr(module, attribute, _MISSING)
-    if found is _MISSING:
+    target = getattr(module, attribute, _MISSING)
+    if target is _MISSING:
         close = difflib.get_close_matches(attribute, vars(module), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise error(f"{origin}: module {name!r} has no attribute {attribute!r}{hint}")
-    return found
+    return target
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -140,10 +140,10 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _missing_module(wanted: str, error: ModuleNotFoundError) -> str:
+def _missing_module(module: str, error: ModuleNotFoundError) -> str:
     absent = error.name or ""
-    if f"{wanted}.".startswith(f"{absent}."):
+    if f"{module}.".startswith(f"{absent}."):
         return f"there is no module {absent!r}"
-    if absent.partition(".")[0] == wanted.partition(".")[0]:
-        return f"the package of {wanted!r} is incomplete: {error}; reinstall it"
+    if absent.partition(".")[0] == module.partition(".")[0]:
+        return f"the package of {module!r} is incomplete: {error}; reinstall it"
     return f"needs the module {absent!r}, which is not installed; install the package that provides it"

@@ -20,7 +20,7 @@ PROTOCOL_VERSION: tuple[int, int] = (0, 2)
 number is equal as well, and from 1.0 on it is not larger."""
 
 MIGRATION_PAGE = "docs/engine-migration.md"
-"""Changes between versions of the engine interface, and what an engine author does about them."""
+"""Page with the changes between versions of the engine interface, for engine authors."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -41,7 +41,7 @@ class EngineSpec:
     factory: str
     """The backend class, a `TrainBackend` or an `InferenceBackend`."""
     config: str
-    """Its config class, a `TrainEngineConfig` or an `InferenceEngineConfig`."""
+    """The config class, a `TrainEngineConfig` or an `InferenceEngineConfig`."""
     capabilities: frozenset[Capability] = frozenset()
     description: str = ""
     conformance: str | None = None

@@ -1,4 +1,4 @@
-"""Episodes of a rollout by their state, and the bound on those that run ahead of training."""
+"""Episodes of a rollout by their state, and the bound on episodes ahead of training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StalenessLimit:
     """The most versions by which a consumed episode may be older than the newest weights."""
 
     def capacity(self, version: int) -> int:
-        """The number of episodes that may start before ``version`` rises, those of earlier versions included."""
+        """The number of episodes that may start before ``version`` rises, episodes of earlier versions included."""
         return (self.max_head_offpolicyness + version + 1) * self.consumer_batch_size
 
     def within_bound(self, *, consumed: int, started_at: Sequence[int]) -> bool:
@@ -89,7 +89,7 @@ class EpisodeQueue:
         return episode
 
     def end(self, number: int, result: SequenceBatch | RolloutError | None) -> None:
-        """Record the result of a running episode, its error, or None for one that was rejected."""
+        """Record the result of a running episode, its error, or None for a rejection."""
         self._running.remove(number)
         if isinstance(result, SequenceBatch):
             self._accepted += 1

@@ -23,8 +23,8 @@ class WorkflowExecutor:
     """Runs episodes concurrently, in two ways.
 
     `rollout` runs all samples at once and returns when the last one is done. `submit` with `wait`, or
-    `prepare`, runs ahead of the consumer, as far as the `StalenessLimit` allows; what is submitted beyond
-    it waits for newer weights. Results come in the order of submission.
+    `prepare`, runs ahead of the consumer, as far as the `StalenessLimit` allows; further samples
+    wait for newer weights. Results come in the order of submission.
     Episodes that a filter (``should_accept``) rejects are replaced by others.
 
     Everything but the episodes runs in the caller's threads; ``_changed`` guards what both touch.
@@ -105,7 +105,7 @@ class WorkflowExecutor:
         return list(range(first, first + len(data)))
 
     def wait(self, count: int, timeout: float | None = None) -> list[SequenceBatch]:
-        """``count`` accepted episodes, the earliest submitted of those that are finished.
+        """``count`` accepted episodes, the earliest submitted of the finished ones.
 
         Episodes that still run are waited for too where they would otherwise be too old when they are
         consumed. Raises `RolloutError` when an episode failed (the others stay and can be waited for),

@@ -51,7 +51,7 @@ async def generate_whole(engine: TokenGenerator, request: LLMRequest) -> LLMResp
     while True:
         part = await engine.agenerate(_remainder(request, parts))
         if part.stop_reason == "abort" and request.sampling.reads_the_response:
-            # Continued, it would know no more what it has drawn.
+            # A continued request has lost the state of its penalties.
             part = replace(part, output_ids=(), logprobs=(), versions=())
         parts.append(part)
         if part.stop_reason != "abort":
@@ -131,7 +131,7 @@ class Transcript:
         """The transcripts as sequences.
 
         Token fields: ``loss_mask`` (bool; the completions, their stop tokens included), ``logprobs`` (float32;
-        those of the rollout, 0 elsewhere) and ``versions`` (int64; -1 elsewhere). Meta: ``stop_reason``.
+        from the rollout, 0 elsewhere) and ``versions`` (int64; -1 elsewhere). Meta: ``stop_reason``.
         """
         return SequenceBatch.from_sequences(
             [t._ids for t in transcripts],
@@ -188,7 +188,7 @@ class Episode:
             raise RolloutError(f"episode {self.number} failed: its workflow cancelled itself") from error
         except RolloutError as error:
             raise RolloutError(f"episode {self.number} failed: {error}") from error
-        except (Exception, SystemExit) as error:  # one that escapes would end the thread of all episodes
+        except (Exception, SystemExit) as error:  # it would end the thread of all episodes
             raise RolloutError(f"episode {self.number} failed: {type(error).__name__}: {error}") from error
 
     def _checked(self, result: object) -> SequenceBatch | None:

@@ -29,8 +29,8 @@ class Gather:
     """Gathers tensors on rank ``writer`` of ``world``, or on all ranks.
 
     Every rank sends its slices of a bucket to the writer as one message, and slices of a larger tensor in pieces of
-    that size. So the writer needs memory for a bucket or the larger tensor, and any other rank for two buckets: what it
-    sends, converted and as a message.
+    that size. So the writer needs memory for a bucket or the larger tensor, and any other rank for two buckets: its
+    slices, converted and as a message.
     """
 
     world: Comm
@@ -49,16 +49,16 @@ class Gather:
 
         Collective: all ranks iterate to the end. A tensor is valid until the next item.
         """
-        own: dict[str, list[LocalSlice]] = {}
+        local_slices: dict[str, list[LocalSlice]] = {}
         for part in slices:
             if part.replica == 0:
-                own.setdefault(part.name, []).append(part)
+                local_slices.setdefault(part.name, []).append(part)
         sizes = (self._bytes_of(name, placements) for name in placements.shapes)
         for names in buckets(placements.shapes, sizes, self.bucket_bytes):
             if placements.shapes[names[0]] and self._bytes_of(names[0], placements) > self.bucket_bytes:
-                yield names[0], self._large(names[0], placements, own.get(names[0], []))
+                yield names[0], self._large(names[0], placements, local_slices.get(names[0], []))
             else:
-                yield from self._gathered(names, placements, own)
+                yield from self._gathered(names, placements, local_slices)
 
     def _bytes_of(self, name: str, placements: Placements) -> int:
         return math.prod(placements.shapes[name]) * self._dtype(placements, name).itemsize
@@ -68,9 +68,9 @@ class Gather:
         return self.dtype_of(name, boxes[0].dtype if boxes else torch.float32)
 
     def _gathered(
-        self, names: list[str], placements: Placements, own: dict[str, list[LocalSlice]]
+        self, names: list[str], placements: Placements, local_slices: dict[str, list[LocalSlice]]
     ) -> Iterator[tuple[str, Tensor | None]]:
-        parts = {name: [self.convert(part).detach() for part in own.get(name, ())] for name in names}
+        parts = {name: [self.convert(part).detach() for part in local_slices.get(name, ())] for name in names}
         received = self._exchange(names, placements, parts)
         for name in names:
             full: Tensor | None = None
@@ -80,12 +80,12 @@ class Gather:
             yield name, self._shared(full, placements, name)
             del full  # before the next one takes memory
 
-    def _large(self, name: str, placements: Placements, own: list[LocalSlice]) -> Tensor | None:
+    def _large(self, name: str, placements: Placements, local_slices: list[LocalSlice]) -> Tensor | None:
         """A tensor above the size of a bucket, box by box and in pieces; None where this rank receives none."""
         boxes, dtype = placements.boxes[name], self._dtype(placements, name)
-        writes, mine = self.world.rank == self.writer, iter(own)
+        writes, mine = self.world.rank == self.writer, iter(local_slices)
         if writes and [box.rank for box in boxes] == [self.writer]:
-            return self._shared(self.convert(own[0]).detach(), placements, name)
+            return self._shared(self.convert(local_slices[0]).detach(), placements, name)
         full: Tensor | None = None
         if writes:
             full = torch.empty(placements.shapes[name], dtype=dtype, device=self.world.device)
@@ -123,13 +123,17 @@ class Gather:
         return full
 
     def _assembled(
-        self, name: str, placements: Placements, own: list[Tensor], received: dict[int, Iterator[Tensor]]
+        self,
+        name: str,
+        placements: Placements,
+        local_values: list[Tensor],
+        received: dict[int, Iterator[Tensor]],
     ) -> Tensor:
-        boxes, whole = placements.boxes[name], placements.shapes[name]
+        boxes, full_shape = placements.boxes[name], placements.shapes[name]
         if len(boxes) == 1 and boxes[0].rank == self.world.rank:
-            return own[0]
-        mine = iter(own)
-        full = torch.empty(whole, dtype=self._dtype(placements, name), device=self.world.device)
+            return local_values[0]
+        mine = iter(local_values)
+        full = torch.empty(full_shape, dtype=self._dtype(placements, name), device=self.world.device)
         for box in boxes:
             full[box.region] = next(mine if box.rank == self.world.rank else received[box.rank])
         return full
@@ -143,23 +147,23 @@ class Gather:
             if sum(map(len, packed)):
                 self._send(torch.cat(packed))
             return None
-        wanted: dict[int, list[tuple[Box, torch.dtype]]] = {}
+        expected: dict[int, list[tuple[Box, torch.dtype]]] = {}
         for name in names:
             for box in placements.boxes[name]:
                 if box.rank != self.world.rank:
-                    wanted.setdefault(box.rank, []).append((box, self._dtype(placements, name)))
-        return {rank: iter(self._receive(rank, boxes)) for rank, boxes in wanted.items()}
+                    expected.setdefault(box.rank, []).append((box, self._dtype(placements, name)))
+        return {rank: iter(self._receive(rank, boxes)) for rank, boxes in expected.items()}
 
     def _receive(self, rank: int, boxes: list[tuple[Box, torch.dtype]]) -> list[Tensor]:
         sizes = [math.prod(box.shape) * dtype.itemsize for box, dtype in boxes]
         message = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device=self.world.device)
         if len(message):
             dist.recv(message, group=self.world.group, group_src=rank)
-        found, start = [], 0
+        tensors, start = [], 0
         for (box, dtype), size in zip(boxes, sizes, strict=True):
-            found.append(message[start : start + size].view(dtype).view(box.shape))
+            tensors.append(message[start : start + size].view(dtype).view(box.shape))
             start += _aligned(size)
-        return found
+        return tensors
 
     def _broadcast(self, full: Tensor | None, placements: Placements, name: str) -> Tensor:
         if full is None:

@@ -55,7 +55,7 @@ class HostCopies:
 
 
 class _HostMemory:
-    """As many bytes as ``storages`` have, in pieces of `CHUNK_BYTES` and a smaller one."""
+    """Bytes of all ``storages``, in pieces of `CHUNK_BYTES` and a smaller one."""
 
     def __init__(self, storages: Sequence[UntypedStorage]) -> None:
         self._left = sum(storage.nbytes() for storage in storages)
@@ -78,8 +78,8 @@ class _HostMemory:
 
 def _split(storage: UntypedStorage, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The bytes of ``storage``, cut as ``pieces`` are."""
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    parts: tuple[Tensor, ...] = whole.split([len(piece) for piece in pieces])
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    parts: tuple[Tensor, ...] = data.split([len(piece) for piece in pieces])
     return parts
 
 
@@ -132,8 +132,8 @@ class _Usage(ctypes.Structure):
 def give_back_freed() -> None:
     """Return the pages of freed blocks to the system, where there are many; does nothing without glibc.
 
-    glibc keeps what is freed below a block in use, of blocks up to 32 MiB (M_MMAP_THRESHOLD in mallopt(3)): after a
-    step, as much as the gradients of a model, and on equal ranks not equally much.
+    glibc keeps freed blocks below a block in use, up to 32 MiB each (M_MMAP_THRESHOLD in mallopt(3)): after a step,
+    as much as the gradients of a model, and on equal ranks not equally much.
     """
     if sys.platform != "linux":
         return

@@ -15,8 +15,8 @@ class RngState:
     """States of torch's own generators, of the CPU and of ``device``, as one engine left them.
 
     Engines of one process draw from the same generators, and so does the program around them. Each engine swaps its
-    own states in around its passes and leaves the others' as they were: dropout depends on the engine's seed and on
-    what it has computed, and on nothing else.
+    own states in around its passes and leaves the others' as they were: dropout depends on the engine's seed and its
+    passes alone.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class RngState:
         if self._inside:
             yield
             return
-        others = self._get()
+        outer = self._get()
         self._set(self._states)
         self._inside = True
         try:
@@ -39,7 +39,7 @@ class RngState:
         finally:
             self._inside = False
             self._states = self._get()
-            self._set(others)
+            self._set(outer)
 
     def states(self) -> dict[str, Tensor]:
         """The states by device type, uint8."""
@@ -47,8 +47,8 @@ class RngState:
 
     def load(self, states: Mapping[str, Tensor]) -> None:
         """Set the states of the device types that ``states`` names."""
-        found = {name: states[name] for name in self._states if name in states}
-        self._states |= found
+        loaded = {name: states[name] for name in self._states if name in states}
+        self._states |= loaded
         if self._inside:
             self._set(self._states)
 

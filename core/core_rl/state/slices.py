@@ -52,7 +52,7 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
     inside, and ranks whose names or shapes differ.
     """
     shapes = dict(state.shapes(kind))
-    own: dict[str, list[Box]] = {}
+    local_boxes: dict[str, list[Box]] = {}
     copies: list[Key] = []
     problems: list[str] = []
     for part in state.local(kind):
@@ -61,77 +61,79 @@ def gather_placements(state: ShardedState, kind: str, world: Comm) -> Placements
         else:
             problems.append(f"{part.name!r} is not in shapes()")
         if part.replica == 0:
-            own.setdefault(part.name, []).append(Box(world.rank, part.offsets, part.shape, part.tensor.dtype))
+            local_boxes.setdefault(part.name, []).append(
+                Box(world.rank, part.offsets, part.shape, part.tensor.dtype)
+            )
         else:
             copies.append((part.name, part.offsets, part.shape))
-    answers = world.gather((list(shapes.items()), own, copies, problems))
-    problems = [problem for *_, found in answers for problem in found]
+    answers = world.gather((list(shapes.items()), local_boxes, copies, problems))
+    problems = [problem for *_, reported in answers for problem in reported]
     if any(listed != answers[0][0] for listed, *_ in answers):
         problems.append("shapes() differs between ranks, in names, shapes or order")
     boxes = {name: tuple(box for _, theirs, *_ in answers for box in theirs.get(name, ())) for name in shapes}
-    for name, found in boxes.items():
-        problems += _untiled(name, shapes[name], found)
+    for name, listed_boxes in boxes.items():
+        problems += _untiled(name, shapes[name], listed_boxes)
     raise_all(EngineContractError, f"ShardedState.local({kind!r}): slices with replica 0", problems)
-    others: dict[Key, list[int]] = {}
+    copy_ranks: dict[Key, list[int]] = {}
     for rank, (_, _, theirs, _) in enumerate(answers):
         for key in theirs:
-            others.setdefault(key, []).append(rank)
-    return Placements(shapes, boxes, {key: tuple(ranks) for key, ranks in others.items()})
+            copy_ranks.setdefault(key, []).append(rank)
+    return Placements(shapes, boxes, {key: tuple(ranks) for key, ranks in copy_ranks.items()})
 
 
 def writers(placed: Placements, bytes_written: list[int]) -> dict[Key, int]:
-    """The rank that writes each box, the same on all ranks: of those that hold it, the one with the least to write.
+    """The rank that writes each box, the same on all ranks: the holder with the least to write.
 
-    ``bytes_written`` has what each rank writes already, and is updated. Boxes that one rank alone holds are counted
+    ``bytes_written`` has the bytes of each rank so far, and is updated. Boxes that one rank alone holds are counted
     first, then the others, the largest first.
     """
     holders: dict[Key, tuple[int, tuple[int, ...]]] = {
         (name, box.offsets, box.shape): (math.prod(box.shape) * box.dtype.itemsize, (box.rank,))
-        for name, found in placed.boxes.items()
-        for box in found
+        for name, listed_boxes in placed.boxes.items()
+        for box in listed_boxes
     }
     for key, ranks in placed.copies.items():
         if key in holders:
             size, first = holders[key]
             holders[key] = (size, (*first, *ranks))
-    chosen: dict[Key, int] = {}
+    writer_of: dict[Key, int] = {}
     order = sorted(holders.items(), key=lambda item: (len(item[1][1]) > 1, -item[1][0], item[0]))
     for key, (size, ranks) in order:
-        chosen[key] = min(ranks, key=lambda rank: (bytes_written[rank], rank))
-        bytes_written[chosen[key]] += size
-    return chosen
+        writer_of[key] = min(ranks, key=lambda rank: (bytes_written[rank], rank))
+        bytes_written[writer_of[key]] += size
+    return writer_of
 
 
-def _outside(name: str, shape: Shape, offsets: Shape, whole: Shape) -> Iterator[str]:
+def _outside(name: str, shape: Shape, offsets: Shape, full_shape: Shape) -> Iterator[str]:
     """A box of ``shape`` at ``offsets`` that does not lie inside a tensor of the shape ``whole``."""
-    inside = len(shape) == len(whole) == len(offsets) and all(
+    inside = len(shape) == len(full_shape) == len(offsets) and all(
         offset >= 0 and offset + size <= limit
-        for offset, size, limit in zip(offsets, shape, whole, strict=True)
+        for offset, size, limit in zip(offsets, shape, full_shape, strict=True)
     )
     if not inside:
-        yield f"{name!r}: {list(shape)} at {list(offsets)} is not inside {list(whole)}"
+        yield f"{name!r}: {list(shape)} at {list(offsets)} is not inside {list(full_shape)}"
 
 
-def _untiled(name: str, whole: Shape, boxes: Sequence[Box]) -> Iterator[str]:
+def _untiled(name: str, full_shape: Shape, boxes: Sequence[Box]) -> Iterator[str]:
     """A tensor whose boxes overlap or leave gaps."""
-    count, total = sum(math.prod(box.shape) for box in boxes), math.prod(whole)
+    count, total = sum(math.prod(box.shape) for box in boxes), math.prod(full_shape)
     ordered = sorted((box for box in boxes if math.prod(box.shape)), key=lambda box: box.offsets)
     for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if whole and other.offsets[0] >= box.offsets[0] + box.shape[0]:
+        for peer in ordered[number + 1 :]:
+            if full_shape and peer.offsets[0] >= box.offsets[0] + box.shape[0]:
                 break
-            if _overlap(box, other):
+            if _overlap(box, peer):
                 yield (
-                    f"{name!r} {list(whole)}: rank {other.rank} has {list(other.shape)} at {list(other.offsets)}, "
+                    f"{name!r} {list(full_shape)}: rank {peer.rank} has {list(peer.shape)} at {list(peer.offsets)}, "
                     f"which overlaps {list(box.shape)} at {list(box.offsets)} of rank {box.rank}"
                 )
                 return
     if count < total:
-        yield f"{name!r} {list(whole)}: {total - count} of {total} elements are on no rank"
+        yield f"{name!r} {list(full_shape)}: {total - count} of {total} elements are on no rank"
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    bounds = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+def _overlap(first: Box, second: Box) -> bool:
+    bounds = zip(first.offsets, first.shape, second.offsets, second.shape, strict=True)
     return all(a < d + e and d < a + b for a, b, d, e in bounds)
 
 

@@ -31,7 +31,7 @@ CHUNK = 2**20
 class TensorStore:
     """Named tensors of one backend over all ranks of ``world``.
 
-    ``writer`` is the rank that receives full tensors. ``half`` says that the compute dtype is bfloat16. With ``lora``,
+    ``writer`` is the rank that receives full tensors. ``half`` is true for the compute dtype bfloat16. With ``lora``,
     exported ``params`` are the base weights with the adapter merged into them.
     """
 
@@ -134,20 +134,20 @@ class TensorStore:
 
     def _restricted(self, kind: str, names: Iterable[str]) -> Placements:
         placed = self._placed(kind)
-        chosen = list(names)
+        selected = list(names)
         return Placements(
-            {n: placed.shapes[n] for n in chosen},
-            {n: placed.boxes[n] for n in chosen},
+            {n: placed.shapes[n] for n in selected},
+            {n: placed.boxes[n] for n in selected},
             placed.copies,
         )
 
     def _factors(self) -> dict[str, Tensor]:
-        """Both factors of every product, whole, on all ranks; collective."""
+        """Full factors of every product, on all ranks; collective."""
         names = [name for product in self._products.values() for name in (product.a, product.b)]
         placed = self._restricted("master", names)
-        chosen = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
+        local_slices = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
         gather = Gather(world=self.world, writer=self._writer, on_all_ranks=True)
-        stream = gather.stream(placed, chosen)
+        stream = gather.stream(placed, local_slices)
         return {name: full.detach().float().clone() for name, full in stream if full is not None}
 
     def _dtype(self, kind: str, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -185,12 +185,14 @@ class TensorStore:
 
     def _require_carried(self, source: TensorSource) -> None:
         """Compare on the writer, one tensor at a time."""
-        own = self._carried() if self.world.rank == self._writer else ()
-        other = [name for name, value in own if value is None or not torch.equal(value, source.read(name))]
+        carried = self._carried() if self.world.rank == self._writer else ()
+        differing = [
+            name for name, value in carried if value is None or not torch.equal(value, source.read(name))
+        ]
         problems = [
             f"{name!r} differs from this model's, and is not trained; set model.path to the other checkpoint to get "
             "its tensors"
-            for name in other
+            for name in differing
         ]
         raise_all(WeightsError, "tensors that the module does not hold", problems)
 
@@ -209,8 +211,8 @@ class TensorStore:
         A value or reward head belongs to the adapter: it is trained and saved with it.
         """
         names = {name for name in self.shapes("params") if not is_float32_head(name)}
-        own = self._backend.state().local("master")
-        parts = ((p.name, p.tensor) for p in own if p.replica == 0 and p.name in names)
+        slices = self._backend.state().local("master")
+        parts = ((p.name, p.tensor) for p in slices if p.replica == 0 and p.name in names)
         return digest_of_parts(self.world, parts)
 
     def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
@@ -223,11 +225,11 @@ class TensorStore:
         for kind in kinds:
             placed, slices, convert = self._exported(kind)
             # Buffers are of the rank with replica 0: running statistics may differ between ranks.
-            chosen = None if kind == "buffers" else writers(placed, written)
+            writer_of = None if kind == "buffers" else writers(placed, written)
             for part in slices:
                 key = (part.name, part.offsets, part.shape)
-                own = part.replica == 0 if chosen is None else chosen.get(key) == self.world.rank
-                if own:
+                writes = part.replica == 0 if writer_of is None else writer_of.get(key) == self.world.rank
+                if writes:
                     yield Shard(f"{kind}/{part.name}", convert(part), placed.shapes[part.name], part.offsets)
 
 
@@ -266,14 +268,14 @@ def _on_cuda(tensors: Sequence[Tensor]) -> bool:
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
     """A digest of float tensors, of which the ranks hold ``parts``, each element once; collective.
 
-    It is made from the sum of each tensor's bits as integers, so nothing is gathered. It tells trained
-    weights from others; a permutation within a tensor keeps it.
+    It is made from the sum of each tensor's bits as integers, so nothing is gathered. It differs for
+    trained weights; a permutation within a tensor keeps it.
     """
-    own: Counter[str] = Counter()
+    local_sums: Counter[str] = Counter()
     for name, part in parts:
-        own[name] += int(_bits(part).sum(dtype=torch.int64))
+        local_sums[name] += int(_bits(part).sum(dtype=torch.int64))
     totals: Counter[str] = Counter()
-    for sums in world.gather(own):
+    for sums in world.gather(local_sums):
         totals.update(sums)
     return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()[:32]
 
