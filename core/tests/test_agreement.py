@@ -43,7 +43,7 @@ def test_results_of_all_ranks() -> None:
         (KeyError("lost"), {}, CheckpointError, "KeyError: 'lost'"),
     ],
 )
-def test_any_exception_of_one_rank_is_raised_on_all(
+def test_rank_error_is_raised_on_all_ranks(
     together: Any, error: Exception, settings: Any, kind: type[Exception], reason: str
 ) -> None:
     computed = failing(error, 1, 2)
@@ -53,14 +53,14 @@ def test_any_exception_of_one_rank_is_raised_on_all(
     assert [found.__cause__ for found in raised] == [None, error, error]
 
 
-def test_the_kind_of_a_foreign_exception_can_be_chosen() -> None:
+def test_foreign_exception_takes_given_kind() -> None:
     with pytest.raises(LossError, match="^a step: ValueError: odd$"):
         agree(Comm(), failing(ValueError("odd"), 0)(Comm()), "a step", foreign=LossError)
     with pytest.raises(BatchError):
         agree(Comm(), failing(BatchError("too long"), 0)(Comm()), "a step", foreign=LossError)
 
 
-def test_an_error_of_the_leader_is_raised_on_all() -> None:
+def test_leader_error_is_raised_on_all_ranks() -> None:
     computed = failing(OSError(28, "No space left on device", "/data/weights"), 0)
     raised = on_ranks(2, lambda comm: on_leader(comm, computed(comm), "a step"))
     assert {str(found) for found in raised} == {"a step: rank 0: weights: No space left on device"}
@@ -71,7 +71,7 @@ def test_a_single_rank_is_not_numbered() -> None:
         on_all(Comm(), failing(BatchError("too long"), 0)(Comm()), "a step")
 
 
-def test_one_rank_of_each_machine_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_rank_of_each_machine_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, bool]] = []
 
     def act(comm: Comm) -> int:

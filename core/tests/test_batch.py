@@ -91,9 +91,7 @@ ADDED: list[tuple[str, dict[str, torch.Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("method", "fields", "message"), ADDED)
-def test_a_wrong_field_that_is_added_is_named(
-    method: str, fields: dict[str, torch.Tensor], message: str
-) -> None:
+def test_added_wrong_field_is_named(method: str, fields: dict[str, torch.Tensor], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         getattr(make_batch([2, 3]), method)(**fields)
 
@@ -102,7 +100,7 @@ def test_an_added_mask_is_boolean() -> None:
     assert make_batch([2]).with_tokens(loss_mask=torch.tensor([0, 1])).tokens["loss_mask"].dtype == torch.bool
 
 
-def test_what_was_validated_is_not_validated_again() -> None:
+def test_valid_fields_are_validated_once() -> None:
     batch = make_batch([2, 3], unit=[0, 1])
     batch.input_ids[0] = -1  # a validation of the ids would raise
     added = batch.with_tokens(value=batch["value"]).with_sequences(reward=batch["reward"])
@@ -133,7 +131,7 @@ def test_select_out_of_range_and_unknown_field() -> None:
         make_batch([1])["logprob"]
 
 
-def test_concat_keeps_units_apart_and_refuses_other_fields() -> None:
+def test_concat_keeps_units_and_refuses_differing_fields() -> None:
     left, right = make_batch([1, 2], unit=[7, 7]), make_batch([3, 1], unit=[7, 9])
     joined = SequenceBatch.concat([left, right])
     assert joined.unit is not None

@@ -59,7 +59,7 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text)
 
 
-def test_the_old_one_stays_until_all_ranks_have_written(tmp_path: Path) -> None:
+def test_old_checkpoint_stays_until_ranks_have_written(tmp_path: Path) -> None:
     path, gate = tmp_path / "a", threading.Event()
     save_text(path, weights="old")
 
@@ -86,7 +86,7 @@ def test_the_old_one_stays_until_all_ranks_have_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_failure_of_one_rank_is_an_error_of_all(
+def test_background_rank_failure_raises_on_all(
     tmp_path: Path, bad: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "a"
@@ -113,7 +113,7 @@ def test_a_failure_of_one_rank_is_an_error_of_all(
     assert hidden(tmp_path) == []
 
 
-def test_a_rank_that_does_not_write_in_time_is_named(tmp_path: Path) -> None:
+def test_late_rank_is_named(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def save(world: Comm) -> None:
@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_write_in_time_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_a_failure_before_training_goes_on_is_raised_at_once(tmp_path: Path) -> None:
+def test_failed_snapshot_raises_at_once(tmp_path: Path) -> None:
     def fail(directory: Path) -> DeferredWrite:
         raise RuntimeError("no snapshot")
 
@@ -184,7 +184,7 @@ def found_at(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_run_killed_at_a_random_moment_leaves_a_whole_checkpoint(tmp_path: Path, seed: int) -> None:
+def test_killed_run_leaves_complete_checkpoint(tmp_path: Path, seed: int) -> None:
     """The process saves one version after the other; whichever is found is complete and of one version."""
     path = tmp_path / "a"
     pid = os.fork()
@@ -223,7 +223,7 @@ write_in_background(sys.argv[1], lambda directory: DeferredWrite(write), Comm(),
 """
 
 
-def test_a_program_that_ends_completes_its_checkpoint(tmp_path: Path) -> None:
+def test_ending_program_completes_its_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "a")], capture_output=True, text=True, check=False
     )
@@ -260,7 +260,7 @@ def slowly(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     return gate
 
 
-def test_the_thread_that_writes_shards_hashes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_thread_hashes_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And rank 0 hashes nothing of other ranks, whose files it may have to fetch."""
     real, names = records_of, list[list[str]]()
 
@@ -277,7 +277,7 @@ def test_the_thread_that_writes_shards_hashes_them(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("form", ["sharded", "portable", "hf"])
-def test_what_is_saved_is_what_was_there(
+def test_background_save_is_a_snapshot(
     form: CheckpointFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = support.engine()
@@ -301,7 +301,7 @@ def test_what_is_saved_is_what_was_there(
     engine.destroy()
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_save_waits_for_previous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = support.engine()
     gate = slowly(engine, monkeypatch)
     meta = SaveLoadMeta(path=str(tmp_path / "a"), asynchronous=True)
@@ -335,7 +335,7 @@ def destroy(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 
 
 @pytest.mark.parametrize("act", [save_again, load_it, wait_for_it, destroy])
-def test_a_failure_is_raised_by_the_next_call_and_once(
+def test_background_failure_is_raised_once(
     act: Callable[[TrainEngine, SaveLoadMeta], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = support.engine()

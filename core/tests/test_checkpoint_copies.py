@@ -33,7 +33,7 @@ def check(runs: RunCheckpoints, step: int, text: str = "") -> None:
     assert load_text(found.part("engine")) == {"weights": text or f"at {step}"}
 
 
-def test_the_newest_copies_are_kept_and_make_a_new_directory(tmp_path: Path) -> None:
+def test_newest_copies_restore_a_directory(tmp_path: Path) -> None:
     copies, runs = copies_in(tmp_path), RunCheckpoints(tmp_path / "a", keep=1)
     assert copies.steps() == []
     copies.download(runs)
@@ -61,7 +61,7 @@ def test_the_same_step_may_be_copied_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_copy_killed_at_any_point_is_whole_or_not_there(tmp_path: Path, step: int) -> None:
+def test_killed_copy_is_complete_or_absent(tmp_path: Path, step: int) -> None:
     for point in count(1):
         here = tmp_path / str(point)
         copies, runs = copies_in(here, keep=1), RunCheckpoints(here / "a", keep=1)
@@ -87,9 +87,7 @@ def test_a_copy_killed_at_any_point_is_whole_or_not_there(tmp_path: Path, step: 
     assert point > 5
 
 
-def test_an_upload_that_fails_names_the_url_and_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_upload_names_url_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies, runs = copies_in(tmp_path), RunCheckpoints(tmp_path / "a", keep=2)
     copies.upload(1, save(runs, 1))
     path = save(runs, 2)
@@ -118,7 +116,7 @@ def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
     assert other.steps() == []
 
 
-def test_a_place_that_cannot_be_opened_is_refused_at_once() -> None:
+def test_unopenable_url_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="not an fsspec URL"):
         CheckpointCopies("runs/a", keep=1)
     with pytest.raises(MissingPackage, match=r"s3://bucket/run.*s3fs"):

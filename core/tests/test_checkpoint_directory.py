@@ -43,21 +43,21 @@ from core_rl.errors import (
 FILES = {"weights": "0123456789", "folder__deep__notes": "abcdef", "empty": ""}
 
 
-def test_what_was_saved_is_read_back(tmp_path: Path) -> None:
+def test_saved_files_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "a"
     save_text(path, **FILES)
     assert load_text(path) == FILES
     assert read_manifest(path).state == {"files": sorted(FILES)}
 
 
-def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
+def test_save_replaces_previous_checkpoint(tmp_path: Path) -> None:
     save_text(tmp_path / "a", **FILES)
     save_text(tmp_path / "a", weights="new")
     assert load_text(tmp_path / "a") == {"weights": "new"}
     assert hidden(tmp_path) == []
 
 
-def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+def test_symbolic_link_is_kept(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for text in ("old", "new"):
@@ -66,13 +66,13 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     assert load_text(tmp_path / "real") == {"weights": "new"}
 
 
-def test_other_users_may_read_it(tmp_path: Path) -> None:
+def test_all_users_may_read_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     save_text(tmp_path / "a", **FILES)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
-def test_all_ranks_write_into_one_directory(tmp_path: Path) -> None:
+def test_ranks_share_the_directory(tmp_path: Path) -> None:
     path = str(tmp_path / "a")
 
     def save(world: Comm) -> None:
@@ -95,9 +95,7 @@ def test_all_ranks_write_into_one_directory(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_the_failure_of_one_rank_is_an_error_of_all(
-    tmp_path: Path, error: Exception, reason: str, culprit: int
-) -> None:
+def test_rank_failure_raises_on_all(tmp_path: Path, error: Exception, reason: str, culprit: int) -> None:
     path = str(tmp_path / "a")
     save_text(path, **FILES)
 
@@ -119,9 +117,7 @@ def test_the_failure_of_one_rank_is_an_error_of_all(
     assert hidden(tmp_path) == []
 
 
-def test_ranks_without_a_common_file_system_are_told_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_need_a_common_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = str(tmp_path / "a"), Path.is_dir
 
     def save(world: Comm) -> None:
@@ -169,7 +165,7 @@ def test_a_save_killed_at_any_point_loses_nothing(tmp_path: Path, replace: bool)
     assert seen == {"old" if replace else None, "new"}
 
 
-def test_the_old_one_survives_an_empty_directory_in_its_place(tmp_path: Path) -> None:
+def test_old_checkpoint_survives_empty_directory(tmp_path: Path) -> None:
     save_text(tmp_path / "a", **FILES)
     (tmp_path / "a").rename(tmp_path / ".a.core-rl-old")
     (tmp_path / "a").mkdir()
@@ -186,7 +182,7 @@ def _fail(directory: Path) -> None:
     raise RuntimeError("no")
 
 
-def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rename_restores_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_text(tmp_path / "a", **FILES)
     rename = Path.rename
 
@@ -202,7 +198,7 @@ def test_a_rename_that_fails_puts_the_old_one_back(tmp_path: Path, monkeypatch: 
     assert hidden(tmp_path) == []
 
 
-def test_the_directory_of_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
+def test_save_in_progress_keeps_its_directory(tmp_path: Path) -> None:
     busy, left = (tmp_path / f".a.tmp-{digit * 32}" for digit in "01")
     busy.mkdir()
     left.mkdir()
@@ -219,9 +215,7 @@ def test_the_directory_of_a_save_in_progress_is_left_alone(tmp_path: Path) -> No
     assert hidden(tmp_path) == [other.name]
 
 
-def test_where_directories_cannot_be_locked_only_old_ones_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlockable_directories_are_removed_by_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
@@ -259,7 +253,7 @@ def _many_files(directory: Path) -> None:
         (_many_files, "File too large"),
     ],
 )
-def test_a_full_disk_is_one_clear_error(tmp_path: Path, write: Callable[[Path], None], name: str) -> None:
+def test_full_disk_raises_clear_error(tmp_path: Path, write: Callable[[Path], None], name: str) -> None:
     path = tmp_path / "a"
     save_text(path, **FILES)
 
@@ -280,7 +274,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, write: Callable[[Path], 
 # --------------------------------------------------------------- bad places
 
 
-def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+def test_foreign_directory_is_never_replaced(tmp_path: Path) -> None:
     for name in ("data", "site"):
         (tmp_path / name).mkdir()
     (tmp_path / "data" / "thesis.tex").write_text("years")
@@ -326,7 +320,7 @@ def test_each_rank_hashes_its_own_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("value", [{"when": object()}, {"deep": [{1: "one"}]}])
-def test_a_state_that_is_not_json_is_refused(tmp_path: Path, value: dict[str, object]) -> None:
+def test_non_json_state_is_refused(tmp_path: Path, value: dict[str, object]) -> None:
     with pytest.raises(CheckpointError, match="the state of the checkpoint"):
         write_checkpoint(str(tmp_path / "a"), lambda directory: None, Comm(), kind="text", state=value)
     assert list(tmp_path.iterdir()) == []
@@ -360,9 +354,7 @@ def test_every_damaged_file_is_listed(tmp_path: Path) -> None:
         load_text(tmp_path / "a")
 
 
-def test_without_digests_files_are_compared_by_size_and_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_digests_sizes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     write_checkpoint(str(path), write_two, Comm(), kind="text")
     (path / "one").write_text("eno")
@@ -413,7 +405,7 @@ def test_nothing_at_a_place_is_not_found(tmp_path: Path, make: Callable[[Path], 
         load_text(tmp_path / "a")
 
 
-def test_another_kind_is_refused(tmp_path: Path) -> None:
+def test_different_kind_is_refused(tmp_path: Path) -> None:
     save_text(tmp_path / "a", **FILES)
     with (
         pytest.raises(CheckpointMismatch, match="kind 'text', not 'hf'"),
@@ -429,7 +421,7 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_text(tmp_path / "a")
 
 
-def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path) -> None:
+def test_directory_without_manifest_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with open_checkpoint(str(tmp_path), Comm(), kind="hf", require_manifest=False) as directory:
         assert (directory / "config.json").read_text() == "{}"
@@ -437,7 +429,7 @@ def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path
         load_text(tmp_path)
 
 
-def test_a_nested_checkpoint_is_covered_by_its_own_manifest(tmp_path: Path) -> None:
+def test_nested_manifest_covers_nested_checkpoint(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "outer").write_text("o")
         save_text(directory / "engine", inner="i")

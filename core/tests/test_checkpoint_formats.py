@@ -167,7 +167,7 @@ def test_a_forward_only_engine_saves_and_loads(start: Start, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_moments_that_were_not_saved_are_missed(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
+def test_unsaved_moments_are_reported(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
     start(optimizer=None).save(meta)
     engine = start(seed=1)
@@ -310,7 +310,7 @@ def test_exports_name_end_tokens_and_padding(start: Start, tmp_path: Path, head:
         assert AutoTokenizer.from_pretrained(exported).pad_token == "<pad>"
 
 
-def test_new_padding_has_the_id_of_the_reloaded_tokenizer(start: Start, tmp_path: Path) -> None:
+def test_new_padding_matches_reloaded_tokenizer(start: Start, tmp_path: Path) -> None:
     source, exported = str(tmp_path / "model"), tmp_path / "a"
     start(config=support.TINY | {"model_type": "qwen2", "eos_token_id": 2}).save(
         SaveLoadMeta(path=source, format="hf")
@@ -323,7 +323,7 @@ def test_new_padding_has_the_id_of_the_reloaded_tokenizer(start: Start, tmp_path
     assert AutoConfig.from_pretrained(exported).pad_token_id == padding
 
 
-def test_another_models_tensors_are_refused_before_anything_changes(start: Start, tmp_path: Path) -> None:
+def test_foreign_tensors_change_nothing(start: Start, tmp_path: Path) -> None:
     start(config=support.TINY | {"hidden_size": 24}).save(SaveLoadMeta(path=str(tmp_path / "a"), format="hf"))
     engine = start()
     before = tensors(engine)
@@ -337,7 +337,7 @@ def test_another_models_tensors_are_refused_before_anything_changes(start: Start
 # ------------------------------------------------------------------ refusals
 
 
-def test_moments_that_do_not_fit_are_refused_before_the_weights_change(start: Start, tmp_path: Path) -> None:
+def test_misfit_moments_change_no_weights(start: Start, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable")
     engine = start()
     train(engine, 1)
@@ -365,7 +365,7 @@ def test_moments_that_do_not_fit_are_refused_before_the_weights_change(start: St
         ({"head": "value"}, ["head is 'value' there and 'lm' here"]),
     ],
 )
-def test_another_model_is_refused_with_what_differs(
+def test_different_model_is_refused_with_differences(
     start: Start, tmp_path: Path, name: CheckpointFormat, model: dict[str, Any], problems: list[str]
 ) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
@@ -380,7 +380,7 @@ def test_another_model_is_refused_with_what_differs(
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("other", FORMATS)
-def test_another_format_is_refused(
+def test_different_format_is_refused(
     start: Start, tmp_path: Path, name: CheckpointFormat, other: CheckpointFormat
 ) -> None:
     if name == other:
@@ -396,7 +396,7 @@ def change_runtime(engine: TrainEngine, **fields: Any) -> None:
     persistence.runtime = replace(persistence.runtime, **fields)
 
 
-def test_shards_of_another_engine_are_refused(start: Start, tmp_path: Path) -> None:
+def test_shards_of_different_engine_are_refused(start: Start, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"))
     engine = start()
     engine.save(meta)
@@ -426,9 +426,7 @@ def test_nothing_at_the_path_is_not_found(start: Start, tmp_path: Path, name: Ch
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_load_drops_the_gradients_unless_it_is_refused(
-    start: Start, tmp_path: Path, name: CheckpointFormat
-) -> None:
+def test_successful_load_drops_gradients(start: Start, tmp_path: Path, name: CheckpointFormat) -> None:
     engine = start()
     engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format=name))
     engine.forward_backward(support.batch(), NLL, MicroBatchSpec(count=1))
@@ -443,7 +441,7 @@ def test_a_load_drops_the_gradients_unless_it_is_refused(
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", FORMATS)
-def test_damage_of_any_file_is_refused_before_anything_changes(
+def test_damaged_file_changes_nothing(
     start: Start, tmp_path: Path, name: CheckpointFormat, damage: Callable[[Path], None]
 ) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "a"), format=name)
@@ -464,7 +462,7 @@ def test_damage_of_any_file_is_refused_before_anything_changes(
     assert not same(tensors(engine), before)
 
 
-def test_another_layout_is_asked_only_of_an_engine_that_declares_resharding(
+def test_new_layout_needs_resharding_capability(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, meta = start(), SaveLoadMeta(path=str(tmp_path / "a"))
@@ -524,9 +522,7 @@ def contents_of(world: Comm, tensors: Any) -> Contents:
     )
 
 
-def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_write_error_blocks_no_rank_in_next_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together = threading.Barrier(2)
     engines: list[Any] = []
 
@@ -550,7 +546,7 @@ def test_a_write_error_in_one_stream_leaves_no_rank_waiting_in_the_next(
     assert hidden(tmp_path) == []
 
 
-def test_what_is_written_can_still_be_offloaded(start: Start, tmp_path: Path) -> None:
+def test_saved_engine_can_be_offloaded(start: Start, tmp_path: Path) -> None:
     engine = start()
     train(engine, 1)
     engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))

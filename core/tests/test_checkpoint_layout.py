@@ -56,7 +56,7 @@ def written(built: PreTrainedModel, layout: CheckpointLayout) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_it_is_what_save_pretrained_writes(kind: str, tmp_path: Path) -> None:
+def test_layout_equals_save_pretrained(kind: str, tmp_path: Path) -> None:
     built = model(kind)
     layout = CheckpointLayout.of(built)
     built.save_pretrained(tmp_path)
@@ -68,7 +68,7 @@ def test_it_is_what_save_pretrained_writes(kind: str, tmp_path: Path) -> None:
     assert layout.shapes(held) == {name: tuple(value.shape) for name, value in files.items()}
 
 
-def test_a_piece_of_a_fused_parameter_keeps_nothing_else_alive() -> None:
+def test_fused_piece_keeps_no_full_tensor_alive() -> None:
     built = model("qwen3_moe")
     name, fused = next((n, p.detach()) for n, p in built.named_parameters() if n.endswith("gate_up_proj"))
     for _, part in CheckpointLayout.of(built).cut(name, fused):
@@ -77,7 +77,7 @@ def test_a_piece_of_a_fused_parameter_keeps_nothing_else_alive() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_boxes_of_any_part_are_views_of_it_at_their_offsets(data: st.DataObject) -> None:
+def test_boxes_are_views_at_their_offsets(data: st.DataObject) -> None:
     layout = CheckpointLayout.of(BUILT)
     files = written(BUILT, layout)
     name, value = data.draw(st.sampled_from([(n, p.detach()) for n, p in BUILT.named_parameters()]))
@@ -96,7 +96,7 @@ def test_boxes_of_any_part_are_views_of_it_at_their_offsets(data: st.DataObject)
 BUILT = model("qwen3_moe")
 
 
-def test_a_conversion_that_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computing_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one that transposes, or that adds."""
     conversions = {
         "add.* computes|by aten.add": lambda _, held: {name: value + 1 for name, value in held.items()},
@@ -127,7 +127,7 @@ def test_patterns_match_held_and_written_names(pattern: str, frozen: set[str]) -
 
 
 @pytest.mark.parametrize("pattern", ["*.experts.0.*", "*.experts.*.gate_proj.weight"])
-def test_a_part_of_a_fused_parameter_cannot_be_frozen(pattern: str) -> None:
+def test_part_of_fused_parameter_cannot_be_frozen(pattern: str) -> None:
     config = {"model_type": "qwen3_moe", **MODELS["qwen3_moe"]}
     with pytest.raises(ConfigError, match="a part of 'model.layers.1.mlp.experts"):
         build_model(ModelConfig(config=config, frozen=(pattern,)), seed=0, attn_implementation="eager")

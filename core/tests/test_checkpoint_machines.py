@@ -151,7 +151,7 @@ def save_where_last_ranks_are_first(world: Comm, url: str) -> None:
         save_later(world, url)
 
 
-def test_the_first_rank_of_a_machine_leads_whichever_makes_the_directory(tmp_path: Path) -> None:
+def test_first_rank_leads_its_machine(tmp_path: Path) -> None:
     url = f"{PROTOCOL}://{tmp_path}/store/a"
     assert on_machines(tmp_path, save_and_load, url, save_where_last_ranks_are_first) == [FILES] * len(
         MACHINES
@@ -193,7 +193,7 @@ def replace_and_fail(
 
 
 @pytest.mark.parametrize(("write", "rank"), [(save, 2), (save, 0), (save_later, 2), (save_later, 0)])
-def test_an_upload_that_fails_names_the_rank_and_keeps_the_old_one(
+def test_failed_upload_names_rank_keeps_old_checkpoint(
     tmp_path: Path, write: Callable[[Comm, str], None], rank: int
 ) -> None:
     url = f"{PROTOCOL}://{tmp_path}/store/a"
@@ -204,7 +204,7 @@ def test_an_upload_that_fails_names_the_rank_and_keeps_the_old_one(
         assert found == {"old": ""}
 
 
-def test_an_upload_that_was_killed_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_killed_upload_is_no_checkpoint(tmp_path: Path) -> None:
     url = f"{PROTOCOL}://{tmp_path}/store/a"
     on_machines(tmp_path, save, url)
     (tmp_path / "store" / "a" / "manifest.json").unlink()
@@ -212,7 +212,7 @@ def test_an_upload_that_was_killed_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert all("manifest.json is missing: the save did not finish" in answer for answer in answers)
 
 
-def test_a_machine_without_the_directory_of_temporary_files_is_named(tmp_path: Path) -> None:
+def test_machine_without_temporary_directory_is_named(tmp_path: Path) -> None:
     url = f"{PROTOCOL}://{tmp_path}/store/a"
     for answer in on_machines(tmp_path, save_without_scratch, url):
         assert "ranks 0, 1: scratch" in answer.replace("/core-rl", "")

@@ -27,7 +27,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
-def test_what_was_saved_is_read_back_and_replaced(url: str) -> None:
+def test_saved_url_is_read_back_and_replaced(url: str) -> None:
     with pytest.raises(CheckpointNotFound):
         load_text(url)
     save_text(url, **FILES)
@@ -98,7 +98,7 @@ def test_an_upload_killed_at_any_point_loses_nothing(
     assert point > 5
 
 
-def test_an_upload_that_fails_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_upload_keeps_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/a"
     save_text(url, **FILES)
     put = LocalFileSystem.put_file
@@ -125,14 +125,14 @@ def test_damage_is_refused_with_the_files_name(
         load_text(f"file://{tmp_path}/a")
 
 
-def test_what_is_not_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+def test_foreign_url_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
     with pytest.raises(CheckpointError, match="choose another path"):
         save_text(f"file://{tmp_path}", **FILES)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_directory_from_elsewhere_is_read_where_that_is_allowed(tmp_path: Path) -> None:
+def test_url_without_manifest_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with open_checkpoint(f"file://{tmp_path}", Comm(), kind="hf", require_manifest=False) as directory:
         assert (directory / "config.json").read_text() == "{}"

@@ -112,7 +112,7 @@ def test_the_same_step_may_be_saved_again(tmp_path: Path) -> None:
     assert load_text(found.part("engine")) == {"weights": "again"}
 
 
-def test_an_earlier_step_beside_a_later_one_is_refused(tmp_path: Path) -> None:
+def test_earlier_step_is_refused(tmp_path: Path) -> None:
     runs = RunCheckpoints(tmp_path, keep=3)
     save(runs, 10)
     with pytest.raises(CheckpointError, match="already holds step 10, later than step 4"):
@@ -120,7 +120,7 @@ def test_an_earlier_step_beside_a_later_one_is_refused(tmp_path: Path) -> None:
     check(runs.latest(), 10)
 
 
-def test_a_part_that_fails_loses_nothing(tmp_path: Path) -> None:
+def test_failing_part_loses_nothing(tmp_path: Path) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
     save(runs, 1)
 
@@ -162,7 +162,7 @@ def test_a_save_killed_at_any_point_loses_nothing(tmp_path: Path, step: int) -> 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["state.json", "manifest.json", "loader/state.json", "engine/manifest.json"])
-def test_a_damaged_newest_is_refused_with_the_way_on(
+def test_damaged_newest_is_refused_with_remedy(
     tmp_path: Path, damage: Callable[[Path], None], name: str
 ) -> None:
     runs = RunCheckpoints(tmp_path, keep=2)
@@ -176,7 +176,7 @@ def test_a_damaged_newest_is_refused_with_the_way_on(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_who_opens_a_damaged_part_refuses_it(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_opening_damaged_part_raises(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     """What shows by its size is refused at once."""
     runs = RunCheckpoints(tmp_path, keep=2)
     save(runs, 1)
@@ -222,7 +222,7 @@ def test_a_checkpoint_appears_when_its_parts_are_complete(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_a_part_that_was_not_written_is_refused(tmp_path: Path, written: bool) -> None:
+def test_unwritten_part_is_refused(tmp_path: Path, written: bool) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
     save(runs, 1)
 
@@ -237,7 +237,7 @@ def test_a_part_that_was_not_written_is_refused(tmp_path: Path, written: bool) -
     assert hidden(tmp_path) == []
 
 
-def test_what_is_partial_or_foreign_is_ignored(tmp_path: Path) -> None:
+def test_partial_and_foreign_directories_are_ignored(tmp_path: Path) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
     save(runs, 1)
     partial = tmp_path / f".step-00000002.tmp-{'0' * 32}"
@@ -250,7 +250,7 @@ def test_what_is_partial_or_foreign_is_ignored(tmp_path: Path) -> None:
     assert (tmp_path / "step-final").is_dir()
 
 
-def test_an_old_one_that_cannot_be_removed_does_not_stop_the_run(
+def test_unremovable_old_checkpoint_does_not_stop_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
@@ -266,7 +266,7 @@ def test_an_old_one_that_cannot_be_removed_does_not_stop_the_run(
 
 
 @pytest.mark.parametrize("state", [{"loader": object()}, {1: "one"}])
-def test_a_state_that_is_not_json_is_refused(tmp_path: Path, state: dict[Any, Any]) -> None:
+def test_non_json_run_state_is_refused(tmp_path: Path, state: dict[Any, Any]) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
     with pytest.raises(CheckpointError, match="the state of the run"):
         runs.save(1, {}, state)
@@ -279,7 +279,7 @@ def test_a_part_needs_a_plain_name(tmp_path: Path, name: str) -> None:
         RunCheckpoints(tmp_path, keep=1).save(1, {name: lambda directory: None}, {})
 
 
-def test_a_part_that_was_not_saved_is_named(tmp_path: Path) -> None:
+def test_missing_part_is_named(tmp_path: Path) -> None:
     runs = RunCheckpoints(tmp_path, keep=1)
     save(runs, 1)
     found = runs.latest()
@@ -291,6 +291,6 @@ def test_a_part_that_was_not_saved_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "keep", "problem"), [("s3://bucket/run", 1, "is a URL"), ("runs", 0, "keep = 0")]
 )
-def test_settings_that_make_no_sense_are_refused(root: str, keep: int, problem: str) -> None:
+def test_invalid_settings_are_refused(root: str, keep: int, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         RunCheckpoints(root, keep=keep)

@@ -79,7 +79,7 @@ def test_any_slice_of_any_cut_is_read(
 
 @settings(max_examples=100, deadline=None)
 @given(cuts(), st.randoms(use_true_random=False))
-def test_a_region_that_no_piece_covers_is_refused(
+def test_uncovered_region_is_refused(
     case: tuple[tuple[int, ...], list[list[int]], tuple[slice, ...] | None], random: Any
 ) -> None:
     shape, bounds, slices = case
@@ -140,7 +140,7 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path, rank: int) -> None
         ShardFiles(tmp_path)
 
 
-def test_a_rank_opens_the_files_that_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_opens_only_files_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the files of all ranks, whose headers another rank has read."""
     whole = torch.arange(12.0).reshape(4, 3)
     for rank, shard in enumerate(cut(whole, [[0, 1, 2, 3, 4], [0, 3]])):
@@ -158,13 +158,13 @@ def test_a_rank_opens_the_files_that_it_reads(tmp_path: Path, monkeypatch: pytes
     assert opened == ["rank-00001.safetensors", "rank-00002.safetensors"]
 
 
-def test_pieces_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+def test_contradicting_pieces_are_refused(tmp_path: Path) -> None:
     two_ranks(tmp_path, second_shape=(5,))
     with pytest.raises(CheckpointDamaged, match=r"rank-00001.*'w' is \(5,\), and \(4,\) elsewhere"):
         ShardFiles(tmp_path)
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="rank-00000"):
         ShardFiles(tmp_path)
     two_ranks(tmp_path)
@@ -174,7 +174,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         ShardFiles(tmp_path).read("w", (slice(0, 4, 2),))
 
 
-def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+def test_shard_on_full_disk_raises_clear_error(tmp_path: Path) -> None:
     import resource
 
     def save() -> None:

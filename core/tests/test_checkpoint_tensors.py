@@ -54,7 +54,7 @@ def test_tensors_come_back_bitwise(tmp_path: Path, limit: int) -> None:
         assert torch.equal(found, tensor)
 
 
-def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
+def test_tensors_with_shared_memory_are_separated(tmp_path: Path) -> None:
     write_tensors(tmp_path, "master", iter(TENSORS.items()), writes=True)
     files = TensorFiles(tmp_path, "master")
     assert all(torch.equal(files.read(name), tensor) for name, tensor in TENSORS.items())
@@ -72,7 +72,7 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
         ("counts", (slice(-2, None),)),
     ],
 )
-def test_a_slice_is_what_indexing_gives(tmp_path: Path, name: str, slices: tuple[slice, ...]) -> None:
+def test_slice_equals_indexing(tmp_path: Path, name: str, slices: tuple[slice, ...]) -> None:
     write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True)
     found = TensorFiles(tmp_path, "model").read(name, slices)
     assert torch.equal(found, TENSORS[name][slices])
@@ -89,12 +89,12 @@ def test_files_are_named_as_transformers_names_them(tmp_path: Path) -> None:
     assert list(index["weight_map"].values()) == [names[0]] * 2 + [names[1]] * 2 + [names[2]]
 
 
-def test_a_stream_without_tensors_is_a_file_without_tensors(tmp_path: Path) -> None:
+def test_empty_stream_writes_empty_file(tmp_path: Path) -> None:
     write_tensors(tmp_path, "exp_avg", iter([]), writes=True)
     assert TensorFiles(tmp_path, "exp_avg").names() == []
 
 
-def test_a_rank_that_does_not_write_follows_the_stream(tmp_path: Path) -> None:
+def test_non_writer_follows_the_stream(tmp_path: Path) -> None:
     stream = iter([("a", None), ("b", None)])
     write_tensors(tmp_path, "model", stream, writes=False)
     assert next(stream, "the end") == "the end"
@@ -117,7 +117,7 @@ def test_a_bad_stream_is_refused_at_its_end(
     assert next(stream, "the end") == "the end"
 
 
-def test_a_write_error_leaves_no_rank_waiting_in_the_stream(tmp_path: Path) -> None:
+def test_write_error_blocks_no_rank(tmp_path: Path) -> None:
     (tmp_path / "model-00001.safetensors").mkdir()  # in the way of the first file
     together = threading.Barrier(2)
 
@@ -136,7 +136,7 @@ def test_a_write_error_leaves_no_rank_waiting_in_the_stream(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("limit", [40, 10**6])
-def test_it_travels_to_other_processes(tmp_path: Path, limit: int) -> None:
+def test_file_reader_can_be_pickled(tmp_path: Path, limit: int) -> None:
     write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True, max_file_bytes=limit)
     copy = pickle.loads(pickle.dumps(TensorFiles(tmp_path, "model")))
     assert torch.equal(copy.read("matrix"), BASE)
@@ -174,7 +174,7 @@ def test_damage_is_refused_with_the_files_name(tmp_path: Path, damage: Callable[
         TensorFiles(tmp_path, "model")
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFound, match=r"model\.safetensors"):
         TensorFiles(tmp_path, "model")
     write_tensors(tmp_path, "model", iter(TENSORS.items()), writes=True)
@@ -210,7 +210,7 @@ def test_dtypes_in_any_order_come_back(made: list[tuple[torch.dtype, list[int]]]
 @pytest.mark.parametrize(
     "place", ["../model.safetensors", "{root}/model.safetensors", "a/../../model.safetensors"]
 )
-def test_an_index_names_no_file_outside_of_its_directory(place: str, tmp_path: Path) -> None:
+def test_index_names_only_inner_files(place: str, tmp_path: Path) -> None:
     write_tensors(tmp_path, "model", [("a", torch.ones(2))], writes=True)
     inside = tmp_path / "a"
     inside.mkdir()
@@ -220,7 +220,7 @@ def test_an_index_names_no_file_outside_of_its_directory(place: str, tmp_path: P
         TensorFiles(inside, "model")
 
 
-def test_files_of_the_hubs_cache_are_links_out_of_their_directory(tmp_path: Path) -> None:
+def test_links_of_the_hub_cache_are_read(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -239,9 +239,7 @@ def mapped_bytes() -> int:
 
 
 @pytest.mark.parametrize("columns", [False, True])
-def test_pages_that_were_read_do_not_stay(
-    columns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_pages_do_not_stay(columns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that reads its part of each tensor would keep the whole file in its memory."""
     tensors = {f"layer.{n}": torch.full((1024, 1024), float(n)) for n in range(16)}
     write_tensors(tmp_path, "model", iter(tensors.items()), writes=True)
@@ -255,9 +253,7 @@ def test_pages_that_were_read_do_not_stay(
     assert highest < 20 * 2**20 < 16 * tensors["layer.0"].nbytes
 
 
-def test_a_file_in_the_place_of_one_that_is_read_is_not_mixed_into_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_file_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("core_rl.checkpoint.tensor_files.MAPPED_BYTES", 0)
     write_tensors(tmp_path, "model", iter({"a": torch.ones(4), "b": torch.ones(4)}.items()), writes=True)
     files = TensorFiles(tmp_path, "model")

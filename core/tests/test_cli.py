@@ -73,7 +73,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("alpha", "broken")
-def test_engines_lists_all_and_says_why_one_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_lists_broken_engines_with_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("engines") == 0
     lines = capsys.readouterr().out.splitlines()
     good = next(line for line in lines if line.strip().startswith("alpha"))
@@ -95,7 +95,7 @@ def test_engines_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_engines_strict_fails_for_a_broken_one() -> None:
+def test_engines_strict_fails_for_broken_engine() -> None:
     assert _run("engines", "--strict") == 1
 
 
@@ -153,7 +153,7 @@ HEAVY = {
 @pytest.mark.parametrize(
     "arguments", [["engines"], ["engines", "--json"], ["engines", "show", "reference", "--no-check"]]
 )
-def test_engines_imports_nothing_that_takes_long(arguments: list[str]) -> None:
+def test_engines_command_imports_nothing_heavy(arguments: list[str]) -> None:
     code = IMPORTS.format(arguments=arguments, heavy=HEAVY)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stderr.split() == []

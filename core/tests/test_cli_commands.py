@@ -50,9 +50,7 @@ def _run(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def test_a_command_of_another_distribution_is_one_of_core_rl(
-    install: Install, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_installed_distribution_adds_command(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", GREET)
     assert _run("--help") == 0
     assert any("greet" in line and "Greet somebody." in line for line in capsys.readouterr().out.splitlines())
@@ -63,7 +61,7 @@ def test_a_command_of_another_distribution_is_one_of_core_rl(
     assert "Did you mean 'greet'" in capsys.readouterr().err
 
 
-def test_this_distribution_declares_its_own_that_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_core_commands_use_the_entry_point(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--help") == 0
     out = capsys.readouterr().out
     assert all(f" {name} " in out for name in ("engines", "train", "report", "new-engine"))
@@ -78,7 +76,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("source", "message"), BROKEN)
-def test_a_broken_command_says_why_and_hides_no_other(
+def test_broken_command_shows_its_reason(
     install: Install, capsys: pytest.CaptureFixture[str], source: str, message: str
 ) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", source)
@@ -92,7 +90,7 @@ def test_a_broken_command_says_why_and_hides_no_other(
     assert capsys.readouterr().out == "hello ann\n"
 
 
-def test_two_distributions_for_one_command_are_both_named(
+def test_command_conflict_names_both_distributions(
     install: Install, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", GREET)

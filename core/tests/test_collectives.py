@@ -58,7 +58,7 @@ def seen() -> list[Seen]:
 
 
 @pytest.mark.parametrize("dim", range(len(SHAPE)))
-def test_values_are_joined_and_added_up_along_any_dimension(seen: list[Seen], dim: int) -> None:
+def test_values_are_joined_along_any_dimension(seen: list[Seen], dim: int) -> None:
     values = [value_of(rank) for rank in range(RANKS)]
     joined, total = torch.cat(values, dim), torch.stack(values).sum(0)
     for rank, (found, _) in enumerate(seen):

@@ -59,7 +59,7 @@ def test_every_field_is_described_under_its_dotted_name() -> None:
     assert [(f.name, f.type, f.required, f.default) for f in fields] == EXPECTED
 
 
-def test_help_is_one_line_of_plain_text() -> None:
+def test_help_is_a_plain_line() -> None:
     helps = {field.name: field.help for field in describe_fields(_Outer)}
     assert (helps["needed"], helps["inner.size"]) == ("Must be given.", "How large.")
 

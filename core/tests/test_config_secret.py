@@ -30,7 +30,7 @@ class Whole(Config):
     """A section."""
 
 
-def test_a_reference_is_read_where_the_secret_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_is_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = parse_config(Whole, {"section": {"api_key": "${env:SERVER_KEY}"}})
     key = found.section.api_key
     assert key is not None
@@ -87,6 +87,6 @@ def test_secrets_are_found_at_any_depth() -> None:
     assert KEY not in str(hidden("", values))
 
 
-def test_an_override_below_a_secret_does_not_repeat_it() -> None:
+def test_override_error_hides_secret() -> None:
     with pytest.raises(ConfigError, match="'api_key' is '\\*\\*\\*'"):
         apply_overrides({"api_key": KEY}, ["api_key.value=1"])

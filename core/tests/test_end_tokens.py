@@ -60,7 +60,7 @@ def test_end_tokens_unite_tokenizer_and_configs(
         ({"default": TURNS, "tool_use": TURNS.replace("<|end|>", "<|eot|>")}, "</s>", (4, END, EOT)),
     ],
 )
-def test_ends_of_turns_join_other_end_tokens(
+def test_turn_ends_join_end_tokens(
     tmp_path: Path, template: Any, eos: str | None, expected: tuple[int, ...]
 ) -> None:
     directory = save_model(tmp_path, "</s>")
@@ -70,7 +70,7 @@ def test_ends_of_turns_join_other_end_tokens(
     assert end_tokens(AutoConfig.from_pretrained(directory, eos_token_id=None), directory) == expected
 
 
-def test_default_ends_of_a_config_class_do_not_count(tmp_path: Path) -> None:
+def test_default_ends_of_config_class_are_ignored(tmp_path: Path) -> None:
     AutoConfig.for_model("llama", vocab_size=len(TOKENS)).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(

@@ -31,7 +31,7 @@ def test_dir_lists_exactly_the_exported_names() -> None:
     assert dir(core_rl) == sorted(core_rl.__all__)
 
 
-def test_type_checkers_see_exactly_the_names_that_are_imported_on_first_use() -> None:
+def test_type_checkers_see_the_lazy_names() -> None:
     tree = ast.parse(Path(core_rl.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {

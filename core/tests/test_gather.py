@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_support import on_ranks
 
+from core_rl.backend.protocols import SupportsOwnExport
 from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError
@@ -54,7 +55,7 @@ TILED = {
 
 
 @pytest.mark.parametrize("case", TILED)
-def test_slices_that_tile_a_tensor_are_taken(case: str) -> None:
+def test_tiled_slices_are_accepted(case: str) -> None:
     own, other = TILED[case]
     first, second = placed(Held([own]), Held([other]))
     assert first == second and not isinstance(first, Exception)
@@ -71,7 +72,7 @@ def copies(rank: int) -> Held:
     return Held(slices, {name: (rows, 2) for name, rows in SIZES.items()})
 
 
-def test_ranks_that_hold_the_same_write_about_the_same() -> None:
+def test_replicas_write_equal_shares() -> None:
     first, *others = placed(*(copies(rank) for rank in range(3)))
     assert isinstance(first, Placements)
     assert others == [first, first]
@@ -98,14 +99,14 @@ UNTILED = {
 
 
 @pytest.mark.parametrize("case", UNTILED)
-def test_slices_that_do_not_are_an_error_of_all_ranks(case: str) -> None:
+def test_untiled_slices_raise_on_all_ranks(case: str) -> None:
     own, other, problem = UNTILED[case]
     for raised in placed(Held(own), Held(other)):
         with pytest.raises(EngineContractError, match=problem):
             raise raised if isinstance(raised, Exception) else AssertionError("nothing was raised")
 
 
-def test_ranks_that_name_other_tensors_are_refused() -> None:
+def test_ranks_with_differing_names_are_refused() -> None:
     raised, _ = placed(Held([part(5, 0)]), Held([], {"w": (5, 3)}))
     assert isinstance(raised, EngineContractError)
     assert "shapes() differs between ranks" in str(raised)
@@ -145,9 +146,7 @@ SPREAD: dict[str, tuple[Cut, Cut]] = {
 
 @pytest.mark.parametrize("bucket_bytes", [8, 40, 2**10])
 @pytest.mark.parametrize("cut", SPREAD)
-def test_a_rank_converts_and_sends_no_more_than_a_bucket_at_once(
-    cut: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_sends_one_bucket_at_once(cut: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, of a tensor that has twice as many bytes as the largest small bucket."""
     messages: Queue[torch.Tensor] = Queue()
     sent: list[int] = []
@@ -185,7 +184,7 @@ def test_a_rank_converts_and_sends_no_more_than_a_bucket_at_once(
         assert max(converted) <= bucket_bytes
 
 
-class ExportsItself:
+class ExportsItself(SupportsOwnExport):
     """A backend that gives full tensors on every rank."""
 
     def synchronize(self) -> None: ...

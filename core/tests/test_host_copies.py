@@ -71,7 +71,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Tensor]], Fak
     return install
 
 
-def test_memory_is_freed_after_the_copies_are_finished_and_leaves_the_cache(
+def test_memory_is_freed_after_finished_copies(
     fake_device: Callable[[list[Tensor]], FakeDevice],
 ) -> None:
     own, copies = [torch.ones(4), torch.ones(2)], HostCopies()

@@ -95,12 +95,12 @@ def test_a_unit_over_the_budget_is_named() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{}, {"max_tokens": 4, "count": 1}, {"count": 0}, {"max_tokens": -1}])
-def test_a_spec_needs_one_positive_number(wrong: dict[str, int]) -> None:
+def test_spec_needs_a_positive_number(wrong: dict[str, int]) -> None:
     with pytest.raises(BatchError, match="MicroBatchSpec"):
         MicroBatchSpec(**wrong)
 
 
-def test_an_empty_part_has_a_dummy_with_all_fields() -> None:
+def test_empty_part_has_dummy_with_all_fields() -> None:
     batch = SequenceBatch.from_sequences(
         [[3, 4]],
         tokens={"advantages": [[1.0, 2.0]]},
@@ -133,7 +133,7 @@ def _comparisons_of_packing(count: int) -> int:
     return Comparable.comparisons - before
 
 
-def test_packing_under_a_budget_compares_n_log_n_times() -> None:
+def test_packing_compares_n_log_n_times() -> None:
     assert _comparisons_of_packing(2048) < 20 * _comparisons_of_packing(256)
 
 

@@ -39,7 +39,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     ],
     ids=["torchrun", "srun"],
 )
-def test_processes_of_a_launcher_that_cannot_meet_are_refused(
+def test_launcher_without_rendezvous_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
 ) -> None:
     set_all(monkeypatch, variables)
@@ -54,7 +54,7 @@ def test_processes_of_a_launcher_that_cannot_meet_are_refused(
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_processes_of_a_launcher_are_one_world(tmp_path: Path, launcher: str) -> None:
+def test_launcher_processes_form_a_world(tmp_path: Path, launcher: str) -> None:
     """Each runs the same script, whose engine has no address."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -85,7 +85,7 @@ def test_processes_of_a_launcher_are_one_world(tmp_path: Path, launcher: str) ->
 @pytest.mark.parametrize(
     "variables", [TORCHRUN | {"WORLD_SIZE": "1"}, BATCH_SCRIPT], ids=["one process", "batch script"]
 )
-def test_one_process_of_a_launcher_trains_alone(
+def test_single_launcher_process_trains_alone(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
     set_all(monkeypatch, variables)
@@ -94,9 +94,7 @@ def test_one_process_of_a_launcher_trains_alone(
     engine.destroy()
 
 
-def test_an_engine_joins_the_world_that_the_script_has_made(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_engine_joins_existing_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_all(monkeypatch, TORCHRUN)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -108,7 +106,7 @@ def test_an_engine_joins_the_world_that_the_script_has_made(
         dist.destroy_process_group()
 
 
-def test_a_store_listens_where_it_is_told_and_serves_one_world_after_another() -> None:
+def test_store_listens_on_host_for_several_worlds() -> None:
     store = open_store("127.0.0.1")
     listening = Path("/proc/net/tcp").read_text().split("\n")[1:]
     places = [line.split()[1] for line in listening if line and line.split()[3] == "0A"]
@@ -162,7 +160,7 @@ def test_asking_for_a_device_sets_none(
     ("chosen", "expected"),
     [("", ["expandable_segments:True", "cuda:1"]), ("max_split_size_mb:64", ["cuda:1"])],
 )
-def test_memory_on_cuda_comes_in_segments_that_grow(
+def test_cuda_memory_uses_expandable_segments(
     monkeypatch: pytest.MonkeyPatch, chosen: str, expected: list[str]
 ) -> None:
     did: list[str] = []

@@ -93,7 +93,7 @@ def test_an_installed_engine_is_found_and_listed(install: Install) -> None:
     assert found == ("alpha-plugin", "1.0", "alpha:SPEC", str(site), spec, None)
 
 
-def test_getting_one_spec_imports_no_other_plugin(install: Install) -> None:
+def test_get_spec_imports_a_single_plugin(install: Install) -> None:
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=GOOD)
     install("beta-plugin", "beta = beta:SPEC", beta="raise SystemExit('imported')")
     get_spec("alpha")
@@ -119,9 +119,7 @@ def test_unknown_name_gives_known_names_and_the_closest(install: Install) -> Non
         ("train", 'core-rl\'s own: "core-rl[fsdp]", '),  # an extra, but no engine's
     ],
 )
-def test_unknown_name_gives_the_line_that_installs_it(
-    name: str, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_name_shows_install_line(name: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [entry for entry in declared_engines() if entry.distribution == "core-rl"]
     monkeypatch.setattr(registry, "declared_engines", lambda: iter(own))  # none of the plugins that are here
     with pytest.raises(errors.EngineNotFound) as caught:
@@ -151,7 +149,7 @@ def test_hosts_are_loaded_by_name(install: Install) -> None:
         load_hosts("gamma")
 
 
-def test_two_distributions_for_one_name_are_both_named(install: Install) -> None:
+def test_name_conflict_names_both_distributions(install: Install) -> None:
     first = install("alpha-plugin", "alpha = alpha:SPEC", alpha=GOOD)
     second = install("alpha-fork", "alpha = alpha_fork:SPEC", version="2.5", alpha_fork=GOOD)
     with pytest.raises(errors.EngineAmbiguous) as caught:
@@ -163,7 +161,7 @@ def test_two_distributions_for_one_name_are_both_named(install: Install) -> None
     assert all(isinstance(entry.error, errors.EngineAmbiguous) for entry in claims)
 
 
-def test_two_copies_of_one_distribution_are_one_engine(install: Install) -> None:
+def test_two_copies_of_distribution_count_once(install: Install) -> None:
     install("alpha-plugin", "alpha = alpha:SPEC", version="1.0", alpha=GOOD)
     install("Alpha_Plugin", "alpha = alpha:SPEC", version="1.1", alpha=GOOD)
     assert [entry.version for entry in list_engines() if entry.name == "alpha"] == ["1.1"]
@@ -188,7 +186,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("source", "message", "cause"), BROKEN)
-def test_a_broken_plugin_is_reported_and_hides_no_other(
+def test_broken_plugin_is_reported_alone(
     install: Install, source: str, message: str, cause: type[BaseException]
 ) -> None:
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=GOOD)
@@ -266,7 +264,7 @@ MAJOR, MINOR = PROTOCOL_VERSION
         ((MAJOR, MINOR - 1), r"upgrade the plugin \(docs/engine-migration.md\)"),
     ],
 )
-def test_another_protocol_is_refused_before_the_backend_is_imported(
+def test_incompatible_protocol_is_refused_before_import(
     install: Install, protocol: tuple[int, int], fix: str
 ) -> None:
     source = GOOD.replace(repr(PROTOCOL_VERSION), repr(protocol))
@@ -306,7 +304,7 @@ def test_a_class_of_the_wrong_kind_is_broken(install: Install, load: Callable[[E
         load(get_spec("alpha"))
 
 
-def test_a_missing_backend_is_reported_when_the_engine_is_loaded(install: Install) -> None:
+def test_missing_backend_is_reported_on_load(install: Install) -> None:
     engine = "import gamma_backend"
     install("alpha-plugin", "alpha = alpha:SPEC", alpha=GOOD, alpha_engine=engine, alpha_config=CONFIG)
     spec = get_spec("alpha")
@@ -315,7 +313,7 @@ def test_a_missing_backend_is_reported_when_the_engine_is_loaded(install: Instal
         load_backend(spec)
 
 
-def test_a_registered_engine_lives_as_long_as_its_block() -> None:
+def test_registered_engine_lives_within_its_block() -> None:
     spec = _spec()
     with register_engine(spec):
         assert get_spec("alpha") is spec

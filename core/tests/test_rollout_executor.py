@@ -71,7 +71,7 @@ class Sleeper:
         return None if data.get("reject") else one_token(data["key"])
 
 
-def test_rollout_returns_the_order_of_the_data_whatever_finishes_first(runs: list[Run]) -> None:
+def test_rollout_keeps_the_order_of_data(runs: list[Run]) -> None:
     data = [{"key": i, "delay": 0.001 * (7 * i % 5)} for i in range(20)]
     assert ids(start(runs).executor.rollout(data, Sleeper())) == list(range(20))
 
@@ -81,9 +81,7 @@ def test_rollout_leaves_rejected_samples_out(runs: list[Run]) -> None:
     assert ids(start(runs).executor.rollout(data, Sleeper())) == [0, 2, 4]
 
 
-def test_rollout_is_not_bounded_by_staleness_but_by_concurrency(
-    runs: list[Run], gated: GatedWorkflow
-) -> None:
+def test_rollout_is_bounded_by_concurrency_alone(runs: list[Run], gated: GatedWorkflow) -> None:
     run = start(runs, batch=1, ahead=0, concurrent=3)
     thread = threading.Thread(target=run.executor.rollout, args=(keys(0, 1, 2, 3, 4), gated))
     thread.start()
@@ -93,9 +91,7 @@ def test_rollout_is_not_bounded_by_staleness_but_by_concurrency(
     assert sorted(gated.started) == [0, 1, 2, 3, 4]
 
 
-def test_rollout_names_the_episode_that_fails_and_cancels_the_rest(
-    runs: list[Run], gated: GatedWorkflow
-) -> None:
+def test_failed_episode_cancels_the_rollout(runs: list[Run], gated: GatedWorkflow) -> None:
     gated.fail.add(1)
     gated.release(1)
     with pytest.raises(RolloutError, match="episode 1 failed: ValueError: no luck with 1") as caught:
@@ -104,7 +100,7 @@ def test_rollout_names_the_episode_that_fails_and_cancels_the_rest(
     eventually(lambda: sorted(gated.cancelled) == [0, 2])
 
 
-def test_rollout_that_times_out_says_how_many_are_missing(runs: list[Run], gated: GatedWorkflow) -> None:
+def test_rollout_timeout_counts_missing_samples(runs: list[Run], gated: GatedWorkflow) -> None:
     gated.release(0)
     run = start(runs)
     with pytest.raises(RolloutError, match=r"2 of 3 samples have no result after 1 s"):
@@ -165,7 +161,7 @@ def test_concurrency_is_bounded(runs: list[Run], gated: GatedWorkflow) -> None:
     assert gated.wait_started(4) == [0, 1, 2, 3]
 
 
-def test_a_slow_episode_is_waited_for_before_it_is_too_old(runs: list[Run], gated: GatedWorkflow) -> None:
+def test_wait_includes_slow_episodes_before_too_old(runs: list[Run], gated: GatedWorkflow) -> None:
     """Otherwise the fast ones overtake it again and again, and it is consumed at any age."""
     run = start(runs, batch=2, ahead=1)
     for sample in keys(*range(8)):
@@ -229,18 +225,14 @@ def test_prepare_draws_only_as_far_as_the_bound(runs: list[Run], gated: GatedWor
     assert next(loader) == keys(4)
 
 
-def test_waiting_for_more_than_is_left_is_an_error_and_not_a_hang(
-    runs: list[Run], gated: GatedWorkflow
-) -> None:
+def test_waiting_for_missing_episodes_raises(runs: list[Run], gated: GatedWorkflow) -> None:
     run = start(runs)
     run.executor.submit(keys(0)[0], gated)
     with pytest.raises(RolloutError, match="2 episodes were asked for, and only 1 are left"):
         run.executor.wait(2)
 
 
-def test_a_timeout_says_what_the_rest_waits_for_and_loses_nothing(
-    runs: list[Run], gated: GatedWorkflow
-) -> None:
+def test_timeout_explains_and_loses_nothing(runs: list[Run], gated: GatedWorkflow) -> None:
     run = start(runs, batch=2)
     for sample in keys(0, 1, 2):
         run.executor.submit(sample, gated)
@@ -278,9 +270,7 @@ def cancel_oneself() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", ["submit", "rollout"])
-def test_a_workflow_that_breaks_its_contract_is_named(
-    runs: list[Run], value: Any, message: str, mode: str
-) -> None:
+def test_broken_workflow_contract_is_named(runs: list[Run], value: Any, message: str, mode: str) -> None:
     executor = start(runs).executor
     if mode == "submit":
         executor.submit({}, Returns(value))
@@ -311,7 +301,7 @@ def test_state_goes_on_with_numbers_and_room(runs: list[Run], gated: GatedWorkfl
         second.executor.load_state_dict(state, again)
 
 
-def test_all_that_is_not_consumed_is_in_the_state(runs: list[Run], gated: GatedWorkflow) -> None:
+def test_state_has_all_unconsumed_samples(runs: list[Run], gated: GatedWorkflow) -> None:
     """Finished, failed, running and waiting ones; consumed, rejected and raised ones are not."""
     gated.reject.add(2)
     gated.fail.update({3, 4})
@@ -369,7 +359,7 @@ def test_interruptions_lose_nothing_and_count_nothing_twice(batch: int, ahead: i
     assert not {*consumed} & {*left}
 
 
-def test_a_filter_makes_room_for_others(runs: list[Run], gated: GatedWorkflow) -> None:
+def test_rejected_episodes_are_replaced(runs: list[Run], gated: GatedWorkflow) -> None:
     gated.release(*range(20))
     run = start(runs, batch=2)
     loader = iter([keys(2 * i, 2 * i + 1) for i in range(10)])
@@ -383,7 +373,7 @@ def test_a_filter_makes_room_for_others(runs: list[Run], gated: GatedWorkflow) -
     assert ids(run.executor.rollout(keys(4), gated, 60, lambda batch: False)) == []
 
 
-def test_a_filter_that_fails_names_the_episode(runs: list[Run], gated: GatedWorkflow) -> None:
+def test_failing_filter_names_the_episode(runs: list[Run], gated: GatedWorkflow) -> None:
     def broken(batch: SequenceBatch) -> bool:
         return bool(batch["rewards"].all())
 
@@ -394,7 +384,7 @@ def test_a_filter_that_fails_names_the_episode(runs: list[Run], gated: GatedWork
         run.executor.wait(1, timeout=60)
 
 
-def test_samples_that_are_submitted_together_start_together(runs: list[Run], gated: GatedWorkflow) -> None:
+def test_samples_submitted_together_start_together(runs: list[Run], gated: GatedWorkflow) -> None:
     """An engine that answers concurrent requests in one batch sees the same batch each time."""
     run = start(runs, batch=100)
     assert run.executor.submit_all(keys(*range(50)), gated) == list(range(50))
@@ -418,7 +408,7 @@ def test_close_cancels_and_leaves_no_thread(gated: GatedWorkflow) -> None:
     assert rollout_threads() == before
 
 
-def test_close_names_a_workflow_that_blocks_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_names_blocking_workflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_thread, "CLOSE_TIMEOUT_S", 0.1)
     executor, blocked, free = Run().executor, threading.Event(), threading.Event()
 
@@ -436,7 +426,7 @@ def test_close_names_a_workflow_that_blocks_the_thread(monkeypatch: pytest.Monke
     assert not executor._loop._thread.is_alive()
 
 
-def test_a_workflow_may_not_wait_for_its_own_executor(runs: list[Run]) -> None:
+def test_workflow_cannot_wait_for_its_executor(runs: list[Run]) -> None:
     executor = start(runs).executor
     with pytest.raises(RolloutError, match="EngineStateError: a workflow called a blocking method"):
         executor.rollout([{}], Returns(lambda: executor.rollout([{}], Returns(None))))

@@ -77,7 +77,7 @@ RESPONSE: dict[str, Any] = {
         ({"output_ids": (), "logprobs": (), "versions": ()}, "no output tokens"),
     ],
 )
-def test_a_response_whose_parts_disagree_is_refused(change: dict[str, Any], named: str) -> None:
+def test_response_with_differing_lengths_is_refused(change: dict[str, Any], named: str) -> None:
     LLMResponse(**RESPONSE)
     with pytest.raises(EngineContractError, match=named):
         LLMResponse(**RESPONSE | change)
