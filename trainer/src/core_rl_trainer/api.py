@@ -24,12 +24,12 @@ def train(
     callbacks: Sequence[Callback] = (),
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Train as ``recipe`` says, with dotted ``overrides``; the result as plain values.
+    """Train a recipe with dotted ``overrides``; return the result as plain values.
 
-    ``callbacks`` get the events of the run, after those that the recipe names. An interrupted run resumes from its
+    ``callbacks`` get the events of the run, after the callbacks of the recipe. An interrupted run resumes from its
     last complete checkpoint; a complete one is only reported. Progress goes to ``console``, by default to stderr.
 
-    Raises `ConfigError` for what is wrong in the recipe, before an engine starts; `CallbackError` for an error of a
+    Raises `ConfigError` for errors in the recipe, before an engine starts; `CallbackError` for an error of a
     callback; `RunStopped` where a signal or ``stop_on`` ends the run.
     """
     return train_loaded(load_recipe(recipe, overrides), callbacks, console)

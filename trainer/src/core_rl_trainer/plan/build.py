@@ -163,7 +163,7 @@ class PlanBuilder:
         return replace(plan, fewer=on_fewer, remarks=(*remarks, *plan_remarks(plan)))
 
     def _check_sections(self) -> None:
-        """Raise `ConfigError` for sections that do not go with the algorithm; warn of those that are not read."""
+        """Raise `ConfigError` for sections that do not go with the algorithm; warn of unread sections."""
         recipe, interface = self._recipe, self._interface
         name = recipe.algorithm.type_
         if isinstance(interface, SupervisedInterface):
@@ -210,7 +210,7 @@ class PlanBuilder:
         )
         if isinstance(interface, SupervisedInterface):
             return plan_supervised_engine(trainer, cluster), None
-        others = other_trainers(
+        peers = other_trainers(
             recipe.engine,
             engines,
             recipe.model,
@@ -222,7 +222,7 @@ class PlanBuilder:
             recipe.rollout,
             recipe.model,
             engines,
-            {"actor": trainer, **others},
+            {"actor": trainer, **peers},
             cluster,
             placement,
             colocated=recipe.colocated,
@@ -231,9 +231,9 @@ class PlanBuilder:
     def _fewer_roles(
         self,
     ) -> dict[int, tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]]:
-        """By a smaller number of machines, the engines with which the run goes on there.
+        """Engines of the run on each smaller number of machines.
 
-        Raises one `ConfigError` for ``cluster.layouts`` with which it could not go on.
+        Raises one `ConfigError` for ``cluster.layouts`` with which the run could not resume.
         """
         recipe = self._recipe
         planned, problems = {}, list[str]()

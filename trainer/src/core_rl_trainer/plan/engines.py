@@ -52,7 +52,7 @@ def resume_format(spec: EngineSpec) -> CheckpointFormat:
 
 
 def trained_head(interface: ModelInterface[Any]) -> str:
-    """The head of the trained model: the one whose outputs the loss takes."""
+    """The head of the trained model, whose outputs the loss takes."""
     scores = isinstance(interface, SupervisedInterface) and "scores" in interface.loss().outputs
     return "reward" if scores else "lm"
 
@@ -64,7 +64,7 @@ def with_head(configured: ConfiguredEngine, head: str) -> ConfiguredEngine:
 
 
 def checked_trainer(configured: ConfiguredEngine) -> Trainer:
-    """A train engine; raises what it refuses about its layout, dtype or model."""
+    """Check the layout, dtype and model of a train engine against its capabilities."""
     spec, config = configured
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)

@@ -108,7 +108,7 @@ class RunIdentity:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RunIdentity:
-        """What `to_dict` gave."""
+        """Inverse of `to_dict`."""
         return RunIdentity(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class RunIdentity:
         return {name: value for name, value in self.to_dict().items() if name != "recipe"}
 
     def refused_changes(self, now: RunIdentity) -> list[str]:
-        """What may not differ in ``now``, which resumes this run: field, both values, and the reason."""
+        """Forbidden differences of ``now``, which resumes this run: field, both values, and the reason."""
         changed = {
             name: text
             for name, text in self._differences(now).items()
@@ -129,7 +129,7 @@ class RunIdentity:
         return [f"{text} ({_reason(name)})" for name, text in changed.items()] + self._changed_files(now)
 
     def refused_start(self, now: RunIdentity) -> list[str]:
-        """What may not differ in ``now``, which starts from a checkpoint of this run."""
+        """Forbidden differences of ``now``, which starts from a checkpoint of this run."""
         changed = {
             name: text
             for name, text in self._differences(now).items()
@@ -222,7 +222,7 @@ def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:
 
 
 def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
-    """``recipe`` with its data sources by number, and without the paths of those that are ``known`` by content."""
+    """``recipe`` with its data sources by number, and without paths of sources ``known`` by content."""
     data = parse_config(DataSection, recipe["data"])
     numbered = {
         field: {
@@ -245,6 +245,6 @@ def _digest(path: Path, files: Sequence[Path]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    """Of one file, read in blocks."""
+    """The sha256 of a file, read in blocks."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -4,7 +4,7 @@
 the compute dtype has ``b`` bytes:
 
 =========== ============================================================================================
-weights     what the engine's config says (`TrainEngineConfig.state_bytes`): as a rule 4 for each weight on
+weights     the engine config's `TrainEngineConfig.state_bytes`: as a rule 4 for each weight on
 gradients   the ranks that share a copy, the same for a gradient, and 8 for AdamW's moments
 moments
 transient   one float32 gradient of the head or the embeddings before it is added to others, and what an engine
@@ -79,7 +79,7 @@ def _transient(config: TrainEngineConfig, model: Footprint) -> float:
 
 def _activations(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
     layout, size = config.layout, BYTES[config.dtype] * tokens / config.layout.cp
-    # What goes into a norm, in bfloat16 in float32 as well, and what comes out.
+    # Input and output of a norm, in bfloat16 with a float32 copy of the input.
     norm = 4 if config.dtype == "bfloat16" else 3
     around = 2 * norm * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     inner = model.inner + (config.expert_rows - 1) * model.routed
@@ -95,9 +95,9 @@ def _logits(config: TrainEngineConfig, model: Footprint, tokens: int) -> float:
     if config.model.head != "lm":
         return 0.0
     row = 4 * model.vocabulary / config.layout.tp
-    own = tokens / config.layout.cp
-    kept = own * row if own * row <= KEEP_BYTES and config.optimizer is not None else 0.0
+    local_tokens = tokens / config.layout.cp
+    stored = local_tokens * row if local_tokens * row <= KEEP_BYTES and config.optimizer is not None else 0.0
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     rows = chunk_rows(row, on_cpu)
-    rounded = min(own, max(rows, GROUP_ROWS)) * row / 2  # gradients, for one product
-    return kept + 2 * min(own, rows) * row + (rounded if config.dtype == "bfloat16" else 0.0)
+    rounded = min(local_tokens, max(rows, GROUP_ROWS)) * row / 2  # gradients, for one product
+    return stored + 2 * min(local_tokens, rows) * row + (rounded if config.dtype == "bfloat16" else 0.0)

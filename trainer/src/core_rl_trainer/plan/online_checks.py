@@ -63,7 +63,7 @@ def longest_prompt(context: int | None, rollout: RolloutSection) -> int | None:
 
 
 def check_sampling(rollout: RolloutSection) -> None:
-    """Refuse, or warn of, completions from another distribution than the one that is trained."""
+    """Refuse, or warn of, completions from another distribution than the trained log-probs."""
     changed = ", ".join(rollout.sampling().off_distribution)
     if not changed:
         return
@@ -86,19 +86,19 @@ def check_algorithm(
     has_reward_model: bool,
     group_size: int,
 ) -> None:
-    """Raise `ConfigError` where the algorithm wants what the recipe does not give, or the other way round."""
-    wanted = algorithm.wanted_fields
+    """Raise `ConfigError` where the algorithm and the sections of the recipe do not match."""
+    fields = algorithm.wanted_fields
     if isinstance(algorithm, PPOCriticInterface):
         raise ConfigError(
             f"the interface {name!r} trains a critic, which needs an actor; set algorithm.type_=ppo, and put "
             "these settings into the section 'critic'"
         )
-    unknown = sorted(wanted - PROVIDED)
+    unknown = sorted(fields - PROVIDED)
     if unknown:
         raise ConfigError(
             f"the interface {name!r} wants the fields {unknown}, which this loop cannot provide"
         )
-    if wanted & FROM_CRITIC and not has_critic:
+    if fields & FROM_CRITIC and not has_critic:
         raise ConfigError(
             f"the interface {name!r} needs a critic; add a section 'critic' to the recipe ('critic: {{}}')"
         )
@@ -107,12 +107,12 @@ def check_algorithm(
             f"rollout.group_size = 1: the interface {name!r} compares the completions of a prompt with each other, so "
             "that all advantages would be 0; set it to 2 or more (often 8), or take algorithm.type_=reinforce_plus_plus"
         )
-    if has_critic and not wanted & FROM_CRITIC:
+    if has_critic and not fields & FROM_CRITIC:
         raise ConfigError(
             f"the interface {name!r} has no use for a critic; remove the section 'critic', or set "
             "algorithm.args.advantage=gae"
         )
-    if BASELINE_REWARDS in wanted and has_reward_model:
+    if BASELINE_REWARDS in fields and has_reward_model:
         raise ConfigError(
             f"the interface {name!r} compares with the reward of a greedy completion, which a reward_model does not "
             "score; use a reward function, or 'rloo'"

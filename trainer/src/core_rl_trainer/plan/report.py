@@ -22,7 +22,7 @@ class RankReport:
 
     rank: int
     coordinates: dict[str, int]
-    """Its number along ``tp``, ``cp``, ``dp`` and ``pp``."""
+    """Coordinates along ``tp``, ``cp``, ``dp`` and ``pp``."""
     sequences: int
     """Upper bound for one pass over a step's sequences; ranks with the same ``dp`` see the same ones."""
     micro_batches: int

@@ -86,7 +86,7 @@ class Schedule:
     save_portable_every: int
     save_in_background: bool
     optimizer: OptimizerConfig
-    """Of the model that is trained, with its learning-rate schedule."""
+    """Optimizer of the trained model, with its learning-rate schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class RunPlan:
     models: Mapping[str, str]
     """Directories of weights, by their fields, such as ``model.path``."""
     trainers: Mapping[str, EnginePlan[TrainEngineConfig]]
-    """By role: ``model`` alone, or ``actor`` with ``critic``, ``reference`` and ``reward``. There is no ``reference``
-    where it is the actor with its new adapter off."""
+    """Train engines by role: ``model`` alone, or ``actor`` with ``critic``, ``reference`` and ``reward``. There is no
+    ``reference`` where it is the actor with its new adapter off."""
     rollout: EnginePlan[InferenceEngineConfig] | None
     """None for training on data."""
     colocated: bool
@@ -154,7 +154,7 @@ class RunPlan:
     """The same run on a smaller number of machines, for ``cluster.layouts``."""
 
     def on_machines(self, count: int) -> RunPlan:
-        """The plan on ``count`` machines: this one, or one of `fewer`."""
+        """The plan on ``count`` machines: itself, or an entry of `fewer`."""
         return self if count == self.cluster.machines else self.fewer[count]
 
     @property

@@ -64,8 +64,8 @@ def _fits(
 def describe_slots(slots: Sequence[Slot]) -> str:
     """``0-7 of machines 0-1``; without the machine where it is the first alone."""
     devices = {
-        machine: tuple(slot.device for slot in own)
-        for machine, own in groupby(slots, lambda slot: slot.machine)
+        machine: tuple(slot.device for slot in slots_there)
+        for machine, slots_there in groupby(slots, lambda slot: slot.machine)
     }
     if set(devices) <= {0}:
         return numbers(devices.get(0, ()))

@@ -28,12 +28,12 @@ def with_template_time(
     A run that resumes, or starts from another run, has the time of that run, whose directory is among ``earlier``.
     Raises `ConfigError` for a time that no template reads.
     """
-    given, reads = section.template_time, _reads_clock(tokenizer)
-    if given is not None and not reads:
+    time_setting, reads = section.template_time, _reads_clock(tokenizer)
+    if time_setting is not None and not reads:
         raise ConfigError(
-            f"data.template_time = {given}: the chat template does not read the time ({CLOCK}); remove it"
+            f"data.template_time = {time_setting}: the chat template does not read the time ({CLOCK}); remove it"
         )
-    if given is not None or not reads:
+    if time_setting is not None or not reads:
         return section
     recorded = _recorded_data(earlier)
     if recorded is None:
@@ -46,7 +46,7 @@ def with_template_time(
 
 
 def earlier_runs(directory: Path, fresh: bool, resume_from: str | None) -> list[Path]:
-    """The directories of the run that goes on in ``directory``, and of the run that it starts from."""
+    """Directories of the resumed run in ``directory``, and of the run that it starts from."""
     directories = [] if fresh else [directory]
     if resume_from is not None:
         source = Path(resume_from).resolve()

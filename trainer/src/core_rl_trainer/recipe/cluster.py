@@ -1,4 +1,4 @@
-"""The section ``cluster`` of a recipe: the machines of a run, and what is asked of a scheduler for them."""
+"""The section ``cluster`` of a recipe: the machines of a run, and the request to a scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ATTACH_PORT = 29700
 Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 """Text that fits into one line of a script."""
 Duration = Annotated[Line, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
-"""A time as ``sbatch`` reads it; a bare number is one of minutes."""
+"""A time as ``sbatch`` reads it; a bare number is in minutes."""
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 OF_AGENTS = frozenset(
@@ -37,9 +37,9 @@ USED: dict[ClusterType, frozenset[str]] = {
 
 
 class SchedulingSection(Config):
-    """A request of ``core-rl submit`` to Slurm, with the names of ``sbatch``. Amounts are those of each machine.
+    """A request of ``core-rl submit`` to Slurm, with the names of ``sbatch``. Amounts are per machine.
 
-    By default CPUs, GPUs and memory are what the engines ask for (`core_rl.backend.meta.Scheduling`).
+    By default CPUs, GPUs and memory follow from the engines (`core_rl.backend.meta.Scheduling`).
     """
 
     cpu: int | None = Field(default=None, ge=1)
@@ -55,7 +55,7 @@ class SchedulingSection(Config):
     qos: Line | None = None
     """The quality of service."""
     nodelist: Line | None = None
-    """Machines that must be among those of the job, such as ``node[1-4]``."""
+    """Machines that the job must include, such as ``node[1-4]``."""
     exclude: Line | None = None
     """Machines that may not."""
     container_image: Line | None = None
@@ -96,9 +96,9 @@ class ClusterSection(Config):
     key_file: Line | None = None
     """For ``attach``: the file with the key of the agents; null reads the variable ``CORE_RL_CLUSTER_KEY``."""
     restarts: int = Field(default=0, ge=0)
-    """How often the run goes on from its last checkpoint after ranks or machines were lost."""
+    """Number of restarts from the last checkpoint after lost ranks or machines."""
     layouts: dict[int, ParallelLayout] = Field(default_factory=dict)
-    """By a smaller number of machines, the layout of the train engine after a restart on so many."""
+    """Layouts of the train engine after a restart, by a smaller number of machines."""
     scheduling: SchedulingSection = SchedulingSection()
     """For ``slurm``: the request of ``core-rl submit``."""
 
@@ -114,7 +114,7 @@ class ClusterSection(Config):
         return self.port or (ATTACH_PORT if self.type == "attach" else 0)
 
     def on_machines(self, count: int) -> Self:
-        """The section of a run that goes on with the first ``count`` of its machines."""
+        """The section for a restart on the first ``count`` machines."""
         fewer = {number: layout for number, layout in self.layouts.items() if number < count}
         return self.model_copy(update={"machines": count, "layouts": fewer})
 

@@ -18,12 +18,12 @@ Machine = Annotated[int, Field(ge=0)]
 
 
 class RolePlacement(Config):
-    """Where the ranks of one role run: they fill one machine after the other."""
+    """Machines and devices of one role, whose ranks fill one machine after the other."""
 
     machines: tuple[Machine, ...] | None = None
     """The machines, in the order of the ranks; by default all of the cluster."""
     devices: tuple[Device, ...] | None = None
-    """The devices on each of these machines, in the order of the ranks there; by default those from 0 on."""
+    """The devices on each of these machines, in the order of the ranks there; by default from 0 on."""
 
     @model_validator(mode="after")
     def _given(self) -> Self:
@@ -32,8 +32,8 @@ class RolePlacement(Config):
         return self
 
     def __str__(self) -> str:
-        given = {"machines": self.machines, "devices": self.devices}
-        return ", ".join(f"{name} {list(numbers)}" for name, numbers in given.items() if numbers)
+        fields = {"machines": self.machines, "devices": self.devices}
+        return ", ".join(f"{name} {list(numbers)}" for name, numbers in fields.items() if numbers)
 
 
 def _placed(value: Any) -> Any:
@@ -48,41 +48,41 @@ class PlacementSection(Config):
     """Each role's ranks, as ``{machines: [...], devices: [...]}``, or a bare list of devices."""
 
     actor: Placed = None
-    """Of the actor."""
+    """Ranks of the actor."""
     critic: Placed = None
-    """Of the critic."""
+    """Ranks of the critic."""
     reference: Placed = None
-    """Of the reference."""
+    """Ranks of the reference."""
     reward: Placed = None
-    """Of the reward model."""
+    """Ranks of the reward model."""
     rollout: Placed = None
-    """Of the rollout engine: devices of each server's ranks, one server after the other."""
+    """Ranks of the rollout engine: devices of each server's ranks, one server after the other."""
 
     def of(self, name: str) -> RolePlacement | None:
         """The placement that is given for the role ``name``."""
-        chosen: RolePlacement | None = getattr(self, name)
-        return chosen
+        section: RolePlacement | None = getattr(self, name)
+        return section
 
     def devices(self, role: str) -> tuple[int, ...] | None:
-        """The devices of ``role`` that are given: those on each of its machines."""
-        chosen = self.of(role)
-        return None if chosen is None else chosen.devices
+        """The given devices of ``role``, on each of its machines."""
+        section = self.of(role)
+        return None if section is None else section.devices
 
     def machines(self, role: str) -> tuple[int, ...] | None:
         """The machines of ``role`` that are given."""
-        chosen = self.of(role)
-        return None if chosen is None else chosen.machines
+        section = self.of(role)
+        return None if section is None else section.machines
 
     def serves_on_machines(self, cluster: ClusterSection) -> bool:
         """Whether rollout servers are placed on machines of ``cluster``, instead of the one where the driver is."""
         return not cluster.is_local and self.machines("rollout") is not None
 
     def within(self, count: int) -> PlacementSection:
-        """The same on the first ``count`` machines, where a role has one of them."""
+        """The same on the first ``count`` machines, for roles with a machine there."""
         fewer: dict[str, RolePlacement] = {}
         for name in type(self).model_fields:
-            chosen = self.of(name)
-            left = tuple(machine for machine in (chosen and chosen.machines) or () if machine < count)
-            if chosen is not None and left:
-                fewer[name] = chosen.model_copy(update={"machines": left})
+            section = self.of(name)
+            left = tuple(machine for machine in (section and section.machines) or () if machine < count)
+            if section is not None and left:
+                fewer[name] = section.model_copy(update={"machines": left})
         return self.model_copy(update=fewer)

@@ -91,10 +91,10 @@ class Recipe(Config):
     placement: PlacementSection = PlacementSection()
     """The machines and devices of each role."""
     colocated: bool = False
-    """Roles share their devices: each is offloaded to host memory while another one works. Those with the same layout
+    """Roles share their devices: each is offloaded to host memory while another one works. Roles with the same layout
     on the same devices live in the same processes. One whose ``placement`` names devices of its own stays there."""
     timeouts: TimeoutsSection = TimeoutsSection()
-    """Time limits of calls and of ranks. They may change when a run is resumed; those of rollouts and rewards are in
+    """Time limits of calls and of ranks. They may change when a run is resumed; limits of rollouts and rewards are in
     ``rollout``."""
     steps: int = Field(default=0, ge=1)
     """Training steps; each ends with new weights in the rollout engine. More of them extend a run, also a finished
@@ -109,12 +109,12 @@ class Recipe(Config):
     which a run under another engine or layout starts (``resume_from``); the last step has one then. 0: none."""
     save_in_background: bool = True
     """Train on while the files of a run checkpoint are written, from a copy of weights and moments in host memory. It
-    is in place after the next step, or earlier; a run that is killed before goes on from the one before it."""
+    is in place after the next step, or earlier; a run that is killed before resumes from the previous checkpoint."""
     keep: int = Field(default=2, ge=1)
     """Run checkpoints that are kept."""
     checkpoint_url: str | None = Field(default=None, pattern=r"^[a-z0-9+.-]+://.+$")
     """Copy each run checkpoint to this fsspec URL as well, such as ``s3://bucket/my-run``, where ``keep`` of them are
-    kept. A run whose ``output_dir`` is gone goes on from there. It may change when a run is resumed."""
+    kept. A run without its ``output_dir`` resumes from there. It may change when a run is resumed."""
     keep_best: KeepBest | None = None
     """Keep the model of the best evaluation as ``best_model``, next to the checkpoints, in Hugging Face format."""
     wandb: WandbSection | None = None
@@ -132,7 +132,7 @@ class Recipe(Config):
     eval_samples: int = Field(default=1, ge=1)
     """Sampled completions of each evaluation prompt, in addition to the greedy one."""
     seed: int = Field(default=0, ge=0)
-    """Of the data order and of the sampling."""
+    """Seed of the data order and of the sampling."""
     output_dir: str
     """The directory of all files of the run; ``{engine}`` and ``{seed}`` stand for the values of those fields, and
     ``{here}`` for the directory of the recipe."""
@@ -140,9 +140,9 @@ class Recipe(Config):
     """Start from a checkpoint of another run: the directory of that run, whose last checkpoint it is, or of one
     checkpoint. Engine, layout and optimizer may be others; model, data and seed are the same."""
     stop_on: StopSection = StopSection()
-    """What ends a run that learns nothing."""
+    """Rules that end a run without learning."""
     fresh: bool = False
-    """Start over: delete what an earlier run wrote to ``output_dir``."""
+    """Start over: delete the files of an earlier run in ``output_dir``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -168,11 +168,11 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        own = self.algorithm.args.get("temperature", self.rollout.temperature)
-        if own != self.rollout.temperature:
+        temperature = self.algorithm.args.get("temperature", self.rollout.temperature)
+        if temperature != self.rollout.temperature:
             raise ValueError(
-                f"algorithm.args.temperature = {own} and rollout.temperature = {self.rollout.temperature}: log-probs "
-                "would be of another distribution than the completions; leave the former out"
+                f"algorithm.args.temperature = {temperature} and rollout.temperature = {self.rollout.temperature}: "
+                "log-probs would be of another distribution than the completions; leave the former out"
             )
         if not self.data.has_evaluation and (self.eval_every or self.keep_best is not None):
             raise ValueError(
@@ -253,7 +253,7 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def with_local_models(recipe: Recipe, origin: str) -> Recipe:
-    """``recipe`` with the directories of its models; raises one `ConfigError` for those that are not found."""
+    """``recipe`` with the directories of its models; raises one `ConfigError` for missing directories."""
     sections: dict[str, Any] = {}
     problems: list[str] = []
     for name in ("model", "critic", "reward_model"):

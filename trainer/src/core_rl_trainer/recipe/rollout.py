@@ -25,7 +25,7 @@ class RolloutSection(Config):
     max_new_tokens: int = Field(default=64, ge=1)
     """The most tokens of one completion."""
     temperature: float = Field(default=1.0, gt=0.0)
-    """Of the sampling, and of the log-probs that the train engine computes."""
+    """Temperature of the sampling, and of the train engine's log-probs."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Draw from the smallest set of tokens with this probability; 1 keeps all."""
     top_k: int | None = Field(default=None, ge=1)
@@ -44,11 +44,11 @@ class RolloutSection(Config):
     stop: tuple[str, ...] = ()
     """Texts that end a completion, which includes them."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, besides those of the model."""
+    """Tokens that end a completion, in addition to the model's."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """The time limit of the completions of one batch of prompts, in seconds, without that of their rewards."""
     sync: SyncMethod = "disk"
-    """How new weights reach the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
+    """Weight sync to the rollout engine: in files below ``output_dir``, through shared memory (``tensor``), or
     over a process group with the ranks of its servers (``distributed``). ``lora`` sends the adapter of ``model.lora``
     alone; the others send weights with an adapter merged into them."""
     max_head_offpolicyness: int = Field(default=0, ge=0)
@@ -58,13 +58,13 @@ class RolloutSection(Config):
     """Prompts that are completed at one time."""
     should_accept: str | None = None
     """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions, before the scores
-    of a reward model. False replaces them by those of another prompt.
+    of a reward model. False replaces them by completions of another prompt.
     ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without a signal, as DAPO (arXiv:2503.14476)
     does."""
     reward_timeout_s: float | None = Field(default=None, gt=0.0)
     """The time limit of one call of a reward, in seconds; null for that of ``timeout_s``."""
     reward_processes: int = Field(default=0, ge=0)
-    """Compute rewards in this many processes, where one that takes longer than ``reward_timeout_s`` is killed;
+    """Compute rewards in this many processes, which are killed after ``reward_timeout_s``;
     0 computes them in threads, where it is only given up."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text of completions that rewards get. False keeps them, such as a ``<think>``
@@ -75,7 +75,7 @@ class RolloutSection(Config):
     max_turns: int = Field(default=4, ge=1)
     """With an environment: the most completions of one episode."""
     step_timeout_s: float | None = Field(default=None, gt=0.0)
-    """With an environment: the time limit of one of its replies, in seconds; null for that of ``timeout_s``."""
+    """With an environment: the time limit of each reply, in seconds; null for ``timeout_s``."""
 
     def sampling(self) -> SamplingParams:
         """The sampling of training. Raises `ConfigError` for values that it cannot have."""
@@ -104,7 +104,7 @@ class RolloutSection(Config):
 
     @property
     def batch_limit_s(self) -> float:
-        """How long to wait for a batch: what hangs in a user's code is found, and named, before that."""
+        """Time limit for a batch, in seconds: longer than the limits of user code, whose errors name it."""
         return self.timeout_s + max(self.reward_limit_s, self.step_limit_s if self.environment else 0.0)
 
     @model_validator(mode="after")

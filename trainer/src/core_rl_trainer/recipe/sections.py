@@ -1,4 +1,4 @@
-"""The smaller sections of a recipe: models, time limits, what is kept and shown."""
+"""The smaller sections of a recipe: models, time limits, best model, stop rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelSection(Config):
     path: str
     """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
     lora: LoraConfig | None = None
-    """Train an adapter instead of the weights; the reference has the one of ``path``, or none."""
+    """Train an adapter instead of the weights; the reference has the adapter of ``path``, or none."""
 
 
 class CriticSection(Config):
@@ -37,9 +37,9 @@ class CriticSection(Config):
     args: dict[str, Any] = Field(default_factory=dict)
     """Settings of the interface ``ppo_critic``."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Its own optimizer."""
+    """Optimizer of the critic."""
     layout: ParallelLayout | None = None
-    """Its own parallel degrees, by default the actor's."""
+    """Parallel degrees, by default the actor's."""
 
 
 class RewardModelSection(Config):
@@ -51,19 +51,19 @@ class RewardModelSection(Config):
     path: str
     """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
     weight: float = 1.0
-    """What scores are multiplied with."""
+    """Factor of the scores."""
     layout: ParallelLayout | None = None
-    """Its own parallel degrees, by default the actor's."""
+    """Parallel degrees, by default the actor's."""
 
 
 class TimeoutsSection(Config):
     """Time limits, in seconds. What exceeds one ends the run."""
 
     call_s: float = Field(default=600.0, gt=0.0)
-    """Of each call of a train engine: building it, one update over its batch, one save. Its ranks wait as long for each
-    other, in every collective of their process groups."""
+    """Time limit of each call of a train engine: building it, one update over its batch, one save. Its ranks wait
+    as long for each other, in every collective of their process groups."""
     sync_s: float = Field(default=1800.0, gt=0.0)
-    """Of handing new weights to the rollout engine."""
+    """Time limit of a weight sync to the rollout engine."""
 
 
 class KeepBest(Config):
@@ -80,7 +80,7 @@ Patience = Annotated[bool, Field(strict=True)] | Annotated[int, Field(strict=Tru
 
 
 class StopSection(Config):
-    """What ends a run that learns nothing, with an exit code of its own; there are warnings in any case."""
+    """Rules that end a run without learning, with an exit code; warnings come in any case."""
 
     nan: bool = False
     """A loss or a gradient that is not finite."""

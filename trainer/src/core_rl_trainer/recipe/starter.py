@@ -127,7 +127,7 @@ def _check_reward(task: StarterTask, generates: bool) -> None:
 
 
 def columns_from(assignments: Iterable[str]) -> dict[str, str]:
-    """Fields and their columns, from ``FIELD=COLUMN``. Raises `ConfigError` for what is no such assignment."""
+    """Fields and their columns, from ``FIELD=COLUMN``. Raises `ConfigError` for any other text."""
     columns = {}
     for text in assignments:
         name, separator, column = text.partition("=")
@@ -156,8 +156,8 @@ def reward_reference(name: str) -> str:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
     ]
     if len(functions) != 1:
-        found = ", ".join(functions) or "none"
-        raise ConfigError(f"--reward {name}: name one function of the file, {name}:FUNCTION; it has: {found}")
+        names = ", ".join(functions) or "none"
+        raise ConfigError(f"--reward {name}: name one function of the file, {name}:FUNCTION; it has: {names}")
     return f"{name}:{functions[0]}"
 
 

@@ -1,1 +1,1 @@
-"""Training loops and what they are made of."""
+"""A run of a plan: engines, loop, records and checkpoints."""

@@ -40,7 +40,7 @@ def weights_are_blamed(models: Mapping[str, str]) -> Iterator[None]:
 
 
 def require_finite_weights(models: Mapping[str, str], metrics: Mapping[str, float]) -> None:
-    """Where ``metrics`` at the start have NaN: raise `WeightsError` if the model's files have some."""
+    """Raise `WeightsError` for NaN in first ``metrics`` that comes from the model's files."""
     if not all(math.isfinite(value) for value in metrics.values()):
         _raise_if_bad(models, None)
 

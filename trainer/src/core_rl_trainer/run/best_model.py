@@ -18,16 +18,16 @@ class BestModel:
     """Keeps it in ``root/step-00000010`` in Hugging Face format; ``link`` leads there.
 
     A newer one replaces an older one only after a checkpoint has recorded it (`prune`). A run that resumes from an
-    earlier checkpoint has the model that it had then; ``found`` is the record of that checkpoint.
+    earlier checkpoint has the model that it had then; ``recorded`` is the record of that checkpoint.
     """
 
     def __init__(
-        self, rule: KeepBest | None, root: Path, link: Path, found: Mapping[str, Any] | None
+        self, rule: KeepBest | None, root: Path, link: Path, recorded: Mapping[str, Any] | None
     ) -> None:
         self._rule = rule
         self._root = root
         self._link = link
-        self._best = dict(found) if found is not None else None
+        self._best = dict(recorded) if recorded is not None else None
         self.prune()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -62,9 +62,9 @@ class BestModel:
 
     def prune(self) -> None:
         """Remove all models but the best; called when a checkpoint holds `state_dict`."""
-        kept = Path(self._best["model"]).name if self._best is not None else None
+        best = Path(self._best["model"]).name if self._best is not None else None
         for path in self._root.iterdir() if self._root.is_dir() else ():
-            if path.name != kept:
+            if path.name != best:
                 shutil.rmtree(path)
         self._update_link()
 

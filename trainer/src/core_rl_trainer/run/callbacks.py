@@ -118,26 +118,28 @@ def _call(name: str, callback: Callback, event: Event) -> str | None:
 
 def _loaded(name: str) -> Callback:
     """The callback that ``name`` stands for: an entry point, or ``module:name`` or ``file.py:name``."""
-    found = find_object("callback", name, (), "module:Class", GROUP)
-    if isinstance(found, type):
+    candidate = find_object("callback", name, (), "module:Class", GROUP)
+    if isinstance(candidate, type):
         try:
-            found = found()
+            candidate = candidate()
         except (Exception, SystemExit) as error:  # a user's code
             raise ConfigError(
-                f"callback {name!r}: {found.__name__}() raised {type(error).__name__}: {error}; a callback that a "
+                f"callback {name!r}: {candidate.__name__}() raised {type(error).__name__}: {error}; a callback that a "
                 "recipe names is made without arguments"
             ) from error
-    return _checked(found)
+    return _checked(candidate)
 
 
-def _checked(found: object) -> Callback:
-    if isinstance(found, type):
-        raise ConfigError(f"the callback {found.__name__} is a class; pass an instance: {found.__name__}()")
-    if not callable(found):
+def _checked(candidate: object) -> Callback:
+    if isinstance(candidate, type):
         raise ConfigError(
-            f"the callback {found!r} cannot be called; it is a function of one event, or has __call__"
+            f"the callback {candidate.__name__} is a class; pass an instance: {candidate.__name__}()"
         )
-    return cast("Callback", found)
+    if not callable(candidate):
+        raise ConfigError(
+            f"the callback {candidate!r} cannot be called; it is a function of one event, or has __call__"
+        )
+    return cast("Callback", candidate)
 
 
 def _name_of(callback: object) -> str:

@@ -1,4 +1,4 @@
-"""The machines of a run: starting them, and checks of what they share."""
+"""The machines of a run: start, and checks of shared paths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 @contextmanager
 def open_cluster(section: ClusterSection) -> Iterator[Hosts]:
-    """The machines of ``section``; raises `ClusterError` unless all come. They are let go on the way out."""
+    """The machines of ``section``; raises `ClusterError` unless all come. They are released on the way out."""
     with closing(cluster_hosts(section)) as hosts:
         hosts.open()
         yield hosts
@@ -59,7 +59,7 @@ def check_machines(
     output: Path,
     memory_sender: int | None = None,
 ) -> None:
-    """Raise `ConfigError` where machines lack what their ranks read, or do not share what they write to ``output``.
+    """Raise `ConfigError` where machines lack models of their ranks, or do not share the directory ``output``.
 
     ``memory_sender`` is the machine from which weights go through shared memory.
     """
@@ -75,32 +75,32 @@ def check_machines(
     _require_paths(hosts, models)
 
 
-def _require_paths(hosts: Hosts, wanted: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+def _require_paths(hosts: Hosts, paths_by_field: Mapping[str, tuple[str, Sequence[int]]]) -> None:
     """Raise one `ConfigError` for every path that a machine lacks.
 
     ``wanted`` has, by the name of a field, a path and the machines that read it.
     """
     if isinstance(hosts, LocalHosts):
         return
-    machines = sorted({machine for _, those in wanted.values() for machine in those})
-    paths = sorted({path for path, _ in wanted.values()})
-    found = call_on_machines(hosts, machines, missing_paths, paths)
+    machines = sorted({machine for _, readers in paths_by_field.values() for machine in readers})
+    paths = sorted({path for path, _ in paths_by_field.values()})
+    reports = call_on_machines(hosts, machines, missing_paths, paths)
     problems = []
-    for field, (path, those) in wanted.items():
-        lacking = [machine for machine in those if path in found[machine][1]]
+    for field, (path, readers) in paths_by_field.items():
+        lacking = [machine for machine in readers if path in reports[machine][1]]
         if lacking:
-            named = _named(lacking, {machine: name for machine, (name, _) in found.items()})
+            listed = _named(lacking, {machine: name for machine, (name, _) in reports.items()})
             problems.append(
-                f"{field} = {path!r}: it does not exist on {named}; put it there, or on a shared disk"
+                f"{field} = {path!r}: it does not exist on {listed}; put it there, or on a shared disk"
             )
     raise_all(ConfigError, "cluster", problems)
 
 
 def require_shared(hosts: Hosts, field: str, directory: Path, machines: Sequence[int]) -> None:
     """Raise `ConfigError` unless ``machines`` see the files that this one writes to ``directory``."""
-    if not isinstance(hosts, LocalHosts) and (named := _strangers(hosts, directory, machines)):
+    if not isinstance(hosts, LocalHosts) and (listed := _strangers(hosts, directory, machines)):
         raise ConfigError(
-            f"{field} = {str(directory)!r}: {named} and this machine ({platform.node()}) do not see the same files "
+            f"{field} = {str(directory)!r}: {listed} and this machine ({platform.node()}) do not see the same files "
             "there. Checkpoints and models are written by ranks on several machines: name a directory of a file system "
             "that all of them share (NFS, Lustre), under the same path"
         )
@@ -110,15 +110,15 @@ def _require_shared_memory(hosts: Hosts, machine: int) -> None:
     """Raise `ConfigError` unless ``machine`` is this one, whose memory both sides of a sync by ``tensor`` use."""
     if isinstance(hosts, LocalHosts) or not SHARED_MEMORY.is_dir():
         return
-    if named := _strangers(hosts, SHARED_MEMORY, [machine]):
+    if listed := _strangers(hosts, SHARED_MEMORY, [machine]):
         raise ConfigError(
-            f"rollout.sync = 'tensor': it goes through the memory of one machine, and the actor sends from {named}, "
+            f"rollout.sync = 'tensor': it goes through the memory of one machine, and the actor sends from {listed}, "
             f"while the rollout engine is on this one ({platform.node()}); set rollout.sync to 'distributed' or 'disk'"
         )
 
 
 def _strangers(hosts: Hosts, directory: Path, machines: Sequence[int]) -> str:
-    """The names of those of ``machines`` that do not see a new file of this one in ``directory``."""
+    """Names of ``machines`` that do not see a new file of this one in ``directory``."""
     with ExitStack() as stack:
         try:
             nonce = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".core-rl-seen-", dir=directory))
@@ -126,14 +126,14 @@ def _strangers(hosts: Hosts, directory: Path, machines: Sequence[int]) -> str:
             raise ConfigError(
                 f"{directory}: {error.strerror}; name a directory that can be written"
             ) from error
-        found = call_on_machines(hosts, machines, missing_paths, [nonce.name])
-    names = {machine: name for machine, (name, _) in found.items()}
-    blind = [machine for machine, (_, missing) in found.items() if missing]
+        reports = call_on_machines(hosts, machines, missing_paths, [nonce.name])
+    names = {machine: name for machine, (name, _) in reports.items()}
+    blind = [machine for machine, (_, missing) in reports.items() if missing]
     return _named(blind, names) if blind else ""
 
 
 def missing_paths(paths: Sequence[str]) -> tuple[str, list[str]]:
-    """The host name of this machine, and those of ``paths`` that it lacks."""
+    """Host name of this machine, and its missing ``paths``."""
     return platform.node(), [path for path in paths if not os.path.exists(path)]  # noqa: PTH110  # of pickled text
 
 

@@ -30,9 +30,9 @@ class Roles:
     offloaded: tuple[EngineGroup, ...]
     """The groups that are in host memory while they do not work."""
     alternates: bool
-    """Whether the rollout engine has its memory only while nobody trains."""
+    """Whether the rollout engine has its memory only between training phases."""
     driver_address: str | None = None
-    """The address of this machine towards those of the cluster; None where there are no others."""
+    """Address of this machine towards the cluster; None for a single machine."""
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class Roles:
             return
         self.rollout.release_memory()
         yield
-        # Not after an error: what has run out of memory would do so again.
+        # Not after an error: a second attempt would run out of memory again.
         self.rollout.resume_memory()
 
     @contextmanager

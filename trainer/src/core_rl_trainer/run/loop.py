@@ -106,7 +106,7 @@ class RunLoop:
     _saver: RunSaver = field(init=False)
 
     def run(self, checkpoint: RunCheckpoint | None) -> int:
-        """Train to the last step, or to the one after which a callback stops the run; returns that step.
+        """Train to the last step, or until a callback stops the run; returns the last step done.
 
         Raises `StoppedBySignal` and `NothingLearned` after the step that ends the run early.
         """
@@ -198,7 +198,7 @@ class RunLoop:
         return f"The last good checkpoint is that of step {steps[-1]}, from which the same command goes on"
 
     def _complete(self, checkpoint: RunCheckpoint | None) -> None:
-        """Add what the last checkpoint lacks, where ``steps`` or ``save_portable_every`` was changed to end with it."""
+        """Complete the last checkpoint, where ``steps`` or ``save_portable_every`` was changed to end with it."""
         step = self.schedule.steps
         if checkpoint is None or checkpoint.step != step:
             return

@@ -210,7 +210,7 @@ def open_online(
             reward_weight=plan.reward_weight,
             mb_spec=MicroBatchSpec(max_tokens=plan.micro_batch_tokens),
         )
-        # Without a filter, the last steps need not run ahead of what is left to train on.
+        # Without a filter, the last steps need not run ahead of the remaining prompts.
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
         batches = NumberedBatches(prompt_loader(plan.data.train, plan.batch_size, plan.seed), limit)
         path = directory.weights if settings.sync == "disk" else directory.rendezvous
@@ -232,7 +232,7 @@ class _Sender:
 
 @contextmanager
 def interrupted(engine: InferenceEngine) -> Iterator[None]:
-    """Pause an engine that can interrupt what it generates; others take new weights on their own terms."""
+    """Pause an engine that can interrupt generation, and resume it with the new weights."""
     if not engine.spec.supports(Capability.PAUSE):
         yield
         return

@@ -31,10 +31,10 @@ def part_writers(
     """
     writers: dict[str, Callable[[Path], None]] = {}
     for name, group in groups.items():
-        own = resume_format(group.spec)
-        if portable and own != "portable":  # first: a save waits for the one before
+        exact_format = resume_format(group.spec)
+        if portable and exact_format != "portable":  # first: a save waits for the previous save
             writers[f"{name}{PORTABLE}"] = partial(_save, group, "portable", False)
-        writers[name] = partial(_save, group, own, background)
+        writers[name] = partial(_save, group, exact_format, background)
     return writers
 
 
@@ -77,7 +77,7 @@ def readable_part(
 def restore_parts(groups: Mapping[str, EngineGroup], checkpoint: RunCheckpoint) -> None:
     """Load the parts of ``checkpoint``.
 
-    Raises `CheckpointDamaged` where one is not what was saved, and `CheckpointMismatch` when they do not belong
+    Raises `CheckpointDamaged` for changed files, and `CheckpointMismatch` when they do not belong
     together.
     """
     for name, group in groups.items():

@@ -54,7 +54,7 @@ class RunRecords:
             self._samples.append({"step": step, **asdict(sample)})
 
     def sync(self) -> None:
-        """Return when all rows are on the disk; called before a checkpoint says that they are."""
+        """Return when all rows are on the disk; called before a checkpoint counts on them."""
         self._metrics.sync()
         self._samples.sync()
 
@@ -73,7 +73,7 @@ class RunRecords:
         self._directory.write_status(status, problem)
 
     def _draw_last(self, error: BaseException) -> None:
-        """The page says why the run stopped. A disk that is full must not hide the error that is on its way."""
+        """Show on the page why the run stopped. A full disk must not hide the error on its way."""
         try:
             text = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}"
             self.draw("stopped", text.rstrip(": "))

@@ -1,4 +1,4 @@
-"""``cluster.restarts``: a run that lost ranks or machines goes on from its last checkpoint."""
+"""``cluster.restarts``: restarts from the last checkpoint after lost ranks or machines."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Restarts:
         """The number of machines of the last attempt."""
 
     def after(self, error: CoreRLError, opened: bool) -> int:
-        """The number of machines to go on with after ``error``.
+        """The number of machines for a restart after ``error``.
 
         Raises ``error`` again where no restart can help, or none is left.
 
-        ``opened`` says whether the machines were there. A restart waits for all of them first, and then takes the
+        ``opened`` is true if the machines were there. A restart waits for all of them first, and then takes the
         largest smaller number with a layout.
         """
         loss = _loss(error)
@@ -104,7 +104,7 @@ def _loss(error: BaseException) -> GroupError | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and what it was raised from."""
+    """``error`` and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__

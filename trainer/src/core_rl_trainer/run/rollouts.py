@@ -48,7 +48,7 @@ class NumberedWorkflow:
     async def arun_episode(
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
     ) -> SequenceBatch | None:
-        """The sequences of one sample. A `RolloutError` says which prompt it was."""
+        """The sequences of one sample. A `RolloutError` names the prompt."""
         try:
             return await self.inner.arun_episode(engine, data, int(data[NUMBER]))
         except RolloutError as error:

@@ -75,9 +75,8 @@ REMEDY = (
 def open_run_directory(files: RunFiles, identity: RunIdentity) -> Iterator[RunDirectory]:
     """The directory of the run with this ``identity``, for this process alone.
 
-    Raises `ConfigError` where nothing can be written, when another process is at work there, and one that names the
-    fields that may not change when another recipe's run is there. What is wrong with ``resume_from`` is found before
-    anything is written.
+    Raises `ConfigError` where nothing can be written, when another process is at work there, and for a run of another
+    recipe, with the fields that may not change. Errors of ``resume_from`` come before anything is written.
     """
     source = find_source(files, identity.recipe["steps"], lambda: identity)
     with locked(files.directory):
@@ -119,7 +118,7 @@ class RunDirectory:
             self._copies.download(self.checkpoints)
         self._source = source
         self.identity = self._claim(identity)
-        """What a later resume of the run is compared with."""
+        """Identity for comparison with a later resume."""
 
     @property
     def schedule_steps(self) -> int:
@@ -127,7 +126,7 @@ class RunDirectory:
         return self.identity.schedule_steps
 
     def checkpoint(self) -> RunCheckpoint | None:
-        """The checkpoint to go on from: the newest of this run, else that of the run which it starts from."""
+        """The checkpoint to resume from: the newest of this run, else of its source."""
         return self.checkpoints.latest() or self._source
 
     def copy_checkpoint(self, step: int) -> None:
@@ -142,7 +141,7 @@ class RunDirectory:
         return directory / f"{name}.safetensors"
 
     def owns(self, checkpoint: RunCheckpoint) -> bool:
-        """Whether ``checkpoint`` is one of this run, not of the one that it starts from."""
+        """Whether ``checkpoint`` belongs to this run, not to its source."""
         return checkpoint.path.parent == self.checkpoints.root
 
     def result(self) -> dict[str, Any] | None:
@@ -150,8 +149,8 @@ class RunDirectory:
         path = self.path / RESULT
         if not path.is_file():
             return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found | {name: place for name, place in self.places().items() if found.get(name)}
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return result | {name: place for name, place in self.places().items() if result.get(name)}
 
     def places(self) -> dict[str, str]:
         """The files of a finished run, by their names in its result."""
@@ -175,11 +174,11 @@ class RunDirectory:
             self.rendezvous.unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """The finished run goes on: it has no result until it is finished again."""
+        """Remove the result of a finished run, which is extended."""
         (self.path / RESULT).unlink(missing_ok=True)
 
     def write_page(self, page: str, picture: str | None) -> None:
-        """Replace the page and the picture; nobody sees half of one."""
+        """Replace the page and the picture atomically."""
         self._write(PAGE, page)
         if picture is not None:
             self._write(PICTURE, picture)
@@ -222,17 +221,17 @@ class RunDirectory:
                 changed = []
             raise_all(ConfigError, f"{self.path} holds another run. {REMEDY}", changed)
             self._check_steps(before.recipe["steps"], now.recipe["steps"], steps)
-        begun = before
+        origin = before
         if not steps:  # it begins now, or again
-            begun = RunIdentity.from_dict(self._source.state["run"]) if self._source is not None else None
-        if begun is not None:
-            now = replace(now, schedule_steps=begun.schedule_steps)
+            origin = RunIdentity.from_dict(self._source.state["run"]) if self._source is not None else None
+        if origin is not None:
+            now = replace(now, schedule_steps=origin.schedule_steps)
         self._write(IDENTITY, json.dumps(now.without_recipe(), indent=2))
         self._write(RECIPE, HEAD + yaml.safe_dump({**now.recipe, "output_dir": HERE}, sort_keys=False))
         return now
 
     def _has_steps(self) -> bool:
-        """Whether a run without checkpoints took a step: one that failed before has nothing to lose."""
+        """Whether a run without checkpoints took a step: a run that failed before has nothing to lose."""
         rows = read_steps(self.path / METRICS)
         return (self.path / RESULT).is_file() or any((row.get("step") or 0) > 0 for row in rows)
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunSaver:
-    """At most one checkpoint is on its way. Until it is in place, the one before is the run's newest."""
+    """Writer of run checkpoints, one at a time. Until it is in place, the previous one is the run's newest."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class RunSaver:
         self._interrupt = DeferredInterrupt(self._is_busy)
 
     def begin(self, step: int, parts: Mapping[str, Callable[[Path], None]], state: Mapping[str, Any]) -> None:
-        """Save ``step``; the engines may write on when this returns. Finishes the one before."""
+        """Save ``step``; the engines may write on when this returns. Finishes the previous one."""
         self.finish()
         with self._working():
             self._pending = self._checkpoints.begin(step, parts, state)
         self._interrupt.raise_noted()
 
     def finish_if_written(self) -> None:
-        """Put the checkpoint in place if nobody writes any more. Raises `KeyboardInterrupt` for an earlier Ctrl-C."""
+        """Put the checkpoint in place if all files are written. Raises `KeyboardInterrupt` for an earlier Ctrl-C."""
         self._interrupt.raise_noted()
         if self._pending is not None and self._pending.is_written:
             self.finish()

@@ -43,13 +43,13 @@ class Scoring:
 
     def complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
         """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
-        wanted = self.actor.wanted_fields
+        fields = self.actor.wanted_fields
         (scored,) = self.add_scores(batch)
         with self.roles.working(self.roles.actor) as engine:
             recomputed = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
-        if PROXIMAL in wanted:
+        if PROXIMAL in fields:
             scored = scored.with_tokens(**{PROXIMAL: recomputed})
-        if REFERENCE in wanted:
+        if REFERENCE in fields:
             with self.roles.as_reference() as engine:
                 reference = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
             scored = scored.with_tokens(**{REFERENCE: reference})
@@ -94,9 +94,9 @@ class Scoring:
         metrics = _largest_advantage(prepared)
         if self.critic is not None and self.roles.critic is not None:
             with self.roles.working(self.roles.critic) as engine:
-                own = self.critic.train_step(engine, prepared, self.mb_spec)
+                critic_metrics = self.critic.train_step(engine, prepared, self.mb_spec)
                 engine.lr_scheduler_step()
-            metrics |= {f"critic_{name}": value for name, value in own.items()}
+            metrics |= {f"critic_{name}": value for name, value in critic_metrics.items()}
         with self.roles.working(self.roles.actor) as engine:
             metrics |= self.actor.train_step(engine, prepared, self.mb_spec)
             engine.lr_scheduler_step()

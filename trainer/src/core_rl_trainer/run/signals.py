@@ -20,7 +20,7 @@ __all__ = ["DeferredInterrupt", "EndedBySignal", "StopSignals"]
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What job schedulers send before they kill: Slurm's ``--signal=USR1@120`` and its own SIGTERM, Kubernetes' SIGTERM."""
+"""Signals of job schedulers before a kill: Slurm's ``--signal=USR1@120`` and its own SIGTERM, Kubernetes' SIGTERM."""
 
 
 class EndedBySignal(KeyboardInterrupt):
@@ -43,7 +43,7 @@ class StopSignals:
     def caught(self) -> Iterator[None]:
         """Inside the context, signals that would kill this process stop the run instead.
 
-        A program that handles them itself, and one that trains outside of its main thread, keeps its own ways. Raises
+        A program that handles them itself, or trains outside of its main thread, keeps its handlers. Raises
         `StoppedBySignal` where the first signal came outside of the steps, and `EndedBySignal` for a second one.
         """
         mine = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]

@@ -50,7 +50,7 @@ def run_plan(
     signals: StopSignals,
     log: TerminalLog,
 ) -> dict[str, Any]:
-    """Train as ``plan`` says; the result as plain values. See `core_rl_trainer.api.train`."""
+    """Run ``plan``; return the result as plain values. See `core_rl_trainer.api.train`."""
     console = console or Console(stderr=True)
     callbacks = Callbacks(plan.recipe, added)
     for remark in plan.remarks:

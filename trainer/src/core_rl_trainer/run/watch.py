@@ -1,4 +1,4 @@
-"""Says when a run learns nothing, with the likely cause, and ends it where the recipe says so (``stop_on``)."""
+"""Warnings when a run learns nothing, with the likely cause; ``stop_on`` ends the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Metrics = Mapping[str, float]
 
 WARN_AFTER = 3
-"""Steps in a row before a warning about what a single step may well show."""
+"""Steps in a row before a warning, where a single step proves nothing."""
 SMALLEST = 1e-8
 """Advantages below it come from rounding."""
 NEAR_FLOOR = 0.02
@@ -84,7 +84,7 @@ class Watch:
         )
 
     def see(self, step: int, metrics: Metrics) -> Verdict | None:
-        """Warn of what the steps up to ``step`` show; a verdict where the run is to end."""
+        """Warn about the steps up to ``step``; a verdict where the run is to end."""
         for rule in self._rules:
             rule.streak = rule.streak + 1 if rule.applies(metrics) else 0
             if rule.streak == rule.warn_after:
@@ -130,11 +130,11 @@ def _not_finite(metrics: Metrics) -> bool:
 
 
 def _why_not_finite(metrics: Metrics) -> str:
-    found = ", ".join(
+    values = ", ".join(
         f"{name} is {metrics[name]:g}" for name in LOSSES if not math.isfinite(metrics.get(name, 0.0))
     )
     return (
-        f"{found}; such an update is skipped and changes no weight. Often the learning rate is too high (a "
+        f"{values}; such an update is skipped and changes no weight. Often the learning rate is too high (a "
         "smaller optimizer.lr, a longer optimizer.schedule.warmup_steps), or dtype=bfloat16 is too coarse for the loss"
     )
 
