@@ -106,7 +106,7 @@ def check_head(model: PreTrainedModel, head: LanguageModelHead) -> None:
         found[0].float(), expected, rtol=1e-4, atol=1e-4
     ):
         raise _refused(
-            model, "a head that does more than scale and cap its logits as known fields of the config say"
+            model, "a head that does more than scale and cap its logits by known fields of the config"
         )
 
 
