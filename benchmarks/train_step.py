@@ -119,9 +119,7 @@ def by_hand(arguments: argparse.Namespace, batch: SequenceBatch) -> dict[str, Si
         cut = partial(pad, rows=rows)
         size = sum(tokens.numel() for tokens, *_ in cut(ids))
         return {f"padded by {rows} to {size} tokens": bare_step(build(MODEL, packed=False), ids, cut)}
-    sides: dict[str, Side] = {
-        "hand-written": bare_step(shard_model(build(MODEL, packed=True)), ids, cut),
-    }
+    sides: dict[str, Side] = {"hand-written": bare_step(shard_model(build(MODEL, packed=True)), ids, cut)}
     if arguments.comparison == "loops" and arguments.ranks == 1:
         sides["bare, no FSDP"] = bare_step(build(MODEL, packed=True), ids, cut)
     return sides

@@ -12,8 +12,6 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import MOE, Profile, Setting
 
-__all__ = ["Case", "Target"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

@@ -36,8 +36,6 @@ from core_rl_oracle.tolerance import (
     tolerances,
 )
 
-__all__ = ["ExpectedGradients", "ExpectedOutputs", "ExpectedValues", "Judged", "Snapshot"]
-
 
 class Snapshot(NamedTuple):
     """The weights that a model directory has now, and an adapter over them; nothing is kept for it."""
@@ -130,13 +128,7 @@ class ExpectedValues:
         return self._keep(of, ("oracle",), lambda: Oracle(*self._snapshot(of)))
 
     def outputs(
-        self,
-        of: Judged,
-        data: Ragged,
-        name: str,
-        temperature: float,
-        dtype: torch.dtype,
-        device: str = "cpu",
+        self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedOutputs:
         """The output ``name`` of each sequence."""
         runs = self._keep(

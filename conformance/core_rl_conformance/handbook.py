@@ -20,8 +20,6 @@ from core_rl_conformance.catalogue import (
     paragraphs_of,
 )
 
-__all__ = ["checks_page", "described_checks", "select_checks", "text_of"]
-
 HEAD = """# The checks
 
 Every check of the conformance suite: its requirement, the real bug behind it, and where to look when it fails. `I7`

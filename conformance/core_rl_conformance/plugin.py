@@ -62,10 +62,7 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--device",
         {"dest": "core_rl_device", "choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
     ),
-    (
-        "--seed",
-        {"dest": "core_rl_seed", "type": int, "default": 0, "help": "of models and data; default: 0"},
-    ),
+    ("--seed", {"dest": "core_rl_seed", "type": int, "default": 0, "help": "of models and data; default: 0"}),
     (
         "--quick",
         {
@@ -166,7 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
     session = ConformanceSession(config)
     config.pluginmanager.register(session, "core_rl_conformance.session.session")
     if config.getoption("core_rl_report") and not session.is_worker:
-        from core_rl_conformance.session.report_writer import ReportWriter
+        from core_rl_conformance.session.summary import ReportWriter
 
         writer = ReportWriter(Path(config.getoption("core_rl_report")), config, session.summary)
         config.pluginmanager.register(writer, "core_rl_conformance.report")

@@ -20,8 +20,6 @@ from core_rl.launch.hosts import Hosts
 from core_rl.launch.local_hosts import LocalHosts
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["CALL_TIMEOUT_S", "GroupPool", "ServerPool", "use_deterministic_kernels"]
-
 MakeEngine = Callable[[EngineSpec, Any], Any]
 """Makes an inference engine, as `load_engine` does; the suite's own tests plant bugs of the core here."""
 CALL_TIMEOUT_S = 120.0

@@ -21,8 +21,6 @@ from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 from core_rl_oracle.plain_adamw import KERNELS, Kernel, PlainAdamW
 from core_rl_oracle.tolerance import Tolerance, scalar_tolerance, tolerances
 
-__all__ = ["ExpectedTraining", "Training", "Trajectory", "expected_training"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

@@ -118,11 +118,7 @@ class PlainModel:
         return total, _written(_gradients(model))
 
     def repeated_gradients(
-        self,
-        distinct: Sequence[OracleSequence],
-        order: Sequence[int],
-        loss: SequenceLoss,
-        temperature: float,
+        self, distinct: Sequence[OracleSequence], order: Sequence[int], loss: SequenceLoss, temperature: float
     ) -> tuple[float, dict[str, Tensor]]:
         """The same of the sequences ``distinct[number]`` for each of ``order``, one by one and added up in this order.
 

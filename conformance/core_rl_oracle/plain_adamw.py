@@ -1,4 +1,4 @@
-"""torch's own AdamW in float32: unavoidable rounding of optimizer steps."""
+"""Rounding of torch's own AdamW in float32, and of moments of 8 bits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from torch import Tensor
 
 from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
 from core_rl_oracle.plain import nudged
-from core_rl_oracle.tolerance import Tolerance, tolerances
+from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance, tolerances
 
-__all__ = ["KERNELS", "Kernel", "PlainAdamW", "step_tolerances"]
+__all__ = [
+    "KERNELS",
+    "LARGEST_ERROR",
+    "Kernel",
+    "PlainAdamW",
+    "share_of_values",
+    "step_tolerances",
+    "with_rounding_to_codes",
+]
 
 Kernel = Literal["foreach", "loop", "fused"]
 KERNELS: tuple[Kernel, ...] = ("foreach", "loop", "fused")
@@ -24,6 +32,13 @@ VARIANTS: tuple[tuple[Kernel, int | None], ...] = (
     ("loop", 2),
 )
 """Kernels, and seeds of moving gradients by one unit in the last place."""
+LARGEST_ERROR = {"exp_avg": 0.9 / 64 / 2, "exp_avg_sq": 0.9 / 128 / 2}
+"""Error of each kind of moments, in relation to the largest magnitude of the block.
+
+The dynamic data type of Dettmers et al. (arXiv:2110.02861, section 2.2) divides each block by its largest magnitude.
+Its codes are widest apart in the last decade, from 0.1 to 1: that has 64 of them for numbers with a sign, and 128 for
+others. A number is at most half of their distance from its code.
+"""
 
 
 def step_tolerances(
@@ -108,3 +123,21 @@ def _optimizer(params: Mapping[str, torch.nn.Parameter], config: AdamW, kernel: 
 
 def _nudged(grad: Tensor, seed: int, step: int) -> Tensor:
     return nudged(grad.float(), torch.Generator().manual_seed(1000 * seed + step))
+
+
+def with_rounding_to_codes(
+    kind: str, exact: Mapping[str, Tensor], allowed: Mapping[str, Tolerance]
+) -> dict[str, Tolerance]:
+    """``allowed``, and the largest error of codes for ``exact``; which block an element is in is up to an engine."""
+    # A number halfway between two codes is as far as that, and rounds in float32.
+    share = LARGEST_ERROR[kind] + FLOOR_ULPS * torch.finfo(torch.float32).eps
+    return {
+        name: allowed[name] + Tolerance(baseline=0.0, floor=share * float(value.abs().max()))
+        for name, value in exact.items()
+    }
+
+
+def share_of_values(moment: Tensor) -> float:
+    """Different values for each element that is not 0: near 1 in float32; codes repeat in each block."""
+    values = moment[moment != 0]
+    return len(values.unique()) / max(1, len(values))

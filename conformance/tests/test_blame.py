@@ -23,10 +23,10 @@ from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
+from core_rl_conformance.checks.pairs import pair_named, pair_scalars, verify_pair
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import NotRun
-from core_rl_conformance.procedures.blame import pair_named, pair_scalars, verify_pair
 from core_rl_conformance.profile import Profile, Setting
 from core_rl_oracle.tolerance import Tolerance
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
-from core_rl_conformance.hints.token_places import PLACES as PLACES_OF_ERRORS
+from core_rl_conformance.hints.token_shapes import PLACES as PLACES_OF_ERRORS
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens, show_factor
 from core_rl_conformance.inputs.data import ragged

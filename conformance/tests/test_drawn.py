@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import count_micro_batches
-from core_rl_conformance.inputs.drawn import EDGES, DrawnBatch, batches
+from core_rl_conformance.checks.properties import EDGES, DrawnBatch, batches
 
 VOCABULARY = 13
 

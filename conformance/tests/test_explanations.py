@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.crashes import last_line
 from core_rl_conformance.hints.explanations import explain_loss, explain_named, explain_tokens
 from core_rl_conformance.inputs.losses import SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.session.items import last_line
 from core_rl_oracle.oracle import Gradients
 from core_rl_oracle.tolerance import Tolerance
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core_rl_conformance.checks.stops import STEPS, find_path
+from core_rl_conformance.checks.sampling import STEPS, find_path
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_oracle.oracle import Oracle, OracleSequence
 

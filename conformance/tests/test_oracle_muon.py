@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_rl_conformance.hints.muon import FUSED, MixedSteps, likely_mistake, of_fused, of_shards
+from core_rl_conformance.procedures.mixed import FUSED, MixedSteps, likely_mistake, of_fused, of_shards
 from core_rl_oracle.muon import MixedOptimizer, MixedState, Settings, hidden_matrix, mixed_tolerances
 from core_rl_oracle.oracle import AdamW, AdamWState
 

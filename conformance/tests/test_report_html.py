@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from report_support import EVERYTHING, FAILED, case, measured, report
 
-from core_rl_conformance.report.html import report_page
-from core_rl_conformance.report.plots import error_plot, scatter_plots
+from core_rl_conformance.report.html import error_plot, report_page, scatter_plots
 
 VOID = {"meta", "rect", "line", "circle", "br"}
 

@@ -10,8 +10,8 @@ import torch
 
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.procedures.end_to_end import BATCHES, CONFIG, LOSS
 from core_rl_conformance.procedures.outputs import PROBE
+from core_rl_conformance.procedures.training import BATCHES, CONFIG, LOSS
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 from core_rl_oracle.oracle import AdamWState, Oracle
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant

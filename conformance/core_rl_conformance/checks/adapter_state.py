@@ -22,14 +22,7 @@ from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.procedures import moving
-from core_rl_conformance.procedures.adapters import (
-    adapter_of,
-    base_of,
-    load,
-    low_rank_of,
-    outputs_of,
-    start,
-)
+from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, low_rank_of, outputs_of, start
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.streaming import caught, tensors_of
 from core_rl_conformance.procedures.training import optimizer_config

@@ -70,11 +70,7 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
 
 
 @check(
-    "I12.receive-lora",
-    kind="inference",
-    requires=[Capability.SYNC_LORA],
-    families=NAMED_APART,
-    each="engine",
+    "I12.receive-lora", kind="inference", requires=[Capability.SYNC_LORA], families=NAMED_APART, each="engine"
 )
 def adapters_arrive(subject: EngineUnderTest) -> None:
     """Before an adapter comes, the base draws; after an update by lora, every token is drawn by base and adapter.
@@ -144,11 +140,7 @@ def _verify_drawn(
 
 
 @check(
-    "I12.broken-lora",
-    kind="inference",
-    requires=[Capability.SYNC_LORA],
-    families=NAMED_APART,
-    each="engine",
+    "I12.broken-lora", kind="inference", requires=[Capability.SYNC_LORA], families=NAMED_APART, each="engine"
 )
 def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """An adapter of another scaling or base, or without a factor, is refused, and the adapter before serves on.

@@ -14,17 +14,9 @@ from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
-from core_rl_conformance.procedures.adapters import (
-    adapter_of,
-    base_of,
-    load,
-    outputs_of,
-    start,
-    written,
-)
+from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, outputs_of, start, written
 from core_rl_conformance.procedures.outputs import verify_outputs, verify_overall
-from core_rl_conformance.procedures.ranks import fail_without_adapter
-from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.procedures.training import Shadow, fail_without_adapter, optimizer_config
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)

@@ -16,8 +16,8 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.outputs import verify_outputs
-from core_rl_conformance.procedures.ranks import disable_adapter
 from core_rl_conformance.procedures.serving import verify_version
+from core_rl_conformance.procedures.training import disable_adapter
 from core_rl_conformance.profile import MOE
 
 C = Capability

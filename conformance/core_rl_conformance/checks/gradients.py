@@ -16,7 +16,7 @@ from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.ranks import backward_on_parts
+from core_rl_conformance.procedures.training import backward_on_parts
 from core_rl_oracle.oracle import grad_norm
 from core_rl_oracle.tolerance import Tolerance
 

@@ -18,7 +18,7 @@ from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import LogitsLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.outputs import verify_form, verify_overall
-from core_rl_conformance.procedures.ranks import forward_inside_train_mode, train_mode_losses
+from core_rl_conformance.procedures.training import forward_inside_train_mode, train_mode_losses
 
 LARGE_VOCABULARY = 1543
 """Prime, and more than the usual blocks of kernels that loop over the vocabulary."""

@@ -2,23 +2,235 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
+from core_rl.engine.train import TrainEngine
+from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.procedures.process_state import (
-    changed_settings,
-    grown,
-    offloaded_bytes,
-    unusual_settings,
-)
+from core_rl_conformance.inputs.losses import RaisingLoss, TokenMeanLoss
 
+WARM_UP = 3
+"""Steps, and passes, after which caches are filled and moments exist."""
+IDS = 128
+"""Every tiny model has more ids of tokens."""
+USUAL = {
+    "torch.get_default_dtype()": torch.float32,
+    "torch.get_default_device()": torch.device("cpu"),
+    "torch.is_grad_enabled()": True,
+    "torch.is_inference_mode_enabled()": False,
+    "torch.is_autocast_enabled('cpu')": False,
+    "torch.is_autocast_enabled('cuda')": False,
+    "torch.is_anomaly_enabled()": False,
+}
+"""Settings that torch begins with."""
 LOSS = TokenMeanLoss(temperature=0.8)
 STEPS, ON_SEVERAL_RANKS = 50, 20
 """Repeated calls; on several ranks, which are slow on few cores, not so many."""
 FEWER = 5
 """Number of new tensors that a later step may replace."""
+
+
+# ---------------------------------------------------------- global settings
+
+
+def _settings() -> dict[str, object]:
+    """Global settings of this process that a program around the engine relies on, by what Python calls them."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_default_device()": torch.get_default_device(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.is_autocast_enabled('cuda')": torch.is_autocast_enabled("cuda"),
+        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled(),
+        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled(),
+        "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled(),
+        "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "gc.isenabled()": gc.isenabled(),
+    }
+
+
+def _state() -> dict[str, object]:
+    """The settings, and states that differ from process to process."""
+    return {
+        **_settings(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "the working directory": Path.cwd(),
+        "torch.get_rng_state()": torch.get_rng_state().numpy().tobytes(),
+        "random.getstate()": random.getstate(),
+        "numpy.random.get_state()": np.random.get_state()[1].tobytes(),  # type: ignore[index]
+    }
+
+
+def unusual_settings(_engine: TrainEngine) -> list[str]:
+    """Settings of this rank that torch does not begin with, and their values."""
+    before = _settings()
+    return [f"{name} is {before[name]}" for name, usual in USUAL.items() if before[name] != usual]
+
+
+def changed_settings(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
+    """Settings of the process that a public call changed, and their new values; ``path`` is for a save. Collective."""
+    changed = []
+    for name, call in _calls(engine, path, engine.shard_data(batch), loss):
+        before = _state()
+        call()
+        after = _state()
+        changed += [
+            f"{name} left {_shown(label, after[label])}" for label in before if before[label] != after[label]
+        ]
+    return changed
+
+
+def _shown(label: str, value: object) -> str:
+    """The setting with its value, where that is short; a state of random numbers is not."""
+    return f"{label} another one" if "state" in label else f"{label} = {value}"
+
+
+def _calls(
+    engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    saved = SaveLoadMeta(path=path, format="hf")
+    yield "forward()", lambda: engine.forward(batch, ONE_PASS)
+    yield "eval_batch()", lambda: engine.eval_batch(batch, loss, ONE_PASS)
+    yield "train_batch()", lambda: engine.train_batch(batch, loss, ONE_PASS)
+    yield "forward_backward()", lambda: engine.forward_backward(batch, loss, ONE_PASS)
+    yield "optimizer_step()", engine.optimizer_step
+    yield "lr_scheduler_step()", engine.lr_scheduler_step
+    yield "optimizer_zero_grad()", engine.optimizer_zero_grad
+    yield "train_mode()", partial(_enter, engine.train_mode())
+    yield "eval_mode()", partial(_enter, engine.eval_mode())
+    yield "named_tensors()", lambda: list(engine.named_tensors("params"))
+    yield "save()", lambda: engine.save(saved)
+    yield "load()", lambda: engine.load(saved)
+    yield "set_version()", lambda: engine.set_version(1)
+    if engine.spec.supports(Capability.OFFLOAD):
+        yield "offload()", engine.offload
+        yield "onload()", engine.onload
+    if engine.config.layout.pp == 1:  # elsewhere one stage raises, and the others wait for its gradients
+        # The last call, since an engine of several ranks has failed then.
+        yield "forward_backward() that raised", partial(_raise_in_a_pass, engine, batch)
+
+
+def _raise_in_a_pass(engine: TrainEngine, batch: SequenceBatch) -> None:
+    with suppress(CoreRLError, RuntimeError):
+        engine.forward_backward(batch, RaisingLoss().spec(), ONE_PASS)
+
+
+def _enter(mode: AbstractContextManager[None]) -> None:
+    with mode:
+        pass
+
+
+# ------------------------------------------------------------------- memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Tensors of one rank that came during repeated calls and stayed."""
+
+    what: str
+    tensors: int
+    size: int
+    """Bytes of their storages; on CUDA, of the allocated memory."""
+
+
+def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int) -> list[Growth]:
+    """The growth over ``count`` training steps, and over as many forward passes, after some of both. Collective."""
+    batches = _endless(engine.shard_data(batch))
+    calls: dict[str, Callable[[], object]] = {
+        "train_batch()": lambda: engine.train_batch(next(batches), loss, ONE_PASS),
+        "forward()": lambda: engine.forward(next(batches), ONE_PASS),
+    }
+    growths = []
+    with _earlier_objects_ignored():
+        for call in calls.values():
+            for _ in range(WARM_UP):
+                call()
+        for name, call in calls.items():
+            call()  # may leave something until the next call, unlike the previous call
+            live = [_live(engine.device)]
+            for _ in range(2):
+                for _ in range(count // 2):
+                    call()
+                live.append(_live(engine.device))
+            # Growth is seen in each half. A message under way to another rank lives at one look alone.
+            tensors, size = (2 * min(c - b, b - a) for a, b, c in zip(*live, strict=True))
+            growths.append(Growth(what=name, tensors=tensors, size=size))
+    return growths
+
+
+def _endless(batch: SequenceBatch) -> Iterator[SequenceBatch]:
+    """Batches of the size of ``batch``, each of other tokens: something may be kept for each different one."""
+    for number in count():
+        yield replace(batch, input_ids=(batch.input_ids + number) % IDS)
+
+
+@contextmanager
+def _earlier_objects_ignored() -> Iterator[None]:
+    """Leave the many objects of imported modules out of each look at what lives."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _live(device: torch.device) -> tuple[int, int]:
+    """The number of live tensors, and the bytes of their storages."""
+    gc.collect()
+    tensors = _live_tensors()
+    if device.type == "cuda":
+        return len(tensors), torch.cuda.memory_allocated(device)
+    return len(tensors), sum(_live_storages(tensors).values())
+
+
+def _live_tensors() -> list[Tensor]:
+    return [tensor for tensor in gc.get_objects() if type(tensor) in (Tensor, torch.nn.Parameter)]
+
+
+def _live_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and bytes of the storages behind ``tensors`` of floats; a host copy as plain bytes is none."""
+    floats = [tensor.untyped_storage() for tensor in tensors if tensor.is_floating_point()]
+    return {storage.data_ptr(): storage.nbytes() for storage in floats if storage.nbytes()}
+
+
+def offloaded_bytes(engine: TrainEngine) -> tuple[int, int, int]:
+    """Bytes of the memory of weights and moments: on the device, after ``offload()``, and after ``onload()``.
+
+    After ``offload()``, the remaining bytes: a copy elsewhere does not count.
+    """
+    before = _memory(engine)
+    engine.offload()
+    left = sum(before[place] for place in before.keys() & _live_storages(_live_tensors()))
+    engine.onload()
+    return sum(before.values()), left, sum(_memory(engine).values())
+
+
+def _memory(engine: TrainEngine) -> dict[int, int]:
+    """The address and bytes of each storage of this rank's weights and moments. No collective."""
+    state = engine.backend.state()
+    return _live_storages(
+        part.tensor for kind in ("master", *state.optimizer_kinds) for part in state.local(kind)
+    )
 
 
 def _few_tokens(subject: EngineUnderTest) -> SequenceBatch:

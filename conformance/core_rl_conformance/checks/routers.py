@@ -21,7 +21,7 @@ from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_experts import alike
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.ranks import backward_on_parts
+from core_rl_conformance.procedures.training import backward_on_parts
 from core_rl_conformance.profile import MOE
 
 LOSS = TokenMeanLoss()

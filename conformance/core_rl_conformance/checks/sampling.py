@@ -1,21 +1,37 @@
-"""The distribution of the tokens that inference engines draw."""
+"""Distribution of the tokens that inference engines draw, and the ends of answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
-from core_rl_conformance.procedures.serving import as_response, ask, distributions, left_by_cut
+from core_rl_conformance.procedures.serving import (
+    as_response,
+    ask,
+    distributions,
+    left_by_cut,
+    verify_logprobs,
+)
+from core_rl_oracle.float64 import float64_only
+from core_rl_oracle.oracle import Oracle
 
 DRAWS = 256
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+STEPS = 8
+"""Tokens of a path."""
+PROMPTS = 512
 
 
 @check("I8.sampling", kind="inference", each="layout")
@@ -143,3 +159,119 @@ def requests_of_a_group_differ(subject: EngineUnderTest) -> None:
             len(different) == len(responses),
             f"{len(responses)} equal requests {label} got {len(different)} different answers of 16 tokens",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyPath:
+    """A prompt and the most likely tokens after it."""
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    stops: tuple[int, int]
+    """Two tokens of ``ids``, each in the order of its first place, neither of them at the first place."""
+
+    def until(self, stops: Collection[int]) -> tuple[int, ...]:
+        """The answer that ends with the first of ``stops``; all of ``ids`` where there is none."""
+        end = next((place + 1 for place, token in enumerate(self.ids) if token in stops), len(self.ids))
+        return self.ids[:end]
+
+
+def find_path(oracle: Oracle, vocab_size: int, seed: int) -> GreedyPath:
+    """The prompt, of many, with the clearest most likely token at every step.
+
+    So that an engine in a smaller dtype takes the same tokens. Raises `ValueError` if no path has two
+    tokens to stop at.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (PROMPTS, 3), generator=generator)
+    margins = []
+    with torch.no_grad(), float64_only():
+        for _ in range(STEPS):
+            logits = oracle.model(input_ids=ids, use_cache=False).logits[:, -1]
+            best = logits.topk(2)
+            margins.append(best.values[:, 0] - best.values[:, 1])
+            ids = torch.cat([ids, best.indices[:, :1]], dim=1)
+    clearest = torch.stack(margins).min(0).values.argsort(descending=True).tolist()
+    for index in clearest:
+        prompt, path = tuple(ids[index, :3].tolist()), tuple(ids[index, 3:].tolist())
+        new = [place for place, token in enumerate(path) if token not in path[:place] and place]
+        if len(new) > 1 and new[0] < STEPS - 2:
+            return GreedyPath(prompt=prompt, ids=path, stops=(path[new[0]], path[new[-1]]))
+    raise ValueError(f"none of {PROMPTS} prompts leads to three different tokens in {STEPS} steps")
+
+
+@check("I19.stop", kind="inference", each="layout")
+def answers_end_with_their_stop_token(subject: EngineUnderTest) -> None:
+    """An answer ends with EOS (unless ``ignore_eos``) or a token of ``stop_token_ids``, and that token has a log-prob.
+
+    EOS is each id of the config's list, and ends an answer as each of ``stop_token_ids`` does.
+
+    Why: an answer without its EOS never teaches the policy to stop, and an answer that runs on is
+    rewarded for unread tokens (I19). An answer that ends as its tokens run out is finished, and not cut off.
+    Look at: servers that drop the stop token or its log-prob from their response; the EOS of the config, which is
+    a list in many models; lists of which only the first id is taken, or that replace earlier ids.
+    """
+    base = subject.model()
+    path = find_path(subject.expected.oracle(base), base.vocab_size, base.seed)
+    eos, late = path.stops
+    unused = next(token for token in range(base.vocab_size) if token not in path.ids)
+    model = replace(base, eos=(unused, eos))
+    engine = subject.serve(model)
+    greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0)
+    first, until_eos, until_late = path.ids[:1], path.until({eos}), path.until({late})
+    table: tuple[tuple[str, dict[str, Any], tuple[int, ...], str], ...] = (
+        ("EOS on the way", {}, until_eos, "stop"),
+        ("EOS on the way", {"ignore_eos": True}, path.ids, "length"),
+        ("", {"stop_token_ids": first}, first, "stop"),
+        ("", {"stop_token_ids": (late,), "ignore_eos": True}, until_late, "stop"),
+        ("EOS before it", {"stop_token_ids": (late,)}, until_eos, "stop"),
+        ("", {"stop_token_ids": (unused, late), "ignore_eos": True}, until_late, "stop"),
+        ("EOS as the last token", {"max_new_tokens": len(until_eos)}, until_eos, "stop"),
+        ("", {"stop_token_ids": first, "max_new_tokens": 1}, first, "stop"),
+        ("", {"max_new_tokens": 1}, first, "length"),
+    )
+    samplings = [replace(greedy, **changes) for _, changes, _, _ in table]
+    responses = ask(engine, [LLMRequest(input_ids=path.prompt, sampling=sampling) for sampling in samplings])
+    for response, (note, changes, ids, reason) in zip(responses, table, strict=True):
+        options = [name if value is True else f"{name} = {value}" for name, value in changes.items()]
+        label = " and ".join(filter(None, [*options, note]))
+        subject.require(
+            (response.output_ids, response.stop_reason) == (ids, reason),
+            f"with {label}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
+            f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (EOS is {unused} or {eos})",
+        )
+    verify_logprobs(subject, "log-probs of answers with their stop token", model, responses)
+
+
+@check("I19.eos-trained", each="layout")
+def eos_is_trained_where_padding_has_its_id(subject: EngineUnderTest) -> None:
+    """EOS in the loss mask has log-prob and gradient like any token, also if padding has its id.
+
+    Why: a mask of every token with the padding's id never trains EOS, and the policy does not
+    learn to stop (TRL #3200). And most models of transformers look padding up without a gradient (``padding_idx``):
+    with an embedding of another make, gradient norms of two backends differ, and both seem right.
+    Look at: masks that are derived from token ids instead of ``cu_seqlens`` and ``loss_mask``; the row of the padding
+    token in the gradient of the input embedding.
+    """
+    model = replace(subject.model(), pad_is_eos=True)
+    data = _with_ends(subject.data(), model)
+    group = subject.start(model)
+    subject.verify_logprobs("with EOS inside", group, model, data)
+    subject.verify_backward("with EOS inside", group, model, data, TokenMeanLoss(), MicroBatchSpec(count=2))
+
+
+def _with_ends(data: Ragged, model: TinyModel) -> Ragged:
+    """EOS, trained, at the end of each sequence and in the middle of the longer ones."""
+    eos = model.config().eos_token_id
+    assert isinstance(eos, int)
+    return Ragged(tuple(_with_end(row, eos) for row in data.rows))
+
+
+def _with_end(row: Row, eos: int) -> Row:
+    last = len(row.ids) - 1
+    places = {last, last // 2} if last > 2 else {last}
+    return replace(
+        row,
+        ids=tuple(eos if t in places else token for t, token in enumerate(row.ids)),
+        mask=tuple(t in places or trained for t, trained in enumerate(row.mask)),
+    )

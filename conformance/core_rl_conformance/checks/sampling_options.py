@@ -17,21 +17,16 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.sampling import (
     DRAWS,
     ONE,
+    STEPS,
     Prompts,
     drawn_by,
+    find_path,
     verify_first_tokens,
 )
-from core_rl_conformance.checks.stops import STEPS, find_path
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
-from core_rl_conformance.procedures.serving import (
-    ask,
-    expected_of,
-    left_by_cut,
-    raw_logits,
-    verify_logprobs,
-)
+from core_rl_conformance.procedures.serving import ask, expected_of, left_by_cut, raw_logits, verify_logprobs
 
 LONG = replace(ONE, max_new_tokens=24, temperature=0.8)
 

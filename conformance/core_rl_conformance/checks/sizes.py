@@ -130,11 +130,7 @@ def _repeated(subject: EngineUnderTest, rows: int) -> Repeated:
 
 
 def _verify_outputs(
-    subject: EngineUnderTest,
-    output: ModelOutput,
-    model: TinyModel,
-    data: Repeated,
-    name: OutputName,
+    subject: EngineUnderTest, output: ModelOutput, model: TinyModel, data: Repeated, name: OutputName
 ) -> None:
     expected = subject.outputs(model, data.distinct, name)
     got = per_sequence(output, name, data.all)
@@ -149,11 +145,7 @@ def _verify_outputs(
 
 
 def _ignored_constant(
-    subject: EngineUnderTest,
-    model: TinyModel,
-    data: Ragged,
-    got: list[Tensor],
-    name: OutputName,
+    subject: EngineUnderTest, model: TinyModel, data: Ragged, got: list[Tensor], name: OutputName
 ) -> str:
     """The part of `UNUSUAL` without which the values are right."""
     for part in UNUSUAL:

@@ -13,15 +13,16 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
 from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
-from core_rl_conformance.procedures.end_to_end import (
+from core_rl_conformance.procedures.moving import state, verify_state
+from core_rl_conformance.procedures.outputs import verify_outputs
+from core_rl_conformance.procedures.training import (
+    Shadow,
     expected_training,
+    optimizer_config,
     train_end_to_end,
     training_of,
     verify_rates,
 )
-from core_rl_conformance.procedures.moving import state, verify_state
-from core_rl_conformance.procedures.outputs import verify_outputs
-from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 

@@ -1,4 +1,4 @@
-"""Engines that have computed before: nothing of an earlier batch, or of earlier weights, is in later calls."""
+"""Engines that have computed before, have failed, or share processes: later calls see nothing of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import CheckpointFormat
+from core_rl.backend.tensors import TensorDict
+from core_rl.config.capability import Capability
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.errors import CoreRLError, EngineStateError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.losses import RaisingLoss, TokenMeanLoss
 from core_rl_conformance.procedures import moving
+from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
-from core_rl_conformance.procedures.training import Shadow
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
@@ -21,6 +26,7 @@ LENGTHS, OTHER_LENGTHS = (3, 9, 5, 7), (9, 3, 7, 5)
 """The same numbers of sequences and tokens, cut at other places."""
 EQUAL = (6, 6, 6, 6)
 """Sequences of each data-parallel rank, each in a micro-batch of its own."""
+COLOCATED_STEPS = (0, 1)
 
 
 @check("I13.hidden-caches", each="layout")
@@ -115,3 +121,86 @@ def _use(subject: EngineUnderTest, group: EngineGroup) -> None:
     moving.train(group, subject, [5])
     group.forward(batch, ONE_PASS)
     group.eval_batch(batch, LOSS.spec(), ONE_PASS)
+
+
+@check("I5.failed-pass", each="engine")
+def a_failed_pass_leaves_nothing(subject: EngineUnderTest) -> None:
+    """After a pass that raised, no gradients count twice, and later passes compute with the present weights.
+
+    Or the engine has failed, and every later call fails with the reason. One rank alone is asked: with several, the
+    engine has failed wherever a backend raises.
+    Why: FSDP2 used the weights that a failed pass had gathered, after others were loaded (log-probs off by 0.28), and a
+    repeated ``forward_backward`` added its gradients to the failed call's (1.24 times).
+    Look at: ``TrainBackend.abort``: gathered weights, and gradients outside of the memory that ``zero_grad`` drops.
+    """
+    model, data = subject.model(), subject.data()
+    group = subject.start(model, layout=ParallelLayout())
+    group.forward_backward(data.batch(), LOSS.spec(), TWO)
+    _raise_in_a_pass(subject, group)
+    subject.require_error(
+        EngineStateError,
+        lambda: group.forward_backward(data.batch(), LOSS.spec(), TWO),
+        "forward_backward() after a pass that raised was not refused, before optimizer_zero_grad()",
+    )
+    try:
+        group.optimizer_zero_grad()
+    except EngineStateError:
+        return  # it has failed
+    # Not asked for a second time, as `verify_backward` does: that would be a pass after a successful pass.
+    metrics = group.forward_backward(data.batch(), LOSS.spec(), TWO)
+    subject.verify_gradients("after a pass that raised", group, metrics, subject.gradients(model, data, LOSS))
+    group.optimizer_zero_grad()
+    _raise_in_a_pass(subject, group)
+    group.optimizer_zero_grad()
+    second = elsewhere(model)
+    weights = {name: value.float() for name, value in subject.expected.oracle(second).parameters().items()}
+    group.load_named_tensors("master", TensorDict(weights))
+    subject.verify_logprobs("of weights that were loaded after a pass that raised", group, second, data)
+
+
+def _raise_in_a_pass(subject: EngineUnderTest, group: EngineGroup) -> None:
+    try:
+        group.forward_backward(subject.data(seed=1).batch(), RaisingLoss().spec(), TWO)
+    except CoreRLError:
+        return
+    subject.require(False, "an error in the backward pass of a micro-batch was swallowed")
+
+
+@check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
+def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
+    """Two engines in the same rank processes, offloaded in turns, compute bitwise the same as alone.
+
+    With dropout; and the first continues after the other was destroyed.
+    Why: recipes with ``colocated`` have actor, critic and reference in the same processes. Process-wide state (host
+    copies, step counts, random states, process groups) is shared by both engines. Roles then train on each other's
+    state without an error.
+    Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends state of another engine.
+    """
+    models = [subject.model(dropout=0.1), moving.elsewhere(subject.model(dropout=0.1))]
+    reports, states = [], []
+    for model in models:
+        group = moving.start(subject, model)
+        reports.append(moving.train(group, subject, [*COLOCATED_STEPS, 2]))
+        states.append(moving.state(group))
+    host = moving.start(subject, models[0])
+    config = subject.config(models[1], optimizer=optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS))
+    with EngineGroup(subject.spec, config, timeout_s=host.timeout_s, colocate_with=host) as guest:
+        groups = {"first": host, "second": guest}
+        for step in COLOCATED_STEPS:
+            for (name, group), expected in zip(groups.items(), reports, strict=True):
+                _verify_step(subject, group, step, expected[step], name)
+                group.offload()
+        _verify_step(subject, guest, 2, reports[1][2], "second")
+        guest.onload()
+        moving.verify_state(subject, "of the second of two engines in the same processes", guest, states[1])
+    _verify_step(subject, host, 2, reports[0][2], "first")
+    host.onload()
+    moving.verify_state(subject, "of the first engine, which went on after the second", host, states[0])
+
+
+def _verify_step(
+    subject: EngineUnderTest, group: EngineGroup, step: int, expected: dict[str, float], which: str
+) -> None:
+    (step_metrics,) = moving.train(group, subject, [step])
+    label = f"step {step} of the {which} of two engines in the same processes"
+    moving.verify_report(subject, label, step_metrics, expected, "alone it reports")

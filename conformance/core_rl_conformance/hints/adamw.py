@@ -12,8 +12,6 @@ from core_rl_conformance.hints.diagnose import Finding, compare_named
 from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["RULES", "Steps", "compare_steps"]
-
 Grads = Mapping[str, Tensor]
 Named = Mapping[str, Grads]
 """Tensors by name, of each kind: ``params``, ``exp_avg`` and ``exp_avg_sq``."""

@@ -13,18 +13,6 @@ from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens, named_factor
 from core_rl_oracle.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
 
-__all__ = [
-    "LOOKS_LIKE",
-    "Explain",
-    "Finding",
-    "compare_mean_square",
-    "compare_named",
-    "compare_scalar",
-    "compare_signed_mean",
-    "compare_tokens",
-    "same_named",
-]
-
 NEAR = 3.0
 """Times the limit."""
 LOOKS_LIKE = "it looks like: "

@@ -9,8 +9,6 @@ from torch import Tensor
 from core_rl_oracle.oracle import Gradients
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["Again", "Mistakes", "explain_loss", "explain_named", "explain_tokens"]
-
 Mistakes = Callable[[], Iterator[tuple[str, Gradients]]]
 """Sentences about known mistakes, and the loss and gradients that each would give."""
 Again = Callable[[], tuple[float, Mapping[str, Tensor]]]

@@ -16,8 +16,6 @@ from torch import Tensor
 from core_rl_conformance.hints.tokens import constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["Named", "named_hints"]
-
 LAYER = re.compile(r"\.(\d+)\.")
 KINDS = {
     "biases are": re.compile(r"\.bias$"),
@@ -139,13 +137,7 @@ def _wrong_ones(comparison: Named) -> list[Tensor]:
     return [comparison.expected[name] for name in comparison.wrong]
 
 
-VALUES: tuple[Callable[[Named], str | None], ...] = (
-    _not_finite,
-    _zero,
-    _multiplied,
-    _exchanged,
-    _transposed,
-)
+VALUES: tuple[Callable[[Named], str | None], ...] = (_not_finite, _zero, _multiplied, _exchanged, _transposed)
 
 # ------------------------------------------------------------ which they are
 

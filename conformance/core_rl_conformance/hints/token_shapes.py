@@ -7,16 +7,204 @@ it are right. The smallest of several such sets counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.token_places import PLACES
 from core_rl_conformance.hints.tokens import Tokens, constant_factor, show_factor
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["token_hints"]
+Place = tuple[str, Tensor]
+"""A sentence, and the tokens that it speaks of, bool ``[T]``."""
+
+PERIODS = (512, 256, 128, 64, 32, 16, 8)
+"""Lengths of chunks that kernels work in."""
+SMALLEST_BUFFER = 32
+"""Shorter patterns more likely belong to a single sequence."""
+
+
+def _by_mask(tokens: Tokens) -> Iterator[Place]:
+    if tokens.places is None:
+        return
+    trained = tokens.places.trained
+    yield "only tokens that are not trained (loss_mask 0) are wrong", ~trained
+    yield "only trained tokens (loss_mask 1) are wrong", trained
+    order = trained.cumsum(0)
+    starts = torch.tensor([0, *tokens.lengths[:-1]]).cumsum(0)
+    before = (order - trained.long())[starts][tokens.sequence]
+    total = torch.zeros(len(tokens.lengths), dtype=torch.long).index_add(0, tokens.sequence, trained.long())
+    mask = order - before
+    yield "only the first trained token of a sequence is wrong", trained & (mask == 1)
+    yield "only the last trained token of a sequence is wrong", trained & (mask == total[tokens.sequence])
+
+
+def _by_end(tokens: Tokens) -> Iterator[Place]:
+    yield "only the first token of a sequence is wrong", tokens.position == 0
+    yield "only the last token of a sequence is wrong", tokens.last
+
+
+def _by_position(tokens: Tokens) -> Iterator[Place]:
+    positions = tokens.position[tokens.wrong]
+    low, high = int(positions.min()), int(positions.max())
+    if low == high:
+        yield f"only position {low} of sequences is wrong", tokens.position == low
+    elif low == 2:
+        sentence = (
+            "position 1, which attends to one token alone, is right and later ones are not: "
+            "attention (its mask, scale, heads), or position ids"
+        )
+        yield sentence, tokens.position >= low
+    elif low > 2:
+        sentence = f"only positions from {low} on are wrong: position ids, a window or a maximum length"
+        yield sentence, tokens.position >= low
+    if low <= 1 and high > 1:
+        yield f"only positions up to {high} are wrong", tokens.position <= high
+
+
+def _by_chunk(tokens: Tokens) -> Iterator[Place]:
+    """Every so many tokens, in the sequence or in the pack of a rank."""
+    order = tokens.position
+    yield from _periodic(order, tokens, "of a sequence")
+    rank = torch.zeros_like(order) if tokens.places is None else tokens.places.rank
+    packed = torch.zeros_like(order)
+    for number in rank.unique():
+        mask = rank == number
+        packed[mask] = torch.arange(int(mask.sum()))
+    yield from _periodic(packed, tokens, "of the packed tokens of a rank")
+
+
+def _periodic(order: Tensor, tokens: Tokens, label: str) -> Iterator[Place]:
+    places = order[tokens.wrong].unique()
+    if len(places) < 2:
+        return
+    for period in PERIODS:
+        rest = places % period
+        if bool((rest == rest[0]).all()):
+            shown = ", ".join(str(int(place)) for place in places[:3]) + (", ..." if len(places) > 3 else "")
+            sentence = f"only every {period}th position {label} is wrong ({shown}): the edges of chunks?"
+            yield sentence, order % period == rest[0]
+
+
+def _by_shard_edge(tokens: Tokens) -> Iterator[Place]:
+    """Next to where consecutive tokens of a micro-batch go to the next rank, however a rest is spread."""
+    if tokens.places is None:
+        return
+    order, packed = tokens.places.order, tokens.places.packed
+    for count in tokens.places.shards:
+        for starts in _shard_starts(order, packed, count):
+            label = f"the edges of the shards that {count} ranks have of the packed tokens"
+            yield f"only the first tokens after {label} are wrong", starts
+            ends = torch.zeros_like(starts)
+            ends[:-1] = starts[1:] & (order[1:] == order[:-1] + 1)
+            yield f"only the last tokens before {label} are wrong", ends
+            yield f"only tokens at {label} are wrong", starts | ends
+
+
+def _shard_starts(order: Tensor, packed: Tensor, count: int) -> Iterator[Tensor]:
+    """Bool ``[T]``: the first token of each shard but the first, for both usual ways to cut."""
+    small, rest = packed // count, packed % count
+    number = torch.arange(1, count)[:, None]
+    yield (order == number * small + torch.minimum(number, rest)).any(0) & (order > 0)
+    yield (order == number * -(-packed // count)).any(0) & (order > 0)
+
+
+def _by_id(tokens: Tokens) -> Iterator[Place]:
+    if tokens.places is None:
+        return
+    ids, size = tokens.places.ids, tokens.places.vocab_size
+    previous = torch.cat([ids.new_full((1,), -1), ids[:-1]])
+    previous[tokens.position == 0] = -1
+    for values, label in ((ids, "with"), (previous, "right after")):
+        wrong_ids = values[tokens.wrong].unique()
+        if len(wrong_ids) == 1:
+            yield (
+                f"only tokens {label} the id {_name(int(wrong_ids[0]), size)} are wrong",
+                values == wrong_ids[0],
+            )
+    for special in (0, 1, 2, size - 1):
+        seen = _seen_before(ids == special, tokens)
+        sentence = (
+            f"only tokens after one with the id {_name(special, size)} in their sequence are wrong: "
+            "is it taken for padding or an end?"
+        )
+        yield sentence, seen
+
+
+def _name(value: int, size: int) -> str:
+    return f"{value} (the last of the vocabulary)" if value == size - 1 else str(value)
+
+
+def _seen_before(marked: Tensor, tokens: Tokens) -> Tensor:
+    parts = [part.cumsum(0) - part.long() > 0 for part in marked.split(tokens.lengths)]
+    return torch.cat(parts)
+
+
+def _by_size(tokens: Tokens) -> Iterator[Place]:
+    """Errors from some token, sequence or id on: the end of a buffer or an integer."""
+    if tokens.places is None:
+        return
+    places = tokens.places
+    # First tokens, which are always right, belong to what follows.
+    wrong = tokens.wrong.clone()
+    wrong[:-1] |= wrong[1:] & (tokens.position[:-1] == 0)
+    for order, label in ((places.number, "sequences"), (places.order, "tokens")):
+        low = int(order[wrong].min())
+        if low >= SMALLEST_BUFFER:
+            sentence = (
+                f"only {label} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
+            )
+            yield sentence, order >= low
+    for most in (2**16 - 1, 2**15 - 1):
+        seen = _seen_before(places.ids > most, tokens)
+        yield f"only tokens after an id above {most:,} in their sequence are wrong: ids in 16 bits?", seen
+
+
+def _by_rank(tokens: Tokens) -> Iterator[Place]:
+    if tokens.places is None:
+        return
+    rank = tokens.places.rank
+    wrong_ranks = rank[tokens.wrong].unique()
+    if len(wrong_ranks) == 1:
+        mask = rank == wrong_ranks[0]
+        count = len(tokens.sequence[mask].unique())
+        sentence = (
+            f"all wrong values belong to the {count} sequences of data-parallel rank {int(wrong_ranks[0])}"
+        )
+        yield sentence, mask
+
+
+def _by_sequence(tokens: Tokens) -> Iterator[Place]:
+    lengths, wrong_sequences = tokens.length[tokens.wrong], tokens.sequence[tokens.wrong].unique()
+    if len(wrong_sequences) == 1:
+        place = int(wrong_sequences[0])
+        yield f"only sequence {place} ({tokens.lengths[place]} tokens) is wrong", tokens.sequence == place
+    low, high = int(lengths.min()), int(lengths.max())
+    yield f"only sequences of {low} and more tokens are wrong", tokens.length >= low
+    yield f"only sequences of at most {high} tokens are wrong", tokens.length <= high
+
+
+def _by_neighbour(tokens: Tokens) -> Iterator[Place]:
+    sentence = "the first sequence is right and later ones are not: do sequences see their packed neighbours?"
+    yield sentence, tokens.sequence > 0
+    if tokens.places is not None:
+        rank = tokens.places.rank
+        firsts = torch.stack([tokens.sequence[rank == number].min() for number in rank.unique()])
+        yield f"{sentence} (on each rank)", ~torch.isin(tokens.sequence, firsts)
+
+
+PLACES: tuple[Callable[[Tokens], Iterator[Place]], ...] = (
+    _by_end,
+    _by_mask,
+    _by_id,
+    _by_position,
+    _by_chunk,
+    _by_shard_edge,
+    _by_size,
+    _by_rank,
+    _by_sequence,
+    _by_neighbour,
+)
 
 
 def token_hints(tokens: Tokens) -> list[str]:

@@ -15,8 +15,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["Places", "Tokens", "constant_factor", "named_factor", "show_factor"]
-
 LARGEST_PART = 64
 """Fractions are recognized up to this numerator and denominator."""
 PLAUSIBLE_PART = 8

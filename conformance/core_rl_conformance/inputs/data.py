@@ -11,8 +11,6 @@ import torch
 from core_rl.data.batch import SequenceBatch
 from core_rl_oracle.oracle import OracleSequence
 
-__all__ = ["LENGTHS", "LONG", "Ragged", "Repeated", "Row", "part_edges", "ragged"]
-
 LENGTHS = (17, 2, 31, 5, 1, 23, 9, 40, 3, 12, 28, 7, 19, 4, 2, 14)
 """Unequal, with the shortest possible: a single token, which nothing predicts. Odd in all, and so are some of the
 usual micro-batches on one, two and four data-parallel ranks."""

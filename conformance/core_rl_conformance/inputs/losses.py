@@ -20,23 +20,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput, OutputName, masked_fill, masked_sum, segment_sum
 from core_rl_oracle.oracle import OracleSequence
 
-__all__ = [
-    "BalanceLoss",
-    "BalancedTokenMeanLoss",
-    "CheckLoss",
-    "InfiniteGradientLoss",
-    "LogitsLoss",
-    "RaisingLoss",
-    "RepeatedLoss",
-    "RewardLoss",
-    "ScaledLoss",
-    "SequenceMeanLoss",
-    "TokenMeanLoss",
-    "ValueLoss",
-    "WatchedLoss",
-    "wrong_temperatures",
-]
-
 EngineResult = tuple[Tensor, Mapping[str, Metric]]
 Outputs = Mapping[str, Tensor]
 

@@ -18,8 +18,6 @@ from safetensors.torch import save_file
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
 from core_rl_oracle.low_rank import LowRank, linear_layers
 
-__all__ = ["PREFIX", "TinyAdapter"]
-
 PREFIX = "base_model.model."
 """Prefix of ``peft`` for the names of an adapter's tensors."""
 STRENGTH = 0.3

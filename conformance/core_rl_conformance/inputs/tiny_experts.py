@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["alike", "draw_router", "mark_tokens"]
-
 MARK = 1.5
 """Size of a mark; the other entries of an embedding have a standard deviation of 0.16."""
 GAIN = 1.0

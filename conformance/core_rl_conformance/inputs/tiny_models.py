@@ -36,17 +36,6 @@ from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
 from core_rl_oracle.experts import overwrite
 
-__all__ = [
-    "MAX_LENGTH",
-    "OTHER_LAYERS",
-    "UNUSUAL",
-    "ModelStore",
-    "TinyModel",
-    "build",
-    "layer_of",
-    "save_with",
-]
-
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
 LONG_LENGTH = 640

@@ -17,17 +17,6 @@ from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.low_rank import LowRank
 
-__all__ = [
-    "adapter_of",
-    "base_of",
-    "load",
-    "low_rank_of",
-    "outputs_of",
-    "snapshot_of",
-    "start",
-    "written",
-]
-
 ValueT = TypeVar("ValueT")
 
 

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["FALSE_ALARMS", "Surprise", "binomial_tail", "most_surprising", "most_surprising_bet"]
-
 FALSE_ALARMS = 1e-9
 """The probability that a run of draws from the very distribution fails."""
 STAKES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)

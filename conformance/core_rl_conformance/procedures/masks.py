@@ -23,8 +23,6 @@ from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
 from core_rl_oracle.plain import PlainModel
 from core_rl_oracle.tolerance import scalar_tolerance, tolerance, tolerances
 
-__all__ = ["CUT", "RATE", "PairMasks", "Spread", "verify_draws", "verify_rate_and_ranks"]
-
 RATE = 0.25
 """Far from its complement, which a mask that is read the wrong way round has."""
 CUT = MicroBatchSpec(count=8)

@@ -26,29 +26,6 @@ from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.oracle import AdamW
 
-__all__ = [
-    "KINDS",
-    "OPTIMIZER",
-    "TOTAL_STEPS",
-    "Saved",
-    "State",
-    "elsewhere",
-    "formats",
-    "meta",
-    "offload_and_onload",
-    "saved_portable",
-    "start",
-    "state",
-    "train",
-    "verify_file",
-    "verify_goes_on",
-    "verify_next_steps",
-    "verify_progress",
-    "verify_report",
-    "verify_state",
-    "verify_steps",
-]
-
 LOSSES: Mapping[Head, CheckLoss] = {"lm": TokenMeanLoss(temperature=0.8), "value": ValueLoss()}
 TWO = MicroBatchSpec(count=2)
 OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)

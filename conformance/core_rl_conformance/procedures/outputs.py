@@ -17,8 +17,6 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import snapshot_of
 
-__all__ = ["PROBE", "verify_form", "verify_outputs", "verify_overall", "verify_precision"]
-
 PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
 """Lengths of a few sequences: enough to show the weights that the ranks compute with, and for one step."""
 ENOUGH = 16

@@ -25,29 +25,6 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = [
-    "FEW",
-    "PLAIN",
-    "Expected",
-    "Guesses",
-    "answers",
-    "as_response",
-    "ask",
-    "distributions",
-    "expected_of",
-    "installed",
-    "left_by_cut",
-    "let_begin",
-    "meanwhile",
-    "raw_logits",
-    "requests_for",
-    "sequences_of",
-    "verify_by_version",
-    "verify_logprobs",
-    "verify_served",
-    "verify_version",
-]
-
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
 """Explanations of a wrong result: a sentence, and the log-probs that would prove it."""
 FEW = (0, 1, 3, 4, 7, 10)
@@ -137,10 +114,7 @@ def _generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> li
 
 
 def expected_of(
-    subject: EngineUnderTest,
-    weights: Judged,
-    responses: Sequence[LLMResponse],
-    temperature: float = 1.0,
+    subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
 ) -> Expected:
     """The oracle's log-probs of the generated tokens of ``found``."""
     outputs = subject.outputs(weights, sequences_of(responses), "logprobs", temperature)

@@ -23,9 +23,6 @@ from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 
-__all__ = ["LARGE_BUCKET", "Caught", "caught", "sent", "sync_meta", "tensors_of"]
-
-
 NOISE = 77
 """No weight of a tiny model; finite, so that messages show it."""
 LARGE_BUCKET = 1 << 28

@@ -7,6 +7,7 @@ amplifies the noise of tiny ones and hides bugs in large ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,17 +17,25 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import TensorKind
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.outputs import PROBE
+from core_rl_conformance.trajectory import ExpectedTraining, Training
 from core_rl_oracle.oracle import AdamW, AdamWState
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
-__all__ = ["MOMENTS", "Shadow", "optimizer_config"]
-
-
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
+LOSS = TokenMeanLoss(temperature=0.8)
+CUT = MicroBatchSpec(max_tokens=48)
+BATCHES = (0, 1, 0, 2)
+"""The batch of each step; one comes again, as in a second epoch."""
+CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_norm=0.5)
+"""With a large epsilon an update is a smooth function of its gradient; clipping acts in every step."""
 
 
 def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str, Any]:
@@ -158,3 +167,91 @@ class Shadow:
             if off:
                 return f"\nweights are off from step {count - 1} on (of {len(self._grads)}, from 0), {off[0]} first"
         return f"\nweights were right after each of the {len(self._grads)} steps when they were made"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The reports of the training steps, and the weights at the end."""
+
+    reports: list[dict[str, float]]
+    weights: dict[str, Tensor]
+
+
+def training_of(subject: EngineUnderTest) -> Training:
+    """One step on each of several batches, with clipping and a learning rate that falls."""
+    return Training(
+        data=tuple(subject.data(PROBE, seed) for seed in BATCHES),
+        loss=LOSS,
+        config=CONFIG,
+        total_steps=len(BATCHES) + 2,
+    )
+
+
+def expected_training(subject: EngineUnderTest, training: Training) -> ExpectedTraining:
+    """The oracle's values for ``training``, with tolerances."""
+    return subject.expected.training(subject.model(), training, subject.dtype, subject.case.device)
+
+
+def train_end_to_end(side: EngineUnderTest, training: Training) -> Trained:
+    """The engine of ``side`` goes through ``training``; its weights are looked at only at the end."""
+    optimizer = optimizer_config(training.config, training.total_steps)
+    group = side.start(side.model(), optimizer=optimizer)
+    reports = []
+    for step, data in enumerate(training.data):
+        reports.append(group.train_batch(data.batch(), training.loss.spec(), CUT))
+        side.require(
+            reports[-1]["update_successful"] == 1.0, f"the update of step {step} was not made: {reports[-1]}"
+        )
+        group.lr_scheduler_step()
+    return Trained(reports=reports, weights=group.named_tensors("master"))
+
+
+def verify_rates(subject: EngineUnderTest, training: Training, trained: Trained) -> None:
+    """Require that each step reports the learning rate of the schedule."""
+    for step, (report, rate) in enumerate(zip(trained.reports, training.rates, strict=True)):
+        subject.require(
+            abs(report["lr"] - rate) <= 1e-12 * training.config.lr,
+            f"step {step} reports the learning rate {report['lr']}; the schedule has {rate}",
+        )
+
+
+def backward_on_parts(
+    engine: TrainEngine, parts: Sequence[SequenceBatch], loss: LossSpec, mb_spec: MicroBatchSpec
+) -> dict[str, float]:
+    """``forward_backward`` with the part of this data-parallel rank."""
+    return engine.forward_backward(parts[engine.data_parallel_rank], loss, mb_spec)
+
+
+def forward_inside_train_mode(
+    engine: TrainEngine, batch: SequenceBatch, mb_spec: MicroBatchSpec, outputs: tuple[OutputName, ...]
+) -> ModelOutput:
+    """``forward`` of the whole batch on every rank, inside ``train_mode()``."""
+    with engine.train_mode():
+        output: ModelOutput = engine.forward(batch, mb_spec, outputs)
+    return output
+
+
+def train_mode_losses(
+    engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec
+) -> list[float]:
+    """Two training losses before, and two after, a ``forward`` inside one ``train_mode()``."""
+    losses = []
+    with engine.train_mode():
+        for turn in range(4):
+            if turn == 2:
+                engine.forward(batch, mb_spec)
+            losses.append(engine.forward_backward(batch, loss, mb_spec)["loss"])
+    engine.optimizer_zero_grad()
+    return losses
+
+
+def disable_adapter(engine: TrainEngine) -> None:
+    """Enter and leave ``disable_adapter()``."""
+    with engine.disable_adapter():
+        pass
+
+
+def fail_without_adapter(engine: TrainEngine) -> None:
+    """Leave ``disable_adapter()`` by an error."""
+    with suppress(ArithmeticError), engine.disable_adapter():
+        raise ArithmeticError

@@ -10,9 +10,6 @@ from core_rl_conformance.catalogue import Check
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CheckRecord, Verdict
 
-__all__ = ["certify", "judge", "needs_of"]
-
-
 ANY_CHECK = frozenset(
     {
         Capability.DATA_PARALLEL,

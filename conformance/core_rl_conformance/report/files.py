@@ -13,16 +13,6 @@ from pydantic import ValidationError
 from core_rl.errors import CoreRLError, raise_all
 from core_rl_conformance.report.model import SCHEMA_VERSION, Report
 
-__all__ = [
-    "SCHEMA_FILE",
-    "ReportError",
-    "check_destination",
-    "read_report",
-    "read_reports",
-    "write_report",
-    "write_text",
-]
-
 SCHEMA_FILE = Path(__file__).parent / "schema.json"
 """The published JSON schema."""
 SHOWN_PROBLEMS = 5

@@ -18,17 +18,6 @@ from core_rl.registry.spec import EngineKind
 from core_rl_conformance.catalogue import natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseRecord, Record
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "CapabilityRecord",
-    "CapabilityState",
-    "CheckRecord",
-    "EngineRecord",
-    "Report",
-    "Verdict",
-    "report_schema",
-]
-
 SCHEMA_VERSION: Literal["1.0"] = "1.0"
 
 

@@ -18,8 +18,6 @@ from core_rl_conformance.report.model import (
     Verdict,
 )
 
-__all__ = ["Entry", "Scoreboard", "markdown", "merge", "scoreboard_page"]
-
 SYMBOLS = {
     CapabilityState.CERTIFIED: "✅",
     CapabilityState.NOT_CERTIFIED: "❌",

@@ -18,9 +18,6 @@ from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import FAMILIES, Profile, Setting
 
-__all__ = ["Selection", "cases", "load_target", "pair_cases", "select"]
-
-
 FULL = 2
 """Number of layouts of a profile that see several models in each check, and every dtype: one and several ranks differ
 most."""

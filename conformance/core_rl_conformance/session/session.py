@@ -23,8 +23,6 @@ from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, 
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
 
-__all__ = ["ConformanceSession", "unit_of"]
-
 CASE = re.compile(r"(?P<module>[^/]*)\.py::[^\[]*\[.*?-(?P<model>[^-]+-(?:bfloat16|float32))")
 """The name of a case, as far as its model and dtype."""
 FILTERS = ("keyword", "markexpr", "deselect", "lf", "stepwise")

@@ -1,0 +1,221 @@
+"""Models over ranks: replicated parameters, weights drawn from a seed, shared heads, and layers of other kinds.
+
+Ranks that share a model hold some parameters in common (norms, scalar heads), and a single rank exports them. A copy on
+another rank that is different shows in no export, and often in no output either; gradients through it are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.capability import Capability
+from core_rl.config.engine import ModelConfig
+from core_rl.config.layout import ParallelLayout
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.distributed.comm import Comm
+from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.launch.group import EngineGroup
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_state import HFShardedState
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.inputs.data import ragged
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, TinyModel
+from core_rl_conformance.procedures.moving import elsewhere
+from core_rl_conformance.procedures.outputs import verify_form, verify_outputs
+
+OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
+SEED = 13
+HEADS_LOSS = TokenMeanLoss(temperature=0.8)
+REFUSALS = (LayoutError, UnsupportedCapability, ConfigError)
+
+
+@check("I3.gradients-after-steps", each="layout")
+def gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
+    """After several steps, the gradients match the oracle with the exported weights.
+
+    Why: replicas that drift apart between ranks (Megatron-LM #1446), and copies of a backward pass from before the
+    step, show in no export and in few outputs.
+    Look at: gradients of replicated parameters, which must be equal on all ranks that hold them; weights
+    that are transposed, cast or gathered once for the backward pass.
+    """
+    model, loss = subject.model(), TokenMeanLoss(temperature=0.8)
+    group = subject.start(model, optimizer=OPTIMIZER)
+    _verify_after_steps(subject, group, model, loss)
+
+
+@check("I3.value-gradients-after-steps", requires=[Capability.VALUE_HEAD], each="layout")
+def value_gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
+    """The same for a new value head on a language model's weights: each rank draws, and trains, the same one.
+
+    Why: outputs and exports come from one rank. A head that another rank drew for itself, or does not
+    train, sends wrong gradients into that rank's shards, and nothing else shows it.
+    Look at: the seed on each rank, and what fills and trains a parameter that no file gives.
+    """
+    model = subject.model(head="value")
+    path = str(subject.expected.models.directory(subject.model()))
+    section = {"path": path, "head": "value"}
+    group = subject.start(model, optimizer=OPTIMIZER, changes={"model": section})
+    _verify_after_steps(subject, group, model, ValueLoss())
+
+
+@check("I3.value-gradients-after-load", requires=[Capability.VALUE_HEAD], each="layout")
+def value_gradients_after_a_load_match_the_oracle(subject: EngineUnderTest) -> None:
+    """``load(format="hf")`` sets a value model on every rank: values and gradients follow the new weights.
+
+    Why: a rank with its old copy of the head answers like the others. It sends gradients of the old head into its
+    shards (vllm #44371, for a train engine).
+    Look at: ``ShardedState.local("master")`` on the ranks that do not export: a load writes into every replica.
+    """
+    model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
+    source = elsewhere(model)
+    group = subject.start(model)
+    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
+    verify_outputs(subject, group, model, "after a load")
+    subject.verify_backward("after a load", group, source, data, loss, MicroBatchSpec(count=2))
+
+
+def _verify_after_steps(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, loss: CheckLoss
+) -> None:
+    for seed in (4, 5):
+        group.train_batch(subject.data(seed=seed).batch(), loss.spec(), ONE_PASS)
+    now = subject.snapshot(group, model, "weights after 2 steps")
+    subject.verify_backward("after 2 steps", group, now, subject.data(), loss, MicroBatchSpec(count=2))
+
+
+@check("I3.seeded-draws", each="layout")
+def new_weights_are_drawn_from_the_seed(subject: EngineUnderTest) -> None:
+    """Weights from a config, a new value head and a new adapter are what ``build_model`` draws from the same seed.
+
+    Bit for bit in float32; the head and the adapter where they are declared.
+
+    Why: engines that draw by themselves begin a comparison of two engines, or a move to another layout, from two
+    models; a rank's number in the seed makes one model of several.
+    Look at: the seed that reaches ``build_model``, the order of draws, and the dtype in which they are made.
+    """
+    model = subject.model()
+    path = str(subject.expected.models.directory(model))
+    sections: dict[str, dict[str, Any]] = {
+        "weights drawn from a config": {"config": model.config().to_dict(), "head": "lm"}
+    }
+    if subject.spec.supports(Capability.VALUE_HEAD):
+        sections["a model with a new head"] = {"path": path, "head": "value"}
+    if subject.spec.supports(Capability.LORA):
+        lora = TinyAdapter(model=model).section()
+        sections["a model with a new adapter"] = {"path": path, "head": "lm", "lora": lora}
+    for label, section in sections.items():
+        group = subject.start(model, changes={"model": section, "seed": SEED})
+        subject.verify_same(label, group.named_tensors("master"), _drawn(section))
+
+
+def _drawn(section: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of the model, with its adapter, by the names under which they are written."""
+    built = build_model(ModelConfig(**section), seed=SEED, attn_implementation="eager")
+    state = HFShardedState(built, None, {}, Comm())
+    return {part.name: part.tensor.clone() for part in state.local("master")}
+
+
+@check(
+    "I3.few-kv-heads",
+    requires=[Capability.CONTEXT_PARALLEL],
+    each="layout",
+    min_cp=2,
+    families=("qwen3", "llama", "qwen2", "gemma2"),
+)
+def few_key_value_heads_are_enough(subject: EngineUnderTest) -> None:
+    """With fewer key/value heads than ranks share a sequence, log-probs and gradients are the oracle's.
+
+    There is a single one, or with tensor parallelism one for each of its ranks.
+
+    Why: an exchange of tokens for heads (Ulysses) copies key/value heads when there are fewer than ranks. Copies
+    of the wrong head, and copies whose gradients are not added up, show in no model with many of them.
+    Look at: which key/value head a rank's query heads belong to, and the backward pass of the copies.
+    """
+    heads = subject.case.layout.tp
+    model = replace(subject.model(), kv_heads=heads)
+    _verify_right(subject, subject.start(model), model, f"with {heads} key/value head{'s' * (heads > 1)}")
+
+
+@check("contract.heads-over-tp", requires=[Capability.TENSOR_PARALLEL], each="engine")
+def heads_that_tp_does_not_divide(subject: EngineUnderTest) -> None:
+    """Heads that ``tp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
+
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
+
+    Why: half a head on each rank fails in the middle of a run, or trains another model without an error; a single
+    rank that refuses leaves the others waiting for it.
+    Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
+    """
+    _verify_odd_heads(subject, ParallelLayout(tp=2))
+
+
+@check("contract.heads-over-cp", requires=[Capability.CONTEXT_PARALLEL], each="engine")
+def heads_that_cp_does_not_divide(subject: EngineUnderTest) -> None:
+    """Heads that ``cp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
+
+    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
+
+    Why: an exchange of tokens for heads (Ulysses) that rounds down loses the last head, and nothing fails.
+    Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
+    """
+    _verify_odd_heads(subject, ParallelLayout(cp=2))
+
+
+def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
+    model = subject.model().with_odd_heads()
+    label = f"of a model with {model.heads} heads at {layout}"
+    try:
+        group = subject.start(model, layout=layout)
+    except REFUSALS:
+        fields = subject.model()
+        _verify_right(subject, subject.start(fields), fields, f"after the refusal {label}")
+        return
+    try:
+        _verify_right(subject, group, model, label)
+    except CoreRLError as error:
+        reason = str(error).splitlines()[0]
+        problem = (
+            f"initialize() took a model with {model.heads} heads at {layout}, and then it failed: {reason}"
+        )
+        raise AssertionError(subject.failure_message(problem)) from error
+
+
+def _verify_right(subject: EngineUnderTest, group: EngineGroup, model: TinyModel, label: str) -> None:
+    data = subject.data()
+    subject.verify_logprobs(label, group, model, data)
+    subject.verify_backward(label, group, model, data, HEADS_LOSS)
+
+
+@check("I6.layer-kinds", each="layout")
+def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
+    """A hybrid of Gated DeltaNet, latent attention and attention sinks: each is the oracle's, or refused.
+
+    A refusal is an `UnsupportedCapability` or a `LayoutError` when the engine is initialized. Families that the
+    installed transformers lacks are left out.
+
+    Why: on packed sequences the state of a recurrence or a convolution crosses from one sequence to the next, and
+    sinks that are left out change every log-prob; nothing fails (transformers #46093, verl #6660, slime #1686).
+    Look at: the layers of the model that are not attention, with more than one sequence in a micro-batch, and whether
+    the engine declares its models.
+    """
+    for family in (family for family in OTHER_LAYERS if family in CONFIG_MAPPING):
+        model = TinyModel(family=family, seed=subject.case.seed).with_multiples(*subject.case.multiples)
+        data = ragged(model.vocab_size, 1000 * subject.case.seed)
+        try:
+            group = subject.start(model)
+        except (UnsupportedCapability, LayoutError):
+            continue
+        output = group.forward(data.batch(), BUDGET)
+        verify_form(subject, output, "logprobs", data)
+        got = per_sequence(output, "logprobs", data)
+        subject.verify_tokens(f"log-probs of {family}", got, subject.outputs(model, data, "logprobs"))
+        subject.verify_backward(f"of {family}", group, model, data, TokenMeanLoss(), BUDGET)
