@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import lru_cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,57 +27,39 @@ from rich.progress import track
 from rich.table import Table
 
 from core_rl import EngineGroup, load_config
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.channel import Buffer, Channel
-from core_rl.distributed.process_group import RankAddress
-from core_rl.launch.hosts import Rank, Slot
+from core_rl.launch.hosts import Slot
 from core_rl.launch.kept import KeptMessage
 from core_rl.launch.messages import pack_reply
 from core_rl.launch.remote import RankState
 from core_rl.launch.remote import answer as answer_call
-from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.objectives import PolicyLoss
 
 PER_MACHINE = 8
-FORWARD_PASSES = 2
-"""Log-probs of the policy and of the reference."""
-SMALL_CALLS = 4
-"""`lr_scheduler_step`, `set_version`, `upload_weights`, and `progress` for a checkpoint."""
-SEQUENCE_TOKENS = 4096
-BUDGET = MicroBatchSpec(max_tokens=32_768)
-LOSS = PolicyLoss(kl_coef=0.01).spec(temperature=1.0)
-METRICS = {f"metric_{number}": 0.5 for number in range(24)}
-"""Metrics, as many as the actor of a recipe reports."""
+FORWARD_PASSES, SMALL_CALLS = 2, 4
+"""Log-probs of policy and reference; `lr_scheduler_step`, `set_version`, `upload_weights` and `progress`."""
+BUDGET, LOSS = MicroBatchSpec(max_tokens=32_768), PolicyLoss(kl_coef=0.01).spec(temperature=1.0)
 MODELS = {"8B": (8e9, 1), "70B": (70e9, 8)}
 """Parameters, and tensor-parallel ranks that share a shard of the batch."""
+COLUMNS = ("model", "ranks", "tokens", "sent, MB", "received, MB", "CPU s: prepare", "send", "collect",
+           "in all, s", "% of the step")  # fmt: skip
 
 
-class Answers:
-    """An engine whose calls cost nothing."""
+def make_engine(_: object, config: Any) -> Any:
+    """Return an engine whose calls cost nothing; tensor-parallel ranks are neighbours."""
+    engine = SimpleNamespace(progress=None, destroy=lambda: None)
 
-    progress = None
+    def initialize(address: Any, _: object) -> None:
+        engine.data_parallel_rank, within = divmod(address.rank, config.layout.tp)
+        engine.data_parallel_size, engine.is_output_rank = config.layout.dp, within == 0
 
-    def __init__(self, _: EngineSpec, config: TrainEngineConfig) -> None:
-        self._layout = config.layout
-
-    def initialize(self, address: RankAddress, _: object) -> None:
-        """Set the coordinates of this rank: tensor-parallel ranks are neighbours."""
-        self.data_parallel_rank, within = divmod(address.rank, self._layout.tp)
-        self.data_parallel_size, self.is_output_rank = self._layout.dp, within == 0
-
-    def forward(self, batch: SequenceBatch, *_: object) -> ModelOutput:
-        """Log-probs of the right length."""
-        return ModelOutput(logprobs=torch.zeros(batch.num_tokens))
-
-    def train_batch(self, *_: object) -> dict[str, float]:
-        """Metrics."""
-        return METRICS
-
-    def destroy(self) -> None:
-        """Nothing is left."""
+    engine.initialize = initialize
+    engine.forward = lambda batch, *_: ModelOutput(logprobs=torch.zeros(batch.num_tokens))
+    engine.train_batch = lambda *_: {f"metric_{number}": 0.5 for number in range(24)}
+    return engine
 
 
 def answer(sockets: Sequence[socket.socket]) -> None:
@@ -98,8 +80,7 @@ class Clock:
     """Bytes, and CPU seconds until the first byte, until the last byte sent, and until the results."""
 
     sent = received = 0
-    prepare_s = send_s = collect_s = 0.0
-    first_send = last_send = 0.0
+    prepare_s = send_s = collect_s = first_send = last_send = 0.0
 
     def measure(self, call: Callable[[], object]) -> None:
         """Add ``call``, which sends once and collects once."""
@@ -109,6 +90,10 @@ class Clock:
         self.prepare_s += self.first_send - start
         self.send_s += self.last_send - self.first_send
         self.collect_s += time.process_time() - self.last_send
+
+    def count_sent(self, parts: Sequence[Buffer]) -> None:
+        """Add the bytes of a message."""
+        self.sent += sum(memoryview(part).nbytes for part in parts)
 
     def seconds(self, bandwidth: float) -> float:
         """Waiting time of the ranks at ``bandwidth`` bytes a second."""
@@ -126,7 +111,7 @@ class CountingChannel(Channel):
     def send_parts(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
         self._clock.first_send = self._clock.first_send or time.process_time()
         super().send_parts(parts, deadline)
-        self._clock.sent += sum(memoryview(part).nbytes for part in parts)
+        self._clock.count_sent(parts)
 
     def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
         self._clock.last_send = self._clock.last_send or time.process_time()
@@ -135,112 +120,65 @@ class CountingChannel(Channel):
         return parts
 
 
-class FakeRank:
-    """A rank without a process."""
+def fake_rank(rank: int, machine: int, sock: socket.socket, clock: Clock) -> Any:
+    """Return a rank without a process."""
+    channel, sentinel = CountingChannel(sock, clock), os.eventfd(0)
 
-    place, pid = "", 0
-
-    def __init__(self, rank: int, machine: int, sock: socket.socket, clock: Clock) -> None:
-        self.rank, self.machine = rank, machine
-        self.channel: Channel = CountingChannel(sock, clock)
-        self.sentinel = os.eventfd(0)
-        self._clock = clock
-
-    def keep(self, parts: Sequence[Buffer], _: float) -> KeptMessage:
-        """Keep a message in memory, in place of a connection to another machine."""
-        self._clock.first_send = self._clock.first_send or time.process_time()
-        self._clock.sent += sum(memoryview(part).nbytes for part in parts)
+    def keep(parts: Sequence[Buffer], _: float) -> KeptMessage:
+        clock.first_send = clock.first_send or time.process_time()
+        clock.count_sent(parts)
         return KeptMessage.of(parts)
 
-    def exit_reason(self) -> str:
-        """No process."""
-        return "closed its connection"
-
-    def stacks(self, ask: bool = False) -> str:
-        """No stacks."""
-        return ""
-
-    def wait(self, _: float) -> None:
-        """No process."""
-
-    def kill(self) -> None:
-        """No process."""
-
-    def release(self) -> None:
-        """Close its descriptors."""
-        self.channel.close()
-        os.close(self.sentinel)
-
-
-class FakeHosts:
-    """Machines whose ranks are connections to one process."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._process: Any = None
-
-    def slots(self, count: int, *_: object) -> list[Slot]:
-        """Places, one machine after the other."""
-        return [Slot(n // PER_MACHINE, n % PER_MACHINE) for n in range(count)]
-
-    def cores(self, _: int) -> int:
-        """CPU cores of a machine."""
-        return PER_MACHINE
-
-    def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
-        """Start the process, which answers for all ranks."""
-        with socket.create_server(("127.0.0.1", 0), backlog=len(ranks)) as server:
-            pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in ranks]
-        fork = multiprocessing.get_context("fork")
-        self._process = fork.Process(target=answer, args=([far for _, far in pairs],), daemon=True)
-        self._process.start()
-        for near, far in pairs:
-            far.close()
-            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return [
-            FakeRank(number, slot.machine, near, self._clock)
-            for (number, slot), (near, _) in zip(ranks, pairs, strict=True)
-        ]
-
-    def address_of(self, _: int) -> str:
-        """Address of no use: these ranks open no store."""
-        return "127.0.0.1"
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.join()
+    return SimpleNamespace(
+        rank=rank, machine=machine, channel=channel, sentinel=sentinel, place="", pid=0, keep=keep,
+        exit_reason=lambda: "closed its connection", stacks=lambda **_: "", wait=lambda _: None, kill=lambda: None,
+        release=lambda: (channel.close(), os.close(sentinel)),
+    )  # fmt: skip
 
 
 @contextmanager
 def fake_group(ranks: int, tp: int) -> Iterator[tuple[EngineGroup, Clock]]:
-    """A group of ``ranks``, each ``tp`` of which get the same part of a batch."""
-    hosts = FakeHosts(clock := Clock())
-    config = load_config("megatron")(
-        model={"config": {}}, layout={"dp": ranks // tp, "tp": tp}, optimizer=None
+    """A group of ``ranks``, each ``tp`` of which get the same shard of a batch; one process answers for all."""
+    clock, processes = Clock(), list[Any]()
+
+    def start(slots: Sequence[tuple[int, Slot]]) -> list[Any]:
+        with socket.create_server(("127.0.0.1", 0), backlog=len(slots)) as server:
+            pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in slots]
+        fork = multiprocessing.get_context("fork")
+        processes.append(fork.Process(target=answer, args=([far for _, far in pairs],), daemon=True))
+        processes[0].start()
+        for near, far in pairs:
+            far.close()
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return [fake_rank(n, s.machine, near, clock) for (n, s), (near, _) in zip(slots, pairs, strict=True)]
+
+    places = [Slot(n // PER_MACHINE, n % PER_MACHINE) for n in range(ranks)]
+    hosts: Any = SimpleNamespace(
+        slots=lambda *_: places, cores=lambda _: PER_MACHINE, start=start, address_of=lambda _: "127.0.0.1"
     )
-    group = EngineGroup("megatron", config, hosts=hosts, threads_per_rank=1, make_engine=Answers)
+    layout = {"dp": ranks // tp, "tp": tp}
+    config = load_config("megatron")(model={"config": {}}, layout=layout, optimizer=None)
+    group = EngineGroup("megatron", config, hosts=hosts, threads_per_rank=1, make_engine=make_engine)
     group.rank_set._store_port = 0  # these ranks do not meet
     try:
         with group:
             yield group, clock
     finally:
-        hosts.close()
+        processes[0].kill()
+        processes[0].join()
 
 
-@lru_cache(maxsize=1)
 def make_batch(tokens: int) -> SequenceBatch:
     """The fields of a GRPO batch with a reference when it is trained on: skewed lengths, in groups of 8."""
     random = torch.Generator().manual_seed(0)
-    count = max(8, tokens // SEQUENCE_TOKENS // 8 * 8)
+    count = max(8, tokens // 4096 // 8 * 8)
     weights = torch.exp(0.8 * torch.randn(count, generator=random))
     lengths = (weights / weights.sum() * tokens).clamp(min=16).to(torch.int32)
     total = int(lengths.sum())
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)])
     floats = ("logprobs", "prox_logprobs", "ref_logprobs", "token_rewards", "advantages")
     return SequenceBatch(
         input_ids=torch.zeros(total, dtype=torch.long),
-        cu_seqlens=bounds,
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)]),
         tokens={
             "loss_mask": torch.ones(total, dtype=torch.bool),
             "versions": torch.zeros(total, dtype=torch.long),
@@ -251,9 +189,9 @@ def make_batch(tokens: int) -> SequenceBatch:
     )
 
 
-def measure(tokens: int, ranks: int, tp: int, repeats: int) -> Clock:
+def measure(batch: SequenceBatch, ranks: int, tp: int, repeats: int) -> Clock:
     """The cheapest of ``repeats`` steps, after a step for warming up."""
-    batch, clocks = make_batch(tokens), list[Clock]()
+    clocks = list[Clock]()
     with fake_group(ranks, tp) as (group, clock):
         for _ in range(1 + repeats):
             vars(clock).clear()
@@ -276,33 +214,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(
-        title=f"driver of a GRPO step, {arguments.gbits:g} Gbit/s, {arguments.flops / 1e12:g} TFLOP/s a rank"
-    )
-    for column in (
-        "model",
-        "ranks",
-        "tokens",
-        "sent, MB",
-        "received, MB",
-        "CPU s: prepare",
-        "send",
-        "collect",
-    ):
+    assumed = f"{arguments.gbits:g} Gbit/s, {arguments.flops / 1e12:g} TFLOP/s a rank"
+    table = Table(title=f"driver of a GRPO step, {assumed}")
+    for column in COLUMNS:
         table.add_column(column, justify="right")
-    table.add_column("in all, s", justify="right")
-    table.add_column("% of the step", justify="right")
+    batches = {tokens: make_batch(tokens) for tokens in arguments.tokens}
     cases = list(product(arguments.tokens, arguments.ranks, MODELS.items()))
     for tokens, ranks, (model, (parameters, tp)) in track(cases, description="measuring"):
-        clock = measure(tokens, ranks, tp, arguments.repeats)
+        clock = measure(batches[tokens], ranks, tp, arguments.repeats)
         # 6 FLOPs for a parameter and token to train, 2 for each forward pass.
         step_s = (6 + 2 * FORWARD_PASSES) * parameters * tokens / (ranks * arguments.flops)
         driver_s = clock.seconds(arguments.gbits * 1e9 / 8)
-        cells = [f"{clock.sent / 1e6:,.0f}", f"{clock.received / 1e6:,.0f}"]
+        cells = [
+            model,
+            *(f"{value:,.0f}" for value in (ranks, tokens, clock.sent / 1e6, clock.received / 1e6)),
+        ]
         cells += [f"{value:.3f}" for value in (clock.prepare_s, clock.send_s, clock.collect_s, driver_s)]
-        table.add_row(
-            model, f"{ranks:,}", f"{tokens:,}", *cells, f"{100 * driver_s / (driver_s + step_s):.2f}"
-        )
+        table.add_row(*cells, f"{100 * driver_s / (driver_s + step_s):.2f}")
     Console(width=140).print(table)
 
 

@@ -62,7 +62,7 @@ def subject(expected_values: ExpectedValues, tmp_path: Path) -> EngineUnderTest:
 # ------------------------------------------------------------------ the judge
 
 
-@pytest.mark.parametrize(("own", "partner"), [(0.9, -0.9), (5.0, 5.0), (1.5, 0.0)])
+@pytest.mark.parametrize(("ours", "partner"), [(0.9, -0.9), (5.0, 5.0), (1.5, 0.0)])
 def test_pair_tolerance_adds_both_engines(subject: EngineUnderTest, ours: float, partner: float) -> None:
     verify_pair(subject, [pair_scalars("the loss", ours, partner, 0.0, ONE)])
     (measured,) = subject.measurements
@@ -70,7 +70,7 @@ def test_pair_tolerance_adds_both_engines(subject: EngineUnderTest, ours: float,
 
 
 @pytest.mark.parametrize(
-    ("own", "partner", "said"),
+    ("error", "partner", "message"),
     [
         (3.0, 0.5, "within its tolerance: the loss by 5.0e-01 (allowed 1.0e+00); fix 'reference'"),
         (float("nan"), 0.0, "fix 'reference'"),
@@ -112,7 +112,7 @@ def test_unknown_tensor_names_blame_sender(subject: EngineUnderTest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "identifier", "said"),
+    ("broken", "identifier", "message"),
     [
         (EntropyInBits, "I7.pair-logprobs", "'entropy-in-bits' is off the oracle: entropy by"),
         (NormAfterClipping, "I1.pair-gradients", "is off the oracle: the norm before clipping by"),
