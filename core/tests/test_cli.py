@@ -141,7 +141,6 @@ HEAVY = {
     "torch",
     "transformers",
     "numpy",
-    "torchdata",
     "safetensors",
     "fsspec",
     "matplotlib",

@@ -17,12 +17,11 @@ import training_support as support
 
 from core_rl.config.base import parse_config
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
+from core_rl_trainer.data.batches import MixedOrder, NumberedBatches, ShuffledOrder
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
@@ -58,7 +57,7 @@ def load(
 
 def answers(data: TrainingData, count: int) -> list[Any]:
     """The ``answer`` of the first samples that are drawn."""
-    loader = NumberedBatches(prompt_loader(data.train, 4, seed=1))
+    loader = NumberedBatches(data.train, 4, seed=1)
     return [sample["answer"] for _ in range(count // 4) for sample in next(loader)]
 
 
@@ -437,7 +436,7 @@ def test_equal_pairs_are_left_out(
     pairs = [tie | {"rejected": [USER, BAD] if isinstance(tie["rejected"], list) else "1"} for _ in range(4)]
     path = write(tmp_path / "a.jsonl", [*pairs[:2], tie, *pairs[2:]])
     data = load(tokenizer, PREFERENCES, train=path, streaming=streaming)
-    loader = iter(prompt_loader(data.train, 4, seed=1))
+    loader = NumberedBatches(data.train, 4, seed=1)
     assert all(sample["chosen"] != sample["rejected"] for _ in range(3) for sample in next(loader))
     assert "line 3" in caplog.text and "are left out" in caplog.text and data.train.left_out == 0
     ties = write(tmp_path / "b.jsonl", [tie] * 3)
@@ -539,16 +538,14 @@ def test_streaming_skips_what_is_too_long_and_resumes(
     rows = [*rows_of(10), {"prompt": "1+" * 20 + "=", "answer": -1}]
     data = load(tokenizer, train=write(tmp_path / "a.jsonl", rows), streaming=True, too_long="drop")
     with caplog.at_level(logging.WARNING):
-        loader = prompt_loader(data.train, 4, seed=1)
-        batches = iter(loader)
+        batches = NumberedBatches(data.train, 4, seed=1)
         drawn = [sample["answer"] for _ in range(5) for sample in next(batches)]
     assert sorted(drawn) == sorted([*range(10)] * 2) and data.train.left_out == 1
     assert "line 11 has 42 tokens, and 28 fit; 1 are left out so far" in caplog.text
-    again = prompt_loader(data.train, 4, seed=1)
-    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    restored = iter(again)
+    resumed = NumberedBatches(data.train, 4, seed=1)
+    resumed.load_state_dict(json.loads(json.dumps(batches.state_dict())))
     for _ in range(4):
-        assert next(restored) == next(batches)
+        assert next(resumed) == next(batches)
 
 
 def test_streaming_names_a_damaged_example_when_it_is_drawn(tmp_path: Path, tokenizer: Any) -> None:

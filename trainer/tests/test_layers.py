@@ -16,7 +16,7 @@ BELOW = [
     *sorted(ROOT.glob("plugins/*/src")),
     *sorted(ROOT.glob("examples/*/src")),
 ]
-OF_THE_TRAINER = {"core_rl_trainer", "torchdata", "tensorboard", "matplotlib", "datasets", "wandb"}
+OF_THE_TRAINER = {"core_rl_trainer", "tensorboard", "matplotlib", "datasets", "wandb"}
 
 
 def imported(path: Path) -> Iterator[str]:

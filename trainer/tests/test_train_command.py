@@ -151,7 +151,6 @@ HEAVY = {
     "transformers",
     "numpy",
     "pydantic",
-    "torchdata",
     "tensorboard",
     "safetensors",
     "matplotlib",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import training_support as support
@@ -13,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
-from core_rl_trainer.data.datasets import ExampleDataset
+from core_rl_trainer.data.batches import NUMBER, MixedOrder, NumberedBatches, Order, ShuffledOrder
+from core_rl_trainer.data.datasets import ExampleDataset, SampleDataset
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.kinds import PROMPTS
-from core_rl_trainer.data.order import ShuffledOrder
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_fields_of_a_row_are_never_replaced(tmp_path: Path, tokenizer: Any) -> N
     row = {"prompt": "1=", "index": "gsm-7", "number": 40}
     support.write_jsonl(tmp_path / "data.jsonl", [row, row])
     dataset = support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
-    batches = NumberedBatches(prompt_loader(dataset, 2, seed=0))
+    batches = NumberedBatches(dataset, 2, seed=0)
     for sample in next(batches):
         assert {name: sample[name] for name in row} == row
 
@@ -120,20 +120,75 @@ def test_each_pass_has_every_sample_once_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2, 3, 7])
-def test_the_loader_goes_on_where_it_was(dataset: ExampleDataset, drawn: int) -> None:
-    loader = prompt_loader(dataset, batch_size=4, seed=1)
-    batches = iter(loader)
+def test_batches_resume_at_their_position(dataset: ExampleDataset, drawn: int) -> None:
+    batches, resumed = (NumberedBatches(dataset, batch_size=4, seed=1) for _ in range(2))
     for _ in range(drawn):
         next(batches)
-    state = json.loads(json.dumps(loader.state_dict()))
-    again = prompt_loader(dataset, batch_size=4, seed=1)
-    again.load_state_dict(state)
-    restored = iter(again)
-    for _ in range(6):
-        assert next(restored) == next(batches)
+    resumed.load_state_dict(json.loads(json.dumps(batches.state_dict())))
+    assert resumed.state_dict() == batches.state_dict()
+    assert [next(resumed) for _ in range(6)] == [next(batches) for _ in range(6)]
 
 
-def test_the_loader_never_drops_a_sample(dataset: ExampleDataset) -> None:
-    batches = iter(prompt_loader(dataset, batch_size=4, seed=1))
-    seen = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
-    assert seen == dict.fromkeys(range(10), 2)
+def test_each_pass_draws_every_sample(dataset: ExampleDataset) -> None:
+    batches = NumberedBatches(dataset, batch_size=4, seed=1)
+    counts = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
+    assert counts == dict.fromkeys(range(10), 2)
+
+
+class StoredDataset:
+    """Ten samples in the order that a run with torchdata had when it stored ``TORCHDATA_STATES``."""
+
+    def __init__(self, order: Callable[[int], Order]) -> None:
+        self.order = order
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"index": index}
+
+
+TORCHDATA_FIELDS = {
+    "_index_sampler_state": None,
+    "_sampler_iter_yielded": 5,
+    "_num_yielded": 5,
+    "_IterableDataset_len_called": None,
+    "_shared_seed": None,
+    "fetcher_state": None,
+    "dataset_state": None,
+    "_iterator_finished": False,
+}
+TORCHDATA_STATES: list[tuple[Callable[[int], Order], dict[str, Any], list[int], list[int]]] = [
+    (
+        lambda seed: ShuffledOrder(10, seed),
+        {"position": 15},
+        [6, 7, 5, 2, 9, 0, 8, 4, 3, 1, 0, 2, 5, 8, 7],
+        [9, 6, 4, 3, 1, 5, 8, 0, 4, 1, 3, 2],
+    ),
+    (
+        lambda seed: ShuffledOrder(10, seed, lambda item: item % 3 != 0),
+        {"position": 24},
+        [7, 5, 2, 8, 4, 1, 2, 5, 8, 7, 4, 1, 5, 8, 4],
+        [1, 2, 7, 8, 5, 2, 1, 4, 7, 5, 1, 7],
+    ),
+    (
+        lambda seed: MixedOrder(
+            [ShuffledOrder(4, seed), ShuffledOrder(6, seed + 1, lambda item: item != 2)], [4, 6], [2.0, 1.0]
+        ),
+        {"drawn": [10, 5], "parts": [{"position": 10}, {"position": 6}]},
+        [2, 9, 1, 3, 7, 0, 0, 8, 2, 3, 5, 1, 1, 4, 2],
+        [3, 8, 0, 3, 5, 2, 0, 7, 1, 2, 9, 3],
+    ),
+]
+"""Order, state after five batches of three, and the samples before and after it."""
+
+
+@pytest.mark.parametrize(("order", "state", "before", "after"), TORCHDATA_STATES)
+def test_batches_resume_from_torchdata_state(
+    order: Callable[[int], Order], state: dict[str, Any], before: list[int], after: list[int]
+) -> None:
+    dataset = cast("SampleDataset", StoredDataset(order))
+    batches, resumed = (NumberedBatches(dataset, 3, seed=7) for _ in range(2))
+    assert [sample["index"] for _ in range(5) for sample in next(batches)] == before
+    sampler = {"samples_yielded": 15, "sampler_iter_state": state}
+    resumed.load_state_dict({"drawn": 15, "loader": {**TORCHDATA_FIELDS, "_sampler_iter_state": sampler}})
+    assert [sample["index"] for _ in range(4) for sample in next(resumed)] == after
+    resumed.load_state_dict({"drawn": 0, "loader": None})
+    assert next(resumed)[0][NUMBER] == 0

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from torch.utils.data import Dataset
-
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
+from core_rl_trainer.data.batches import MixedOrder, Order, ShuffledOrder
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import Examples, place_in_parts
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
-from core_rl_trainer.data.order import FilteredOrder, MixedOrder, Order, ShuffledOrder
 
 __all__ = ["ExampleDataset", "MixedDataset", "SampleDataset", "StreamedDataset"]
 
@@ -24,7 +22,7 @@ SHOWN = 10
 """Damaged examples that an error lists."""
 
 
-class SampleDataset(Dataset[Sample]):
+class SampleDataset(ABC):
     """Samples by number. The field ``index`` is this number, unless the example has a field of that name."""
 
     longest: int
@@ -136,7 +134,7 @@ class StreamedDataset(SampleDataset):
         return {"index": self._first + index, **sample}
 
     def order(self, seed: int) -> Order:
-        return FilteredOrder(ShuffledOrder(len(self), seed), self.accepts)
+        return ShuffledOrder(len(self), seed, self.accepts)
 
     def size(self, index: int) -> Size:
         return self._kind.size(self._take(index))
@@ -208,7 +206,7 @@ class MixedDataset(SampleDataset):
 
     def order(self, seed: int) -> Order:
         if self._weights is None:
-            return FilteredOrder(ShuffledOrder(len(self), seed), self.accepts)
+            return ShuffledOrder(len(self), seed, self.accepts)
         orders = [part.order(derive_seed(seed, number)) for number, part in enumerate(self.parts)]
         return MixedOrder(orders, [len(part) for part in self.parts], self._weights)
 

@@ -9,12 +9,9 @@ from pathlib import Path
 from core_rl.config.hub import HUB_ID
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSource
-from core_rl_trainer.data.csv_files import SEPARATORS, read_csv
 from core_rl_trainer.data.examples import Examples
-from core_rl_trainer.data.hub import read_hub
-from core_rl_trainer.data.jsonl import read_json
-from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_table_file
-from core_rl_trainer.data.text_files import data_suffix
+from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_hub, read_table_file
+from core_rl_trainer.data.text_files import SEPARATORS, data_suffix, read_csv, read_json
 
 __all__ = ["data_files", "is_hub_dataset", "is_missing", "open_source"]
 

@@ -1,10 +1,11 @@
-"""Tables that the package ``datasets`` reads: parquet, arrow and saved datasets.
+"""Tables that the package ``datasets`` reads: parquet, arrow, saved datasets and those of the Hugging Face Hub.
 
 ``datasets`` keeps them in files that are mapped into memory, so that they may be larger than it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -16,20 +17,14 @@ import numpy as np
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples, JoinedExamples
 from core_rl_trainer.data.json_text import WrittenFloat
-from core_rl_trainer.data.jsonl import read_json
+from core_rl_trainer.data.text_files import read_json
 
-__all__ = [
-    "TABLE_FILES",
-    "TableExamples",
-    "chosen_split",
-    "import_datasets",
-    "load_tables",
-    "read_directory",
-    "read_table_file",
-]
+__all__ = ["TABLE_FILES", "read_directory", "read_hub", "read_table_file"]
 
 TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """By suffix: the builder of ``datasets`` that reads such a file."""
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+OFF = ("", "0", "false", "no", "off")
 SHORT_FLOATS = ("float16", "float32")
 """Types whose values have fewer digits than a Python float."""
 
@@ -87,7 +82,7 @@ def read_table_file(path: Path, builder: str) -> Examples:
     """A file of one of the `TABLE_FILES`. Raises `ConfigError` when it is something else."""
     if path.suffix.lower() not in TABLE_FILES:
         raise ConfigError(f"{path}: compressed {builder} files are not read; decompress it")
-    datasets = import_datasets(f"{path} is a {path.suffix} file")
+    datasets = _datasets()
     if not path.stat().st_size:
         raise ConfigError(f"{path} is empty; write examples into it")
     try:
@@ -110,18 +105,18 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
 
     Raises `ConfigError` when it is neither.
     """
-    datasets = import_datasets(f"{path} is a directory")
+    datasets = _datasets()
     try:
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
         if not saved and (files := _json_files(datasets, path, config)):
             return JoinedExamples(str(path), _json_split(path, files, split, default_split))
-        table = datasets.load_from_disk(str(path)) if saved else load_tables(datasets, str(path), config)
+        table = datasets.load_from_disk(str(path)) if saved else _load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
         ) from error
-    return TableExamples(str(path), chosen_split(str(path), table, split, default_split))
+    return TableExamples(str(path), _table_of_split(str(path), table, split, default_split))
 
 
 def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[str, list[str]]:
@@ -136,10 +131,10 @@ def _json_split(
     path: Path, files: Mapping[str, Sequence[str]], split: str | None, default_split: str | None
 ) -> list[Examples]:
     """The examples of each file of a split."""
-    return [read_json(Path(name)) for name in chosen_split(str(path), files, split, default_split)]
+    return [read_json(Path(name)) for name in _table_of_split(str(path), files, split, default_split)]
 
 
-def load_tables(datasets: ModuleType, name: str, config: str | None, revision: str | None = None) -> Any:
+def _load_tables(datasets: ModuleType, name: str, config: str | None, revision: str | None = None) -> Any:
     """All splits of a dataset; cells of CSV files stay texts."""
     builder = datasets.load_dataset_builder(name, config, revision=revision)
     tables = datasets.load_dataset(name, config, revision=revision)
@@ -152,7 +147,7 @@ def load_tables(datasets: ModuleType, name: str, config: str | None, revision: s
     )
 
 
-def chosen_split(origin: str, found: Any, split: str | None, default_split: str | None) -> Any:
+def _table_of_split(origin: str, found: Any, split: str | None, default_split: str | None) -> Any:
     """The table of a split; ``found`` is a table, or several by split."""
     if not isinstance(found, dict):
         if split is not None:
@@ -167,14 +162,89 @@ def chosen_split(origin: str, found: Any, split: str | None, default_split: str 
     return found[wanted]
 
 
-def import_datasets(subject: str) -> ModuleType:
-    """The package ``datasets``. Raises `ConfigError` about ``subject`` where it is not installed."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{subject}, which the package 'datasets' reads: pip install 'core-rl[data]', or name a JSONL file"
-        ) from error
+def _datasets() -> ModuleType:
+    """The package ``datasets``, which takes a second to import, without progress bars."""
+    import datasets
+
     datasets.disable_progress_bars()
     module: ModuleType = datasets
     return module
+
+
+# ------------------------------------------------------------------------- Hub
+
+
+def read_hub(
+    name: str, revision: str | None, config: str | None, split: str | None, default_split: str | None
+) -> Examples:
+    """A dataset of the Hub, from the cache of ``datasets`` or of ``huggingface_hub`` where it is in one of them.
+
+    ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and ``HF_DATASETS_OFFLINE`` count. Raises `ConfigError` for a
+    dataset, a config or a split that is not found.
+    """
+    from huggingface_hub import errors
+
+    datasets = _datasets()
+    try:
+        tables = _load(datasets, name, revision, config)
+    except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
+        raise ConfigError(_problem(name, revision, error)) from error
+    origin = name if revision is None else f"{name}@{revision}"
+    return TableExamples(origin, _table_of_split(origin, tables, split, default_split))
+
+
+def _load(datasets: ModuleType, name: str, revision: str | None, config: str | None) -> Any:
+    """All splits, from the Hub or a cache.
+
+    Without a network, ``datasets`` takes the newest copy in its cache, whatever its revision. A revision is therefore
+    looked for in the cache of ``huggingface_hub``, as is a dataset that was downloaded and never loaded.
+    """
+    from huggingface_hub import errors
+
+    snapshot = _snapshot(name, revision)
+    if _offline() and revision is not None:
+        if snapshot is None:
+            raise FileNotFoundError(f"{name}@{revision} is not in the cache")
+        return _load_tables(datasets, snapshot, config)
+    try:
+        return _load_tables(datasets, name, config, revision)
+    except (OSError, errors.HTTPError):  # type: ignore[attr-defined]
+        if snapshot is None:
+            raise
+        return _load_tables(datasets, snapshot, config)
+
+
+def _snapshot(name: str, revision: str | None) -> str | None:
+    """The directory of a dataset in the cache of ``huggingface_hub``; None where it is not there."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.snapshot_download(
+            name, repo_type="dataset", revision=revision, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+
+
+def _offline() -> list[str]:
+    """The variables that forbid to use the network."""
+    return [name for name in OFFLINE if os.environ.get(name, "").lower() not in OFF]
+
+
+def _problem(name: str, revision: str | None, error: Exception) -> str:
+    """The message for a dataset that cannot be read."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    if lines[0].startswith(("Config name", "BuilderConfig")):
+        return f"{name!r} on the Hub: {' '.join(lines[:2])}; set 'config' of the source"
+    version = "" if revision is None else f" in revision {revision!r}"
+    if offline := _offline():
+        brought = "" if revision is None else f" --revision {revision}"
+        return (
+            f"{name!r}: there is no such file, and the local cache has no complete copy of a Hub dataset of this "
+            f"name{version}, while {' and '.join(offline)} forbids the network. Unset that, name a file, or bring it "
+            f"with `hf download --repo-type dataset {name}{brought}`"
+        )
+    return (
+        f"{name!r}: there is no such file, and no Hub dataset of this name could be read{version}: {lines[0]}. Check "
+        "the name and the network, or log in with `hf auth login`"
+    )

@@ -20,7 +20,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS
 from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
-from core_rl_trainer.data.batches import NumberedBatches, prompt_loader
+from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl_trainer.logs.samples import Evaluation
@@ -212,7 +212,7 @@ def open_online(
         )
         # Without a filter, the last steps need not run ahead of the remaining prompts.
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
-        batches = NumberedBatches(prompt_loader(plan.data.train, plan.batch_size, plan.seed), limit)
+        batches = NumberedBatches(plan.data.train, plan.batch_size, plan.seed, limit)
         path = directory.weights if settings.sync == "disk" else directory.rendezvous
         sync = WeightSync(method=settings.sync, path=path, limit_s=plan.limits.sync_s)
         model = plan.models["model.path"]

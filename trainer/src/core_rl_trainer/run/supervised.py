@@ -21,7 +21,6 @@ from core_rl_trainer.data.batches import (
     NumberedBatches,
     demonstration_batch,
     preference_batch,
-    prompt_loader,
 )
 from core_rl_trainer.data.kinds import Sample
 from core_rl_trainer.data.training_data import TrainingData
@@ -54,7 +53,7 @@ def open_supervised(
             interface,
             groups[MODEL],
             plan.data,
-            NumberedBatches(prompt_loader(plan.data.train, plan.batch_size, plan.seed)),
+            NumberedBatches(plan.data.train, plan.batch_size, plan.seed),
             MicroBatchSpec(max_tokens=plan.micro_batch_tokens),
             directory,
             plan.tokenizer,
