@@ -14,8 +14,7 @@ from transformers import BertConfig
 
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.api import dry_run
-from core_rl_trainer.data.tokenizers import load_tokenizer
-from core_rl_trainer.data.vocabulary import check_same_tokens
+from core_rl_trainer.data.tokenizers import check_same_tokens, load_tokenizer
 from core_rl_trainer.recipe.recipe import load_recipe
 
 

@@ -8,8 +8,7 @@ import pytest
 import training_support as support
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.vocabulary import within_vocabulary
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind, within_vocabulary
 
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}{{ messages[0].content }}"
 CHAT = [{"role": "user", "content": "1"}]

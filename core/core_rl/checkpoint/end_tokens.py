@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 
 from core_rl.errors import ConfigError
 
-__all__ = ["end_tokens", "read_tokenizer", "set_padding", "write_end_tokens"]
+__all__ = ["end_tokens", "read_tokenizer", "set_padding", "special_tokens", "write_end_tokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ def end_tokens(
     if (source := tokenizer_path or model_path) is not None:
         end, turn_ends = _tokenizer_ends(Path(source))
         ids |= end
-    vocabulary = range(text.vocab_size)
-    return tuple(sorted((ids | turn_ends) & set(vocabulary))) if ids & set(vocabulary) else ()
+    ends = sorted(token for token in ids | turn_ends if 0 <= token < text.vocab_size)
+    return tuple(ends) if ids & {*ends} else ()
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -65,6 +65,12 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         raise ConfigError("there is no tokenizer in it")
     return tokenizer
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Texts of the special tokens of ``tokenizer``, by id."""
+    added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items() if text.special}
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def write_end_tokens(directory: Path, config: PretrainedConfig, ends: Collection[int]) -> None:
@@ -134,7 +140,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerBase, template: str | None) -> int |
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
         return None
     ids = tokenizer(text.rpartition(CONTENT)[2], add_special_tokens=False)["input_ids"]
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = special_tokens(tokenizer)
     return next((int(token) for token in ids if token in special), None)
 
 
@@ -172,8 +178,7 @@ def _set_pad(config: PretrainedConfig, token: int | None) -> None:
 def _padding_token(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, ends: Collection[int]
 ) -> int | None:
-    special = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    special = special_tokens(tokenizer)
     usable = {
         token
         for token in special

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from core_rl_trainer.data.end_tokens import shown
+from core_rl_trainer.data.tokenizers import describe_end_tokens
 from core_rl_trainer.plan.report import PlanReport, RoleReport
 
 __all__ = ["print_plan"]
@@ -60,7 +60,7 @@ def _run(plan: PlanReport) -> Table:
             "each step",
             f"{sequences} of at most {workload.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
         ),
-        ("end tokens", shown(plan.end_tokens)),
+        ("end tokens", describe_end_tokens(plan.end_tokens)),
         ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens{filled}"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
         ("cluster", plan.cluster),

@@ -37,7 +37,6 @@ OPENED = re.compile(r"(<[^\s<>/|]+>|\[[A-Z_]+\])\s*\Z")
 EMPTY = r"(<([^\s<>/|]+)>)\s*</\2>\s*"
 CLOSED = re.compile(EMPTY + r"\Z")
 """The empty reasoning with which a generation prompt ends where an argument of the template turns reasoning off."""
-NO_TAG = re.compile(r"\Z")
 
 
 def prompt_ids(template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
@@ -153,19 +152,18 @@ class _Chat:
     def _rewritten(self, number: int, prompt: str, whole: str) -> str:
         """The turn where ``whole`` does not begin with ``prompt``: reasoning opened there, or another past."""
         message = self.messages[number]
-        for pattern in (CLOSED, OPENED, NO_TAG):
-            tag = pattern.search(prompt)
-            rest = self._rest(number, prompt[: tag.start()], whole) if tag else None
-            if tag is None or rest is None:
-                continue
-            if pattern is not CLOSED:
-                return _reasoned(message, tag[1], rest) if pattern is OPENED else rest
-            if not reasoning_of(message) and tag[1] not in message_text(message):
+        closed, opened = CLOSED.search(prompt), OPENED.search(prompt)
+        if closed and (rest := self._rest(number, prompt[: closed.start()], whole)) is not None:
+            if not reasoning_of(message) and closed[1] not in message_text(message):
                 return re.sub(rf"\A\s*{EMPTY}", "", rest)
             raise BatchError(
                 f"has reasoning in message {number + 1}, and the generation prompt closes it at once; remove the "
                 "reasoning, or turn it on with data.template_args"
             )
+        if opened and (rest := self._rest(number, prompt[: opened.start()], whole)) is not None:
+            return _reasoned(message, opened[1], rest)
+        if (rest := self._rest(number, prompt, whole)) is not None:
+            return rest
         raise BatchError(
             f"the chat template rewrites what comes before message {number + 1}: the prompt ends with "
             f"{prompt[-80:]!r}, and the chat with {whole[-80:]!r}; fix the template, or set data.template_args so that "

@@ -48,8 +48,9 @@ class ChatFormat:
     @cached_property
     def closing(self) -> frozenset[int]:
         """Token ids that may close a turn: the ends, and the special tokens with which templates do."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        return self.ends | {number for number, token in added if token.special}
+        from core_rl.checkpoint.end_tokens import special_tokens
+
+        return self.ends | special_tokens(self.tokenizer).keys()
 
     def template(self, example: Mapping[str, Any]) -> ChatTemplate:
         """The template for one example, with its tools, documents and arguments.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from core_rl.errors import BatchError
@@ -18,7 +18,7 @@ from core_rl_trainer.data.examples import (
     check_prompt,
 )
 
-__all__ = ["DEMONSTRATIONS", "PREFERENCES", "PROMPTS", "ExampleKind", "Sample", "Size"]
+__all__ = ["DEMONSTRATIONS", "PREFERENCES", "PROMPTS", "ExampleKind", "Sample", "Size", "within_vocabulary"]
 
 Sample = Mapping[str, Any]
 """What a loop gets of an example."""
@@ -130,3 +130,20 @@ PREFERENCES = ExampleKind(
     is_tie=lambda sample: sample["chosen"] == sample["rejected"],
 )
 """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
+
+
+def within_vocabulary(kind: ExampleKind, size: int) -> ExampleKind:
+    """``kind``, whose examples are a `BatchError` where they have a token that a model of ``size`` embeddings lacks."""
+
+    def encode(chat_format: ChatFormat, example: Example) -> Sample:
+        sample = kind.encode(chat_format, example)
+        highest = max((token for ids, _ in kind.sequences(sample) for token in ids), default=0)
+        if highest >= size:
+            text = chat_format.tokenizer.convert_ids_to_tokens(highest)
+            raise BatchError(
+                f"has the token {text!r}, id {highest:,}, and a model of the run has embeddings for the ids below "
+                f"{size:,} alone; remove it from the data, or resize the embeddings"
+            )
+        return sample
+
+    return replace(kind, encode=encode)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from core_rl.data.micro_batch import balanced, best_fit
 from core_rl_trainer.data.datasets import SampleDataset
-from core_rl_trainer.data.preview import marked_text
+from core_rl_trainer.data.tokenizers import marked_text
 from core_rl_trainer.data.training_data import TrainingData
 
 if TYPE_CHECKING:

@@ -1,22 +1,46 @@
-"""The tokenizer of a model directory, and limits of its model."""
+"""The tokenizer of a model directory: its end tokens, limits of its model, and token ids as text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core_rl.config.engine import ModelConfig
-from core_rl.errors import ConfigError
-from core_rl_trainer.data.end_tokens import all_end_tokens
+from core_rl.errors import ConfigError, raise_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["context_length", "load_tokenizer", "vocabulary_size"]
+__all__ = [
+    "all_end_tokens",
+    "check_same_tokens",
+    "context_length",
+    "decoded_runs",
+    "describe_end_tokens",
+    "load_tokenizer",
+    "marked_text",
+    "require_end_tokens",
+    "vocabulary_size",
+]
 
 COPY = (
     "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
 )
 """What to do about a directory without a tokenizer."""
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+)
+"""Files that name end tokens."""
+SHOWN = 1000
+"""Characters at the beginning and at the end of a text that are shown."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -50,3 +74,100 @@ def context_length(path: str) -> int | None:
     from core_rl.toolkit.build import read_config
 
     return ModelLimits.of(read_config(ModelConfig(path=path))).context_length
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, paths: Mapping[str, str | None]) -> None:
+    """Raise one `ConfigError` for models, by field, that read the ids of ``tokenizer`` as other tokens.
+
+    A directory without a tokenizer is not checked.
+    """
+    problems = [
+        problem
+        for field, path in paths.items()
+        if path is not None and (problem := _other_tokens(tokenizer, field, path)) is not None
+    ]
+    raise_all(ConfigError, "recipe", problems)
+
+
+def _other_tokens(tokenizer: PreTrainedTokenizerBase, field: str, path: str) -> str | None:
+    from core_rl.checkpoint.end_tokens import read_tokenizer
+
+    try:
+        texts = {token: text for text, token in read_tokenizer(path).get_vocab().items()}
+    except ConfigError:
+        return None
+    differing = sorted(
+        (token, text) for text, token in tokenizer.get_vocab().items() if texts.get(token, text) != text
+    )
+    if not differing:
+        return None
+    token, text = differing[0]
+    return (
+        f"{field} = {path!r}: its tokenizer is not that of model.path (id {token:,} is {texts[token]!r}, not {text!r}; "
+        f"ids that differ: {len(differing):,}); take a model with the same tokenizer"
+    )
+
+
+# ------------------------------------------------------------------ end tokens
+
+
+def all_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Ids of the tokens that end a sequence: of ``tokenizer``, and of the configs of the model it was loaded with."""
+    end, path = tokenizer.eos_token_id, tokenizer.name_or_path
+    if path and Path(path, FILES[0]).is_file():
+        files = (file for name in FILES if (file := Path(path, name)).is_file())
+        return _model_ends(path, tuple(file.stat().st_mtime_ns for file in files))
+    return frozenset() if end is None else frozenset({int(end)})
+
+
+@lru_cache(maxsize=8)
+def _model_ends(path: str, _modified: tuple[int, ...]) -> frozenset[int]:
+    from core_rl.checkpoint.end_tokens import end_tokens
+    from core_rl.toolkit.build import read_config
+
+    return frozenset(end_tokens(read_config(ModelConfig(path=path)), path))
+
+
+def require_end_tokens(
+    tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int] = (), stop: Sequence[str] = ()
+) -> dict[int, str]:
+    """Texts of the end tokens, and of ``stop_token_ids``, by id.
+
+    Raises `ConfigError` where there is none, and no text ``stop``.
+    """
+    ends = sorted({*all_end_tokens(tokenizer), *stop_token_ids})
+    if not ends and not stop:
+        raise ConfigError(
+            f"model.path = {tokenizer.name_or_path!r}: there is no end token with an embedding, so that no sequence "
+            "would end: set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json, to the "
+            "token that ends a turn"
+        )
+    return {token: str(tokenizer.convert_ids_to_tokens(token) or "") for token in ends}
+
+
+def describe_end_tokens(ends: Mapping[int, str]) -> str:
+    """Texts and ids of end tokens, for a message."""
+    return ", ".join(f"{text} ({token})" for token, text in ends.items())
+
+
+# --------------------------------------------------------------- token ids as text
+
+
+def marked_text(tokenizer: PreTrainedTokenizerBase, sequence: tuple[Sequence[int], Sequence[bool]]) -> str:
+    """The decoded sequence with trained tokens in ⟦ ⟧; the middle of a long one is left out."""
+    runs = decoded_runs(tokenizer, *sequence)
+    text = "".join(f"⟦{part}⟧" if trained else part for trained, part in runs)
+    if len(text) <= 2 * SHOWN:
+        return text
+    return f"{text[:SHOWN]} … {len(text) - 2 * SHOWN:,} characters … {text[-SHOWN:]}"
+
+
+def decoded_runs(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[bool]
+) -> list[tuple[bool, str]]:
+    """The texts of consecutive tokens with the same value of ``mask``, with spaces as they are."""
+    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
+    return [
+        (trained, str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
+        for trained, run in runs
+    ]

@@ -15,11 +15,10 @@ from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
-from core_rl_trainer.data.end_tokens import all_end_tokens
 from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.kinds import ExampleKind
+from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
 from core_rl_trainer.data.sources import open_source
-from core_rl_trainer.data.vocabulary import within_vocabulary
+from core_rl_trainer.data.tokenizers import all_end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from core_rl.errors import BatchError
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_chat, encode_prompt
-from core_rl_trainer.data.end_tokens import all_end_tokens
+from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 from core_rl_trainer.rewards.functions import as_reward

@@ -19,12 +19,16 @@ from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import ModelInterface, interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.config import DataSection
-from core_rl_trainer.data.end_tokens import require_end_tokens
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.statistics import DataStatistics, describe_data
-from core_rl_trainer.data.tokenizers import context_length, load_tokenizer, vocabulary_size
+from core_rl_trainer.data.tokenizers import (
+    check_same_tokens,
+    context_length,
+    load_tokenizer,
+    require_end_tokens,
+    vocabulary_size,
+)
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.data.vocabulary import check_same_tokens
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.logs.boards import load_board
 from core_rl_trainer.outputs.push import require_hub

@@ -9,8 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
-from core_rl_trainer.data.end_tokens import all_end_tokens
 from core_rl_trainer.data.examples import answer_text
+from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
 

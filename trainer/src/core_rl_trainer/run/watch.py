@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from core_rl_trainer.data.end_tokens import shown
+from core_rl_trainer.data.tokenizers import describe_end_tokens
 from core_rl_trainer.recipe.sections import StopSection
 
 __all__ = ["Verdict", "Watch"]
@@ -158,8 +158,8 @@ def _why_no_signal(metrics: Metrics) -> str:
 def _why_truncated(metrics: Metrics, end_tokens: Mapping[int, str]) -> str:
     return (
         f"all completions are truncated, after {metrics.get('completion_tokens', 0.0):,.0f} tokens on average: none "
-        f"has an end token ({shown(end_tokens)}). rollout.max_new_tokens is too small, or the model writes none; "
-        "look at their last tokens in samples.jsonl. Where they end with another token, add it to "
+        f"has an end token ({describe_end_tokens(end_tokens)}). rollout.max_new_tokens is too small, or the model "
+        "writes none; look at their last tokens in samples.jsonl. Where they end with another token, add it to "
         "rollout.stop_token_ids; where they do not end, train the model with SFT first"
     )
 
