@@ -252,6 +252,6 @@ def test_lost_text_is_refused(name: str, example: dict[str, Any], message: str) 
         ({"template_name": "rag"}, "data.chat_template = 'rag': the tokenizer has a single chat template"),
     ],
 )
-def test_settings_of_another_template_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_arguments_unknown_to_template_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         encode_prompt(ChatFormat(tokenizer=FORMATS["qwen3"].tokenizer, **changes), PLAIN[:1])

@@ -62,7 +62,7 @@ def test_a_run_needs_no_evaluation(start: Path, tmp_path: Path, algorithm: str) 
 
 
 @pytest.mark.nightly
-def test_a_streamed_mixture_that_was_killed_is_the_one_that_was_not(start: Path, tmp_path: Path) -> None:
+def test_killed_streamed_mixture_resumes_identically(start: Path, tmp_path: Path) -> None:
     def recipe(name: str) -> Path:
         values = support.supervised_values(start, tmp_path / name, "sft")
         others = {

@@ -150,7 +150,7 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
         ("data.csv", b'prompt,answer\n1,2\n"",3\n', "data.csv: line 3 needs a text 'prompt'; it has ''"),
     ],
 )
-def test_a_file_of_another_type_is_named(
+def test_files_of_unknown_type_are_named(
     tmp_path: Path, tokenizer: Any, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -223,7 +223,7 @@ def test_damaged_json_names_line_and_field(tmp_path: Path, tokenizer: Any, line:
         load(tokenizer, train=str(tmp_path / "a.jsonl"))
 
 
-def test_a_list_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+def test_json_list_and_byte_order_mark_are_read(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(rows_of(2)))
     (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows_of(1)[0]).encode())
     assert open_source(DataSource(path=str(tmp_path / "list.json")))[1] == rows_of(2)[1]
@@ -263,7 +263,7 @@ def test_files_of_a_recipe(tmp_path: Path) -> None:
         ({"prompt": "question"}, "line 1 needs an 'answer' or 'messages'.*data.columns.answer=solution"),
     ],
 )
-def test_missing_columns_are_named_with_those_that_there_are(
+def test_missing_columns_are_named_with_present_columns(
     tmp_path: Path, tokenizer: Any, columns: dict[str, str], message: str
 ) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "1=", "solution": "1"}])
@@ -280,9 +280,7 @@ def test_columns_are_mapped_and_kept(tmp_path: Path, tokenizer: Any) -> None:
     assert "messages" not in sample
 
 
-def test_a_column_that_a_later_example_lacks_is_an_error_of_that_example(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_later_example_without_mapped_column_is_named(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "1="}, {"query": "2="}])
     with pytest.raises(BatchError, match="a.jsonl: line 2 has no 'question'; it has 'query'"):
         load(tokenizer, train=path, columns={"prompt": "question"})
@@ -461,7 +459,7 @@ def test_unpaired_preferences_are_refused(tmp_path: Path, tokenizer: Any) -> Non
 # ------------------------------------------------------------------- mixtures
 
 
-def test_shares_of_a_mixture_are_exact_and_survive_an_interruption() -> None:
+def test_mixture_shares_are_exact_after_resuming() -> None:
     def order() -> MixedOrder:
         return MixedOrder([ShuffledOrder(size, 3) for size in (5, 50)], [5, 50], [3, 1])
 
@@ -479,7 +477,7 @@ def test_shares_of_a_mixture_are_exact_and_survive_an_interruption() -> None:
     assert [next(again) for _ in range(40)] == [next(mixed) for _ in range(40)]
 
 
-def test_a_mixture_has_all_examples_in_one_numbering(tmp_path: Path, tokenizer: Any) -> None:
+def test_mixture_numbers_all_examples_consecutively(tmp_path: Path, tokenizer: Any) -> None:
     paths = [write(tmp_path / "a.jsonl", rows_of(4)), write(tmp_path / "b.jsonl", rows_of(8, start=10))]
     plain = load(tokenizer, train=paths)
     assert [plain.train[n]["index"] for n in range(12)] == list(range(12))
@@ -511,9 +509,7 @@ def test_a_split_depends_on_the_seed_alone(tmp_path: Path, tokenizer: Any) -> No
         (0.9, "leaves none to train on; lower it"),
     ],
 )
-def test_a_split_that_leaves_nothing_is_refused(
-    tmp_path: Path, tokenizer: Any, fraction: float, message: str
-) -> None:
+def test_empty_split_is_refused(tmp_path: Path, tokenizer: Any, fraction: float, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         load(tokenizer, train=write(tmp_path / "a.jsonl", rows_of(2)), eval_fraction=fraction)
 
@@ -525,14 +521,14 @@ def test_there_need_be_no_evaluation(tmp_path: Path, tokenizer: Any) -> None:
 # ------------------------------------------------------------------- streaming
 
 
-def test_streamed_samples_are_those_in_memory(tmp_path: Path, tokenizer: Any) -> None:
+def test_streamed_samples_equal_samples_in_memory(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(10))
     in_memory, streamed = (load(tokenizer, train=path, streaming=streaming) for streaming in (False, True))
     assert answers(streamed, 24) == answers(in_memory, 24)
     assert dict(streamed.train[7]) == dict(in_memory.train[7])
 
 
-def test_streaming_skips_what_is_too_long_and_resumes(
+def test_streaming_skips_long_examples_and_resumes(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [*rows_of(10), {"prompt": "1+" * 20 + "=", "answer": -1}]
@@ -548,7 +544,7 @@ def test_streaming_skips_what_is_too_long_and_resumes(
         assert next(resumed) == next(batches)
 
 
-def test_streaming_names_a_damaged_example_when_it_is_drawn(tmp_path: Path, tokenizer: Any) -> None:
+def test_streaming_names_damaged_example_when_drawn(tmp_path: Path, tokenizer: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1="}\n{"prompt": \n')
     data = load(tokenizer, train=str(path), streaming=True)
@@ -569,9 +565,7 @@ def test_template_settings_need_chats(tmp_path: Path, tokenizer: Any) -> None:
         load(tokenizer, DEMONSTRATIONS, train=path, template_args={"enable_thinking": False})
 
 
-def test_statistics_count_lengths_shares_and_the_fill_of_micro_batches(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+def test_statistics_count_lengths_shares_and_fill(tmp_path: Path, tokenizer: Any) -> None:
     rows = [
         {"prompt": "1" * length, "answer": 1} for length in (2, 4, 6, 40)
     ]  # and three tokens of each example

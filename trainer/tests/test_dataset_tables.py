@@ -117,7 +117,7 @@ def test_json_in_directories_keeps_digits(tmp_path: Path, suffix: str) -> None:
     assert examples.label(1) == f"train-1.jsonl{suffix}: line 1"
 
 
-def test_messages_have_no_keys_of_others(tmp_path: Path) -> None:
+def test_messages_lack_keys_of_further_rows(tmp_path: Path) -> None:
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("sum", "product")]
     chats = [
         [{"role": "user", "content": "1="}, {"role": "assistant", "content": None, "tool_calls": calls}],
@@ -166,7 +166,7 @@ def test_a_downloaded_dataset_of_the_hub(own_cache: Path) -> None:
         ),
     ],
 )
-def test_what_the_cache_lacks_is_named(
+def test_datasets_missing_in_cache_are_named(
     own_cache: Path, path: str, fields: dict[str, str], message: str
 ) -> None:
     downloaded(own_cache)

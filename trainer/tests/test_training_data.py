@@ -72,7 +72,7 @@ def test_empty_lines_are_no_damage(tmp_path: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["1+2=", "<s>1+2=", "<s><s>1+2=", "1+2=</s>"])
-def test_a_prompt_has_exactly_one_bos_and_no_eos(tokenizer: Any, prompt: str) -> None:
+def test_prompts_begin_with_bos_without_eos(tokenizer: Any, prompt: str) -> None:
     ids = encode_prompt(support.chat_format(tokenizer), prompt)
     assert (ids[0], ids.count(support.BOS), ids.count(support.EOS)) == (support.BOS, 1, 0)
     assert tokenizer.decode(ids, skip_special_tokens=True) == "1+2="
@@ -85,7 +85,7 @@ def test_a_tokenizer_without_bos_adds_none() -> None:
     assert tokenizer.decode(encode_prompt(support.chat_format(tokenizer), "1+2=")) == "1+2="
 
 
-def test_samples_keep_what_their_line_says(dataset: ExampleDataset) -> None:
+def test_samples_keep_fields_of_their_line(dataset: ExampleDataset) -> None:
     assert dataset[3]["answer"] == 3
     assert dataset[3]["prompt_ids"][0] == support.BOS
     assert len(dataset) == 10
@@ -111,7 +111,7 @@ def test_the_order_goes_on_where_it_was(size: int, seed: int, drawn: int) -> Non
     assert [next(again) for _ in range(2 * size)] == [next(order) for _ in range(2 * size)]
 
 
-def test_each_pass_has_every_sample_once_in_another_order() -> None:
+def test_each_pass_shuffles_every_sample_again() -> None:
     order = ShuffledOrder(20, seed=3)
     first, second = ([next(order) for _ in range(20)] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(20))

@@ -11,8 +11,8 @@ from transformers import GPT2Config, LlamaConfig, LlavaConfig
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import demonstration_batch, preference_batch
+from core_rl_trainer.data.chat import encode_chat
 from core_rl_trainer.data.encoding import (
-    encode_chat,
     encode_completion,
     encode_demonstration,
     encode_prompt,
@@ -59,7 +59,7 @@ def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 
 
 @pytest.mark.parametrize("answer", ["3", "3</s>", "3</s></s>"])
-def test_an_answer_ends_with_one_trained_eos(tokenizer: Any, answer: str) -> None:
+def test_answers_end_with_single_trained_eos(tokenizer: Any, answer: str) -> None:
     ids, mask = single(encode_completion(support.chat_format(tokenizer), "<s>1+2=", answer))
     assert (ids.count(BOS), ids.count(EOS), ids[0], ids[-1]) == (1, 1, BOS, EOS)
     assert trained_text(tokenizer, ids, mask) == "3</s>"
@@ -89,7 +89,7 @@ def test_a_chat_begins_and_ends_once(change: tuple[str, str], whole: str) -> Non
     assert mask[-1]
 
 
-def test_a_prompt_of_messages_ends_where_the_answer_begins(chatty: Any) -> None:
+def test_chat_prompt_ends_before_the_answer(chatty: Any) -> None:
     assert chatty.decode(encode_prompt(support.chat_format(chatty), CHAT[:3])) == "<s>+12=34</s>+5="
 
 
@@ -103,7 +103,7 @@ def test_a_prompt_of_messages_ends_where_the_answer_begins(chatty: Any) -> None:
         ("{{ messages[-1].content }}", "rewrites what comes before message"),
     ],
 )
-def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template: str, message: str) -> None:
+def test_messages_refused_by_template_are_named(tmp_path: Path, template: str, message: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = template
     support.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": 3}, {"messages": CHAT}])
@@ -111,7 +111,7 @@ def test_a_row_that_the_template_does_not_take_is_named(tmp_path: Path, template
         support.read_dataset(DEMONSTRATIONS, tmp_path / "rows.jsonl", tokenizer)
 
 
-def test_turns_follow_prompts_with_another_past() -> None:
+def test_turns_follow_prompts_with_rewritten_past() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
     sequences = encode_chat(support.chat_format(tokenizer), CHAT)
@@ -187,7 +187,7 @@ def test_batches_of_samples(tokenizer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(), GPT2Config(), LlavaConfig(text_config=LlamaConfig())])
-def test_the_context_is_that_of_the_text_model(config: Any, tmp_path: Path) -> None:
+def test_context_length_is_of_text_model(config: Any, tmp_path: Path) -> None:
     config.get_text_config().max_position_embeddings = 48
     config.save_pretrained(tmp_path)
     assert context_length(str(tmp_path)) == 48

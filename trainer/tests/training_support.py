@@ -59,7 +59,7 @@ def read_dataset(
 ) -> ExampleDataset:
     """The encoded examples of a file."""
     source = open_source(DataSource(path=str(path)))
-    return ExampleDataset(kind, source, chat_format(tokenizer), limit, drop)
+    return ExampleDataset(source, kind, chat_format(tokenizer), drop, limit)
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:

@@ -23,7 +23,6 @@ __all__ = [
     "MixedOrder",
     "NumberedBatches",
     "Order",
-    "Sample",
     "ShuffledOrder",
     "demonstration_batch",
     "preference_batch",
@@ -36,7 +35,7 @@ NUMBER = "_number"
 
 
 class ShuffledOrder(Iterator[int]):
-    """An endless order of ``size`` items, shuffled anew in each pass, without those that ``accepts`` refuses."""
+    """An endless order of ``size`` items, shuffled anew in each pass, without the items that ``accepts`` refuses."""
 
     def __init__(self, size: int, seed: int, accepts: Callable[[int], bool] = lambda _: True) -> None:
         self._size = size
@@ -72,7 +71,7 @@ class MixedOrder(Iterator[int]):
     """Several orders in one, each with its share of the items: ``weights``, relative to each other.
 
     Every item comes from the order that is furthest behind its share, so that the shares are exact at any time, up to
-    one item. The items of order ``n`` are numbered after those of all before it, which have ``sizes``.
+    one item. Items are numbered order by order; ``sizes`` are the numbers of items.
     """
 
     def __init__(

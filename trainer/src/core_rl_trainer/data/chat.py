@@ -8,13 +8,14 @@ the next turn begins a sequence of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.chat_template import ChatTemplate, Rendered
+from core_rl_trainer.data.chat_template import ChatFormat, ChatTemplate, Rendered
 from core_rl_trainer.data.messages import (
     Message,
     is_trained,
@@ -27,10 +28,12 @@ from core_rl_trainer.data.messages import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Encoded", "chat_sequences", "end_of", "one_bos", "prompt_ids"]
+__all__ = ["NO_FIELDS", "Encoded", "encode_chat", "end_of", "one_bos", "prompt_ids"]
 
 Encoded = tuple[list[int], list[bool]]
 """Token ids of a sequence, and which of them are trained."""
+
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 OPENED = re.compile(r"(<[^\s<>/|]+>|\[[A-Z_]+\])\s*\Z")
 """The tag with which a generation prompt opens reasoning, such as ``<think>``."""
@@ -50,19 +53,20 @@ def prompt_ids(template: ChatTemplate, messages: Sequence[Message]) -> list[int]
     return _ids(template.tokenizer, prompt)
 
 
-def chat_sequences(
-    template: ChatTemplate,
+def encode_chat(
+    chat_format: ChatFormat,
     messages: Sequence[Message],
-    closing: AbstractSet[int],
+    example: Mapping[str, Any] = NO_FIELDS,
     *,
     first: int = 0,
     prefix: str = "",
 ) -> list[Encoded]:
     """Sequences in which the turns of the assistant from message ``first`` on are trained, but for marked ones.
 
-    ``prefix`` begins the last turn and is not trained; ``closing`` are the tokens that may end one. Raises
-    `BatchError` where a turn cannot be trained as it is written, or none is to be trained.
+    ``example`` has the tools, documents and template arguments. ``prefix`` begins the last turn and is not trained.
+    Raises `BatchError` where a turn cannot be trained as it is written, or none is to be trained.
     """
+    template, closing = chat_format.template(example), chat_format.closing
     turns = [number for number in range(first, len(messages)) if is_trained(messages[number])]
     if not turns:
         raise BatchError("has no turn of the assistant to train: all are marked not to be trained")
@@ -99,16 +103,16 @@ class _Chat:
     def turn(self, number: int) -> tuple[str, str]:
         """The prompt of an assistant's turn, and the text with which the model has to continue it."""
         message = self.messages[number]
-        whole = self.template.render(self.messages[: number + 1], to_be_continued=False)
-        prompt = self.prompt(number) if number else self._first_header(whole)
+        rendered = self.template.render(self.messages[: number + 1], to_be_continued=False)
+        prompt = self.prompt(number) if number else self._first_header(rendered)
         opened = OPENED.search(prompt)
         tag = opened[1] if opened else ""
-        if whole.startswith(prompt):
-            completion = whole[len(prompt) :]
+        if rendered.startswith(prompt):
+            completion = rendered[len(prompt) :]
             if missing_text(message, tag + completion) and "</think>" in self.template.text:
                 completion = _reasoned(message, "", completion)
         else:
-            completion = self._rewritten(number, prompt, whole)
+            completion = self._rewritten(number, prompt, rendered)
         if missing := missing_text(message, tag + completion):
             raise BatchError(
                 f"the chat template drops {missing} of message {number + 1} and shows {completion!r}; write it where "
@@ -133,12 +137,12 @@ class _Chat:
                 rest = rest[rest.index(text) + len(text) :]
         return prompt
 
-    def _first_header(self, whole: str) -> str:
+    def _first_header(self, rendered: str) -> str:
         """The text before that of a first turn, which has no prompt."""
         header = self._generation_prompt(1, self.template.render(self.messages[:1], to_be_continued=True))
         header = OPENED.sub("", header)
-        if header and header in whole:
-            return whole[: whole.index(header) + len(header)]
+        if header and header in rendered:
+            return rendered[: rendered.index(header) + len(header)]
         raise BatchError(
             'begins with a turn of the assistant, which answers nothing; mark it with "weight": 0 or begin with a turn '
             "of the user"
@@ -149,34 +153,34 @@ class _Chat:
         before = self.template.render(self.messages[:count], to_be_continued=False)
         return prompt[len(before) :] if prompt.startswith(before) else ""
 
-    def _rewritten(self, number: int, prompt: str, whole: str) -> str:
-        """The turn where ``whole`` does not begin with ``prompt``: reasoning opened there, or another past."""
+    def _rewritten(self, number: int, prompt: str, rendered: str) -> str:
+        """The turn where ``rendered`` does not begin with ``prompt``: reasoning opened there, or another past."""
         message = self.messages[number]
         closed, opened = CLOSED.search(prompt), OPENED.search(prompt)
-        if closed and (rest := self._rest(number, prompt[: closed.start()], whole)) is not None:
+        if closed and (rest := self._rest(number, prompt[: closed.start()], rendered)) is not None:
             if not reasoning_of(message) and closed[1] not in message_text(message):
                 return re.sub(rf"\A\s*{EMPTY}", "", rest)
             raise BatchError(
                 f"has reasoning in message {number + 1}, and the generation prompt closes it at once; remove the "
                 "reasoning, or turn it on with data.template_args"
             )
-        if opened and (rest := self._rest(number, prompt[: opened.start()], whole)) is not None:
+        if opened and (rest := self._rest(number, prompt[: opened.start()], rendered)) is not None:
             return _reasoned(message, opened[1], rest)
-        if (rest := self._rest(number, prompt, whole)) is not None:
+        if (rest := self._rest(number, prompt, rendered)) is not None:
             return rest
         raise BatchError(
             f"the chat template rewrites what comes before message {number + 1}: the prompt ends with "
-            f"{prompt[-80:]!r}, and the chat with {whole[-80:]!r}; fix the template, or set data.template_args so that "
-            "both agree"
+            f"{prompt[-80:]!r}, and the chat with {rendered[-80:]!r}; fix the template, or set data.template_args so "
+            "that both agree"
         )
 
-    def _rest(self, number: int, head: str, whole: str) -> str | None:
-        """The part of ``whole`` behind ``head``, or behind the generation prompt at its end; None without either."""
-        if whole.startswith(head):
-            return whole[len(head) :]
+    def _rest(self, number: int, head: str, rendered: str) -> str | None:
+        """The part of ``rendered`` behind ``head``, or behind the generation prompt at its end; None without either."""
+        if rendered.startswith(head):
+            return rendered[len(head) :]
         header = self._generation_prompt(number, head)
-        places = [match.end() for match in re.finditer(re.escape(header), whole)] if header else []
-        rests = [whole[place:] for place in reversed(places)]
+        places = [match.end() for match in re.finditer(re.escape(header), rendered)] if header else []
+        rests = [rendered[place:] for place in reversed(places)]
         complete = (rest for rest in rests if not missing_text(self.messages[number], rest))
         return next(complete, rests[0] if rests else None)
 
@@ -184,7 +188,7 @@ class _Chat:
 def _reasoned(message: Message, tag: str, rest: str) -> str:
     """``rest`` of a rendered turn behind the reasoning that the template leaves out.
 
-    ``tag`` is what the generation prompt opened, if it did; a turn without reasoning closes it at once.
+    ``tag`` is empty, or was opened by the generation prompt; a turn without reasoning closes it at once.
     """
     close = f"{tag[:1]}/{tag[1:]}" if tag else "</think>"
     if tag and close in rest:
@@ -218,9 +222,9 @@ def _split_ids(
     tokenizer: PreTrainedTokenizerBase, before: str, completion: str
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt as the model sees them, and of what follows."""
-    start, whole = _ids(tokenizer, before), _ids(tokenizer, before + completion)
-    if _extends(whole, start):
-        return start, whole[len(start) :]
+    start, ids = _ids(tokenizer, before), _ids(tokenizer, before + completion)
+    if _extends(ids, start):
+        return start, ids[len(start) :]
     # A token would reach over the end of the prompt.
     return start, tokenizer(completion, add_special_tokens=False)["input_ids"]
 
@@ -230,8 +234,8 @@ def _ended(
 ) -> tuple[list[int], int]:
     """A turn with a token that ends it, and the number of its trained tokens.
 
-    The end is the last of the ``closing`` tokens that the template writes behind ``text``; what it writes there
-    besides, a line feed, is not trained. Without one, the end-of-sequence token follows.
+    The end is the last of the ``closing`` tokens that the template writes behind ``text``; a line feed after it is not
+    trained. Without one, the end-of-sequence token follows.
     """
     last = max((number + 1 for number, token in enumerate(turn) if token in closing), default=0)
     rest = squeezed(str(tokenizer.decode(turn[last:])))

@@ -1,4 +1,4 @@
-"""Chat templates: which one a tokenizer takes, its arguments, and the text that it renders."""
+"""Chat templates: the template of a tokenizer, its arguments, and the text that it renders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChatFormat:
     template_name: str | None = None
     """The template of a tokenizer that has several."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the template; those of an example come before them."""
+    """Arguments of the template; the arguments of an example take precedence."""
     time: datetime | None = None
     """The time that ``strftime_now`` of a template formats; None for the time of the call."""
     ends: frozenset[int] = frozenset()
@@ -55,8 +55,8 @@ class ChatFormat:
     def template(self, example: Mapping[str, Any]) -> ChatTemplate:
         """The template for one example, with its tools, documents and arguments.
 
-        Raises `ConfigError` for a missing template and an argument that it does not read, and `BatchError` where those
-        of the example are at fault.
+        Raises `ConfigError` for a missing template and an argument that it does not read, and `BatchError` for tools,
+        documents or arguments of the example.
         """
         tools = _tools_of(example)
         name, text = self._template(tools is not None)
@@ -66,9 +66,9 @@ class ChatFormat:
             raise BatchError(f"has 'chat_template_kwargs' that are no object: {arguments!r}")
         arguments = {name: value for name, value in arguments.items() if value is not None}
         _check_arguments(BatchError, "chat_template_kwargs", arguments, name, text)
-        shown = {"tools": tools, "documents": example.get("documents") or None}
-        given = {field: value for field, value in shown.items() if value is not None}
-        for field_name in given:
+        fields = {"tools": tools, "documents": example.get("documents") or None}
+        fields = {name: value for name, value in fields.items() if value is not None}
+        for field_name in fields:
             if not _reads(text, field_name):
                 raise BatchError(
                     f"has {field_name!r}, which the chat template{name} does not show to the model; take a template "
@@ -77,7 +77,7 @@ class ChatFormat:
         return ChatTemplate(
             tokenizer=self.tokenizer,
             text=text if self.time is None else _at_time(text, self.time),
-            arguments={**self.arguments, **arguments, **given},
+            arguments={**self.arguments, **arguments, **fields},
         )
 
     def _template(self, has_tools: bool) -> tuple[str, str]:

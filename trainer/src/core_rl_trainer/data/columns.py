@@ -26,20 +26,20 @@ CHATS: Mapping[str, tuple[str, ...]] = {
     "demonstrations": ("messages", "conversations", "completion"),
     "preferences": (),
 }
-"""By kind of examples, other fields that may be chats."""
+"""Further fields that may be chats, by kind of examples."""
 
 
 class MappedExamples(Examples):
-    """``examples`` with fields from other ``columns``, of the format ``found`` of another system, or of none."""
+    """``examples`` with fields from other ``columns``, of another system's ``example_format``, or of none."""
 
     def __init__(
-        self, examples: Examples, columns: Mapping[str, str], kind: ExampleKind, found: Format | None
+        self, examples: Examples, columns: Mapping[str, str], kind: ExampleKind, example_format: Format | None
     ) -> None:
         self.origin = examples.origin
         self._examples = examples
         self._columns = columns
         self._kind = kind
-        self._format = found
+        self._format = example_format
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -60,7 +60,7 @@ class MappedExamples(Examples):
 def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> tuple[Examples, str | None]:
     """``examples`` in the fields of ``kind``, and the name of their format where it is another system's.
 
-    The format is that of the first example. Raises `ConfigError` when its columns are not those that are needed.
+    The format is that of the first example. Raises `ConfigError` when needed columns are missing.
     """
     if not len(examples):
         return examples, None
@@ -69,15 +69,16 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
     except BatchError:
         return MappedExamples(examples, columns, kind, None), None  # it is named with all damaged ones
     _check_columns(examples.origin, first, columns, kind)
-    found = None
+    example_format = None
     try:
-        found = recognised_format(_with_chats(first, columns, kind, examples.label(0)), kind)
-        example = MappedExamples(examples, columns, kind, found)[0]
+        example_format = _recognised_format(_with_chats(first, columns, kind, examples.label(0)), kind)
+        example = MappedExamples(examples, columns, kind, example_format)[0]
     except BatchError:
         pass  # it is named with all damaged ones
     else:
         _check_fields(examples, example, first, kind)
-    return MappedExamples(examples, columns, kind, found), found.name if found else None
+    name = example_format.name if example_format else None
+    return MappedExamples(examples, columns, kind, example_format), name
 
 
 def _with_chats(example: Example, columns: Mapping[str, str], kind: ExampleKind, label: str) -> Example:
@@ -96,10 +97,10 @@ def _renamed(example: Example, columns: Mapping[str, str], label: str) -> Exampl
         fields = {name: _value(example, column) for name, column in columns.items()}
     except KeyError as error:
         raise BatchError(f"{label} has no {error.args[0]!r}; it has {_names(example)}") from error
-    kept = dict(example)
+    original = dict(example)
     if "prompt" in columns and "messages" not in columns:
-        kept.pop("messages", None)  # which would be trained on instead of the prompt and its answer
-    return {**kept, **fields}
+        original.pop("messages", None)  # which would be trained on instead of the prompt and its answer
+    return {**original, **fields}
 
 
 def _value(example: Example, column: str) -> Any:
@@ -152,7 +153,7 @@ def _check_fields(examples: Examples, example: Example, columns: Example, kind: 
 
 def _similar(name: str, columns: Example) -> str | None:
     """The column that other data sets have for the field ``name``."""
-    return next((other for other in SYNONYMS.get(name, ()) if other in columns), None)
+    return next((synonym for synonym in SYNONYMS.get(name, ()) if synonym in columns), None)
 
 
 def _names(example: Example) -> str:
@@ -169,7 +170,7 @@ class Format:
     name: str
     recognises: Callable[[Example], bool]
     convert: Callable[[Example], Example]
-    """The fields that replace those of the example, or are added to them. Raises `BatchError` without a subject."""
+    """Converted fields, which replace or extend the fields of the example. Raises `BatchError` without a subject."""
 
 
 def _has(*names: str, without: Sequence[str] = ()) -> Callable[[Example], bool]:
@@ -281,9 +282,9 @@ FORMATS: Mapping[str, tuple[Format, ...]] = {
         ),
     ),
 }
-"""By kind of examples."""
+"""Formats of other systems, by kind of examples."""
 
 
-def recognised_format(example: Example, kind: ExampleKind) -> Format | None:
-    """The format of another system that ``example`` has; None for the one that is used here."""
-    return next((found for found in FORMATS[kind.name] if found.recognises(example)), None)
+def _recognised_format(example: Example, kind: ExampleKind) -> Format | None:
+    """The format of another system that ``example`` has; None for the format of core-rl."""
+    return next((candidate for candidate in FORMATS[kind.name] if candidate.recognises(example)), None)

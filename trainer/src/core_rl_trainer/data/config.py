@@ -50,9 +50,9 @@ Sources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), Field(min_
 class DataSection(Config):
     """The data.
 
-    Examples for rollouts have a ``prompt`` (a text, or chat messages) and whatever the reward function reads; those for
-    ``sft`` an ``answer`` besides, or ``messages`` alone; those for ``reward_model`` and ``dpo`` the completions
-    ``chosen`` and ``rejected``. The formats of TRL and verl are recognised.
+    Examples for rollouts have a ``prompt`` (a text, or chat messages) and the fields that the reward function reads.
+    Examples for ``sft`` have an ``answer`` as well, or ``messages`` alone, and examples for ``reward_model`` and
+    ``dpo`` the completions ``chosen`` and ``rejected``. The formats of TRL and verl are recognised.
     """
 
     train: Sources
@@ -74,8 +74,8 @@ class DataSection(Config):
     """The name of the chat template, where the tokenizer has several; null: ``tool_use`` for examples with tools where
     there is such a template, else ``default``."""
     template_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as ``{enable_thinking: false}``. Those of a column ``chat_template_kwargs``
-    come before them."""
+    """Arguments of the chat template, such as ``{enable_thinking: false}``. Arguments in a column
+    ``chat_template_kwargs`` take precedence."""
     template_time: datetime | None = None
     """The time that a chat template formats with ``strftime_now``. Null: when the run begins, also after it resumes."""
     streaming: bool = False
@@ -95,11 +95,11 @@ class DataSection(Config):
 
     @field_serializer("train", "eval")
     def _as_written(self, sources: tuple[DataSource, ...] | None) -> Any:
-        """As short as a recipe has it."""
+        """The short form of sources in a recipe."""
         if sources is None:
             return None
-        found = [_short(source) for source in sources]
-        return found[0] if len(found) == 1 else found
+        listed = [_short(source) for source in sources]
+        return listed[0] if len(listed) == 1 else listed
 
     @property
     def has_evaluation(self) -> bool:

@@ -69,20 +69,20 @@ class ExampleDataset(SampleDataset):
 
     def __init__(
         self,
-        kind: ExampleKind,
         examples: Examples,
+        kind: ExampleKind,
         chat_format: ChatFormat,
-        limit: int | None = None,
         drop: bool = False,
+        limit: int | None = None,
         first: int = 0,
     ) -> None:
         samples = _without_ties(kind, examples, _encoded(kind, examples, chat_format))
         sizes = {number: kind.size(sample) for number, sample in samples.items()}
         lengths = {number: size.longest for number, size in sizes.items()}
-        kept = _within_limit(kind, examples, lengths, limit, drop)
-        self.left_out = len(samples) - len(kept)
-        self._samples = [{"index": first + index, **samples[n]} for index, n in enumerate(kept)]
-        self._sizes = [sizes[n] for n in kept]
+        accepted = _within_limit(kind, examples, lengths, limit, drop)
+        self.left_out = len(samples) - len(accepted)
+        self._samples = [{"index": first + index, **samples[n]} for index, n in enumerate(accepted)]
+        self._sizes = [sizes[n] for n in accepted]
         self.longest = max(size.longest for size in self._sizes)
         self.largest_unit = max(size.largest_unit for size in self._sizes)
         self.most_sequences = max(len(size.units) for size in self._sizes)
@@ -109,18 +109,19 @@ class StreamedDataset(SampleDataset):
 
     def __init__(
         self,
-        kind: ExampleKind,
         examples: Examples,
+        kind: ExampleKind,
         chat_format: ChatFormat,
-        limit: int,
+        drop: bool,
+        limit: int | None,
+        first: int,
         budget: int,
-        drop: bool = False,
-        first: int = 0,
     ) -> None:
         _require_some(kind, examples)
         self._kind, self._examples, self._chat_format = kind, examples, chat_format
         self._drop, self._first = drop, first
-        self.longest, self.largest_unit = limit, budget
+        self.longest = budget if limit is None else min(limit, budget)
+        self.largest_unit = budget
         self._drawn: dict[int, Sample] = {}
         self._too_long: set[int] = set()
         self._skipped = 0
@@ -201,8 +202,8 @@ class MixedDataset(SampleDataset):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Sample:
-        part, own = self._place(index)
-        return part[own]
+        part, number = self._place(index)
+        return part[number]
 
     def order(self, seed: int) -> Order:
         if self._weights is None:
@@ -211,12 +212,12 @@ class MixedDataset(SampleDataset):
         return MixedOrder(orders, [len(part) for part in self.parts], self._weights)
 
     def size(self, index: int) -> Size:
-        part, own = self._place(index)
-        return part.size(own)
+        part, number = self._place(index)
+        return part.size(number)
 
     def accepts(self, index: int) -> bool:
-        part, own = self._place(index)
-        return part.accepts(own)
+        part, number = self._place(index)
+        return part.accepts(number)
 
     def _place(self, index: int) -> tuple[SampleDataset, int]:
         part, number = place_in_parts(self._ends, index)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.chat import Encoded, chat_sequences, end_of, one_bos, prompt_ids
+from core_rl_trainer.data.chat import NO_FIELDS, Encoded, encode_chat, end_of, one_bos, prompt_ids
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import answer_text
 from core_rl_trainer.data.messages import Message, message_text
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "demonstration_sequences",
-    "encode_chat",
     "encode_completion",
     "encode_demonstration",
     "encode_prompt",
@@ -25,7 +23,6 @@ __all__ = [
 ]
 
 Messages = Sequence[Message]
-NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs")
 """Fields of an example that a chat template renders."""
 
@@ -36,7 +33,7 @@ def encode_prompt(
     """Token ids of ``prompt``, ready to be continued; messages go through the chat template.
 
     ``example`` has the tools, documents and template arguments of a chat. There is one beginning-of-sequence token
-    where the tokenizer puts it, even if the text spells it out as well, and no end-of-sequence token at the end. A last
+    where the tokenizer puts it, even if the text spells it out as well. No end-of-sequence token is at the end. A last
     turn of the assistant is continued. Raises what `ChatFormat.template` raises.
     """
     if not isinstance(prompt, str):
@@ -55,7 +52,7 @@ def encode_completion(
     """``prompt`` and ``completion``; the completion and an end token are trained.
 
     After a chat, the completion is the assistant's next turn, or several turns, of which the assistant's are trained;
-    a text continues a last turn of the assistant. See `chat_sequences` for several sequences.
+    a text continues a last turn of the assistant. See `encode_chat` for several sequences.
     """
     if isinstance(prompt, str):
         assert isinstance(completion, str)  # turns come after a chat
@@ -76,19 +73,6 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     bos = tokenizer.bos_token_id
     start = [bos] if encode_prompt(ChatFormat(tokenizer=tokenizer), text)[:1] == [bos] else []
     return _continued(tokenizer, start, text.removeprefix(str(tokenizer.bos_token or "")))
-
-
-def encode_chat(
-    chat_format: ChatFormat,
-    messages: Messages,
-    example: Mapping[str, Any] = NO_FIELDS,
-    *,
-    first: int = 0,
-    prefix: str = "",
-) -> list[Encoded]:
-    """A conversation; see `chat_sequences`."""
-    template = chat_format.template(example)
-    return chat_sequences(template, messages, chat_format.closing, first=first, prefix=prefix)
 
 
 def demonstration_sequences(chat_format: ChatFormat, example: Mapping[str, Any]) -> list[Encoded]:

@@ -1,4 +1,4 @@
-"""Examples of training data, and what each must have."""
+"""Examples of training data, and checks of their fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 Example = dict[str, Any]
 ExampleCheck = Callable[[Example], str | None]
-"""What is wrong with an example, or None."""
+"""Returns the problem of an example, or None."""
 
 
 class Examples(ABC):
@@ -49,7 +49,7 @@ class Examples(ABC):
 
 
 class JoinedExamples(Examples):
-    """The examples of all ``parts``, such as the files of a directory, one after the other."""
+    """The concatenated examples of all ``parts``, such as the files of a directory."""
 
     def __init__(self, origin: str, parts: Sequence[Examples]) -> None:
         self.origin = origin
@@ -74,7 +74,7 @@ def place_in_parts(ends: Sequence[int], index: int) -> tuple[int, int]:
     return part, index - (ends[part - 1] if part else 0)
 
 
-# ------------------------------------------------------------------- what an example must have
+# ---------------------------------------------------------------------- checks
 
 
 def check_prompt(example: Example) -> str | None:
@@ -142,7 +142,7 @@ def check_preference(example: Example) -> str | None:
 
 
 def _continues(prompt: Any, completion: Any) -> bool:
-    """Whether ``completion`` is turns, one of them the assistant's, that can follow a chat."""
+    """Whether ``completion`` is turns, with a turn of the assistant, that can follow a chat."""
     if not _is_chat(prompt) or not _is_chat(completion):
         return False
     roles = [turn["role"] for turn in completion]

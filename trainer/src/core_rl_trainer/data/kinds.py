@@ -21,7 +21,7 @@ from core_rl_trainer.data.examples import (
 __all__ = ["DEMONSTRATIONS", "PREFERENCES", "PROMPTS", "ExampleKind", "Sample", "Size", "within_vocabulary"]
 
 Sample = Mapping[str, Any]
-"""What a loop gets of an example."""
+"""An encoded example, as the training loop takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class Size:
     """The tokens of a sample."""
 
     longest: int
-    """Of its longest sequence."""
+    """Tokens of the longest sequence."""
     units: tuple[int, ...]
-    """Of each unit that stays in one micro-batch: a sequence, or a pair."""
+    """Tokens of each unit that stays in one micro-batch: a sequence, or a pair."""
     trained: int = 0
     """Tokens that are trained; none of a prompt."""
 
@@ -43,15 +43,15 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleKind:
-    """What an example of some kind has, and what becomes of it."""
+    """Fields, check and encoding of examples of some kind."""
 
     name: Literal["prompts", "demonstrations", "preferences"]
     noun: str
-    """Of one of them, in messages."""
+    """The name of a single example, in messages."""
     needs: str
-    """Its fields, in messages."""
+    """The required fields, in messages."""
     fields: tuple[str, ...]
-    """Those that it has as a rule."""
+    """The usual fields."""
     check: ExampleCheck
     encode: Callable[[ChatFormat, Example], Sample]
     """Raises `BatchError` or `ConfigError` about the example."""

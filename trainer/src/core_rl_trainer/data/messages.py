@@ -46,7 +46,7 @@ def reasoning_of(message: Message) -> str:
 def is_trained(message: Message) -> bool:
     """Whether a message is a turn of the assistant without a mark that excludes it from training.
 
-    Raises `BatchError` for a mark of another value, and for one that trains a turn of another role.
+    Raises `BatchError` for a mark of another value, and for a mark that trains a turn of another role.
     """
     marks = {name: message[name] for name in MARKS if message.get(name) is not None}
     for name, value in marks.items():
@@ -142,8 +142,8 @@ def _formed_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     arguments = _arguments(function)
     if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    whole = call if "function" in call else {"type": "function"}
-    return {**whole, "function": {**function, "arguments": arguments}}
+    fields = call if "function" in call else {"type": "function"}
+    return {**fields, "function": {**function, "arguments": arguments}}
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:

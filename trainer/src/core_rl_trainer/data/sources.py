@@ -1,4 +1,4 @@
-"""Where the examples of a recipe come from: files, directories and the Hub."""
+"""Sources of examples: files, directories and datasets of the Hub."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from core_rl_trainer.data.text_files import SEPARATORS, data_suffix, read_csv, r
 __all__ = ["data_files", "is_hub_dataset", "is_missing", "open_source"]
 
 DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
-"""The suffix of what is a file, and no dataset of the Hub."""
+"""Suffixes of files, which are no datasets of the Hub."""
 
 
 def open_source(source: DataSource, default_split: str | None = None) -> Examples:
     """The examples of ``source``; ``default_split`` is taken of several where the source names none.
 
-    Raises `ConfigError` for what is not found or of an unknown type.
+    Raises `ConfigError` for a missing source or an unknown type.
     """
     path, hub = Path(source.path).expanduser(), _hub_id(source)
     if hub is not None:
@@ -53,7 +53,7 @@ def data_files(sources: tuple[DataSource, ...]) -> Iterator[Path]:
     for source in sources:
         path = Path(source.path).expanduser()
         if path.is_dir():
-            yield from sorted(found for found in path.rglob("*") if found.is_file())
+            yield from sorted(file for file in path.rglob("*") if file.is_file())
         elif path.is_file():
             yield path
 

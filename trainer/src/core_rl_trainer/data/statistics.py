@@ -29,23 +29,23 @@ class SourceStatistics:
 
     origin: str
     format: str | None
-    """The name of another system's format; null for the one of the recipe."""
+    """The name of another system's format; null for the format of core-rl."""
     examples: int
-    """Those that are trained on; with streaming, including those that are too long."""
+    """Examples to train on; with streaming, including too long ones."""
     too_long: int
-    """Those that are left out; with streaming, among the measured ones."""
+    """Examples that are too long and left out; with streaming, among the measured ones."""
     share: float
-    """Of the examples that are drawn."""
+    """The share of the source among the examples that are drawn."""
     tokens: int
-    """Of the examples that are measured: all of them, but with streaming."""
+    """Tokens of the measured examples: of all examples, but with streaming."""
     trained: int
     """Tokens of them that are trained; 0 for prompts."""
     sequences: int
-    """Of them: an example has several where its chat template renders earlier turns otherwise."""
+    """Sequences: an example has several where its chat template renders earlier turns otherwise."""
     shortest: int
     median: float
     longest: int
-    """Tokens of an example, the largest and the smallest among those that are measured."""
+    """Tokens of the longest example that is measured; ``shortest`` and ``median`` likewise."""
     measured: int
     """Examples that are measured."""
 
@@ -72,7 +72,7 @@ class Packing:
     fill: float
     """Share of ``micro_batch_tokens`` that holds tokens."""
     micro_batches: float
-    """Of a step on one rank, on average."""
+    """Micro-batches of a step on one rank, on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +123,13 @@ def describe_data(
 
 
 def _describe(
-    origin: str, found: str | None, part: SampleDataset, seed: int, share: float
+    origin: str, format_name: str | None, part: SampleDataset, seed: int, share: float
 ) -> SourceStatistics:
     sizes = part.measured(seed, SAMPLED)
     lengths = [size.longest for size in sizes]
     return SourceStatistics(
         origin=origin,
-        format=found,
+        format=format_name,
         examples=len(part),
         too_long=part.left_out,
         share=share,

@@ -1,4 +1,4 @@
-"""Tables that the package ``datasets`` reads: parquet, arrow, saved datasets and those of the Hugging Face Hub.
+"""Tables that the package ``datasets`` reads: parquet, arrow, saved datasets and the Hugging Face Hub.
 
 ``datasets`` keeps them in files that are mapped into memory, so that they may be larger than it.
 """
@@ -22,7 +22,7 @@ from core_rl_trainer.data.text_files import read_json
 __all__ = ["TABLE_FILES", "read_directory", "read_hub", "read_table_file"]
 
 TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
-"""By suffix: the builder of ``datasets`` that reads such a file."""
+"""The builder of ``datasets`` that reads a file, by suffix."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 OFF = ("", "0", "false", "no", "off")
 SHORT_FLOATS = ("float16", "float32")
@@ -63,7 +63,7 @@ def _plain(value: Any, column_type: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without what a table adds to chat messages and tools: null for each key that others have.
+    """``value`` without the nulls that a table adds to chat messages and tools for keys of other rows.
 
     The ``content`` of a message stays: null next to calls of tools is its value.
     """
@@ -79,7 +79,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def read_table_file(path: Path, builder: str) -> Examples:
-    """A file of one of the `TABLE_FILES`. Raises `ConfigError` when it is something else."""
+    """Read a file of the `TABLE_FILES`. Raises `ConfigError` for another content."""
     if path.suffix.lower() not in TABLE_FILES:
         raise ConfigError(f"{path}: compressed {builder} files are not read; decompress it")
     datasets = _datasets()
@@ -147,19 +147,19 @@ def _load_tables(datasets: ModuleType, name: str, config: str | None, revision: 
     )
 
 
-def _table_of_split(origin: str, found: Any, split: str | None, default_split: str | None) -> Any:
-    """The table of a split; ``found`` is a table, or several by split."""
-    if not isinstance(found, dict):
+def _table_of_split(origin: str, tables: Any, split: str | None, default_split: str | None) -> Any:
+    """The table of a split; ``tables`` is a table, or several by split."""
+    if not isinstance(tables, dict):
         if split is not None:
             raise ConfigError(f"{origin} holds one dataset without splits; leave split = {split!r} out")
-        return found
-    wanted = split or (next(iter(found)) if len(found) == 1 else default_split)
-    if wanted not in found:
-        begun = f"there is no split {split!r}" if split else "there are several splits"
+        return tables
+    name = split or (next(iter(tables)) if len(tables) == 1 else default_split)
+    if name not in tables:
+        problem = f"there is no split {split!r}" if split else "there are several splits"
         raise ConfigError(
-            f"{origin}: {begun}; it has {', '.join(map(repr, found))}. Set 'split' of the source to one of them"
+            f"{origin}: {problem}; it has {', '.join(map(repr, tables))}. Set 'split' of the source to one of them"
         )
-    return found[wanted]
+    return tables[name]
 
 
 def _datasets() -> ModuleType:
@@ -177,7 +177,7 @@ def _datasets() -> ModuleType:
 def read_hub(
     name: str, revision: str | None, config: str | None, split: str | None, default_split: str | None
 ) -> Examples:
-    """A dataset of the Hub, from the cache of ``datasets`` or of ``huggingface_hub`` where it is in one of them.
+    """A dataset of the Hub, also from the cache of ``datasets`` or ``huggingface_hub``.
 
     ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and ``HF_DATASETS_OFFLINE`` count. Raises `ConfigError` for a
     dataset, a config or a split that is not found.

@@ -30,7 +30,7 @@ __all__ = ["SEPARATORS", "data_suffix", "read_csv", "read_json"]
 
 OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 -d", ".7z": "7z x"}
-"""By suffix: what decompresses a file that cannot be read here."""
+"""Commands that decompress unsupported files, by suffix."""
 
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put in front of UTF-8."""
@@ -38,7 +38,7 @@ WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-"""By suffix."""
+"""Separators of columns, by suffix."""
 NAMES = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a vertical bar"}
 
 
@@ -155,7 +155,7 @@ def _read_list(origin: str, content: bytes) -> Examples:
 
 
 def _parse(line: bytes, label: str) -> Example:
-    """The object in ``line``; `BatchError` with what is wrong with it."""
+    """The object in ``line``. Raises `BatchError` about it."""
     try:
         example = parse_json(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -30,7 +30,7 @@ __all__ = [
 COPY = (
     "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
 )
-"""What to do about a directory without a tokenizer."""
+"""The fix for a directory without a tokenizer."""
 FILES = (
     "config.json",
     "generation_config.json",
@@ -46,7 +46,7 @@ SHOWN = 1000
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; `ConfigError` if there is none.
 
-    A tokenizer without an end token, or with one beyond the embeddings, gets the first one of the model's configs.
+    Where its end token is missing or beyond the embeddings, it gets the first end token of the model's configs.
     """
     from core_rl.checkpoint.end_tokens import read_tokenizer
 
@@ -55,9 +55,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     except ConfigError as error:
         raise ConfigError(f"model.path = {path!r}: {error}; {COPY}") from error
     ends = sorted(all_end_tokens(tokenizer))
-    named = [text for end in ends if (text := tokenizer.convert_ids_to_tokens(end))]
-    if tokenizer.eos_token_id not in ends and named:
-        tokenizer.eos_token = str(named[0])
+    texts = [text for end in ends if (text := tokenizer.convert_ids_to_tokens(end))]
+    if tokenizer.eos_token_id not in ends and texts:
+        tokenizer.eos_token = str(texts[0])
     return tokenizer
 
 
@@ -69,7 +69,7 @@ def vocabulary_size(path: str) -> int:
 
 
 def context_length(path: str) -> int | None:
-    """The most tokens of a sequence of the text model in ``path``; None where its config does not say."""
+    """The most tokens of a sequence of the text model in ``path``; None where its config has no limit."""
     from core_rl.backend.inference_backend import ModelLimits
     from core_rl.toolkit.build import read_config
 

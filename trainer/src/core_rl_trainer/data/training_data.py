@@ -1,8 +1,8 @@
-"""The data of a run: read, mapped, split, checked and encoded, as the section ``data`` of its recipe says."""
+"""The data of a run: read, mapped, split, checked and encoded, by the section ``data`` of its recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["OpenedSource", "TrainingData", "load_training_data"]
 
 SPLIT = 0x5EED
-"""Separates the seed of the split from those of the data order."""
+"""Separates the seed of the split from the seeds of the data order."""
+Encode = Callable[[Examples, int], SampleDataset]
+"""Makes a dataset of examples, whose first sample has the given number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +66,9 @@ def load_training_data(
     budget: int,
     vocabulary: int,
 ) -> TrainingData:
-    """The examples of ``section``, encoded; those of ``eval_fraction`` are drawn by ``seed``.
+    """Read and encode the examples of ``section``; ``seed`` draws the share ``eval_fraction``.
 
-    ``limit`` is the most tokens of a sequence, None for any number, and ``budget`` those of a unit. The model has
+    A sequence has at most ``limit`` tokens, None for any number, and a unit at most ``budget``. The model has
     embeddings for ``vocabulary`` ids. Raises `ConfigError` and `BatchError` for data that is missing, of another
     type, or damaged.
     """
@@ -78,63 +80,47 @@ def load_training_data(
         ends=all_end_tokens(tokenizer),
     )
     sources = [_open(section, kind, source, "train") for source in section.train]
-    encoder = _Encoder(
-        section=section,
-        kind=within_vocabulary(kind, vocabulary),
-        chat_format=chat_format,
-        limit=limit,
-        budget=budget,
-    )
+    common = (within_vocabulary(kind, vocabulary), chat_format, section.too_long == "drop", limit)
+
+    def encode_all(examples: Examples, first: int) -> SampleDataset:
+        return ExampleDataset(examples, *common, first)
+
+    def stream(examples: Examples, first: int) -> SampleDataset:
+        return StreamedDataset(examples, *common, first, budget)
+
     held_out = [_open(section, kind, source, None).examples for source in section.eval or ()]
     examples = [opened.examples for opened in sources]
     if section.eval_fraction is not None:
-        parts = [_split(each, section.eval_fraction, seed) for each in examples]
+        parts = [_split(part, section.eval_fraction, seed) for part in examples]
         examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
         _require_split(section.eval_fraction, examples, held_out, sources)
-    train_parts = tuple(encoder.encode(examples, streaming=section.streaming))
+    train_parts = _encoded(examples, stream if section.streaming else encode_all)
     _require_chats(section, sources)
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
         kind=kind,
         train=_joined(train_parts, weights or None),
-        held_out=_joined(tuple(encoder.encode(held_out)), None) if held_out else None,
+        held_out=_joined(_encoded(held_out, encode_all), None) if held_out else None,
         sources=tuple(sources),
         parts=train_parts,
         streamed=section.streaming,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Encoder:
-    """Makes datasets of examples."""
-
-    section: DataSection
-    kind: ExampleKind
-    chat_format: ChatFormat
-    limit: int | None
-    budget: int
-
-    def encode(self, parts: Sequence[Examples], *, streaming: bool = False) -> Iterator[SampleDataset]:
-        """One dataset for each part, numbered one after the other."""
-        first, drop = 0, self.section.too_long == "drop"
-        for examples in parts:
-            common = (self.kind, examples, self.chat_format)
-            dataset: SampleDataset
-            if streaming:
-                limit = self.budget if self.limit is None else min(self.limit, self.budget)
-                dataset = StreamedDataset(*common, limit, self.budget, drop, first)
-            else:
-                dataset = ExampleDataset(*common, self.limit, drop, first)
-            first += len(dataset)
-            yield dataset
+def _encoded(parts: Sequence[Examples], encode: Encode) -> tuple[SampleDataset, ...]:
+    """One dataset for each part; their samples are numbered consecutively."""
+    datasets: list[SampleDataset] = []
+    for examples in parts:
+        datasets.append(encode(examples, sum(map(len, datasets))))
+    return tuple(datasets)
 
 
 def _open(
     section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None
 ) -> OpenedSource:
     examples = open_source(source, default_split)
-    examples, found = mapped(examples, section.columns | source.columns, kind)
-    return OpenedSource(source=source, examples=examples, format=found)
+    examples, format_name = mapped(examples, section.columns | source.columns, kind)
+    return OpenedSource(source=source, examples=examples, format=format_name)
 
 
 def _require_chats(section: DataSection, sources: Sequence[OpenedSource]) -> None:
@@ -176,7 +162,7 @@ class _Part(Examples):
 
 
 def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """Examples to train on and examples held out, in their order in the source; a function of size and seed."""
+    """Examples to train on and to evaluate, in their order in the source; a function of size and seed."""
     count = round(fraction * len(examples))
     generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
     shuffled = torch.randperm(len(examples), generator=generator)

@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import BatchError
+from core_rl_trainer.data.chat import encode_chat
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.encoding import encode_chat, encode_prompt
+from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
