@@ -214,9 +214,9 @@ def test_prompts_continue_turns_of_the_assistant(name: str) -> None:
     chat_format, prompt = FORMATS[name], [user("a"), assistant("<A ")]
     ids = encode_prompt(chat_format, prompt)
     assert str(chat_format.tokenizer.decode(ids)).rstrip().endswith("<A")
-    ((whole, mask),) = demonstration_sequences(chat_format, {"prompt": prompt, "answer": "B"})
-    assert whole[: len(ids)] == ids
-    assert marked(chat_format, [(whole, mask)])[0].endswith(f"⟦B{chat_format.tokenizer.eos_token}⟧")
+    ((sequence, mask),) = demonstration_sequences(chat_format, {"prompt": prompt, "answer": "B"})
+    assert sequence[: len(ids)] == ids
+    assert marked(chat_format, [(sequence, mask)])[0].endswith(f"⟦B{chat_format.tokenizer.eos_token}⟧")
 
 
 @pytest.mark.parametrize(

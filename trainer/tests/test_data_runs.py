@@ -65,13 +65,13 @@ def test_a_run_needs_no_evaluation(start: Path, tmp_path: Path, algorithm: str) 
 def test_killed_streamed_mixture_resumes_identically(start: Path, tmp_path: Path) -> None:
     def recipe(name: str) -> Path:
         values = support.supervised_values(start, tmp_path / name, "sft")
-        others = {
+        second = {
             "path": f"{start}/others.jsonl",
             "weight": 1,
             "columns": {"prompt": "question", "answer": "solution"},
         }
         values["data"] = {
-            "train": [{"path": f"{start}/train.jsonl", "weight": 2}, others],
+            "train": [{"path": f"{start}/train.jsonl", "weight": 2}, second],
             "eval_fraction": 0.2,
             "streaming": True,
             "too_long": "drop",

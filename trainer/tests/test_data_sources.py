@@ -366,8 +366,8 @@ def test_formats_are_recognised_and_mapped(
     fields: dict[str, Any],
 ) -> None:
     path = write(tmp_path / "a.jsonl", [row])
-    examples, found = mapped(open_source(DataSource(path=path)), {}, kind)
-    assert found == name
+    examples, format_name = mapped(open_source(DataSource(path=path)), {}, kind)
+    assert format_name == name
     assert {field: examples[0][field] for field in fields} == fields
     assert kind.check(examples[0]) is None
     if " " not in str(row.get("chosen")):  # of which the tokenizer has none
@@ -446,8 +446,8 @@ def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokeni
     row = {"prompt": [USER, BAD, USER], "completion": [GOOD]}
     sample = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "a.jsonl", [row])).train[0]
     assert sum(sample["sequences"][0][1]) == 2  # the digit and the end
-    whole = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "b.jsonl", [{"text": "1=1"}])).train[0]
-    assert [(len(ids), sum(mask)) for ids, mask in whole["sequences"]] == [(5, 4)]
+    text = load(tokenizer, DEMONSTRATIONS, train=write(tmp_path / "b.jsonl", [{"text": "1=1"}])).train[0]
+    assert [(len(ids), sum(mask)) for ids, mask in text["sequences"]] == [(5, 4)]
 
 
 def test_unpaired_preferences_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -572,15 +572,15 @@ def test_statistics_count_lengths_shares_and_fill(tmp_path: Path, tokenizer: Any
     paths = [write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:1])]
     sources = [{"path": path, "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
     data = load(tokenizer, DEMONSTRATIONS, train=sources, too_long="drop", budget=16)
-    found = describe_data(data, tokenizer, seed=0, batch_size=4, ranks=1, budget=16)
-    first = found.sources[0]
+    statistics = describe_data(data, tokenizer, seed=0, batch_size=4, ranks=1, budget=16)
+    first = statistics.sources[0]
     assert (first.examples, first.too_long, first.tokens, first.share) == (3, 1, 21, 0.75)
     assert (first.shortest, first.median, first.longest, first.measured) == (5, 7, 9, 3)
-    # Each step has the three of the first source, and the one of the second: 26 tokens in two micro-batches.
-    assert found.packing is not None
-    assert found.packing.micro_batches == 2 and found.packing.fill == pytest.approx(26 / 32)
+    # Each step has three examples of the first source and one of the second: 26 tokens in two micro-batches.
+    assert statistics.packing is not None
+    assert statistics.packing.micro_batches == 2 and statistics.packing.fill == pytest.approx(26 / 32)
     assert (
         "3 examples, 75% of the draws, 1 too long and left out, 21 tokens, 6 of them trained, 5 to 9 each, median 7"
-        in found.lines()[0]
+        in statistics.lines()[0]
     )
-    assert found.lines()[0].endswith("micro-batches are 81% full")
+    assert statistics.lines()[0].endswith("micro-batches are 81% full")

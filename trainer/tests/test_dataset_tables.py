@@ -179,11 +179,11 @@ def test_the_cache_of_datasets_counts(own_cache: Path, tmp_path: Path) -> None:
     local = write_parquet(tmp_path / "sums" / "train.parquet").parent
     datasets.load_dataset(str(local))
     made = next(cache.glob("sums/*/0.0.0/*/dataset_info.json")).parent
-    kept = cache / "acme___sums" / "default" / "0.0.0" / REVISION
-    kept.parent.mkdir(parents=True)
-    made.rename(kept)
-    info = json.loads((kept / "dataset_info.json").read_text())
-    (kept / "dataset_info.json").write_text(json.dumps(info | {"config_name": "default"}))
+    cached = cache / "acme___sums" / "default" / "0.0.0" / REVISION
+    cached.parent.mkdir(parents=True)
+    made.rename(cached)
+    info = json.loads((cached / "dataset_info.json").read_text())
+    (cached / "dataset_info.json").write_text(json.dumps(info | {"config_name": "default"}))
     assert rows(read("acme/sums")) == ROWS
 
 

@@ -74,18 +74,18 @@ def test_all_turns_of_the_assistant_are_trained(chatty: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "whole"),
+    ("change", "rendered"),
     [
         (("</s>", "</s>0"), "<s>+12=34</s>"),  # a text behind the end is cut off
         (("</s>", ""), "<s>+12=34</s>"),  # an end that is missing is added
         (("{% for", "<s>{% for"), "<s>+12=34</s>"),  # a template that writes its own beginning
     ],
 )
-def test_a_chat_begins_and_ends_once(change: tuple[str, str], whole: str) -> None:
+def test_a_chat_begins_and_ends_once(change: tuple[str, str], rendered: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace(*change, 1)
     ids, mask = single(encode_chat(support.chat_format(tokenizer), CHAT[:2]))
-    assert tokenizer.decode(ids) == whole
+    assert tokenizer.decode(ids) == rendered
     assert mask[-1]
 
 
@@ -217,7 +217,7 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("example", "whole", "trained"),
+    ("example", "rendered", "trained"),
     [
         ({"messages": [user("1"), assistant("2")], "tools": [{"a": 1}, {}]}, "<s>2+1=2</s>", "2</s>"),
         ({"messages": [user("1"), assistant("2")], "tools": '[{"a": 1}]'}, "<s>1+1=2</s>", "2</s>"),
@@ -235,11 +235,11 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
         ({"prompt": [user("1")], "answer": "2", "tools": [{}]}, "<s>1+1=2</s>", "2</s>"),
     ],
 )
-def test_tools_and_marks_reach_the_template(example: dict[str, Any], whole: str, trained: str) -> None:
+def test_tools_and_marks_reach_the_template(example: dict[str, Any], rendered: str, trained: str) -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.chat_template = CALLING
     ids, mask = encode_demonstration(tokenizer, example)
-    assert (tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) == (whole, trained)
+    assert (tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) == (rendered, trained)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_templates_unable_to_render_are_refused(chatty: Any) -> None:
     chat = {"messages": CHAT, "tools": [{"name": "search"}]}
     with pytest.raises(BatchError, match="has 'tools', which the chat template does not show"):
         encode_demonstration(chatty, chat)
-    named = support.make_tokenizer()
-    named.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
+    with_names = support.make_tokenizer()
+    with_names.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
     with pytest.raises(
         ConfigError, match="no chat template 'default'; set data.chat_template to 'tool_use' or 'rag'"
     ):
-        encode_demonstration(named, {"messages": CHAT})
+        encode_demonstration(with_names, {"messages": CHAT})
