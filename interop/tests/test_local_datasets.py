@@ -26,7 +26,7 @@ def table(rows: list[dict[str, Any]]) -> datasets.Dataset:
 
 
 def read(path: Path, kind: ExampleKind = PROMPTS) -> list[dict[str, Any]]:
-    examples, _ = mapped(open_source(DataSource(path=str(path))), {}, kind)
+    examples = mapped(open_source(DataSource(path=str(path))), {}, kind)
     return [examples[number] for number in range(len(examples))]
 
 

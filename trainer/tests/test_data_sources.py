@@ -366,8 +366,8 @@ def test_formats_are_recognised_and_mapped(
     fields: dict[str, Any],
 ) -> None:
     path = write(tmp_path / "a.jsonl", [row])
-    examples, format_name = mapped(open_source(DataSource(path=path)), {}, kind)
-    assert format_name == name
+    examples = mapped(open_source(DataSource(path=path)), {}, kind)
+    assert examples.format == name
     assert {field: examples[0][field] for field in fields} == fields
     assert kind.check(examples[0]) is None
     if " " not in str(row.get("chosen")):  # of which the tokenizer has none

@@ -36,6 +36,7 @@ class MappedExamples(Examples):
         self, examples: Examples, columns: Mapping[str, str], kind: ExampleKind, example_format: Format | None
     ) -> None:
         self.origin = examples.origin
+        self.format = example_format.name if example_format else None
         self._examples = examples
         self._columns = columns
         self._kind = kind
@@ -57,17 +58,17 @@ class MappedExamples(Examples):
         return self._examples.label(index)
 
 
-def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> tuple[Examples, str | None]:
-    """``examples`` in the fields of ``kind``, and the name of their format where it is another system's.
+def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> Examples:
+    """``examples`` in the fields of ``kind``, converted from another system's format.
 
-    The format is that of the first example. Raises `ConfigError` when needed columns are missing.
+    The first example has the format. Raises `ConfigError` when needed columns are missing.
     """
     if not len(examples):
-        return examples, None
+        return examples
     try:
         first = examples[0]
     except BatchError:
-        return MappedExamples(examples, columns, kind, None), None  # it is named with all damaged ones
+        return MappedExamples(examples, columns, kind, None)  # it is named with all damaged ones
     _check_columns(examples.origin, first, columns, kind)
     example_format = None
     try:
@@ -77,8 +78,7 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
         pass  # it is named with all damaged ones
     else:
         _check_fields(examples, example, first, kind)
-    name = example_format.name if example_format else None
-    return MappedExamples(examples, columns, kind, example_format), name
+    return MappedExamples(examples, columns, kind, example_format)
 
 
 def _with_chats(example: Example, columns: Mapping[str, str], kind: ExampleKind, label: str) -> Example:

@@ -25,6 +25,12 @@ SHOWN = 10
 class SampleDataset(ABC):
     """Samples by number. The field ``index`` is this number, unless the example has a field of that name."""
 
+    origin: str
+    """The name of the source, in messages."""
+    format: str | None = None
+    """The name of another system's format, where the examples have it."""
+    weights: Sequence[float] | None = None
+    """The shares of ``parts`` among the drawn samples; None: each sample is drawn as often."""
     longest: int
     """Tokens of the longest sequence, at most."""
     largest_unit: int
@@ -49,6 +55,11 @@ class SampleDataset(ABC):
     @abstractmethod
     def size(self, index: int) -> Size:
         """The tokens of one sample."""
+
+    @property
+    def parts(self) -> Sequence[SampleDataset]:
+        """The datasets of the sources."""
+        return (self,)
 
     def accepts(self, index: int) -> bool:
         """Whether the sample is short enough to be drawn."""
@@ -76,6 +87,7 @@ class ExampleDataset(SampleDataset):
         limit: int | None = None,
         first: int = 0,
     ) -> None:
+        self.origin, self.format = examples.origin, examples.format
         samples = _without_ties(kind, examples, _encoded(kind, examples, chat_format))
         sizes = {number: kind.size(sample) for number, sample in samples.items()}
         lengths = {number: size.longest for number, size in sizes.items()}
@@ -118,6 +130,7 @@ class StreamedDataset(SampleDataset):
         budget: int,
     ) -> None:
         _require_some(kind, examples)
+        self.origin, self.format = examples.origin, examples.format
         self._kind, self._examples, self._chat_format = kind, examples, chat_format
         self._drop, self._first = drop, first
         self.longest = budget if limit is None else min(limit, budget)
@@ -151,7 +164,7 @@ class StreamedDataset(SampleDataset):
         try:
             return _encode(self._kind, self._examples, index, self._chat_format)
         except BatchError as error:
-            raise BatchError(f"{self._examples.origin}: {error}") from error
+            raise BatchError(f"{self.origin}: {error}") from error
 
     def accepts(self, index: int) -> bool:
         """Whether the example is short enough; it is kept until it is fetched."""
@@ -168,9 +181,9 @@ class StreamedDataset(SampleDataset):
         most = self.longest if size.longest > self.longest else self.largest_unit
         text = f"{self._examples.label(index)} has {size.largest_unit} tokens, and {most} fit"
         if not self._drop or self._skipped > len(self):
-            raise BatchError(f"{self._examples.origin}: {text}; shorten it, or set data.too_long=drop")
+            raise BatchError(f"{self.origin}: {text}; shorten it, or set data.too_long=drop")
         if new and f"{self.left_out}".rstrip("0") == "1":  # 1, 10, 100, …
-            logger.warning("%s: %s; %d are left out so far", self._examples.origin, text, self.left_out)
+            logger.warning("%s: %s; %d are left out so far", self.origin, text, self.left_out)
         return False
 
     def _skip_tie(self, index: int) -> bool:
@@ -178,11 +191,9 @@ class StreamedDataset(SampleDataset):
         self._skipped += 1
         text = f"{self._examples.label(index)} has equal tokens as 'chosen' and 'rejected'"
         if self._skipped > len(self):
-            raise BatchError(
-                f"{self._examples.origin}: {text}, as all others; nothing can be learned from them"
-            )
+            raise BatchError(f"{self.origin}: {text}, as all others; nothing can be learned from them")
         if not self._warned_of_ties:
-            logger.warning("%s: %s; such pairs are left out", self._examples.origin, text)
+            logger.warning("%s: %s; such pairs are left out", self.origin, text)
         self._warned_of_ties = True
         return False
 
@@ -191,12 +202,17 @@ class MixedDataset(SampleDataset):
     """The samples of all ``parts`` in one numbering; drawn by ``weights``, or each as often as any other."""
 
     def __init__(self, parts: Sequence[SampleDataset], weights: Sequence[float] | None = None) -> None:
-        self.parts = parts
-        self._weights = weights
+        self.origin = ", ".join(part.origin for part in parts)
+        self.weights = weights
+        self._parts = parts
         self._ends = list(accumulate(len(part) for part in parts))
         self.longest = max(part.longest for part in parts)
         self.largest_unit = max(part.largest_unit for part in parts)
         self.most_sequences = max(part.most_sequences for part in parts)
+
+    @property
+    def parts(self) -> Sequence[SampleDataset]:
+        return self._parts
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -206,10 +222,10 @@ class MixedDataset(SampleDataset):
         return part[number]
 
     def order(self, seed: int) -> Order:
-        if self._weights is None:
+        if self.weights is None:
             return ShuffledOrder(len(self), seed, self.accepts)
         orders = [part.order(derive_seed(seed, number)) for number, part in enumerate(self.parts)]
-        return MixedOrder(orders, [len(part) for part in self.parts], self._weights)
+        return MixedOrder(orders, [len(part) for part in self.parts], self.weights)
 
     def size(self, index: int) -> Size:
         part, number = self._place(index)

@@ -34,6 +34,8 @@ class Examples(ABC):
 
     origin: str
     """The name of the source, in messages."""
+    format: str | None = None
+    """The name of another system's format, where the examples have it."""
 
     @abstractmethod
     def __len__(self) -> int:

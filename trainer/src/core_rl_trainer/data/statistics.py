@@ -107,13 +107,10 @@ def describe_data(
     Packing is counted for steps of ``batch_size`` examples over ``ranks`` data-parallel ranks with micro-batches of
     ``budget`` tokens; None leaves it out.
     """
-    weights = [
-        source.source.weight or float(len(part))
-        for source, part in zip(data.sources, data.parts, strict=True)
-    ]
+    parts = data.train.parts
+    weights = data.train.weights or [float(len(part)) for part in parts]
     sources = tuple(
-        _describe(opened.examples.origin, opened.format, part, seed, weight / sum(weights))
-        for opened, part, weight in zip(data.sources, data.parts, weights, strict=True)
+        _describe(part, seed, weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)
     )
     fits = budget is not None and data.train.largest_unit <= budget
     packing = _packing(data.train, seed, batch_size, ranks, budget) if fits and budget is not None else None
@@ -122,14 +119,12 @@ def describe_data(
     return DataStatistics(sources=sources, packing=packing, preview=preview)
 
 
-def _describe(
-    origin: str, format_name: str | None, part: SampleDataset, seed: int, share: float
-) -> SourceStatistics:
+def _describe(part: SampleDataset, seed: int, share: float) -> SourceStatistics:
     sizes = part.measured(seed, SAMPLED)
     lengths = [size.longest for size in sizes]
     return SourceStatistics(
-        origin=origin,
-        format=format_name,
+        origin=part.origin,
+        format=part.format,
         examples=len(part),
         too_long=part.left_out,
         share=share,

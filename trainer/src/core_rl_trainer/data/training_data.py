@@ -23,22 +23,12 @@ from core_rl_trainer.data.tokenizers import all_end_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["OpenedSource", "TrainingData", "load_training_data"]
+__all__ = ["TrainingData", "load_training_data"]
 
 SPLIT = 0x5EED
 """Separates the seed of the split from the seeds of the data order."""
 Encode = Callable[[Examples, int], SampleDataset]
 """Makes a dataset of examples, whose first sample has the given number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedSource:
-    """A source of examples, before they are encoded."""
-
-    source: DataSource
-    examples: Examples
-    format: str | None
-    """The name of another system's format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +39,6 @@ class TrainingData:
     train: SampleDataset
     held_out: SampleDataset | None
     """Samples for evaluation; None: there is no evaluation."""
-    sources: tuple[OpenedSource, ...]
-    """Of ``train``, and of its parts, in order."""
-    parts: tuple[SampleDataset, ...]
     streamed: bool = False
     """Whether examples of ``train`` are encoded when they are drawn."""
 
@@ -88,21 +75,18 @@ def load_training_data(
     def stream(examples: Examples, first: int) -> SampleDataset:
         return StreamedDataset(examples, *common, first, budget)
 
-    held_out = [_open(section, kind, source, None).examples for source in section.eval or ()]
-    examples = [opened.examples for opened in sources]
+    held_out, examples = [_open(section, kind, source, None) for source in section.eval or ()], sources
     if section.eval_fraction is not None:
         parts = [_split(part, section.eval_fraction, seed) for part in examples]
         examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
         _require_split(section.eval_fraction, examples, held_out, sources)
-    train_parts = _encoded(examples, stream if section.streaming else encode_all)
+    train = _encoded(examples, stream if section.streaming else encode_all)
     _require_chats(section, sources)
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
         kind=kind,
-        train=_joined(train_parts, weights or None),
+        train=_joined(train, weights or None),
         held_out=_joined(_encoded(held_out, encode_all), None) if held_out else None,
-        sources=tuple(sources),
-        parts=train_parts,
         streamed=section.streaming,
     )
 
@@ -115,20 +99,16 @@ def _encoded(parts: Sequence[Examples], encode: Encode) -> tuple[SampleDataset, 
     return tuple(datasets)
 
 
-def _open(
-    section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None
-) -> OpenedSource:
-    examples = open_source(source, default_split)
-    examples, format_name = mapped(examples, section.columns | source.columns, kind)
-    return OpenedSource(source=source, examples=examples, format=format_name)
+def _open(section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None) -> Examples:
+    return mapped(open_source(source, default_split), section.columns | source.columns, kind)
 
 
-def _require_chats(section: DataSection, sources: Sequence[OpenedSource]) -> None:
+def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
     """Raise `ConfigError` for settings of the chat template where the first examples are texts."""
     settings = {"chat_template": section.chat_template, "template_args": section.template_args}
     if not any(settings.values()):
         return
-    first = [opened.examples[0] for opened in sources if len(opened.examples)]
+    first = [examples[0] for examples in sources if len(examples)]
     if any(isinstance(example.get("messages") or example.get("prompt"), list) for example in first):
         return
     problems = [
@@ -147,7 +127,7 @@ class _Part(Examples):
     """Some of the examples of a source, with the labels that they have there."""
 
     def __init__(self, examples: Examples, numbers: Tensor) -> None:
-        self.origin = examples.origin
+        self.origin, self.format = examples.origin, examples.format
         self._examples = examples
         self._numbers = numbers
 
@@ -170,20 +150,18 @@ def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Ex
 
 
 def _require_split(
-    fraction: float, train: Sequence[Examples], held_out: Sequence[Examples], sources: Sequence[OpenedSource]
+    fraction: float, train: Sequence[Examples], held_out: Sequence[Examples], sources: Sequence[Examples]
 ) -> None:
     """Raise `BatchError` when the split leaves nothing on one side."""
-    total = sum(len(opened.examples) for opened in sources)
-    origins = ", ".join(opened.examples.origin for opened in sources)
+    total = sum(map(len, sources))
+    origins = ", ".join(examples.origin for examples in sources)
     if total and not held_out:
         raise BatchError(
             f"data.eval_fraction = {fraction} of the {total} examples in {origins} holds out none; raise it, or name "
             "other data in data.eval"
         )
     empty = [
-        part.origin
-        for part, opened in zip(train, sources, strict=True)
-        if len(opened.examples) and not len(part)
+        part.origin for part, examples in zip(train, sources, strict=True) if len(examples) and not len(part)
     ]
     if empty:
         raise BatchError(
