@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
@@ -109,14 +108,15 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
     try:
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
         if not saved and (files := _json_files(datasets, path, config)):
-            return JoinedExamples(str(path), _json_split(path, files, split, default_split))
+            names = _select_split(str(path), files, split, default_split)
+            return JoinedExamples(str(path), [read_json(Path(name)) for name in names])
         table = datasets.load_from_disk(str(path)) if saved else _load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
         ) from error
-    return TableExamples(str(path), _table_of_split(str(path), table, split, default_split))
+    return TableExamples(str(path), _select_split(str(path), table, split, default_split))
 
 
 def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[str, list[str]]:
@@ -125,13 +125,6 @@ def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[st
     if builder.name != "json" or not builder.config.data_files:
         return {}
     return {str(split): list(files) for split, files in builder.config.data_files.items()}
-
-
-def _json_split(
-    path: Path, files: Mapping[str, Sequence[str]], split: str | None, default_split: str | None
-) -> list[Examples]:
-    """The examples of each file of a split."""
-    return [read_json(Path(name)) for name in _table_of_split(str(path), files, split, default_split)]
 
 
 def _load_tables(datasets: ModuleType, name: str, config: str | None, revision: str | None = None) -> Any:
@@ -147,8 +140,8 @@ def _load_tables(datasets: ModuleType, name: str, config: str | None, revision: 
     )
 
 
-def _table_of_split(origin: str, tables: Any, split: str | None, default_split: str | None) -> Any:
-    """The table of a split; ``tables`` is a table, or several by split."""
+def _select_split(origin: str, tables: Any, split: str | None, default_split: str | None) -> Any:
+    """The table or the files of a split; ``tables`` is a table, or several by split."""
     if not isinstance(tables, dict):
         if split is not None:
             raise ConfigError(f"{origin} holds one dataset without splits; leave split = {split!r} out")
@@ -190,7 +183,7 @@ def read_hub(
     except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
         raise ConfigError(_problem(name, revision, error)) from error
     origin = name if revision is None else f"{name}@{revision}"
-    return TableExamples(origin, _table_of_split(origin, tables, split, default_split))
+    return TableExamples(origin, _select_split(origin, tables, split, default_split))
 
 
 def _load(datasets: ModuleType, name: str, revision: str | None, config: str | None) -> Any:
