@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -185,10 +184,3 @@ def test_the_cache_of_datasets_counts(own_cache: Path, tmp_path: Path) -> None:
     info = json.loads((cached / "dataset_info.json").read_text())
     (cached / "dataset_info.json").write_text(json.dumps(info | {"config_name": "default"}))
     assert rows(read("acme/sums")) == ROWS
-
-
-def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    path = write_parquet(tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"a.parquet is a .parquet file, .*pip install 'core-rl\[data\]'"):
-        read(path)
