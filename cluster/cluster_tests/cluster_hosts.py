@@ -17,8 +17,7 @@ from pretend_machines import DRIVER_ADDRESS, Machine, pretend_machines
 from ray_nodes import of_ray, ray_nodes
 from slurm_daemons import slurm_daemons
 
-from core_rl.launch.hosts import Hosts
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import Hosts, LocalHosts
 from core_rl_cluster.attach import AttachHosts
 from core_rl_cluster.ray import RayHosts
 from core_rl_cluster.slurm import SlurmHosts

@@ -13,12 +13,10 @@ import pytest
 
 from core_rl.errors import BatchError, ClusterError, ConfigError, GroupError, RankDied, RankTimeout
 from core_rl.launch.group import EngineGroup
-from core_rl.launch.hosts import Slot
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import LocalHosts, Slot
 from core_rl_cluster.agent_hosts import AGENT
-from core_rl_cluster.attach import AttachHosts
-from core_rl_cluster.key import KEY_VARIABLE
-from core_rl_cluster.rehearsal import RehearsalHosts
+from core_rl_cluster.attach import AttachHosts, RehearsalHosts
+from core_rl_cluster.hello import KEY_VARIABLE
 
 LONG_LEASE_S = 300.0
 """Nothing that a test sees at once waits for it."""
@@ -127,7 +125,7 @@ SILENT_DRIVER = """
 import signal, os, sys
 sys.path[:0] = {path!r}
 import group_support as support
-from core_rl_cluster.rehearsal import RehearsalHosts
+from core_rl_cluster.attach import RehearsalHosts
 
 if __name__ == "__main__":
     hosts = RehearsalHosts(machines=2, lease_s={lease_s})
@@ -167,7 +165,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_early_ends_of_agents_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core_rl_cluster.rehearsal.AGENT", ("-c", "raise SystemExit(7)"))
+    monkeypatch.setattr("core_rl_cluster.attach.AGENT", ("-c", "raise SystemExit(7)"))
     with pytest.raises(ClusterError, match="the agent of machine 0 ended with exit code 7"):
         RehearsalHosts(machines=1).open()
 

@@ -21,12 +21,17 @@ from core_rl.errors import ClusterError, ConfigError
 from core_rl_cluster import hello, network
 from core_rl_cluster.agent import run_agent
 from core_rl_cluster.attach import AttachHosts
-from core_rl_cluster.control import CONTROL_LIMIT_BYTES, ControlChannel
-from core_rl_cluster.hello import MachineInfo, Versions
-from core_rl_cluster.key import KEY_VARIABLE, given_key, take_key
-from core_rl_cluster.network import connect, interface_of, own_address, parse_endpoint
-from core_rl_cluster.reception import Reception
-from core_rl_cluster.surroundings import environment_of_ranks, shared_environment
+from core_rl_cluster.environment import environment_of_ranks, shared_environment
+from core_rl_cluster.hello import KEY_VARIABLE, MachineInfo, Versions, given_key, take_key
+from core_rl_cluster.listener import AgentListener
+from core_rl_cluster.network import (
+    CONTROL_LIMIT_BYTES,
+    ControlChannel,
+    connect,
+    interface_of,
+    own_address,
+    parse_endpoint,
+)
 
 KEY = bytes(range(32))
 OTHER = bytes(reversed(range(32)))
@@ -38,8 +43,8 @@ def soon() -> float:
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
-    opened = Reception("127.0.0.1", 0, KEY, machines=2, lease_s=LEASE_S)
+def listener() -> Iterator[AgentListener]:
+    opened = AgentListener("127.0.0.1", 0, KEY, machines=2, lease_s=LEASE_S)
     yield opened
     opened.close()
 
@@ -49,8 +54,10 @@ def machine(number: int | None = None, versions: Versions | None = None) -> dict
     return {"role": "machine", **info.message()}
 
 
-def greet(reception: Reception, greeting: dict[str, Any], key: bytes = KEY) -> tuple[Channel, dict[str, Any]]:
-    channel = Channel(connect(*parse_endpoint(reception.endpoint), 20, LEASE_S), CONTROL_LIMIT_BYTES)
+def greet(
+    listener: AgentListener, greeting: dict[str, Any], key: bytes = KEY
+) -> tuple[Channel, dict[str, Any]]:
+    channel = Channel(connect(*parse_endpoint(listener.endpoint), 20, LEASE_S), CONTROL_LIMIT_BYTES)
     present_key(channel, key, soon())
     hello.write(channel, greeting, soon())
     return channel, hello.read(channel, soon())
@@ -138,15 +145,15 @@ def test_the_key_leaves_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert KEY_VARIABLE not in os.environ
 
 
-# -------------------------------------------------------------------- reception
+# -------------------------------------------------------------------- listener
 
 
-def test_machines_get_numbers_and_the_drivers_surroundings(reception: Reception) -> None:
-    (_, first), (_, second) = greet(reception, machine()), greet(reception, machine())
+def test_machines_get_numbers_and_the_drivers_surroundings(listener: AgentListener) -> None:
+    (_, first), (_, second) = greet(listener, machine()), greet(listener, machine())
     assert {first["machine"], second["machine"]} == {0, 1}
     assert first["lease_s"] == LEASE_S
     assert first["surroundings"]["directory"] == str(Path.cwd())
-    assert reception.is_complete(20)
+    assert listener.is_complete(20)
 
 
 def other_versions() -> Versions:
@@ -165,22 +172,22 @@ REFUSALS: list[tuple[Callable[[], dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize(("greeting", "message"), REFUSALS)
 def test_unusable_machines_are_refused(
-    reception: Reception, greeting: Callable[[], dict[str, Any]], message: str
+    listener: AgentListener, greeting: Callable[[], dict[str, Any]], message: str
 ) -> None:
-    link, _ = greet(reception, machine(0))
-    _, answer = greet(reception, greeting())
+    link, _ = greet(listener, machine(0))
+    _, answer = greet(listener, greeting())
     assert re.search(message, answer["refused"])
     with pytest.raises(ClusterError, match=f"(?s)not all machines can be used.*{message}"):
-        reception.is_complete(20)
+        listener.is_complete(20)
     link.close()
 
 
-def test_a_wrong_key_is_refused_and_remembered(reception: Reception) -> None:
+def test_a_wrong_key_is_refused_and_remembered(listener: AgentListener) -> None:
     with pytest.raises(WrongKey):
-        greet(reception, machine(), OTHER)
-    greet(reception, machine())
+        greet(listener, machine(), OTHER)
+    greet(listener, machine())
     with pytest.raises(ClusterError, match="127.0.0.1: a machine connected with another key"):
-        reception.is_complete(20)
+        listener.is_complete(20)
 
 
 @pytest.mark.parametrize(
@@ -193,24 +200,24 @@ def test_a_wrong_key_is_refused_and_remembered(reception: Reception) -> None:
         os.urandom(4096),
     ],
 )
-def test_unknown_connections_are_ignored(reception: Reception, noise: bytes) -> None:
-    with socket.create_connection(parse_endpoint(reception.endpoint), timeout=20) as stranger:
+def test_unknown_connections_are_ignored(listener: AgentListener, noise: bytes) -> None:
+    with socket.create_connection(parse_endpoint(listener.endpoint), timeout=20) as stranger:
         stranger.sendall(noise)
-    _, answer = greet(reception, machine(1))
+    _, answer = greet(listener, machine(1))
     assert answer["machine"] == 1
 
 
 @pytest.mark.parametrize("greeting", [{"role": "rank", "id": 3, "machine": 0}, {"role": "rank"}, {}])
-def test_unexpected_ranks_are_refused(reception: Reception, greeting: dict[str, Any]) -> None:
-    greet(reception, machine(0))
+def test_unexpected_ranks_are_refused(listener: AgentListener, greeting: dict[str, Any]) -> None:
+    greet(listener, machine(0))
     with pytest.raises((EOFError, ConnectionResetError)):
-        greet(reception, greeting)
+        greet(listener, greeting)
 
 
-def test_taken_ports_are_refused(reception: Reception) -> None:
-    port = parse_endpoint(reception.endpoint)[1]
+def test_taken_ports_are_refused(listener: AgentListener) -> None:
+    port = parse_endpoint(listener.endpoint)[1]
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1, port {port}.*choose another address"):
-        Reception("127.0.0.1", port, KEY, machines=1, lease_s=LEASE_S)
+        AgentListener("127.0.0.1", port, KEY, machines=1, lease_s=LEASE_S)
 
 
 def test_missing_machines_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,9 @@ from core_rl.engine.train import TrainEngine
 from core_rl.errors import GroupError
 from core_rl.launch import pool
 from core_rl.launch.group import EngineGroup
-from core_rl.launch.hosts import Hosts
+from core_rl.launch.hosts import Hosts, LocalHosts, LocalRank
 from core_rl.launch.kept import ALIGNMENT, KeptMessage, Reference
-from core_rl.launch.local_hosts import LocalHosts, LocalRank
-from core_rl_cluster.rehearsal import RehearsalHosts
+from core_rl_cluster.attach import RehearsalHosts
 
 MIB = 2**20
 FILES = Path("/proc/self/fd")

@@ -11,8 +11,7 @@ import pytest
 
 from core_rl.errors import ConfigError, MissingPackage
 from core_rl_cluster.ray import RayHosts
-from core_rl_cluster.ray_actor import AgentActor
-from core_rl_cluster.ray_nodes import shortage, silent_nodes
+from core_rl_cluster.ray_nodes import AgentActor, shortage, silent_nodes
 
 
 def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -76,8 +75,8 @@ def test_agents_of_ray_get_keys_and_report_their_end(
 
 def test_actors_end_without_a_driver() -> None:
     script = (
-        "import time; from core_rl_cluster import ray_actor; ray_actor.LINGER_S = 0.1\n"
-        "assert ray_actor.AgentActor().serve(['-c', ''], {}).startswith('ended with exit code 0')\n"
+        "import time; from core_rl_cluster import ray_nodes; ray_nodes.LINGER_S = 0.1\n"
+        "assert ray_nodes.AgentActor().serve(['-c', ''], {}).startswith('ended with exit code 0')\n"
         "time.sleep(600)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

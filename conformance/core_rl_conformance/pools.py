@@ -16,8 +16,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
-from core_rl.launch.hosts import Hosts
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import Hosts, LocalHosts
 from core_rl.registry.spec import EngineSpec
 
 MakeEngine = Callable[[EngineSpec, Any], Any]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from core_rl.engine.sync import sync_weights as sync_weights
     from core_rl.engine.train import TrainEngine as TrainEngine
     from core_rl.launch.group import EngineGroup as EngineGroup
-    from core_rl.launch.local_hosts import LocalHosts as LocalHosts
+    from core_rl.launch.hosts import LocalHosts as LocalHosts
 
 _LAZY = {
     "core_rl.backend.loss": ("LossSpec",),
@@ -69,7 +69,7 @@ _LAZY = {
     "core_rl.engine.sync": ("sync_weights",),
     "core_rl.engine.train": ("TrainEngine",),
     "core_rl.launch.group": ("EngineGroup",),
-    "core_rl.launch.local_hosts": ("LocalHosts",),
+    "core_rl.launch.hosts": ("LocalHosts",),
 }
 _HOMES = {name: module for module, names in _LAZY.items() for name in names}
 _AT_ONCE = (

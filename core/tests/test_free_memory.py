@@ -12,7 +12,7 @@ from core_rl.backend.train_backend import BuildContext
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import OutOfDeviceMemory
-from core_rl.toolkit.free_memory import require_device_memory
+from core_rl.toolkit.cuda import require_device_memory
 
 CUDA = torch.device("cuda", 1)
 GIB = 2**30

@@ -18,8 +18,8 @@ def touched(*_, **__):
     raise AssertionError("CUDA was initialised")
 
 torch.cuda._lazy_init = torch._C._cuda_init = touched
-import core_rl.launch.preload
-missing = [name for name in core_rl.launch.preload.MODULES if name not in __import__("sys").modules]
+import core_rl.launch.fork_server
+missing = [name for name in core_rl.launch.fork_server.MODULES if name not in __import__("sys").modules]
 assert not missing, missing
 assert not torch.cuda.is_initialized()
 """

@@ -14,8 +14,7 @@ import pytest
 from core_rl import errors
 from core_rl.config.capability import Capability
 from core_rl.engine.loading import load_backend
-from core_rl.launch.hosts import load_hosts
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import LocalHosts, load_hosts
 from core_rl.registry import engines as registry
 from core_rl.registry.engines import (
     declared_engines,
@@ -137,7 +136,7 @@ def test_installable_engines_are_the_extras_of_plugins(monkeypatch: pytest.Monke
 
 def test_hosts_are_loaded_by_name(install: Install) -> None:
     hosts = "[rl_hosts]\nalpha-hosts = alpha:LocalHosts\nbeta-hosts = beta_gone:X"
-    install("alpha-hosts", hosts, alpha="from core_rl.launch.local_hosts import LocalHosts")
+    install("alpha-hosts", hosts, alpha="from core_rl.launch.hosts import LocalHosts")
     assert load_hosts("alpha-hosts") is LocalHosts
     with pytest.raises(
         errors.ConfigError, match="hosts 'beta-hosts' of alpha-hosts 1.0 .* no module 'beta_gone'"

@@ -26,7 +26,7 @@ Figures = Mapping[str, float | str]
 """Values by name; the name ends with the unit."""
 T = TypeVar("T")
 Status = Literal["passed", "failed", "not run"]
-PRELOAD = ["core_rl.launch.preload", "gpu_points"]
+PRELOAD = ["core_rl.launch.fork_server", "gpu_points"]
 TAIL = 40
 """Lines of a log in the message of a point that ended without a result."""
 PROPERTY = "core_rl_gpu"

@@ -12,7 +12,7 @@ import training_support as support
 
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import LocalHosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_cluster.attach import AttachHosts
 from core_rl_trainer import load_recipe

@@ -21,7 +21,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError, LayoutError
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import LocalHosts
 from core_rl.toolkit.build import build_model, use_experts_kernel
 from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer import dry_run, load_recipe

@@ -24,11 +24,16 @@ from core_rl.launch.hosts import end_ranks
 from core_rl.launch.kept import KeptMessage
 from core_rl.launch.process import RankProcess, start_fork_server
 from core_rl_cluster import hello
-from core_rl_cluster.control import CONTROL_LIMIT_BYTES, ControlChannel
+from core_rl_cluster.environment import adopt, environment_of_ranks
 from core_rl_cluster.hello import MachineInfo
 from core_rl_cluster.link import SCHEDULER_SIGNALS
-from core_rl_cluster.network import connect, parse_endpoint, socket_address
-from core_rl_cluster.surroundings import adopt, environment_of_ranks
+from core_rl_cluster.network import (
+    CONTROL_LIMIT_BYTES,
+    ControlChannel,
+    connect,
+    parse_endpoint,
+    socket_address,
+)
 
 __all__ = ["Agent", "run_agent"]
 

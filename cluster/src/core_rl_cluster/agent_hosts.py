@@ -15,11 +15,11 @@ from typing import Self
 from core_rl.errors import ClusterError, ConfigError, GroupError
 from core_rl.launch.hosts import Rank, Slot, end_ranks
 from core_rl.machine import most_open_files
+from core_rl_cluster.environment import shared_environment
 from core_rl_cluster.hello import MachineInfo
 from core_rl_cluster.link import AgentLink, AgentRank
+from core_rl_cluster.listener import AgentListener
 from core_rl_cluster.network import own_address
-from core_rl_cluster.reception import Reception
-from core_rl_cluster.surroundings import shared_environment
 
 __all__ = ["AGENT", "AgentHosts"]
 
@@ -69,7 +69,7 @@ class AgentHosts(ABC):
         for name in ("wait_s", "lease_s"):
             if not (seconds := getattr(self, name)) > 0:
                 raise ConfigError(f"{name} = {seconds}; it must be positive")
-        self._reception: Reception | None = None
+        self._listener: AgentListener | None = None
         self._deadline = 0.0
         """When all machines have to be there, by the monotonic clock; known from `open` on."""
         self._rank_ids = itertools.count()
@@ -111,18 +111,18 @@ class AgentHosts(ABC):
     def open(self) -> None:
         """Have an agent on each machine; raises `ClusterError` with the missing machines. Further calls do nothing."""
         with self._starting:
-            if self._reception is not None:
+            if self._listener is not None:
                 return
             self._require_files()
             key = self._key()
             self._deadline = time.monotonic() + self.wait_s
             try:
                 address = self.address or self._own_address()
-                self._reception = Reception(address, self.port, key, self.machines, self.lease_s)
+                self._listener = AgentListener(address, self.port, key, self.machines, self.lease_s)
                 # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
-                util.Finalize(self, Reception.close, args=(self._reception,), exitpriority=50)
-                self.launch_in_time(self._reception.endpoint, key)
-                self._wait_for_agents(self._reception)
+                util.Finalize(self, AgentListener.close, args=(self._listener,), exitpriority=50)
+                self.launch_in_time(self._listener.endpoint, key)
+                self._wait_for_agents(self._listener)
             except BaseException:
                 self._close()
                 raise
@@ -133,14 +133,14 @@ class AgentHosts(ABC):
 
     def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
         local = list(range(self.ranks_per_machine) if devices is None else devices)
-        if self._reception is None:  # what cannot be is refused before anything starts
+        if self._listener is None:  # what cannot be is refused before anything starts
             self._checked(count, machines, local, list(range(self.machines)))
         usable = self._checked(count, machines, local, sorted(self._opened().links))
         return [Slot(number, device) for number, device in self._places(usable, local)[:count]]
 
     def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
         environ = shared_environment(self.environment)
-        reception = self._opened()
+        listener = self._opened()
         started: list[AgentRank] = []
         try:
             for number, slot in ranks:
@@ -149,7 +149,7 @@ class AgentHosts(ABC):
             deadline = time.monotonic() + CONNECT_S
             for rank in started:
                 rank.connected.wait(max(0.0, deadline - time.monotonic()))
-                _require_connected(rank, reception)
+                _require_connected(rank, listener)
         except BaseException:
             end_ranks(started)
             raise
@@ -199,10 +199,10 @@ class AgentHosts(ABC):
         """Machine and device of each rank that there is room for, in the order of their numbers."""
         return [(machine, device) for machine in machines for device in devices]
 
-    def _opened(self) -> Reception:
+    def _opened(self) -> AgentListener:
         self.open()
-        assert self._reception is not None
-        return self._reception
+        assert self._listener is not None
+        return self._listener
 
     def _link(self, machine: int) -> AgentLink:
         link = self._opened().links[machine]
@@ -223,13 +223,13 @@ class AgentHosts(ABC):
 
     def expect(self, machines: int) -> None:
         """No more than ``machines`` machines will come, which is at least ``fewest``."""
-        assert self._reception is not None
-        self._reception.expect(machines)
+        assert self._listener is not None
+        self._listener.expect(machines)
 
     def let_go(self) -> None:
         """Let the agents go that came, to wait for others."""
-        assert self._reception is not None
-        self._reception.let_go()
+        assert self._listener is not None
+        self._listener.let_go()
 
     def time_left(self) -> float:
         """Seconds until all machines have to be there."""
@@ -240,31 +240,31 @@ class AgentHosts(ABC):
         self._launch(driver, key)
         self._deadline = max(self._deadline, time.monotonic() + min(AGENTS_S, self.wait_s))
 
-    def _wait_for_agents(self, reception: Reception) -> None:
-        while not reception.is_complete(LOOK_S):
+    def _wait_for_agents(self, listener: AgentListener) -> None:
+        while not listener.is_complete(LOOK_S):
             self._check_launched()
             if self.time_left():
                 continue
-            if len(reception.links) >= self.least:
+            if len(listener.links) >= self.least:
                 return
             raise ClusterError(
-                f"{len(reception.links)} of {self.machines} machines came to {reception.endpoint} within "
-                f"{self.wait_s:g} s{reception.account()}"
+                f"{len(listener.links)} of {self.machines} machines came to {listener.endpoint} within "
+                f"{self.wait_s:g} s{listener.account()}"
             )
 
     def _close(self) -> None:
-        reception, self._reception = self._reception, None
-        if reception is not None:
-            reception.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
         self._end_launched()
 
 
-def _require_connected(rank: AgentRank, reception: Reception) -> None:
+def _require_connected(rank: AgentRank, listener: AgentListener) -> None:
     """Raise `GroupError` unless ``rank`` has a channel."""
     if rank.has_ended:
         raise GroupError(f"rank {rank.rank}{rank.place} {rank.exit_reason()} during the start")
     if not rank.connected.is_set():
         raise GroupError(
-            f"rank {rank.rank}{rank.place} did not connect to {reception.endpoint} within {CONNECT_S:g} s; does a "
+            f"rank {rank.rank}{rank.place} did not connect to {listener.endpoint} within {CONNECT_S:g} s; does a "
             "firewall let the agent in and not the ranks?"
         )

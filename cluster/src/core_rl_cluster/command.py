@@ -32,7 +32,7 @@ def agent(
     """Start ranks on this machine for a driver elsewhere, and end with it."""
     from core_rl.launch.process import end_fork_server
     from core_rl_cluster.agent import run_agent
-    from core_rl_cluster.key import take_key
+    from core_rl_cluster.hello import take_key
 
     key = take_key(key_file)
     if with_parent:

@@ -17,8 +17,8 @@ from core_rl.errors import ClusterError
 from core_rl.launch.hosts import Kept
 from core_rl.launch.kept import Reference
 from core_rl_cluster import hello
-from core_rl_cluster.control import ControlChannel
 from core_rl_cluster.hello import MachineInfo
+from core_rl_cluster.network import ControlChannel
 
 __all__ = ["AgentLink", "AgentRank"]
 

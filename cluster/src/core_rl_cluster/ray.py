@@ -16,10 +16,10 @@ from typing import Any
 
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError, MissingPackage
-from core_rl_cluster import ray_actor
+from core_rl_cluster import ray_nodes
 from core_rl_cluster.agent_hosts import AGENT, AgentHosts
-from core_rl_cluster.key import KEY_VARIABLE
-from core_rl_cluster.ray_nodes import amounts, shortage, silent_nodes
+from core_rl_cluster.hello import KEY_VARIABLE
+from core_rl_cluster.ray_nodes import AgentActor, amounts, shortage, silent_nodes
 
 __all__ = ["RayHosts"]
 
@@ -186,7 +186,7 @@ class RayHosts(AgentHosts):
 
     def _actor(self, number: int, bundle: Mapping[str, float]) -> Any:
         """The parent of an agent, with all that bundle ``number`` has; it ends with the driver."""
-        self._ray.cloudpickle.register_pickle_by_value(ray_actor)
+        self._ray.cloudpickle.register_pickle_by_value(ray_nodes)
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options = {
             "num_cpus": bundle.get("CPU", 0),
@@ -194,7 +194,7 @@ class RayHosts(AgentHosts):
             "max_restarts": 0,
             "scheduling_strategy": strategy(self._group, placement_group_bundle_index=number),
         }
-        return self._ray.remote(**options)(ray_actor.AgentActor).remote()
+        return self._ray.remote(**options)(AgentActor).remote()
 
 
 def _import_ray() -> Any:

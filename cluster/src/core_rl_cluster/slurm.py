@@ -19,7 +19,7 @@ from typing import IO
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError
 from core_rl_cluster.agent_hosts import AGENT, AgentHosts
-from core_rl_cluster.key import KEY_VARIABLE
+from core_rl_cluster.hello import KEY_VARIABLE
 
 __all__ = ["SlurmHosts"]
 

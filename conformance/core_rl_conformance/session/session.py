@@ -14,8 +14,7 @@ from transformers.utils import logging as hf_logging
 from xdist.scheduler import LoadScopeScheduling
 
 from core_rl.errors import CoreRLError
-from core_rl.launch.hosts import Hosts, load_hosts
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome

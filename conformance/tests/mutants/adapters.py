@@ -14,8 +14,7 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.protocols import LowRank
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore

@@ -14,8 +14,7 @@ from core_rl.checkpoint.background import DeferredWrite, write_in_background
 from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.capability import Capability
-from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import copy_shards
 from core_rl.state.store import TensorStore

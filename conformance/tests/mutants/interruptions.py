@@ -13,7 +13,7 @@ from torch import Tensor
 from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.request_gate import InferenceComponents, RequestGate
+from core_rl.engine.inference_guards import InferenceComponents, RequestGate
 from core_rl.errors import RolloutError
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.sampling import Completion

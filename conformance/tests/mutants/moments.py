@@ -10,8 +10,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport
 from mutants.zoo import Mutant

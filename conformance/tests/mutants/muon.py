@@ -10,8 +10,7 @@ import torch
 from toy_tp.engine import TensorParallelBackend
 
 from core_rl.reference.train import ReferenceBackend
-from core_rl.toolkit.muon import Muon, adjusted_lr, orthogonalize
-from core_rl.toolkit.optimizer import MOMENTUM
+from core_rl.toolkit.optimizer import MOMENTUM, Muon, adjusted_lr, orthogonalize
 from mutants.bases import OwnCheckpoint, TrainContext
 from mutants.zoo import TP2, Mutant
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
 from core_rl.backend.tensors import NamedTensors
-from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import OwnOffload
 from mutants.zoo import Mutant

@@ -13,9 +13,8 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import MappedSource, NamedTensors, TensorSource
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from core_rl.engine.components import TrainComponents
+from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.engine.guards import require_optimizer
-from core_rl.engine.persistence import Persistence
 from core_rl.engine.step import TrainStep
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend

@@ -15,7 +15,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.engine.request_gate import InferenceComponents, RequestGate
+from core_rl.engine.inference_guards import InferenceComponents, RequestGate
 from core_rl.errors import CoreRLError, WeightsError
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.sampling import Completion

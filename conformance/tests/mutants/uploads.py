@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.engine.components import TrainComponents
-from core_rl.engine.persistence import Persistence
+from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
 from core_rl.weight_sync.lora import AdapterMetadata
 from core_rl.weight_sync.messages import Bucket

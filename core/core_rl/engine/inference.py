@@ -21,7 +21,7 @@ from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.engine import guards, inference_guards
-from core_rl.engine.request_gate import InferenceComponents
+from core_rl.engine.inference_guards import InferenceComponents
 from core_rl.engine.sync import WeightUpdates
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
@@ -116,7 +116,7 @@ class InferenceEngine:
         """Start ``count`` servers (by default ``layout.dp``) before `initialize`, which takes the addresses.
 
         They belong to this engine, also where another one is initialized with their addresses, and end with `destroy`.
-        With ``processes``, of `core_rl.launch.server_processes.server_processes`, there is a server in each of them,
+        With ``processes``, of `core_rl.launch.machines.server_processes`, there is a server in each of them,
         on the machines of a cluster; `UnsupportedCapability` where the backend cannot place servers.
         """
         guards.require_state(self._state, "new", "launch_server()")

@@ -1,4 +1,8 @@
-"""The first import of the fork server: what ranks inherit, and an end at once with the process that started it."""
+"""Imports of the fork server, which every rank inherits in memory; it ends at once with the process that started it.
+
+None of these imports runs a kernel, starts an OpenMP thread or touches CUDA: a forked process could not use either
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,17 @@ from contextlib import suppress
 
 COMMAND = re.compile(r"main\(\d+, (?P<alive>\d+),")
 """How `multiprocessing` calls the fork server, with the read end of a pipe whose write end only the parent holds."""
+MODULES = (
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "safetensors.torch",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "core_rl.launch.remote",
+)
 
 
 def _end_with_parent(alive: int) -> None:
@@ -27,7 +42,15 @@ def _end_with_parent(alive: int) -> None:
         os._exit(0)
 
 
-if hasattr(fcntl, "F_SETSIG") and (found := COMMAND.search(sys.orig_argv[-1])):
+if hasattr(fcntl, "F_SETSIG") and (command := COMMAND.search(sys.orig_argv[-1])):
     with suppress(OSError):  # sandboxes may refuse it
-        _end_with_parent(int(found["alive"]))
-importlib.import_module("core_rl.launch.preload")
+        _end_with_parent(int(command["alive"]))
+
+# OpenMP reads it when torch is loaded. Threads that spin while they wait take the cores from the other
+# ranks: with as few as one busy process too many, a step of a tiny model took 20 times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+for _name in MODULES:
+    # The fork server must survive a broken package: the rank that imports it reports the error.
+    with suppress(Exception):
+        importlib.import_module(_name)

@@ -14,8 +14,7 @@ from core_rl.distributed.process_group import RankAddress, require_single_proces
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, LayoutError
-from core_rl.launch.hosts import Hosts
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import Hosts, LocalHosts
 from core_rl.launch.messages import Call
 from core_rl.launch.rank_set import RankSet
 from core_rl.launch.remote import MakeEngine, RankInfo

@@ -16,7 +16,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.free_memory import require_device_memory
+from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.positions import require_positions
 from core_rl.toolkit.routers import Routers

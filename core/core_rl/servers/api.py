@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -10,12 +11,22 @@ from typing import Any
 import aiohttp
 
 from core_rl.errors import RolloutError
-from core_rl.servers.file_limit import TooManyFiles, is_exhausted
+from core_rl.machine import most_open_files
 
-__all__ = ["Api", "Refused", "ServerTimeout", "Unreachable"]
+__all__ = [
+    "Api",
+    "Refused",
+    "ServerTimeout",
+    "TooManyFiles",
+    "Unreachable",
+    "is_exhausted",
+    "requests_at_one_time",
+]
 
 SHOWN = 300
 """Bytes of a response that are repeated in an error."""
+SPARE_FILES = 256
+"""Files that are left to everything else: weights, logs, sockets of ranks, calls that control servers."""
 
 
 class Unreachable(RolloutError):
@@ -128,3 +139,23 @@ def _reason(content: bytes) -> str:
 def _shown(content: bytes) -> str:
     text = content[:SHOWN].decode(errors="replace")
     return repr(text + ("..." if len(content) > SHOWN else ""))
+
+
+class TooManyFiles(RolloutError):
+    """This process may open no more files; nothing is wrong with the server."""
+
+
+def requests_at_one_time() -> int:
+    """Requests that may be in flight, after this process's soft limit was raised to its hard one."""
+    files = most_open_files()
+    return max(1, files - min(SPARE_FILES, files // 2))
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether ``error``, or what caused it, is that no more files can be opened."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        cause = cause.__cause__
+    return False

@@ -21,18 +21,14 @@ from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.distributed.devices import wants_cuda
 from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import LayoutError, WeightsError
-from core_rl.servers.adapters import ServedAdapter
-from core_rl.servers.api import Api
-from core_rl.servers.broadcasts import BroadcastWeights
-from core_rl.servers.calls import Requests
+from core_rl.servers.adapters import ServedAdapter, ServedModel
+from core_rl.servers.api import Api, requests_at_one_time
+from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
-from core_rl.servers.file_limit import requests_at_one_time
 from core_rl.servers.fleet import Fleet
-from core_rl.servers.model import ServedModel
 from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
-from core_rl.servers.scores import Scorer
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
-from core_rl.servers.weights import DiskWeights, TensorWeights
+from core_rl.servers.weights import BroadcastWeights, DiskWeights, TensorWeights
 from core_rl.servers.wire import Wire
 from core_rl.weight_sync.messages import ReceiverRanks
 from core_rl.weight_sync.tensor import ReceivedWeights

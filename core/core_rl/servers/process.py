@@ -1,4 +1,4 @@
-"""The process of one server, with all its children."""
+"""Process of one server with all its children, and the checks of a machine before it launches servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -19,11 +19,20 @@ from core_rl.launch.process_tree import ProcessTree
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.weight_sync.cuda import CudaEnvironment
 
-__all__ = ["RunningServer", "ServerProcess", "bound", "reserve_ports", "server_environment"]
+__all__ = [
+    "RunningServer",
+    "ServerProcess",
+    "bound",
+    "machine_problems",
+    "reserve_ports",
+    "server_environment",
+]
 
 GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
 """What the script of a server begins with; the environment variable CORE_RL_SERVER_SIDE names it there."""
+LIMIT_S = 60.0
+HAS_MODULE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 
 def server_environment(added: Mapping[str, str]) -> dict[str, str]:
@@ -211,3 +220,38 @@ def _running(group: int) -> bool:
             if int(its_group) == group and state != "Z":
                 return True
     return False
+
+
+def machine_problems(config: ServerEngineConfig) -> Iterator[str]:
+    """Reasons for which this machine cannot launch the servers of ``config``; none where they run already."""
+    if config.options.addresses:
+        return
+    if problem := _python_problem(config):
+        yield problem
+    try:
+        with ExitStack() as until:
+            reserve_ports(config.options, config.layout.dp, until)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _python_problem(config: ServerEngineConfig) -> str | None:
+    python = config.server_python
+    try:
+        done = subprocess.run(
+            [python, "-c", HAS_MODULE, config.module],
+            env=server_environment({}),
+            cwd=tempfile.gettempdir(),
+            capture_output=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"options.python: {python!r} cannot be run: {error}; {_remedy(config)}"
+    if done.returncode:
+        return f"options.python: {python!r} has no {config.product}; {_remedy(config)}"
+    return None
+
+
+def _remedy(config: ServerEngineConfig) -> str:
+    return f"name the Python of an environment with {config.product} there, or in the variable {config.python_variable}"

@@ -26,9 +26,9 @@ from core_rl.toolkit.eight_bit import is_eight_bit, memory_of
 from core_rl.toolkit.hf_state import HFShardedState, checkpoint_layout
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, enable_adapter, low_rank_products
 from core_rl.toolkit.model_files import carried_tensors, exported_config
-from core_rl.toolkit.muon import Muon
 from core_rl.toolkit.optimizer import (
     MOMENTUM,
+    Muon,
     build_optimizer,
     create_moments,
     set_learning_rate,

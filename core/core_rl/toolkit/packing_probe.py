@@ -1,6 +1,6 @@
 """A probe of a packed model, when its engine is built: what one sequence gets must not depend on its neighbours.
 
-The rules of `core_rl.toolkit.families` know the layers of today; this finds what they do not know.
+The rules of `core_rl.toolkit.packed` know the layers of today; this finds what they do not know.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.comm import Comm
 from core_rl.state.gather import BUCKET_BYTES
 from core_rl_megatron import cpu_shim, parallel_state
-from core_rl_megatron.choices import groups_experts
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.modules import PackedGPT, build_chunk
 from core_rl_megatron.naming import boxes_of
+from core_rl_megatron.options import groups_experts
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
 from core_rl_megatron.translation import transformer_config
 

@@ -22,10 +22,9 @@ from core_rl import get_spec, load_config
 from core_rl.config.base import parse_config
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError
-from core_rl.servers.file_limit import TooManyFiles
+from core_rl.servers.api import TooManyFiles
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import served_model
-from core_rl_sglang.process import arguments_of
+from core_rl_sglang.process import arguments_of, served_model
 from core_rl_trainer.plan.engine_config import EngineSections
 from core_rl_trainer.plan.engines import checked_trainer, plan_online_engines
 from core_rl_trainer.recipe.recipe import load_recipe

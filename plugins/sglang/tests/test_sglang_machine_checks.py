@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core_rl.servers.machine import machine_problems
+from core_rl.servers.process import machine_problems
 from core_rl_sglang.config import PYTHON_VARIABLE, SglangConfig
 
 

@@ -13,11 +13,11 @@ import pytest
 from sglang_support import API_KEY, backend_of, build, complete, request, stubs, tiny_model, wait_for
 
 from core_rl.errors import ConfigError, RolloutError, WeightsError
-from core_rl.launch.server_processes import server_processes
+from core_rl.launch.machines import server_processes
 from core_rl.servers.process import bound
 from core_rl.servers.weights import require_shared_memory_with
-from core_rl_cluster.rehearsal import RehearsalHosts
-from core_rl_sglang.placed import reserve_port
+from core_rl_cluster.attach import RehearsalHosts
+from core_rl_sglang.placed_servers import reserve_port
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
 from core_rl.servers.pool import BLOCK, SLACK, PrefixRouter
 from core_rl.servers.wire import StaleServer
-from core_rl_sglang.responses import SglangWire, generation_body, to_response
+from core_rl_sglang.wire import SglangWire, generation_body, to_response
 
 EOS = {2, 5}
 

@@ -19,9 +19,8 @@ from core_rl.errors import LayoutError
 from core_rl.state.store import is_float32_head
 from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_packed_attention
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.cuda import use_flash_attention
+from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
 from core_rl.toolkit.experts import check_expert_parallel
-from core_rl.toolkit.free_memory import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
@@ -30,9 +29,8 @@ from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
-from core_rl_fsdp.expert_parallel import apply_expert_parallel
 from core_rl_fsdp.meshes import Meshes, check_copies
-from core_rl_fsdp.sharding import fsdp_modules, reset_pass, shard_modules
+from core_rl_fsdp.sharding import apply_expert_parallel, fsdp_modules, reset_pass, shard_modules
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
 
 __all__ = ["FSDPBackend"]

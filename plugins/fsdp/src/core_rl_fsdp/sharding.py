@@ -4,24 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError
+from core_rl.toolkit.dtensor import own_part, shard_parameter
+from core_rl.toolkit.experts import dispatch_experts, expert_modules
 from core_rl.toolkit.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
-from core_rl_fsdp.expert_parallel import shard_experts
-from core_rl_fsdp.lone_rank import InPlaceReduceScatter
 
-__all__ = ["fsdp_modules", "reset_pass", "shard_modules"]
+__all__ = [
+    "InPlaceReduceScatter",
+    "apply_expert_parallel",
+    "fsdp_modules",
+    "reset_pass",
+    "shard_experts",
+    "shard_modules",
+]
 
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class InPlaceReduceScatter(ReduceScatter):
+    """Gives FSDP the same memory for the sum of gradients as for the gradients of the one rank that there is.
+
+    FSDP asks for one and then for the other, and copies from there to here, which does nothing in place.
+    """
+
+    def __init__(self) -> None:
+        self._gradients: Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            gradients = self._gradients = torch.empty(size, dtype=dtype, device=device)
+        return gradients
+
+    def reset(self) -> None:
+        """Forget memory of a pass that raised in between."""
+        self._gradients = None
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        raise AssertionError("a lone rank has nothing to communicate")
 
 
 def shard_modules(
@@ -128,3 +166,29 @@ def reset_pass(root: FSDPModule) -> None:
             unsharded: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
                 unsharded.grad = None
+
+
+def apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh, ranks: Comm) -> None:
+    """Spread the experts of ``model`` in place over ``mesh``, whose group is that of ``ranks``."""
+    for module in expert_modules(model).values():
+        for name, _ in [*module.named_parameters(recurse=False)]:
+            shard_parameter(module, name, mesh, 0)
+    dispatch_experts(model, model.base_model, ranks)
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+    """Shard this rank's experts of each layer over ``mesh``, the ranks with the same ones."""
+    for module in expert_modules(model).values():
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            shard_placement_fn=partial(_placement, mesh.size(-1)),
+        )
+
+
+def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
+    """By whole experts, or where these do not divide by their rows, so that every rank holds as much."""
+    experts, *sizes = own_part(parameter).shape
+    return Shard(1) if experts % ranks and sizes and sizes[0] % ranks == 0 else Shard(0)

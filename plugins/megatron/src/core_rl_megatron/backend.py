@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import core_rl_megatron.fallbacks  # noqa: F401
+import core_rl_megatron.cpu_shim  # noqa: F401
 
 # isort: split
 
@@ -26,18 +26,17 @@ from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.build import build_model, read_config
-from core_rl.toolkit.free_memory import require_device_memory
+from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, low_rank_products
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_config
 from core_rl_megatron import cpu_shim, parallel_state
 from core_rl_megatron.adapters import enable_adapters
-from core_rl_megatron.choices import check_options, check_settings
 from core_rl_megatron.config import MegatronConfig
-from core_rl_megatron.model import StageModel, build_stage, wrap_chunks
+from core_rl_megatron.model import Buckets, StageModel, build_stage, wrap_chunks
 from core_rl_megatron.optimizer import ShardedOptimizer
-from core_rl_megatron.overlap import Buckets
+from core_rl_megatron.options import check_options, check_settings
 from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState

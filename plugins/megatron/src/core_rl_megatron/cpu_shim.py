@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, cast
 
@@ -24,7 +25,6 @@ from core_rl.errors import ConfigError
 __all__ = ["building", "install"]
 
 CPU = torch.device("cpu")
-
 SITES = (
     "distributed.param_and_grad_buffer",  # torch.cuda.current_device() for the buffers
     "optimizer.distrib_optimizer",  # torch.cuda.current_device()
@@ -40,7 +40,6 @@ SITES = (
     "transformer.moe.token_dispatcher",  # torch.cuda.current_device(), torch.cuda.Event and streams
 )
 """Modules of megatron.core whose global name `torch` is replaced."""
-
 FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
 """Functions of torch that these modules call with a device."""
 
@@ -170,3 +169,33 @@ def _replace_splits() -> None:
         return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     dispatcher.maybe_move_tensor_to_cpu = on_cpu
+
+
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Without CUDA, `megatron.core.jit.jit_fuser` decorates nothing.
+
+    It is ``torch.compile``, whose first call imports inductor: 1.4 s of each rank. No function that it compiles runs on
+    the CPU (`cpu_shim`).
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    compiled = torch.compile
+    torch.compile = _as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
+def _as_it_is(model: Callable[..., Any] | None = None, **_: object) -> Any:
+    """``torch.compile`` as a decorator, with arguments or without, that changes nothing."""
+    return _as_it_is if model is None else model
+
+
+with warnings.catch_warnings(), _not_compiled():
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer  # noqa: F401

@@ -27,8 +27,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
-from core_rl_megatron.experts import PackedRouter
-from core_rl_megatron.grouped_experts import GroupedExperts
+from core_rl_megatron.experts import GroupedExperts, PackedRouter
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
 

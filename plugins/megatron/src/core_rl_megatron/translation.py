@@ -14,8 +14,8 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
-from core_rl_megatron.choices import uses_fusions
 from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.options import uses_fusions
 
 __all__ = ["check_model_layout", "family_of", "transformer_config"]
 

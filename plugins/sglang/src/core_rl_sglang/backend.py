@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from core_rl.backend.inference_backend import InferenceContext
 from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
+from core_rl.servers.adapters import ServedModel
 from core_rl.servers.backend import ServerBackend
-from core_rl.servers.model import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import served_model
-from core_rl_sglang.placed import PlacedServer
-from core_rl_sglang.process import start
-from core_rl_sglang.responses import SglangWire
+from core_rl_sglang.placed_servers import PlacedServer
+from core_rl_sglang.process import served_model, start
 from core_rl_sglang.server import SGLangServer
+from core_rl_sglang.wire import SglangWire
 
 __all__ = ["SGLangBackend"]
 

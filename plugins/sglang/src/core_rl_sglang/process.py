@@ -1,19 +1,21 @@
-"""The process of one SGLang server."""
+"""Model and process of one SGLang server."""
 
 from __future__ import annotations
 
 import glob
 import os
+from dataclasses import replace
 from pathlib import Path
 
+from core_rl.config.engine import ModelConfig
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError
-from core_rl.servers.model import ServedModel
+from core_rl.servers.adapters import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.adapters import SglangAdapterForm
 from core_rl_sglang.config import SglangConfig
 
-__all__ = ["arguments_of", "start"]
+__all__ = ["arguments_of", "served_model", "start"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
@@ -91,3 +93,15 @@ def _shared_cores(ranks: int) -> str:
     )
     shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
     return "|".join(",".join(map(str, share or cores[:1])) for share in shares)
+
+
+def served_model(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
+    """The model in the directory of ``model``, and the form of its adapters; raises `ConfigError`.
+
+    ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere.
+    """
+    served = ServedModel.of(model, "sglang")
+    if model.lora is None:
+        return served
+    form = SglangAdapterForm.of(model.lora, served.path, served.config, served.shapes, cpu_ranks)
+    return replace(served, adapter=form)

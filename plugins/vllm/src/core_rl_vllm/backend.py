@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+from core_rl.distributed.devices import device_type
+from core_rl.servers.adapters import ServedModel
 from core_rl.servers.backend import ServerBackend
-from core_rl.servers.model import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_vllm.adapters import VllmAdapterForm
 from core_rl_vllm.config import VllmConfig
-from core_rl_vllm.process import start
 from core_rl_vllm.server import VllmServer
 from core_rl_vllm.wire import VllmWire
 
-__all__ = ["VllmBackend"]
+__all__ = ["VllmBackend", "arguments_of", "start"]
+
+SCRIPT = Path(__file__).with_name("serve.py")
+CPU_CACHE_BYTES = 2**28
+TRANSFER = '{"backend": "core_rl"}'
+"""The engine of ``core-rl-vllm-server``."""
 
 
 class VllmBackend(ServerBackend[VllmConfig]):
@@ -33,3 +39,54 @@ class VllmBackend(ServerBackend[VllmConfig]):
         self, config: VllmConfig, model: ServedModel, port: int, key: str | None
     ) -> ServerProcess:
         return start(config, model, port, key)
+
+
+def start(config: VllmConfig, model: ServedModel, port: int, key: str | None) -> ServerProcess:
+    """Start a server of ``model`` for its `VllmConfig.of_server`; ``key`` is the one that clients need, or None."""
+    device = device_type(config.device)
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes of weights
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        # The client closes idle connections; a server that does would lose a request on its way.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device == "cpu":
+        # Compiling one kernel of the sampler takes longer than it will ever save.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
+    arguments = arguments_of(config, model, port, device)
+    return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
+
+
+def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str) -> list[str]:
+    """The command-line arguments of a server of ``model`` for its `VllmConfig.of_server`, without the API key."""
+    context_length, options = model.limits.context_length, config.options
+    on_cpu = device == "cpu"
+    values = {
+        "--model": model.path,
+        "--host": options.host,
+        "--port": port,
+        "--dtype": config.dtype,
+        "--tensor-parallel-size": config.layout.tp,
+        "--seed": config.seed,
+        "--max-num-seqs": options.max_running_requests,
+        "--gpu-memory-utilization": options.memory_fraction,
+        "--kv-cache-memory-bytes": options.cache_bytes or (CPU_CACHE_BYTES if on_cpu else None),
+        # A sequence that fills the context is scored as a prompt, after which vLLM draws a token.
+        "--max-model-len": None if context_length is None else context_length + 1,
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": -1,
+        # Requests name all parameters, and end-of-sequence tokens.
+        "--generation-config": "vllm",
+        "--weight-transfer-config": TRANSFER,
+    }
+    given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
+    # Requests and responses are token ids.
+    given += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-log-stats"]
+    if isinstance(model.adapter, VllmAdapterForm):
+        given += model.adapter.arguments()
+    return [*given, *(["--enforce-eager"] if on_cpu else []), *options.extra_args]

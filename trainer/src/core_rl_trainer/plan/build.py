@@ -14,7 +14,7 @@ from core_rl.engine.schedule import schedule_length
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig
-from core_rl.servers.machine import machine_problems
+from core_rl.servers.process import machine_problems
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import ModelInterface, interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.errors import ConfigError, raise_all
-from core_rl.launch.hosts import Hosts, load_hosts
-from core_rl.launch.local_hosts import LocalHosts
+from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection

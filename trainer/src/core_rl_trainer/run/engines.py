@@ -12,7 +12,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
-from core_rl.launch.server_processes import server_processes
+from core_rl.launch.machines import server_processes
 from core_rl_trainer.plan.run_plan import EnginePlan
 
 __all__ = ["Roles", "open_roles", "open_trainers"]

@@ -13,8 +13,7 @@ from core_rl.errors import GroupError, RolloutError
 from core_rl.servers.process import ServerProcess, bound
 from core_rl.weight_sync.cuda import CudaEnvironment
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.model import served_model
-from core_rl_sglang.process import start
+from core_rl_sglang.process import served_model, start
 
 __all__ = ["PlacedServer"]
 

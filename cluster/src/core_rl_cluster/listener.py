@@ -1,4 +1,4 @@
-"""`Reception`: where agents and ranks of other machines connect to the driver."""
+"""`AgentListener`: where agents and ranks of other machines connect to the driver."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from core_rl.distributed.authentication import WrongKey, admit
 from core_rl.distributed.channel import LIMIT_BYTES, Channel, set_lease
 from core_rl.errors import ClusterError, ConfigError
 from core_rl_cluster import hello
-from core_rl_cluster.control import CONTROL_LIMIT_BYTES, ControlChannel
+from core_rl_cluster.environment import of_driver
 from core_rl_cluster.hello import MachineInfo, Versions
 from core_rl_cluster.link import AgentLink
-from core_rl_cluster.surroundings import of_driver
+from core_rl_cluster.network import CONTROL_LIMIT_BYTES, ControlChannel
 
-__all__ = ["Reception"]
+__all__ = ["AgentListener"]
 
 HANDSHAKE_S = 20.0
 """The longest handshake of one connection."""
@@ -31,7 +31,7 @@ MOST_STRANGERS = 256
 """Connections that may be in their handshake at one time."""
 
 
-class Reception:
+class AgentListener:
     """Listens on ``address``, and takes the agents of ``machines`` machines and the ranks that they start.
 
     Nothing of a connection is looked at before it has shown that it knows ``key``.
@@ -62,7 +62,7 @@ class Reception:
         shown = f"[{address}]" if ":" in address else address
         self.endpoint = f"{shown}:{self._listener.getsockname()[1]}"
         """``HOST:PORT`` for agents."""
-        threading.Thread(target=self._accept, name="core-rl reception", daemon=True).start()
+        threading.Thread(target=self._accept, name="core-rl listener", daemon=True).start()
 
     def is_complete(self, timeout_s: float) -> bool:
         """Whether all machines are there, after ``timeout_s`` seconds at most.
