@@ -143,7 +143,7 @@ def test_flash_attention_3_that_is_not_installed_is_refused() -> None:
     if importlib.util.find_spec("flash_attn_interface") is not None:
         pytest.skip("it is installed here")
     with pytest.raises(
-        MissingPackage, match=r"options.flash_attention = 3: torch cannot use .*, or set .* to 2"
+        MissingPackage, match=r"torch cannot use FlashAttention 3 .*, or choose version 2"
     ):
         use_flash_attention(3)
 

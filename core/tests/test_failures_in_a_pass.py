@@ -68,7 +68,7 @@ def test_a_pass_that_runs_out_of_memory_names_the_micro_batch_and_the_field() ->
     engine.initialize()
     says = (
         r"with [12] of 3 micro-batches begun; the next one has \d tokens in \d sequences \(the longest has \d\), and "
-        r"the largest 9 tokens\nfix: lower MicroBatchSpec.max_tokens \(micro_batch_tokens of a recipe\)"
+        r"the largest 9 tokens\nfix: lower the tokens of a micro-batch \(MicroBatchSpec.max_tokens\)"
     )
     data = engine_support.batch(lengths=(5, 9, 3, 7))
     weights = data["weight"].clone()

@@ -20,7 +20,7 @@ from core_rl.launch import pool, process
 from core_rl.launch.group import EngineGroup
 
 TIMEOUT_S = 2.0
-LIMIT = r"raise the group's timeout_s \(timeouts.call_s in a recipe\)"
+LIMIT = r"raise the time limit of the group's calls \(timeout_s\)"
 FOREVER_S = 30.0
 """Nothing here takes this long unless it waits for a timeout that it should not wait for."""
 

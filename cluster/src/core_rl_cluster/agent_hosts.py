@@ -207,9 +207,7 @@ class AgentHosts(ABC):
     def _link(self, machine: int) -> AgentLink:
         link = self._opened().links[machine]
         if link.lost is not None:
-            raise ClusterError(
-                f"{link.info} {link.lost}. Start an agent on it again, or name other machines (placement in a recipe)"
-            )
+            raise ClusterError(f"{link.info} {link.lost}. Start an agent on it again, or name other machines")
         return link
 
     def _require_files(self) -> None:

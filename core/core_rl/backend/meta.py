@@ -111,10 +111,7 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduling:
-    """The resources that one rank of an engine, or one server, asks for.
-
-    ``core-rl submit`` adds them up for each machine, where the recipe does not say (``cluster.scheduling``).
-    """
+    """Resources of one rank of an engine, or of one server; a launcher adds them up for each machine."""
 
     cpu: int = 1
     """CPU cores."""

@@ -47,7 +47,7 @@ def chosen_device(choice: str, index: int | None = None) -> torch.device:
     if index >= count:
         raise ConfigError(
             f"a rank is to use the CUDA device {index}, and this machine has {count}, numbered from 0; start fewer "
-            "ranks, or name its devices (placement in a recipe, devices of an EngineGroup)"
+            "ranks, or name its devices (devices of an EngineGroup)"
         )
     return torch.device("cuda", index)
 

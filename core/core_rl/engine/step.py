@@ -33,8 +33,8 @@ __all__ = ["Accumulated", "TrainStep"]
 logger = logging.getLogger(__name__)
 
 LESS_MEMORY = (
-    "lower MicroBatchSpec.max_tokens (micro_batch_tokens of a recipe), spread the model over more ranks, or compute "
-    "activations again in the backward pass (options.gradient_checkpointing of fsdp)"
+    "lower the tokens of a micro-batch (MicroBatchSpec.max_tokens), spread the model over more ranks, or have the "
+    "engine recompute activations in the backward pass"
 )
 
 

@@ -28,7 +28,7 @@ GRACE_S = 5.0
 KEPT_BYTES = 2**20
 """From this size on, a message for several ranks of a machine is sent there once."""
 START = "the start"
-IF_SLOW = "If the call is only slow, raise the group's timeout_s (timeouts.call_s in a recipe)"
+IF_SLOW = "If the call is only slow, raise the time limit of the group's calls (timeout_s)"
 
 
 class RankPool:

@@ -30,8 +30,8 @@ def use_flash_attention(version: int) -> None:
         activate_flash_attention_impl(f"FA{version}")
     except (ImportError, RuntimeError, ValueError) as error:
         raise MissingPackage(
-            f"options.flash_attention = {version}: torch cannot use FlashAttention {version} ({error}); install it "
-            "from https://github.com/Dao-AILab/flash-attention, or set options.flash_attention to 2"
+            f"torch cannot use FlashAttention {version} ({error}); install it from "
+            "https://github.com/Dao-AILab/flash-attention, or choose version 2"
         ) from error
 
 
@@ -92,7 +92,7 @@ def _require(needed: float, device: torch.device) -> None:
     if free < needed:
         raise OutOfDeviceMemory(
             f"{device} has {_gib(free)} free of {_gib(total)}, and weights, gradients and moments of a rank need "
-            f"{_gib(needed)}; end the process that fills it, name other devices (placement in a recipe, devices of an "
+            f"{_gib(needed)}; end the process that fills it, give the engine other devices (devices of an "
             "EngineGroup, CUDA_VISIBLE_DEVICES), or spread the model over more ranks (layout)"
         )
 
