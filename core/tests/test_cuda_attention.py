@@ -142,9 +142,7 @@ def test_flash_attention_3_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch)
 def test_flash_attention_3_that_is_not_installed_is_refused() -> None:
     if importlib.util.find_spec("flash_attn_interface") is not None:
         pytest.skip("it is installed here")
-    with pytest.raises(
-        MissingPackage, match=r"torch cannot use FlashAttention 3 .*, or choose version 2"
-    ):
+    with pytest.raises(MissingPackage, match=r"torch cannot use FlashAttention 3 .*, or choose version 2"):
         use_flash_attention(3)
 
 

@@ -49,10 +49,10 @@ def of_driver() -> dict[str, Any]:
     """Return the places of code of this process: its directory, ``sys.path`` and main script."""
     main = sys.modules["__main__"]
     spec: ModuleSpec | None = getattr(main, "__spec__", None)
-    here = str(Path.cwd())
+    directory = str(Path.cwd())
     return {
-        "directory": here,
-        "path": [entry or here for entry in sys.path],
+        "directory": directory,
+        "path": [entry or directory for entry in sys.path],
         "main_file": None if spec else getattr(main, "__file__", None),
         "main_module": spec.name if spec else None,
     }

@@ -73,15 +73,15 @@ class Metric:
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Reduce equal names over ``parts``; a part may lack a name, and then says nothing about it."""
-    named = [(name, metric) for part in parts for name, metric in part.items()]
-    for name, metric in named:
+    metrics = [(name, metric) for part in parts for name, metric in part.items()]
+    for name, metric in metrics:
         if not isinstance(metric, Metric):
             raise LossError(
                 f"metric {name!r} is a {type(metric).__name__}; return Metric.mean/sum/max/min, "
                 "so that it is reduced correctly over micro-batches and ranks"
             )
     merged: dict[str, Metric] = {}
-    for (name, _), metric in zip(named, _on_cpu([metric for _, metric in named]), strict=True):
+    for (name, _), metric in zip(metrics, _on_cpu([metric for _, metric in metrics]), strict=True):
         merged[name] = merged[name] + metric if name in merged else metric.plain()
     return merged
 
@@ -89,9 +89,9 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 def _on_cpu(metrics: Sequence[Metric]) -> Iterator[Metric]:
     """``metrics`` with the values on an accelerator copied together: each copy waits for all that is queued there."""
     values = [value for metric in metrics for value in (metric.value, metric.count)]
-    away = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
-    copies = torch.stack([value.double().reshape(()) for value in away]).cpu() if away else ()
-    arrived = dict(zip(map(id, away), copies, strict=True))
+    remote = [value for value in values if isinstance(value, Tensor) and not value.is_cpu]
+    copies = torch.stack([value.double().reshape(()) for value in remote]).cpu() if remote else ()
+    arrived = dict(zip(map(id, remote), copies, strict=True))
     for metric in metrics:
         value, count = (arrived.get(id(part), part) for part in (metric.value, metric.count))
         yield Metric(metric.reduction, value, count)

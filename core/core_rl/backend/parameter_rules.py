@@ -68,15 +68,15 @@ class ParameterRules:
 
         Raises `ConfigError` where they differ: an optimizer updates a parameter as one.
         """
-        found: dict[ParameterOptions, str] = {}
+        names: dict[ParameterOptions, str] = {}
         for name, shape in parts.items():
-            found.setdefault(self.of(name, shape), name)
-        if len(found) > 1:
+            names.setdefault(self.of(name, shape), name)
+        if len(names) > 1:
             raise ConfigError(
-                f"optimizer.rules differ for {' and '.join(map(repr, found.values()))}, which are one parameter in "
+                f"optimizer.rules differ for {' and '.join(map(repr, names.values()))}, which are one parameter in "
                 f"memory, {parameter!r}; give all its parts the same settings: {', '.join(parts)}"
             )
-        return next(iter(found))
+        return next(iter(names))
 
     def check(self, trained: Mapping[str, Shape]) -> None:
         """Raise `ConfigError` for rules that match none of the ``trained`` checkpoint tensors."""

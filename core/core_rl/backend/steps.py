@@ -69,11 +69,11 @@ class MicroBatches:
 
     def reached(self) -> str:
         """How far a pass came that ran out of memory."""
-        begun = len(self.items) - len(self._index)
-        following = self.items[min(begun, len(self.items) - 1)]
+        started = len(self.items) - len(self._index)
+        following = self.items[min(started, len(self.items) - 1)]
         largest = max(item.num_tokens for item in self.items)
         return (
-            f"out of memory on the device, with {begun} of {len(self.items)} micro-batches begun; the next one has "
+            f"out of memory on the device, with {started} of {len(self.items)} micro-batches begun; the next one has "
             f"{following.num_tokens} tokens in {following.num_sequences} sequences (the longest has "
             f"{following.max_length}), and the largest {largest} tokens"
         )
@@ -176,8 +176,8 @@ class CollectStep(_Step):
         self.collected: dict[int, Any] = {}
 
     def _handle(self, number: int, output: ModelOutput, micro_batch: SequenceBatch) -> float:
-        kept = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
-        self.collected[number] = kept
+        value = output.detached() if self._post_hook is None else self._post_hook(output, micro_batch)
+        self.collected[number] = value
         return 0.0
 
     def in_order(

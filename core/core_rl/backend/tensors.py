@@ -143,14 +143,14 @@ def check_source(source: TensorSource, expected: Mapping[str, tuple[int, ...]], 
 
 
 def check_shapes(
-    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], subject: str
+    actual: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], subject: str
 ) -> None:
-    """Raise one `WeightsError` that lists every missing, unexpected and misshapen tensor of ``found``."""
-    problems = [f"missing {name!r} {list(shape)}" for name, shape in expected.items() if name not in found]
-    problems += [f"unexpected {name!r} {list(found[name])}" for name in sorted(set(found) - set(expected))]
+    """Raise one `WeightsError` that lists every missing, unexpected and misshapen tensor of ``actual``."""
+    problems = [f"missing {name!r} {list(shape)}" for name, shape in expected.items() if name not in actual]
+    problems += [f"unexpected {name!r} {list(actual[name])}" for name in sorted(set(actual) - set(expected))]
     problems += [
-        f"{name!r} is {list(found[name])}; the model has {list(shape)}"
+        f"{name!r} is {list(actual[name])}; the model has {list(shape)}"
         for name, shape in expected.items()
-        if name in found and tuple(found[name]) != tuple(shape)
+        if name in actual and tuple(actual[name]) != tuple(shape)
     ]
     raise_all(WeightsError, subject, problems)

@@ -108,8 +108,8 @@ class Persistence:
 
     def _require_format(self, method: str, name: CheckpointFormat) -> None:
         if name in FORMAT_CAPABILITY:
-            what = f"a checkpoint with format={name!r}"
-            guards.require_capability(self.runtime.spec, FORMAT_CAPABILITY[name], what)
+            subject = f"a checkpoint with format={name!r}"
+            guards.require_capability(self.runtime.spec, FORMAT_CAPABILITY[name], subject)
         if name == "adapter":
             guards.require_adapter(self.runtime.config, f"{method}(format='adapter')")
 

@@ -53,7 +53,7 @@ SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
 def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
     """Raise `UnsupportedCapability` or `LayoutError` for what ``config`` asks and ``spec`` does not declare."""
     check_layout(spec, config.layout)
-    wanted = {
+    requested = {
         Capability.VALUE_HEAD: config.model.head == "value",
         Capability.REWARD_HEAD: config.model.head == "reward",
         Capability.BFLOAT16: config.dtype == "bfloat16",
@@ -65,8 +65,8 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         Capability.OFFLOAD: config.offload_params or config.offload_optimizer,
         Capability.AUX_LOSS: config.model.router_aux_coef,
     }
-    for capability, asked in wanted.items():
-        if asked:
+    for capability, requires in requested.items():
+        if requires:
             require_capability(spec, capability, f"a config with {capability.value}")
 
 
@@ -99,11 +99,11 @@ def _expert_count(model: PretrainedConfig) -> int:
     return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
 
 
-def require_capability(spec: EngineSpec, capability: Capability, what: str) -> None:
+def require_capability(spec: EngineSpec, capability: Capability, subject: str) -> None:
     """Raise `UnsupportedCapability` unless ``spec`` declares ``capability``."""
     if not spec.supports(capability):
         raise UnsupportedCapability(
-            f"{what}: the engine {spec.name!r} does not declare {capability.value!r}; "
+            f"{subject}: the engine {spec.name!r} does not declare {capability.value!r}; "
             f"it declares {', '.join(sorted(spec.capabilities)) or 'none'}"
         )
 
@@ -145,11 +145,11 @@ def require_kind(config: TrainEngineConfig, kind: TensorKind, optimizer_kinds: S
         raise WeightsError(f"unknown kind {kind!r}{hint}; known kinds: {', '.join(known)}")
 
 
-def require_adapter(config: EngineConfig, what: str) -> None:
+def require_adapter(config: EngineConfig, subject: str) -> None:
     """Raise `EngineStateError` for an engine without an adapter."""
     if config.model.lora is None:
         raise EngineStateError(
-            f"{what}: this engine has no adapter; set model.lora, for example to {{rank: 16}}"
+            f"{subject}: this engine has no adapter; set model.lora, for example to {{rank: 16}}"
         )
 
 
@@ -163,11 +163,11 @@ def require_sendable_adapter(config: TrainEngineConfig) -> None:
         )
 
 
-def require_adapter_on(adapter_off: bool, what: str) -> None:
-    """Raise `EngineStateError` inside ``disable_adapter()``, where ``what`` would leave the adapter out."""
+def require_adapter_on(adapter_off: bool, subject: str) -> None:
+    """Raise `EngineStateError` inside ``disable_adapter()``, where ``subject`` would leave the adapter out."""
     if adapter_off:
         raise EngineStateError(
-            f"{what} inside disable_adapter(), where the adapter is off; leave the context"
+            f"{subject} inside disable_adapter(), where the adapter is off; leave the context"
         )
 
 
@@ -265,7 +265,7 @@ def check_batch(batch: SequenceBatch, model: PretrainedConfig, limits: ModelLimi
 def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]:
     """Token ids and lengths beyond ``limits``."""
     for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
-        highest, position = (int(found) for found in ids.max(dim=0))
+        highest, position = (int(value) for value in ids.max(dim=0))
         if highest >= limits.vocab_size:
             yield (
                 f"sequence {index} holds the token id {highest} at position {position}; "

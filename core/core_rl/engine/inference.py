@@ -51,9 +51,9 @@ class InferenceEngine:
         self.spec = spec
         self.config = config
         self._backend = backend
-        chosen = components or InferenceComponents()
-        self._require_capability = chosen.require_capability
-        self._gate = chosen.gate()
+        parts = components or InferenceComponents()
+        self._require_capability = parts.require_capability
+        self._gate = parts.gate()
         self._state = "new"
         self._lock = threading.Lock()
         self._version = 0

@@ -89,12 +89,12 @@ def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[st
     if not request.input_ids:
         yield "the prompt is empty; give at least one token, such as BOS"
     sampling = request.sampling
-    given = {
+    fields = {
         "prompt": request.input_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": [token for token, _ in sampling.logit_bias],
     }
-    for where, ids in given.items():
+    for where, ids in fields.items():
         foreign = [token for token in ids if not 0 <= token < limits.vocab_size]
         if foreign:
             yield f"{where} holds the token id {foreign[0]}; the vocabulary has {limits.vocab_size} entries"
@@ -137,8 +137,8 @@ def _response_violations(
     if odd:
         yield f"the log-prob {odd[0]!r} is not a finite float of at most 0"
     if any(not (isinstance(v, int) and v in weights) for v in versions):
-        found = sorted(set(response.versions))
-        yield f"versions {found}; the weights had {weights.start} to {weights.stop - 1} meanwhile"
+        versions_drawn = sorted(set(response.versions))
+        yield f"versions {versions_drawn}; the weights had {weights.start} to {weights.stop - 1} meanwhile"
     elif any(later < earlier for earlier, later in pairwise(response.versions)):
         yield f"versions fall along the response: {response.versions}"
 

@@ -32,18 +32,18 @@ def load_backend(spec: EngineSpec) -> type[Backend]:
         EngineIncompatible: before anything is imported.
     """
     base: type[Any] = TrainBackend if spec.kind == "train" else InferenceBackend
-    found: type[Any] = load_class(spec, "factory", base)
+    backend: type[Any] = load_class(spec, "factory", base)
     wrong = [
         f"{name}() must {'' if inspect.iscoroutinefunction(expected) else 'not '}be an 'async def'"
         for name, expected in inspect.getmembers(base, inspect.isfunction)
-        if inspect.iscoroutinefunction(getattr(found, name)) != inspect.iscoroutinefunction(expected)
+        if inspect.iscoroutinefunction(getattr(backend, name)) != inspect.iscoroutinefunction(expected)
     ]
     if wrong:
         raise EngineBroken(
             f"engine {spec.name!r}: factory {spec.factory!r}: {'; '.join(wrong)}, as in {base.__name__}"
         )
-    check_backend(spec, found)
-    return found
+    check_backend(spec, backend)
+    return backend
 
 
 def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
@@ -66,8 +66,8 @@ def _differences(spec: EngineSpec, backend: type[Any]) -> Iterator[str]:
                 for protocol in protocols
             )
             yield f"it declares {capability.value!r} and lacks {names}"
-    named = {protocol for protocols in table.values() for protocol in protocols}
-    for protocol in sorted(named.union(NAMED_PROTOCOLS).intersection(backend.__mro__), key=str):
+    supported = {protocol for protocols in table.values() for protocol in protocols}
+    for protocol in sorted(supported.union(NAMED_PROTOCOLS).intersection(backend.__mro__), key=str):
         absent = [name for name in _members(protocol) if _owner(backend, name) is protocol]
         if absent:
             yield f"it names {protocol.__name__} among its bases and lacks {_calls(absent)}"

@@ -64,12 +64,12 @@ class Modes:
     @contextmanager
     def onloaded(self, *parts: StatePart) -> Iterator[None]:
         """These parts on the engine's device inside the context; offloaded again after it if they were before."""
-        away = self.offloaded.intersection(parts)
-        self.onload(away)
+        offloaded = self.offloaded.intersection(parts)
+        self.onload(offloaded)
         try:
             yield
         finally:
-            self.offload(away)
+            self.offload(offloaded)
 
     def move(self, parts: frozenset[StatePart], method: str, *, away: bool) -> None:
         """Offload ``parts`` or bring them back, for the public ``method``."""
@@ -113,5 +113,5 @@ class Modes:
 
 def parts_of(model: bool, optimizer: bool) -> frozenset[StatePart]:
     """The parts that are asked for."""
-    chosen: dict[StatePart, bool] = {"model": model, "optimizer": optimizer}
-    return frozenset(part for part, wanted in chosen.items() if wanted)
+    flags: dict[StatePart, bool] = {"model": model, "optimizer": optimizer}
+    return frozenset(part for part, included in flags.items() if included)

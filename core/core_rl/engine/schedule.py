@@ -26,10 +26,10 @@ class ScheduleFunction:
         reference = None if config is None else config.schedule.function
         if reference is None:
             return None
-        found = load_object(reference, "optimizer.schedule", ConfigError)
-        if not callable(found):
-            raise ConfigError(f"optimizer.schedule: {reference!r} is {found!r}, which is no function")
-        schedule = ScheduleFunction(reference, found)
+        function = load_object(reference, "optimizer.schedule", ConfigError)
+        if not callable(function):
+            raise ConfigError(f"optimizer.schedule: {reference!r} is {function!r}, which is no function")
+        schedule = ScheduleFunction(reference, function)
         schedule(0, total)
         return schedule
 

@@ -172,7 +172,7 @@ class EngineGroup(EngineRanks):
         To stream them in bounded memory, iterate `TrainEngine.named_tensors` in a function for `run`.
         """
         gathered = self.run(gather_tensors, kind)
-        return next(found for found in gathered if found is not None)
+        return next(tensors for tensors in gathered if tensors is not None)
 
     @property
     def progress(self) -> EngineProgress:

@@ -66,10 +66,10 @@ class KeptMessage:
     @classmethod
     def of(cls, parts: Sequence[Buffer]) -> KeptMessage:
         """A copy of ``parts``; raises ``OSError``."""
-        kept = cls([memoryview(part).nbytes for part in parts])
-        for buffer, part in zip(kept.buffers, parts, strict=True):
+        message = cls([memoryview(part).nbytes for part in parts])
+        for buffer, part in zip(message.buffers, parts, strict=True):
             buffer[:] = memoryview(part).cast("B")
-        return kept
+        return message
 
     def close(self) -> None:
         """Keep it no longer; ranks that opened it still have it."""

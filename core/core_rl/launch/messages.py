@@ -194,8 +194,8 @@ def tensor_of(data: Buffer, dtype: torch.dtype, shape: tuple[int, ...]) -> Tenso
 def cut(batch: SequenceBatch, plan: Sequence[Sequence[int]]) -> list[Part]:
     """One part for each list of sequence indices, as `SequenceBatch.split`; each arrives as a batch on the CPU."""
     order = list(chain.from_iterable(plan))
-    whole = order == list(range(batch.num_sequences))
-    fields = _Fields.of(batch if whole else batch.select(order))
+    in_order = order == list(range(batch.num_sequences))
+    fields = _Fields.of(batch if in_order else batch.select(order))
     ends = accumulate(map(len, plan), initial=0)
     return [Part(fields, first, last) for first, last in pairwise(ends)]
 

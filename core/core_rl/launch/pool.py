@@ -87,14 +87,14 @@ class RankPool:
         different = {id(args): args for args in per_rank}
         name, shared = call.name, pack_call(call)
         payloads = {key: [*shared, *pack_arguments(name, args)] for key, args in different.items()}
-        with self._exchange(name, call.engine_id), ExitStack() as kept:
+        with self._exchange(name, call.engine_id), ExitStack() as messages:
             ranks = self._ranks[: len(per_rank)]
             deadline = time.monotonic() + timeout_s
             receivers: dict[tuple[int, int], list[Rank]] = defaultdict(list)
             for rank, args in zip(ranks, per_rank, strict=True):
                 receivers[rank.machine, id(args)].append(rank)
             for (_, key), group in receivers.items():
-                self._send(group, payloads[key], name, deadline, kept)
+                self._send(group, payloads[key], name, deadline, messages)
             replies = self._collect(ranks, name, timeout_s)
             places = {rank.rank: rank.place for rank in ranks}
         for number, failure in _failures(replies).items():
@@ -146,14 +146,19 @@ class RankPool:
             self._busy.release()
 
     def _send(
-        self, ranks: Sequence[Rank], payload: Sequence[Buffer], name: str, deadline: float, kept: ExitStack
+        self,
+        ranks: Sequence[Rank],
+        payload: Sequence[Buffer],
+        name: str,
+        deadline: float,
+        messages: ExitStack,
     ) -> None:
-        """Send ``payload`` to ``ranks`` of one machine; what the machine keeps for them is freed by ``kept``."""
+        """Send ``payload`` to ``ranks`` of one machine; what the machine keeps for them is freed by ``messages``."""
         size = sum(memoryview(part).nbytes for part in payload)
         rank = ranks[0]
         try:
             if len(ranks) > 1 and size >= KEPT_BYTES and can_keep():
-                payload = _kept(rank, payload, deadline, kept)
+                payload = _kept(rank, payload, deadline, messages)
             for rank in ranks:
                 rank.channel.send_parts(payload, deadline)
         except TimeoutError as error:
@@ -190,7 +195,7 @@ class RankPool:
         return replies
 
 
-def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, kept: ExitStack) -> Sequence[Buffer]:
+def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, messages: ExitStack) -> Sequence[Buffer]:
     """What each rank of a machine gets instead of ``payload``, which is sent there by way of ``rank``."""
     try:
         message = rank.keep(payload, deadline)
@@ -198,7 +203,7 @@ def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, kept: ExitStac
         raise
     except OSError:
         return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
-    kept.callback(message.close)
+    messages.callback(message.close)
     return packed(message.reference)
 
 
@@ -257,9 +262,9 @@ class Watch:
     def ready(self, deadline: float) -> list[tuple[Rank, bool]]:
         """Ranks that answered (True) or ended without an answer (False); empty at ``deadline``, a `time.monotonic`."""
         left = max(0.0, deadline - time.monotonic())
-        found = dict(self._poll.poll(math.ceil(1000 * left)))
-        ranks = {self._owners[end].rank: self._owners[end] for end in found}
-        return [(rank, rank.channel.fileno() in found) for rank in ranks.values()]
+        events = dict(self._poll.poll(math.ceil(1000 * left)))
+        ranks = {self._owners[end].rank: self._owners[end] for end in events}
+        return [(rank, rank.channel.fileno() in events) for rank in ranks.values()]
 
     def drop(self, rank: Rank) -> None:
         """Wait for ``rank`` no longer."""

@@ -71,8 +71,8 @@ class RankSet:
         self.pool = RankPool(self._hosts)
         self._store_port = None
         self._engines[engine_id] = []
-        for other in self._engines:
-            self.set_engine(other, [])
+        for colocated in self._engines:
+            self.set_engine(colocated, [])
 
     def check_open(self, engine_id: int) -> None:
         """Raise `GroupError` if the processes are gone, or the group was closed."""
@@ -115,10 +115,10 @@ class RankSet:
 
     def check_world(self, engine_id: int, size: int) -> None:
         """Raise `EngineStateError` unless the engine can have a world of ``size`` ranks."""
-        others = {len(ranks) for other, ranks in self._engines.items() if ranks and other != engine_id}
-        if others - {size}:
+        sizes = {len(ranks) for other_id, ranks in self._engines.items() if ranks and other_id != engine_id}
+        if sizes - {size}:
             raise EngineStateError(
-                f"this engine needs {size} ranks, and the one that is colocated with it has {others.pop()}; destroy() "
+                f"this engine needs {size} ranks, and the one that is colocated with it has {sizes.pop()}; destroy() "
                 "that one first, or start this group without colocate_with"
             )
 

@@ -128,12 +128,12 @@ async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
 def _reason(content: bytes) -> str:
     """The message of an error, under one of the names that servers use."""
     try:
-        found = json.loads(content)
+        body = json.loads(content)
     except ValueError:
         return _shown(content)
-    while isinstance(found, dict):
-        found = next((found[name] for name in ("error", "message", "detail") if name in found), str(found))
-    return str(found)[: 3 * SHOWN]
+    while isinstance(body, dict):
+        body = next((body[name] for name in ("error", "message", "detail") if name in body), str(body))
+    return str(body)[: 3 * SHOWN]
 
 
 def _shown(content: bytes) -> str:

@@ -70,8 +70,8 @@ class ServerBackend(InferenceBackend[C]):
     def launch_server(self, context: InferenceContext[C], count: int) -> tuple[str, ...]:
         config, options, model = context.config, context.config.options, self.served_model(context.config)
         configs, starts = [config.of_server(number) for number in range(count)], []
-        for own, port in zip(configs, reserve_ports(options, count, self.cleanup), strict=True):
-            start = partial(self.start_server, own, model, port, options.key)
+        for server_config, port in zip(configs, reserve_ports(options, count, self.cleanup), strict=True):
+            start = partial(self.start_server, server_config, model, port, options.key)
             starts.append((f"{options.host}:{port}", start))
         return self.launch(starts, options)
 
@@ -97,8 +97,8 @@ class ServerBackend(InferenceBackend[C]):
         addresses = addresses or options.addresses or self.launch_server(context, dp)
         if len(addresses) != dp and dp > 1:
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
-        own = {server.address: server for server in self.servers}
-        self.servers = tuple(own.get(address) or self._server(address, options) for address in addresses)
+        launched = {server.address: server for server in self.servers}
+        self.servers = tuple(launched.get(address) or self._server(address, options) for address in addresses)
         self.fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
         self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
         self.loop.wait(self.fleet.connect())

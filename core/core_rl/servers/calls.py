@@ -79,8 +79,8 @@ class Requests:
                     yield part
             raise Unreachable(f"{server.name} ended the stream of request {request.rid} too early")
 
-        async with aclosing(self._results(self._wire.generation(request, eos), parts)) as found:
-            async for part in found:
+        async with aclosing(self._results(self._wire.generation(request, eos), parts)) as results:
+            async for part in results:
                 yield part
 
     async def call(
@@ -89,8 +89,8 @@ class Requests:
         """``read(response, server, adapter)`` of the response to ``body``; sent again where a server is lost."""
 
         async def response(attempt: _Attempt) -> AsyncGenerator[_Result]:
-            found = await attempt.server.api.post(self._wire.path, attempt.body, self._timeout_s)
-            yield read(found, attempt.server, attempt.adapter)
+            content = await attempt.server.api.post(self._wire.path, attempt.body, self._timeout_s)
+            yield read(content, attempt.server, attempt.adapter)
 
         (result,) = [result async for result in self._results(body, response)]
         return result
@@ -110,19 +110,19 @@ class Requests:
     async def _attempts(
         self, body: Mapping[str, Any], send: Callable[[_Attempt], AsyncGenerator[_Result]]
     ) -> AsyncGenerator[_Result]:
-        left, delay_s, begun = self._pool.options.retries, FIRST_RETRY_S, False
+        left, delay_s, started = self._pool.options.retries, FIRST_RETRY_S, False
         try:
             while True:
                 server = await self._pool.pick(body[self._wire.ids])
                 try:
                     async with aclosing(self._attempt(server, body, left, send)) as results:
                         async for result in results:
-                            begun = True
+                            started = True
                             yield result
                     return
                 except (Unreachable, StaleServer) as error:
                     self._pool.mark_lost(server, error)
-                    if begun or not left or self._pool.closing:
+                    if started or not left or self._pool.closing:
                         raise
                 await asyncio.sleep(delay_s)
                 left, delay_s = left - 1, 2 * delay_s
@@ -143,8 +143,8 @@ class Requests:
         rid, ended = f"{body[self._wire.rid]}-{left}-", False
         try:
             with server.busy() as adapter:
-                named = {**body, **self._wire.adapter_fields(adapter.name), self._wire.rid: rid}
-                attempt = _Attempt(server, adapter, named)
+                request = {**body, **self._wire.adapter_fields(adapter.name), self._wire.rid: rid}
+                attempt = _Attempt(server, adapter, request)
                 async with aclosing(send(attempt)) as results:
                     async for result in results:
                         yield result
@@ -185,8 +185,8 @@ class Scorer:
         """
         rows = _rows(batch)
         if temperature == 1.0:
-            found = await self._of_each(rows, 0)
-            return torch.cat([F.pad(scores.logprobs, (1, 0)) for scores in found]).float()
+            scored = await self._of_each(rows, 0)
+            return torch.cat([F.pad(scores.logprobs, (1, 0)) for scores in scored]).float()
         full = await self._distributions(rows, temperature)
         picked = [
             F.pad(log_p.gather(1, torch.tensor(ids[1:], dtype=torch.long)[:, None]).squeeze(1), (1, 0))
@@ -198,29 +198,29 @@ class Scorer:
         """The ``k`` most likely tokens at each position."""
         rows = _rows(batch)
         if temperature == 1.0:
-            found = [(scores.ids, scores.values) for scores in await self._of_each(rows, k)]
+            tops = [(scores.ids, scores.values) for scores in await self._of_each(rows, k)]
         else:
             full = await self._distributions(rows, temperature)
-            found = [(best.indices, best.values) for best in (log_p.topk(k, dim=-1) for log_p in full)]
+            tops = [(best.indices, best.values) for best in (log_p.topk(k, dim=-1) for log_p in full)]
         return TopLogprobs(
-            ids=torch.cat([F.pad(ids, (0, 0, 1, 0)) for ids, _ in found]),
-            logprobs=torch.cat([F.pad(values, (0, 0, 1, 0)) for _, values in found]).float(),
+            ids=torch.cat([F.pad(ids, (0, 0, 1, 0)) for ids, _ in tops]),
+            logprobs=torch.cat([F.pad(values, (0, 0, 1, 0)) for _, values in tops]).float(),
         )
 
     async def _distributions(self, rows: Sequence[Sequence[int]], temperature: float) -> list[Tensor]:
         """Log-probs of all tokens, float64 ``[L - 1, V]`` for each row, at the positions after its first token."""
-        wanted = sum(map(len, rows)) * self._vocab_size
-        if wanted > MOST_VALUES:
+        count = sum(map(len, rows)) * self._vocab_size
+        if count > MOST_VALUES:
             raise RolloutError(
-                f"log-probs of {sum(map(len, rows))} given tokens at temperature {temperature:g} take {wanted} numbers "
+                f"log-probs of {sum(map(len, rows))} given tokens at temperature {temperature:g} take {count} numbers "
                 "from servers, which give them at temperature 1 only; score at temperature 1, in smaller batches, or "
                 "with the train engine's forward()"
             )
-        found = []
+        distributions = []
         for scores in await self._of_each(rows, self._vocab_size):
             at_one = torch.zeros_like(scores.values).scatter(1, scores.ids, scores.values)
-            found.append(torch.log_softmax(at_one / temperature, -1))
-        return found
+            distributions.append(torch.log_softmax(at_one / temperature, -1))
+        return distributions
 
     async def _of_each(self, rows: Sequence[Sequence[int]], k: int) -> list[Scores]:
         """The scores of each row as a prompt, with the ``k`` best tokens at each position."""
@@ -230,7 +230,7 @@ class Scorer:
             body = {**self._wire.scoring(ids, k), self._wire.rid: uuid.uuid4().hex}
             async with gate:
                 return await self._requests.call(
-                    body, lambda found, server, _: self._wire.scores(found, ids, k, server.name)
+                    body, lambda response, server, _: self._wire.scores(response, ids, k, server.name)
                 )
 
         return list(await asyncio.gather(*map(one, rows)))

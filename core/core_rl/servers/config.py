@@ -107,13 +107,13 @@ class ServerEngineConfig(InferenceEngineConfig):
     def of_server(self, number: int) -> Self:
         """The config of server ``number``, with the devices of its ranks alone; raises `ConfigError`."""
         ranks = self.layout.tp
-        own = (self.devices or tuple(range((number + 1) * ranks)))[number * ranks : (number + 1) * ranks]
-        if len(own) < ranks:
+        devices = (self.devices or tuple(range((number + 1) * ranks)))[number * ranks : (number + 1) * ranks]
+        if len(devices) < ranks:
             raise ConfigError(
-                f"devices = {list(self.devices)}: server {number} gets {list(own)} for {ranks} ranks; name as many "
+                f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {ranks} ranks; name as many "
                 "devices as there are ranks of all servers"
             )
-        return self.model_copy(update={"devices": own})
+        return self.model_copy(update={"devices": devices})
 
 
 def refuse_taken(arguments: Sequence[str], fields: Mapping[str, str]) -> None:

@@ -126,8 +126,8 @@ class Fleet:
         unlabelled = await failures(self._label, loaded)
         self.pool.mark_failed(failed | unlabelled)
         if not self._paused:
-            whole = [server for server in loaded if server not in unlabelled]
-            self.pool.mark_failed(await failures(Server.continue_generation, whole))
+            labelled = [server for server in loaded if server not in unlabelled]
+            self.pool.mark_failed(await failures(Server.continue_generation, labelled))
 
     async def _require_one(self) -> None:
         await self.pool.wait_recovered()

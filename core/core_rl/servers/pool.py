@@ -173,13 +173,13 @@ class PrefixRouter:
         prefixes = _prefixes(ids)
         idlest = min(loads, key=lambda name: loads[name])
         known = next((self._seen[key] for key in reversed(prefixes) if self._seen.get(key) in loads), idlest)
-        chosen = known if loads[known] <= loads[idlest] + SLACK else idlest
+        server = known if loads[known] <= loads[idlest] + SLACK else idlest
         for key in prefixes:
-            self._seen[key] = chosen
+            self._seen[key] = server
             self._seen.move_to_end(key)
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        return chosen
+        return server
 
     def forget(self, name: str) -> None:
         """The caches of the server ``name`` are empty."""

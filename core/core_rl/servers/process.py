@@ -145,14 +145,14 @@ class ServerProcess:
     def cuda(self) -> CudaEnvironment | None:
         """The CUDA environment of its ranks; None without CUDA, and before it is up."""
         text = Path(self._written.name).read_text(encoding="utf-8")
-        found = json.loads(text) if text else {"gpus": []}
-        if not found["gpus"]:
+        environment = json.loads(text) if text else {"gpus": []}
+        if not environment["gpus"]:
             return None
         return CudaEnvironment(
-            torch=tuple(map(int, found["torch"].split(".")[:2])),
-            nccl=tuple(found["nccl"]),
-            gpus=tuple(found["gpus"][number] for number in self._config.devices),
-            visible=frozenset(found["gpus"]),
+            torch=tuple(map(int, environment["torch"].split(".")[:2])),
+            nccl=tuple(environment["nccl"]),
+            gpus=tuple(environment["gpus"][number] for number in self._config.devices),
+            visible=frozenset(environment["gpus"]),
         )
 
     @property

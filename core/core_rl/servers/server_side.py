@@ -36,12 +36,12 @@ def write_environment(file: str) -> None:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = {
+    environment = {
         "torch": torch.__version__,
         "nccl": nccl_version() if count else None,
         "gpus": [str(torch.cuda.get_device_properties(number).uuid) for number in range(count)],
     }
-    Path(file).write_text(json.dumps(found), encoding="utf-8")
+    Path(file).write_text(json.dumps(environment), encoding="utf-8")
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -142,11 +142,11 @@ class TensorWeights:
         if first is None:
             await self.load_each(server, cast("LoadsTensors", server).load_tensors)
             return
-        own = slice(first, first + server.ranks)
+        ranks = slice(first, first + server.ranks)
 
         async def load(bucket: Bucket) -> None:
             await cast("LoadsTensors", server).load_tensors(
-                bucket, self._device_memory[self._loaded[server]][own]
+                bucket, self._device_memory[self._loaded[server]][ranks]
             )
 
         await self.load_each(server, load)

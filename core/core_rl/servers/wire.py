@@ -46,10 +46,10 @@ class Scores:
         server: str,
     ) -> Scores:
         """Of the tokens ``ids``, ``best`` as pairs of token and log-prob; `RolloutError` where they are not whole."""
-        whole = len(logprobs) == len(ids) - 1 and all(map(math.isfinite, logprobs))
+        complete = len(logprobs) == len(ids) - 1 and all(map(math.isfinite, logprobs))
         if k:
-            whole = whole and len(best) == len(ids) - 1 and all(len(position) == k for position in best)
-        if not whole:
+            complete = complete and len(best) == len(ids) - 1 and all(len(position) == k for position in best)
+        if not complete:
             raise RolloutError(f"{server} did not score all of {len(ids)} tokens")
         flat = [pair for position in best for pair in position] if k else []
         return Scores(
@@ -78,8 +78,8 @@ class Wire(ABC):
         """The fields of a body that is answered with the adapter ``name``, or with none."""
 
     @abstractmethod
-    def response(self, request: LLMRequest, found: Any, eos: Collection[int], server: str) -> LLMResponse:
-        """What ``found`` from ``server`` says.
+    def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
+        """What ``response`` from ``server`` says.
 
         Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
         """
@@ -96,8 +96,8 @@ class Wire(ABC):
         """
 
     @abstractmethod
-    def scores(self, found: Any, ids: Sequence[int], k: int, server: str) -> Scores:
-        """What ``found`` from ``server`` says; `RolloutError` where it is malformed or not whole."""
+    def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        """What ``response`` from ``server`` says; `RolloutError` where it is malformed or not whole."""
 
     @abstractmethod
     def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
@@ -118,13 +118,13 @@ def versions_of(spans: list[dict[str, Any]], count: int, server: str) -> tuple[i
 
     Raises `StaleServer` for weights that this engine did not give it, and `ValueError` for spans of other tokens.
     """
-    found: list[int] = []
+    versions: list[int] = []
     for span in spans:
         if not str(span["version"]).isdecimal():
             raise StaleServer(f"{server} has weights of the version {span['version']!r}")
-        if span["start"] != len(found):
+        if span["start"] != len(versions):
             raise ValueError(f"its weight versions leave out tokens: {spans}")
-        found += [int(span["version"])] * (span["end"] - span["start"])
-    if len(found) != count:
-        raise ValueError(f"its weight versions are of {len(found)} tokens, and there are {count}")
-    return tuple(found)
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != count:
+        raise ValueError(f"its weight versions are of {len(versions)} tokens, and there are {count}")
+    return tuple(versions)

@@ -90,7 +90,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: Any,  # transformers passes every keyword of its models on to the attention function
+    **options: Any,  # transformers passes every keyword of its models on to the attention function
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment.
 
@@ -115,8 +115,8 @@ def packed_attention(
         raise UnsupportedCapability(
             f"{type(module).__name__} gets no 'segments': its model does not pass keywords on to the attention layers"
         )
-    _check(module, attention_mask, others)
-    sinks = _own_sinks(others.get("s_aux"), segments)
+    _check(module, attention_mask, options)
+    sinks = _own_sinks(options.get("s_aux"), segments)
     context = segments.context
     window = sliding_window if sliding_window is not None and sliding_window < segments.longest else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -154,20 +154,20 @@ def _own_draws(tensor: Comm | None, dropout: float, device: torch.device) -> Ite
         yield
 
 
-def _check(module: nn.Module, attention_mask: Tensor | None, others: Mapping[str, Any]) -> None:
+def _check(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
     """Raise `UnsupportedCapability` for attention that is not computed here."""
-    causal = others.get("is_causal")
-    found = {
+    causal = options.get("is_causal")
+    unsupported = {
         "a mask of its own": attention_mask is not None,
         "attention in both directions": not (
             getattr(module, "is_causal", True) if causal is None else causal
         ),
-        **{f"{name!r}": others.get(name) is not None for name in UNKNOWN},
+        **{f"{name!r}": options.get(name) is not None for name in UNKNOWN},
     }
-    if any(found.values()):
+    if any(unsupported.values()):
         raise UnsupportedCapability(
-            f"{type(module).__name__} uses {', '.join(name for name, used in found.items() if used)}, which packed "
-            "attention does not compute"
+            f"{type(module).__name__} uses {', '.join(name for name, used in unsupported.items() if used)}, which "
+            "packed attention does not compute"
         )
 
 

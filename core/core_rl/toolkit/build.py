@@ -156,16 +156,18 @@ def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
     pattern that matches nothing, and for patterns that match a part of a fused parameter.
     """
     written = CheckpointLayout.of(model)
-    parts = {held: written.names(held) for held, _ in model.named_parameters()}
+    parts = {memory_name: written.names(memory_name) for memory_name, _ in model.named_parameters()}
     names = [*parts, *(name for part in parts.values() for name in part)]
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if idle:
         raise ConfigError(f"model.frozen = {idle} match no parameter; names look like {names[:3]}")
-    for held, parameter in model.named_parameters():
-        frozen = [name for name in parts[held] if _matches(name, patterns) or _matches(held, patterns)]
-        if frozen and len(frozen) < len(parts[held]):
+    for memory_name, parameter in model.named_parameters():
+        frozen = [
+            name for name in parts[memory_name] if _matches(name, patterns) or _matches(memory_name, patterns)
+        ]
+        if frozen and len(frozen) < len(parts[memory_name]):
             raise ConfigError(
-                f"model.frozen matches {frozen[:3]}, a part of {held!r}, which is one parameter in memory; "
+                f"model.frozen matches {frozen[:3]}, a part of {memory_name!r}, which is one parameter in memory; "
                 "freeze all of its experts or none"
             )
         parameter.requires_grad_(not frozen)

@@ -42,15 +42,15 @@ class CheckpointSlice:
         """The shape in the checkpoint."""
         return tuple(s.stop - s.start for d, s in enumerate(self.region) if d not in self.dropped)
 
-    def of(self, held: Tensor) -> Tensor:
-        """A view of the whole parameter ``held``."""
-        return held[self.region].squeeze(self.dropped)
+    def of(self, parameter: Tensor) -> Tensor:
+        """A view of the whole parameter ``parameter``."""
+        return parameter[self.region].squeeze(self.dropped)
 
     def common(self, region: Sequence[slice]) -> tuple[slice, ...] | None:
         """The overlap of ``region`` of the parameter with this slice; None if there is none."""
         pairs = zip(self.region, region, strict=True)
-        found = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
-        return found if all(part.start < part.stop for part in found) else None
+        overlap = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
+        return overlap if all(part.start < part.stop for part in overlap) else None
 
 
 class CheckpointLayout:
@@ -69,28 +69,28 @@ class CheckpointLayout:
         """
         if shapes is None:
             shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        held = _imaginary(shapes)
+        tensors = _imaginary(shapes)
         with torch.no_grad(), _OnlyViews(type(model).__name__):
-            written = revert_weight_conversion(model, dict(held))
-        names, starts = list(held), [tensor.storage_offset() for tensor in held.values()]
+            written = revert_weight_conversion(model, dict(tensors))
+        names, starts = list(tensors), [tensor.storage_offset() for tensor in tensors.values()]
         pieces: dict[str, list[CheckpointSlice]] = {name: [] for name in names}
         for name, tensor in written.items():
             owner = names[bisect_right(starts, tensor.storage_offset()) - 1]
-            pieces[owner].append(_piece(name, tensor, held[owner]))
+            pieces[owner].append(_piece(name, tensor, tensors[owner]))
         incomplete = [name for name in names if not _complete(pieces[name], shapes[name])]
         if incomplete:
             raise UnsupportedCapability(
                 f"{type(model).__name__} writes {incomplete[:3]} in a form that is no cut of what it holds"
             )
-        return CheckpointLayout({name: tuple(found) for name, found in pieces.items()})
+        return CheckpointLayout({name: tuple(slices) for name, slices in pieces.items()})
 
-    def names(self, held: str) -> list[str]:
-        """The checkpoint names of the parameter ``held``."""
-        return [piece.name for piece in self._of(held, ())]
+    def names(self, parameter: str) -> list[str]:
+        """The checkpoint names of the parameter ``parameter``."""
+        return [piece.name for piece in self._of(parameter, ())]
 
-    def shapes(self, held: Mapping[str, Shape]) -> dict[str, Shape]:
+    def shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Checkpoint names and shapes of parameters with these names and shapes."""
-        return {piece.name: piece.shape for name, shape in held.items() for piece in self._of(name, shape)}
+        return {piece.name: piece.shape for name, shape in shapes.items() for piece in self._of(name, shape)}
 
     def cut(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and tensors of the whole in-memory ``tensor``.
@@ -101,15 +101,15 @@ class CheckpointLayout:
             part = piece.of(tensor)
             yield piece.name, part if part.numel() == tensor.numel() else part.clone()
 
-    def local(self, name: str, part: LocalPart, whole: Shape) -> Iterator[tuple[str, Shape, Tensor]]:
-        """Checkpoint names, offsets and views of the boxes in ``part`` of the parameter ``name`` of shape ``whole``."""
-        for piece in self._of(name, whole):
+    def local(self, name: str, part: LocalPart, shape: Shape) -> Iterator[tuple[str, Shape, Tensor]]:
+        """Checkpoint names, offsets and views of the boxes in ``part`` of the parameter ``name`` of shape ``shape``."""
+        for piece in self._of(name, shape):
             common = piece.common(part.region)
             if common is None:
                 continue
             inside = tuple(slice(c.start - o, c.stop - o) for c, o in zip(common, part.offsets, strict=True))
-            kept = [d for d in range(len(whole)) if d not in piece.dropped]
-            offsets = tuple(common[d].start - piece.region[d].start for d in kept)
+            dimensions = [d for d in range(len(shape)) if d not in piece.dropped]
+            offsets = tuple(common[d].start - piece.region[d].start for d in dimensions)
             yield piece.name, offsets, part.tensor[inside].squeeze(piece.dropped)
 
     def _of(self, name: str, shape: Shape) -> tuple[CheckpointSlice, ...]:
@@ -153,12 +153,12 @@ class _OnlyViews(TorchDispatchMode):
         return call(*args, **(kwargs or {}))
 
 
-def _piece(name: str, written: Tensor, held: Tensor) -> CheckpointSlice:
-    """``written``, a view of ``held``, as a region; dimensions are known by their strides."""
-    offset = int(written.storage_offset() - held.storage_offset())
+def _piece(name: str, written: Tensor, parameter: Tensor) -> CheckpointSlice:
+    """``written``, a view of ``parameter``, as a region; dimensions are known by their strides."""
+    offset = int(written.storage_offset() - parameter.storage_offset())
     left = list(zip(written.shape, written.stride(), strict=True))
     region, dropped = [], []
-    for d, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
+    for d, (size, stride) in enumerate(zip(parameter.shape, parameter.stride(), strict=True)):
         start, offset = divmod(offset, stride) if stride else (0, offset)
         if left and left[0][1] == stride and start + left[0][0] <= size:
             region.append(slice(start, start + left.pop(0)[0]))
@@ -168,7 +168,7 @@ def _piece(name: str, written: Tensor, held: Tensor) -> CheckpointSlice:
     if left or offset:
         raise UnsupportedCapability(
             f"{name!r} {list(written.shape)} is written in an order of elements that no cut of "
-            f"{list(held.shape)} has"
+            f"{list(parameter.shape)} has"
         )
     return CheckpointSlice(name, tuple(region), tuple(dropped))
 

@@ -33,14 +33,18 @@ class AdamW8Bit:
         config: OptimizerConfig,
     ) -> None:
         self._groups = groups
-        own = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
-        self._optimizer = _torchao_optim().AdamW8bit(own, lr=config.lr, betas=config.betas, eps=config.eps)
+        group_options = [
+            {"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups
+        ]
+        self._optimizer = _torchao_optim().AdamW8bit(
+            group_options, lr=config.lr, betas=config.betas, eps=config.eps
+        )
         self._optimizer.state = state
 
     def step(self) -> None:
         """Update the parameters that have a gradient."""
-        for group, own in zip(self._groups, self._optimizer.param_groups, strict=True):
-            own["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+        for group, quantized in zip(self._groups, self._optimizer.param_groups, strict=True):
+            quantized["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
         with torch.compiler.set_stance("force_eager") if self._on_cpu() else nullcontext():
             self._optimizer.step()
 

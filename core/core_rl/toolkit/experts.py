@@ -32,10 +32,10 @@ def check_expert_parallel(model: nn.Module, degree: int) -> None:
     """Raise `LayoutError` where ``degree`` does not divide the experts of ``model``, or it has none, and
     `UnsupportedCapability` for experts that cannot be spread. Needs no weights.
     """
-    found = expert_modules(model)
-    if not found:
+    modules = expert_modules(model)
+    if not modules:
         raise LayoutError(f"ep={degree} for {type(model).__name__}, which has no experts; set ep to 1")
-    for name, module in found.items():
+    for name, module in modules.items():
         count = _count(module)
         if count % degree:
             raise LayoutError(
@@ -46,7 +46,9 @@ def check_expert_parallel(model: nn.Module, degree: int) -> None:
                 "this version of transformers cannot leave out experts of other ranks; install 5.23 or newer, or set "
                 "ep to 1"
             )
-        shared = [own for own, weight in module.named_parameters() if weight.shape[:1] != (count,)]
+        shared = [
+            weight_name for weight_name, weight in module.named_parameters() if weight.shape[:1] != (count,)
+        ]
         if shared:
             raise UnsupportedCapability(
                 f"experts of {name} share {', '.join(shared)}, which ranks with different experts cannot; set ep to 1"
@@ -88,7 +90,9 @@ class ExpertDispatch:
         (longest,) = self._host.max([float(tokens)])
         self._rows = int(longest) + 1  # one for the row below
 
-    def __call__(self, hidden: Tensor, chosen: Tensor, gates: Tensor, count: int, compute: Compute) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, experts: Tensor, gates: Tensor, count: int, compute: Compute
+    ) -> Tensor:
         """The weighted sum ``[T, H]`` over the chosen ones of ``count`` experts, which all ranks have together.
 
         ``hidden [T, H]``, ``chosen [T, k]`` and ``gates [T, k]`` are of this rank's tokens. Collective, as is the
@@ -100,10 +104,10 @@ class ExpertDispatch:
         # Each rank finds a part of the gradient of a token and of its gates.
         tokens = gather(F.pad(hidden, padding), ranks, 0, partial=True)
         weights = gather(F.pad(gates, padding), ranks, 0, partial=True)
-        numbers = gather(F.pad(chosen, padding, value=count), ranks, 0, partial=False)
-        own = count // ranks.size
-        numbers = numbers - own * ranks.rank
-        numbers = torch.where((numbers >= 0) & (numbers < own), numbers, own)
+        numbers = gather(F.pad(experts, padding, value=count), ranks, 0, partial=False)
+        local_count = count // ranks.size
+        numbers = numbers - local_count * ranks.rank
+        numbers = torch.where((numbers >= 0) & (numbers < local_count), numbers, local_count)
         # One row of padding, whose result is dropped, is computed. A rank whose experts nobody chose would otherwise
         # have no graph, and its collectives in the backward pass would be missing.
         numbers[-1, 0] = 0
@@ -144,9 +148,9 @@ def _forward(
     compute: Callable[..., Tensor],
     dispatch: ExpertDispatch,
     hidden: Tensor,
-    chosen: Tensor,
+    experts: Tensor,
     gates: Tensor,
 ) -> Tensor:
     count = _count(module)
-    own = _OwnExperts(module, count // dispatch.ranks.size)
-    return dispatch(hidden, chosen, gates, count, partial(compute, own))
+    local = _OwnExperts(module, count // dispatch.ranks.size)
+    return dispatch(hidden, experts, gates, count, partial(compute, local))

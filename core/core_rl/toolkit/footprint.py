@@ -85,8 +85,8 @@ def _inner(config: PretrainedConfig) -> int:
     """See `Footprint.inner`; configs that lack a name have its usual value."""
     queries, keys = _widths(config)
     # Multi-head latent attention has values of a width of their own.
-    own, shared = getattr(config, "v_head_dim", None), getattr(config, "qk_head_dim", None)
-    ratio = own / shared if own and shared else 1.0
+    value_width, shared = getattr(config, "v_head_dim", None), getattr(config, "qk_head_dim", None)
+    ratio = value_width / shared if value_width and shared else 1.0
     return int(queries + keys + ratio * (keys + 2 * queries) + _inside_mlp(config))
 
 
@@ -99,9 +99,9 @@ def _inside_mlp(config: PretrainedConfig) -> int:
 
 def _routed(config: PretrainedConfig) -> int:
     """See `Footprint.routed`: tokens are sorted for each of their experts and back."""
-    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    experts = getattr(config, "num_experts_per_tok", None) or 0
     width = getattr(config, "moe_intermediate_size", None) or _mlp_width(config)
-    return int(chosen * (4 * width + 2 * config.hidden_size))
+    return int(experts * (4 * width + 2 * config.hidden_size))
 
 
 def _mlp_width(config: PretrainedConfig) -> int:

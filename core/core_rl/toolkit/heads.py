@@ -46,8 +46,8 @@ class PackedStates:
 
     def placed(self, values: Tensor, positions: Tensor, length: int) -> Tensor:
         """``length`` entries, 0 but for ``values`` at ``positions`` on the rank that has them."""
-        own = values.new_zeros((length, *values.shape[1:])).index_copy(0, positions, values)
-        return reduce_from_region(own, self.shards.context)
+        local = values.new_zeros((length, *values.shape[1:])).index_copy(0, positions, values)
+        return reduce_from_region(local, self.shards.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +74,16 @@ class LanguageModelHead:
         states: PackedStates,
         weight: Tensor,
         bias: Tensor | None,
-        asked: Sequence[OutputName],
+        names: Sequence[OutputName],
         temperature: float,
         trained_only: bool,
     ) -> dict[str, Tensor]:
-        """The fields of a `ModelOutput` among ``asked`` that this head gives.
+        """The fields of a `ModelOutput` among ``names`` that this head gives.
 
         Args:
             states: what predicts.
             weight: this rank's rows of the head, ``[V / tp, H]``, without padding; ``bias`` is ``[V / tp]``.
-            asked: names of outputs.
+            names: names of outputs.
             temperature: divides the logits.
             trained_only: run on the positions of ``loss_mask`` alone; the other outputs are 0.
         """
@@ -95,25 +95,25 @@ class LanguageModelHead:
         rows = states.rows(partial=True)[states_at]
         if not shards.sequence_parallel:
             rows = copy_to_region(rows, shards.tensor)
-        found: dict[str, Tensor] = {}
-        if "logprobs" in asked or "entropy" in asked:
+        computed: dict[str, Tensor] = {}
+        if "logprobs" in names or "entropy" in names:
             logprobs, entropy = token_logprobs(
                 rows,
                 weight,
                 batch.input_ids[predicted],
                 bias=bias,
                 head=mapping,
-                with_entropy="entropy" in asked,
+                with_entropy="entropy" in names,
                 vocabulary=shards.vocabulary(self.vocab_size),
             )
-            found = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
-        if "logits" in asked:
+            computed = {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
+        if "logits" in names:
             logits = token_logits(rows, weight, bias=bias, head=mapping)
-            found["logits"] = self._whole_rows(logits, shards)
+            computed["logits"] = self._whole_rows(logits, shards)
         return {
             name: states.placed(value, predicted, batch.num_tokens)
-            for name, value in found.items()
-            if name in asked
+            for name, value in computed.items()
+            if name in names
         }
 
     def _whole_rows(self, logits: Tensor, shards: ModelShards) -> Tensor:

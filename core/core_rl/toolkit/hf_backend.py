@@ -74,13 +74,13 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         self.model, self.context = model, context
         # Tensors of a mapped file are not aligned, and kernels round by alignment: offloading would change results.
         own_memory(parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
-        named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+        parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
         layout = checkpoint_layout(model)
         if optimizer is None:
-            self.owned = {name: _owned(parameter) for name, parameter in named.items()}
-            optimizer = self._built_optimizer(named, layout)
+            self.owned = {name: _owned(parameter) for name, parameter in parameters.items()}
+            optimizer = self._built_optimizer(parameters, layout)
         else:
-            self.owned = named
+            self.owned = parameters
             create_moments(optimizer)
         self.optimizer = optimizer
         self.__updates = 0
@@ -94,7 +94,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         self.__exported_config = exported_config(model, context.config.model, self.__state.carried)
 
     def _built_optimizer(
-        self, named: Mapping[str, nn.Parameter], layout: CheckpointLayout
+        self, parameters: Mapping[str, nn.Parameter], layout: CheckpointLayout
     ) -> torch.optim.Optimizer | None:
         """The config's optimizer over the trained part of `owned`; None without one, or without such parameters."""
         config, rules = self.context.config.optimizer, self.context.parameter_rules
@@ -102,7 +102,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
             return None
         options = {
             self.owned[name]: rules.common(name, layout.shapes({name: tuple(parameter.shape)}))
-            for name, parameter in named.items()
+            for name, parameter in parameters.items()
             if parameter.requires_grad
         }
         return build_optimizer(options, config) if options else None
@@ -190,14 +190,16 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         """The products of the adapter, by the checkpoint name of the weight."""
         products = low_rank_products(self.model)
         return {
-            written: product for held, product in products.items() for written in self.__state.names(held)
+            written: product
+            for memory_name, product in products.items()
+            for written in self.__state.names(memory_name)
         }
 
     def adapter_config(self) -> dict[str, Any]:
         """The ``adapter_config.json`` of ``peft``."""
-        chosen = self.context.config.model
-        assert chosen.lora is not None  # the core asks only then
-        return adapter_config(self.model, chosen.lora, chosen.head, chosen.path)
+        model_config = self.context.config.model
+        assert model_config.lora is not None  # the core asks only then
+        return adapter_config(self.model, model_config.lora, model_config.head, model_config.path)
 
     def set_adapter(self, enabled: bool) -> None:
         """Turn the adapter layers on or off."""
@@ -232,16 +234,18 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     @torch.no_grad()
     def load_opaque_state(self, state: Mapping[str, Tensor]) -> None:
         """Set them; those of another sharding set nothing, and moments stay as `ShardedState` has set them."""
-        own = self.opaque_state()
-        if {name: held.shape for name, held in own.items()} == {name: v.shape for name, v in state.items()}:
+        local = self.opaque_state()
+        if {name: tensor.shape for name, tensor in local.items()} == {
+            name: v.shape for name, v in state.items()
+        }:
             for name, value in state.items():
-                own[name].copy_(value)
+                local[name].copy_(value)
 
     def _eight_bit_moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """Name, kind and moment."""
         for name, parameter in self.owned.items():
-            own = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
-            yield from ((name, kind, moment) for kind, moment in own.items() if is_eight_bit(moment))
+            moments = {} if self.optimizer is None else self.optimizer.state.get(parameter, {})
+            yield from ((name, kind, moment) for kind, moment in moments.items() if is_eight_bit(moment))
 
 
 def add_up(tensors: Sequence[Tensor], comm: Comm) -> None:

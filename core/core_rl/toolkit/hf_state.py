@@ -53,8 +53,10 @@ class HFShardedState:
         stepped: Collection[Tensor] = () if optimizer is None else optimizer.state.keys()
         with_moments = {name: region for name, region in regions.items() if owned.get(name) in stepped}
         self._moment_replicas = _replicas(with_moments, world)
-        own = {} if optimizer is None else {n: moments_of(optimizer, owned[n]) for n in with_moments}
-        self._moments = {name: kinds for each in world.gather(own) for name, kinds in each.items()}
+        moments = {} if optimizer is None else {n: moments_of(optimizer, owned[n]) for n in with_moments}
+        self._moments = {
+            name: kinds for rank_moments in world.gather(moments) for name, kinds in rank_moments.items()
+        }
         """The kinds of moments of each parameter, on whichever rank they are."""
         self._kinds = tuple(
             dict.fromkeys(kind for name in self._named for kind in self._moments.get(name, ()))
@@ -66,9 +68,9 @@ class HFShardedState:
     def optimizer_kinds(self) -> tuple[str, ...]:
         return self._kinds
 
-    def names(self, held: str) -> list[str]:
-        """The checkpoint names of the parameter ``held``, in-memory and without those of an adapter."""
-        return self._layout.names(held)
+    def names(self, parameter: str) -> list[str]:
+        """The checkpoint names of the parameter ``parameter``, in-memory and without those of an adapter."""
+        return self._layout.names(parameter)
 
     def shapes(self, kind: str) -> dict[str, Shape]:
         if kind == "buffers":
@@ -92,8 +94,8 @@ class HFShardedState:
     def _of(self, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of ``kind``; a tied one comes once."""
         for name, parameter in self._named.items():
-            other = kind in self._kinds and kind not in self._moments.get(name, self._kinds)
-            if has_kind(name, kind, trained=parameter.requires_grad) and not other:
+            differs = kind in self._kinds and kind not in self._moments.get(name, self._kinds)
+            if has_kind(name, kind, trained=parameter.requires_grad) and not differs:
                 yield name, parameter
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -123,9 +125,11 @@ class HFShardedState:
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
     """The checkpoint layout of ``model`` under the checkpoint names of its parameters, without those of an adapter."""
-    named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
-    held = {name: tuple(p.shape) for name, p in named.items() if has_kind(name, "params", trained=False)}
-    return CheckpointLayout.of(model, held)
+    parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    shapes = {
+        name: tuple(p.shape) for name, p in parameters.items() if has_kind(name, "params", trained=False)
+    }
+    return CheckpointLayout.of(model, shapes)
 
 
 def _replicas(regions: Mapping[str, Region], world: Comm) -> dict[str, int]:

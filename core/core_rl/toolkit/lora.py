@@ -89,11 +89,11 @@ def adapter_config(
     """The ``adapter_config.json`` with which ``peft`` and servers read the adapter of ``model``, over ``base``."""
     products = low_rank_products(model).values()
     layers = [product.a.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") for product in products]
-    found = _peft_config(model, config, head, _short(model, layers))
-    found.base_model_name_or_path = base
-    found.inference_mode = True
-    found.modules_to_save = None if head == "lm" else ["score"]
-    values: dict[str, Any] = found.to_dict()
+    peft_config = _peft_config(model, config, head, _short(model, layers))
+    peft_config.base_model_name_or_path = base
+    peft_config.inference_mode = True
+    peft_config.modules_to_save = None if head == "lm" else ["score"]
+    values: dict[str, Any] = peft_config.to_dict()
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
@@ -215,9 +215,9 @@ def _expert_parts(model: PreTrainedModel) -> set[str]:
     form = CheckpointLayout.of(model)
     return {
         name.rsplit(".", 2)[-2]
-        for held, _ in model.named_parameters()
-        for name in form.names(held)
-        if name.rpartition(".")[2] != held.rpartition(".")[2]
+        for parameter, _ in model.named_parameters()
+        for name in form.names(parameter)
+        if name.rpartition(".")[2] != parameter.rpartition(".")[2]
     }
 
 
@@ -228,7 +228,7 @@ def _matches(name: str, target: str) -> bool:
 
 def _short(model: PreTrainedModel, layers: Iterable[str]) -> list[str]:
     """``layers`` by the last parts of their names, as servers expect them, where these name no other module."""
-    chosen = set(layers)
-    last = {name.rpartition(".")[2] for name in chosen}
-    named = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
-    return sorted(last if named == chosen else chosen)
+    targets = set(layers)
+    last = {name.rpartition(".")[2] for name in targets}
+    matches = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
+    return sorted(last if matches == targets else targets)

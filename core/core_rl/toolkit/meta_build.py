@@ -63,9 +63,9 @@ class Unloaded:
         """
         tied = _tied_names(root)
         root.to_empty(device=device)
-        for first, *others in tied:
-            for other in others:
-                owner, _, last = other.rpartition(".")
+        for first, *aliases in tied:
+            for alias in aliases:
+                owner, _, last = alias.rpartition(".")
                 root.get_submodule(owner).register_parameter(last, root.get_parameter(first))
         for module, name, value in self._computed:
             module._buffers[name] = value.to(device)
@@ -107,8 +107,8 @@ def build_on_meta(
         )
     name_as_in_files(built, files.names())
     built = finished(built, model, seed=seed, experts=experts)
-    found = _source(built, model, files, seed)
-    return None if found is None else Unloaded(built, *found)
+    source = _source(built, model, files, seed)
+    return None if source is None else Unloaded(built, *source)
 
 
 def _source(
@@ -118,28 +118,28 @@ def _source(
     knows how the files are to be read.
     """
     adapter = fresh_adapter(built, seed)
-    held = {checkpoint_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    base = {name: shape for name, shape in held.items() if name not in adapter}
+    shapes = {checkpoint_name(name): tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    base = {name: shape for name, shape in shapes.items() if name not in adapter}
     layout = CheckpointLayout.of(built, base)
     buffers = {name: tuple(b.shape) for name, b in built.named_buffers() if name in built.state_dict()}
-    wanted = layout.shapes(base) | buffers
-    named = ([*map(checkpoint_name, one)] for one in _tied_names(built))
-    tied = {written: others for first, *others in named for written in layout.names(first)}
+    required = layout.shapes(base) | buffers
+    tied_names = ([*map(checkpoint_name, one)] for one in _tied_names(built))
+    tied = {written: aliases for first, *aliases in tied_names for written in layout.names(first)}
     present = set(files.names())
-    found = {name: place for name in wanted if (place := _find(built, name, tied, present)) is not None}
-    missing = [name for name in wanted if name not in found and not is_new_head(model, name)]
-    known = {*found.values(), *(name for names in tied.values() for name in names)}
+    located = {name: place for name in required if (place := _find(built, name, tied, present)) is not None}
+    missing = [name for name in required if name not in located and not is_new_head(model, name)]
+    known = {*located.values(), *(name for names in tied.values() for name in names)}
     if missing and (present - known or built._keys_to_ignore_on_load_missing):
         return None
-    misshapen = [name for name, place in found.items() if files.shape(place) != wanted[name]]
+    misshapen = [name for name, place in located.items() if files.shape(place) != required[name]]
     require_fitting(model, missing, misshapen)
     for source, names in tied.items():
-        if any(name in present and not _equal(files, found[source], name) for name in names):
+        if any(name in present and not _equal(files, located[source], name) for name in names):
             return None  # they are not tied in these files
-    drawn = {name: _drawn_head(built, seed) for name in wanted if name not in found}
-    whole = {name for name, place in found.items() if files.is_bfloat16(place)}
-    half = frozenset(name for name in base if whole.issuperset(layout.names(name)))
-    return _JoinedSources(MappedSource(files, found), TensorDict(drawn | adapter)), half
+    drawn = {name: _drawn_head(built, seed) for name in required if name not in located}
+    bfloat16 = {name for name, place in located.items() if files.is_bfloat16(place)}
+    half = frozenset(name for name in base if bfloat16.issuperset(layout.names(name)))
+    return _JoinedSources(MappedSource(files, located), TensorDict(drawn | adapter)), half
 
 
 def _find(

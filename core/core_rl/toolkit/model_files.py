@@ -82,8 +82,12 @@ def name_as_in_files(built: PreTrainedModel, names: Iterable[str]) -> None:
     """
     conversions = get_model_conversion_mapping(built, None, None, False)
     _renamed(built, names, conversions)
-    if any(isinstance(found, PrefixChange) and found.was_used() for found in conversions):
-        used = [found for found in conversions if not isinstance(found, PrefixChange) or found.was_used()]
+    if any(isinstance(conversion, PrefixChange) and conversion.was_used() for conversion in conversions):
+        used = [
+            conversion
+            for conversion in conversions
+            if not isinstance(conversion, PrefixChange) or conversion.was_used()
+        ]
         cast("Any", built)._weight_conversions = used
 
 
@@ -99,18 +103,18 @@ def carried_tensors(
     if model.path is None:
         return None
     files = model_files(model)
-    other = [name for name in files.names() if name not in written]
-    if not other:
+    unwritten = [name for name in files.names() if name not in written]
+    if not unwritten:
         return None
     _require_unquantized(model)
-    held = _held_names(built)
+    module_names = _held_names(built)
     if model.head != "lm":
-        held |= _held_names(_planned(_config(model)))
+        module_names |= _held_names(_planned(_config(model)))
     conversions = get_model_conversion_mapping(built)
     carried = {
         name: name
-        for name, own in zip(other, _renamed(built, other, conversions), strict=True)
-        if own not in held and name not in held
+        for name, module_name in zip(unwritten, _renamed(built, unwritten, conversions), strict=True)
+        if module_name not in module_names and name not in module_names
     }
     return MappedSource(files, carried) if carried else None
 
@@ -119,14 +123,14 @@ def exported_config(
     built: PreTrainedModel, model: ModelConfig, carried: TensorSource | None
 ) -> PretrainedConfig:
     """The config of ``built`` together with its ``carried`` tensors: that of the whole model in ``model.path``."""
-    own: PretrainedConfig = built.config
+    trained: PretrainedConfig = built.config
     if carried is None or model.head != "lm":
-        return own
+        return trained
     source = _config(model)
     if "text_config" in type(source).sub_configs:
         return source
-    config = copy.deepcopy(own)
-    config.architectures = source.architectures or own.architectures
+    config = copy.deepcopy(trained)
+    config.architectures = source.architectures or trained.architectures
     return config
 
 
@@ -144,8 +148,8 @@ def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _config(model: ModelConfig) -> PretrainedConfig:
     """The config in ``model.path``."""
-    found: PretrainedConfig = AutoConfig.from_pretrained(model.path or "", local_files_only=True)
-    return found
+    config: PretrainedConfig = AutoConfig.from_pretrained(model.path or "", local_files_only=True)
+    return config
 
 
 def _planned(config: PretrainedConfig) -> PreTrainedModel:
@@ -162,11 +166,11 @@ def _held_names(built: PreTrainedModel) -> set[str]:
 
 def _renamed(built: PreTrainedModel, names: Iterable[str], conversions: list[WeightTransform]) -> list[str]:
     """In-memory names that transformers gives to tensors of a checkpoint, in its way of loading."""
-    renamings = [found for found in conversions if isinstance(found, WeightRenaming)]
-    converters = [found for found in conversions if isinstance(found, WeightConverter)]
-    held = dict.fromkeys(_held_names(built), True)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    module_names = dict.fromkeys(_held_names(built), True)
     prefix = built.base_model_prefix
-    return [rename_source_key(name, renamings, converters, prefix, held)[0] for name in names]
+    return [rename_source_key(name, renamings, converters, prefix, module_names)[0] for name in names]
 
 
 def _require_unquantized(model: ModelConfig) -> None:

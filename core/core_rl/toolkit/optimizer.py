@@ -68,17 +68,17 @@ def build_optimizer(
     `MissingPackage` where moments of 8 bits are asked for without torchao.
     """
     groups: dict[ParameterOptions, list[nn.Parameter]] = {}
-    for parameter, own in options.items():
-        groups.setdefault(own, []).append(parameter)
+    for parameter, setting in options.items():
+        groups.setdefault(setting, []).append(parameter)
     optimizer = _AdamWNextToOthers(
         [
             {
-                "params": groups[own],
-                "type": own.type,
-                "lr_factor": own.lr_factor,
-                "weight_decay": own.weight_decay,
+                "params": groups[setting],
+                "type": setting.type,
+                "lr_factor": setting.lr_factor,
+                "weight_decay": setting.weight_decay,
             }
-            for own in sorted(groups, reverse=True)  # those that decay come first
+            for setting in sorted(groups, reverse=True)  # those that decay come first
         ],
         lr=config.lr,
         betas=config.betas,
@@ -87,8 +87,8 @@ def build_optimizer(
     )
     optimizer.add_eight_bit(config)
     create_moments(optimizer)
-    for parameter, own in options.items():
-        if own.type == "muon":
+    for parameter, setting in options.items():
+        if setting.type == "muon":
             optimizer.state[parameter] = {MOMENTUM: torch.zeros_like(parameter, requires_grad=False)}
     return optimizer
 
@@ -100,9 +100,9 @@ class _AdamWNextToOthers(torch.optim.AdamW):
 
     def add_eight_bit(self, config: OptimizerConfig) -> None:
         """Take moments of 8 bits for the groups that ask for them."""
-        chosen = [group for group in self.param_groups if group["type"] == "adamw_8bit"]
-        if chosen:
-            self.eight_bit = AdamW8Bit(chosen, self.state, config)
+        quantized = [group for group in self.param_groups if group["type"] == "adamw_8bit"]
+        if quantized:
+            self.eight_bit = AdamW8Bit(quantized, self.state, config)
 
     def step(self, closure: Any = None) -> Any:
         groups = self.param_groups
@@ -133,11 +133,11 @@ def create_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for parameter in parameters:
         parameter.grad = None
-    for few in buckets(parameters, (parameter.nbytes for parameter in parameters), GRADIENT_BYTES):
-        for parameter in few:
+    for bucket in buckets(parameters, (parameter.nbytes for parameter in parameters), GRADIENT_BYTES):
+        for parameter in bucket:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-        for parameter in few:
+        for parameter in bucket:
             parameter.grad = None
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -205,7 +205,7 @@ class Muon:
     def step(self, lr: float) -> None:
         """Update momentum and weights with the gradients of ``state``, which are clipped already. Collective."""
         parts = self._parts()
-        for part in (part for own in parts.values() for part in own):
+        for part in (part for slices in parts.values() for part in slices):
             part.momentum.tensor.lerp_(part.grad, 1 - self._config.momentum)
         names, size = list(self._placed.shapes), self._world.size
         for start in range(0, len(names), size):
@@ -218,40 +218,42 @@ class Muon:
             kind: {(part.name, part.offsets): part.tensor for part in self._state.local(kind)}
             for kind in ("master", "grads")
         }
-        found: dict[str, list[_Part]] = {}
+        slices: dict[str, list[_Part]] = {}
         for momentum in self._state.local(MOMENTUM):
             key = momentum.name, momentum.offsets
             part = _Part(momentum, tensors["master"][key], tensors["grads"][key])
-            found.setdefault(momentum.name, []).append(part)
-        return found
+            slices.setdefault(momentum.name, []).append(part)
+        return slices
 
     def _updates(
         self, names: Sequence[str], parts: Mapping[str, Sequence[_Part]]
     ) -> Iterator[tuple[str, Tensor]]:
         """The whole orthogonalized matrices ``names``, at most one for each rank, one after another on all ranks."""
         gathered = [self._gathered(name, parts.get(name, ()), rank) for rank, name in enumerate(names)]
-        own = [None if whole is None else orthogonalize(whole, self._config.ns_steps) for whole in gathered]
+        updates = [
+            None if matrix is None else orthogonalize(matrix, self._config.ns_steps) for matrix in gathered
+        ]
         for rank, name in enumerate(names):
-            yield name, self._broadcast(own[rank], name, rank)
+            yield name, self._broadcast(updates[rank], name, rank)
 
     def _gathered(self, name: str, parts: Sequence[_Part], rank: int) -> Tensor | None:
         """The whole momentum (with Nesterov's look ahead) on ``rank``, and None on all others."""
         slices = [replace(part.momentum, tensor=self._direction(part)) for part in parts]
         placed = Placements({name: self._placed.shapes[name]}, {name: self._placed.boxes[name]})
-        [(_, whole)] = Gather(world=self._world, writer=rank).stream(placed, slices)
-        return whole
+        [(_, matrix)] = Gather(world=self._world, writer=rank).stream(placed, slices)
+        return matrix
 
     def _direction(self, part: _Part) -> Tensor:
         momentum = part.momentum.tensor
         return part.grad.lerp(momentum, self._config.momentum) if self._config.nesterov else momentum
 
-    def _broadcast(self, whole: Tensor | None, name: str, rank: int) -> Tensor:
-        if whole is None:
-            whole = torch.empty(self._placed.shapes[name], device=self._world.device)
-        whole = whole.contiguous()
+    def _broadcast(self, matrix: Tensor | None, name: str, rank: int) -> Tensor:
+        if matrix is None:
+            matrix = torch.empty(self._placed.shapes[name], device=self._world.device)
+        matrix = matrix.contiguous()
         if self._world.size > 1:
-            dist.broadcast(whole, group=self._world.group, group_src=rank)
-        return whole
+            dist.broadcast(matrix, group=self._world.group, group_src=rank)
+        return matrix
 
     def _apply(self, name: str, parts: Sequence[_Part], update: Tensor, lr: float) -> None:
         shape = self._placed.shapes[name]

@@ -80,9 +80,9 @@ def check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def _refused(model: PreTrainedModel, what: str) -> UnsupportedCapability:
+def _refused(model: PreTrainedModel, feature: str) -> UnsupportedCapability:
     return UnsupportedCapability(
-        f"the model type {model.config.model_type!r} has {what}, so a packed batch cannot be computed right; choose "
+        f"the model type {model.config.model_type!r} has {feature}, so a packed batch cannot be computed right; choose "
         "another model, or the engine 'reference', which runs one sequence at a time"
     )
 
@@ -104,13 +104,13 @@ def check_head(model: PreTrainedModel, head: LanguageModelHead) -> None:
             stack.enter_context(_answering(trunk, lambda *_, **__: _TrunkOutput(hidden)))
         stack.enter_context(_answering(output, lambda states: F.linear(states, weight)))
         try:
-            found = model(input_ids=ids, use_cache=False).logits
+            logits = model(input_ids=ids, use_cache=False).logits
         except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
             raise _refused(model, f"a step between its trunk and its head ({error})") from error
     mapping = HeadMap(scale=head.scale, softcap=head.softcap, temperature=1.0)
     expected = token_logits(hidden[0], weight, bias=None, head=mapping)
-    if found.shape != (1, *expected.shape) or not torch.allclose(
-        found[0].float(), expected, rtol=1e-4, atol=1e-4
+    if logits.shape != (1, *expected.shape) or not torch.allclose(
+        logits[0].float(), expected, rtol=1e-4, atol=1e-4
     ):
         raise _refused(
             model, "a head that does more than scale and cap its logits by known fields of the config"
@@ -135,15 +135,15 @@ class _TrunkOutput(dict[str, Tensor]):
 @contextmanager
 def _answering(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let ``module`` compute by ``forward`` inside the context."""
-    own = vars(module).get("forward")
+    replaced = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = replaced
 
 
 class PackedModel(nn.Module):
@@ -196,15 +196,15 @@ class PackedModel(nn.Module):
             ).last_hidden_state[0]
         states = PackedStates(hidden, tokens, batch, self.shards)
         if self.head == "lm":
-            found = self._token_outputs(states, outputs, temperature, trained_only)
+            computed = self._token_outputs(states, outputs, temperature, trained_only)
         else:
             score = self.model.score
             assert isinstance(score, nn.Module)  # every ...ForSequenceClassification has it
-            found = scalar_outputs(states, score, self.head)
+            computed = scalar_outputs(states, score, self.head)
         if "aux_loss" in outputs or "routing" in outputs:
-            whole = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
-            found |= self.routers.outputs(whole, batch.cu_seqlens, outputs)
-        return found
+            full_routings = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
+            computed |= self.routers.outputs(full_routings, batch.cu_seqlens, outputs)
+        return computed
 
     def _whole_routing(self, routing: Routing, length: int) -> Routing:
         """Of all ``length`` tokens, without padding, on every rank that sees some of them."""
@@ -213,7 +213,7 @@ class PackedModel(nn.Module):
         return Routing(logits[:length], experts[:length])
 
     def _token_outputs(
-        self, states: PackedStates, asked: Sequence[OutputName], temperature: float, trained_only: bool
+        self, states: PackedStates, names: Sequence[OutputName], temperature: float, trained_only: bool
     ) -> dict[str, Tensor]:
         """What the language-model head gives, computed as its forward pass: a wrapper may gather it for that alone."""
         head = self.model.get_output_embeddings()
@@ -223,8 +223,8 @@ class PackedModel(nn.Module):
             )
 
         def outputs_of(hidden: Tensor) -> dict[str, Tensor]:
-            own, rows = replace(states, hidden=hidden), _own_rows(head)
-            return self._language_model.outputs(own, *rows, asked, temperature, trained_only)
+            head_states, rows = replace(states, hidden=hidden), _own_rows(head)
+            return self._language_model.outputs(head_states, *rows, names, temperature, trained_only)
 
         return _called_as(head, outputs_of, states.hidden)
 
@@ -242,7 +242,7 @@ def _called_as(
     """``function(value)`` as the forward pass of ``module``, between its hooks."""
     module.forward = function
     try:
-        found: dict[str, Tensor] = module(value)
+        result: dict[str, Tensor] = module(value)
     finally:
         del module.forward
-    return found
+    return result

@@ -24,24 +24,24 @@ class VocabularyShard:
     group: dist.ProcessGroup
     start: int
 
-    def normaliser(self, own: Tensor) -> Tensor:
+    def normaliser(self, local: Tensor) -> Tensor:
         """The log-sum-exp over the whole vocabulary, float32 ``[N]``, from that over this rank's rows."""
         ranks = dist.get_world_size(self.group)
-        parts = own.new_empty(ranks * len(own))
-        dist.all_gather_single(parts, own.contiguous(), group=self.group)
+        parts = local.new_empty(ranks * len(local))
+        dist.all_gather_single(parts, local.contiguous(), group=self.group)
         return torch.logsumexp(parts.view(ranks, -1), dim=0)
 
-    def add_up(self, *own: Tensor) -> list[Tensor]:
+    def add_up(self, *tensors: Tensor) -> list[Tensor]:
         """Each tensor summed over the ranks, with one collective; all are 1-D of one dtype."""
-        flat = torch.cat(own)
+        flat = torch.cat(tensors)
         dist.all_reduce(flat, group=self.group)
-        return list(flat.split([len(part) for part in own]))
+        return list(flat.split([len(part) for part in tensors]))
 
     def locate(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Rows of ``ids`` here (0 for those of other ranks), and whether they are here; both ``[N]``."""
         index = ids - self.start
-        here = (index >= 0) & (index < rows)
-        return torch.where(here, index, 0), here
+        is_local = (index >= 0) & (index < rows)
+        return torch.where(is_local, index, 0), is_local
 
 
 @dataclass(frozen=True, kw_only=True)

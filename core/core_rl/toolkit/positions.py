@@ -111,7 +111,7 @@ class RotaryEmbeddings:
         position_ids: Tensor,
         layer_type: str | None = None,
     ) -> RotaryOutput:
-        named = {} if layer_type is None else {"layer_type": layer_type}
+        keywords = {} if layer_type is None else {"layer_type": layer_type}
         regimes: dict[int, list[tuple[int, int, int]]] = {}
         for piece in self._pieces:
             regimes.setdefault(_regime(module, layer_type, piece[2]), []).append(piece)
@@ -120,7 +120,7 @@ class RotaryEmbeddings:
             _reset(module)
             index = torch.cat([torch.arange(first, end) for first, end, _ in pieces])
             longest = max(length for _, _, length in pieces)
-            results.append(forward(x, _with_last(position_ids, index, longest), **named))
+            results.append(forward(x, _with_last(position_ids, index, longest), **keywords))
             indices.append(index)
         if len(results) == 1:
             return _mapped(lambda *parts: parts[0][..., :-1, :], results)

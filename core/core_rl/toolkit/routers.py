@@ -44,29 +44,29 @@ def balance_loss(routings: Sequence[Routing], cu_seqlens: Tensor) -> Tensor:
     for routing in routings:
         probabilities = F.softmax(routing.logits, dim=-1, dtype=torch.float32)
         count, k = probabilities.shape[1], routing.experts.shape[1]
-        chosen = F.one_hot(routing.experts, count).sum(1, dtype=torch.float32) / k
+        choices = F.one_hot(routing.experts, count).sum(1, dtype=torch.float32) / k
         # A sum over the tokens of f_e times a mean over them of P_e: the sequence counts by its length.
-        shares, sums = segment_sum(chosen, cu_seqlens), segment_sum(probabilities, cu_seqlens)
+        shares, sums = segment_sum(choices, cu_seqlens), segment_sum(probabilities, cu_seqlens)
         total = total + count * (shares * sums).sum(1).div(lengths).sum()
     return total / len(routings)
 
 
 def routing_outputs(
-    routings: Sequence[Routing], cu_seqlens: Tensor, asked: Sequence[OutputName], model: str
+    routings: Sequence[Routing], cu_seqlens: Tensor, names: Sequence[OutputName], model: str
 ) -> dict[str, Tensor]:
-    """The fields of a `ModelOutput` that the ``routings`` of all tokens give, as far as they are ``asked`` for.
+    """The fields of a `ModelOutput` that the ``routings`` of all tokens give, as far as they are ``names`` for.
 
     Raises `UnsupportedCapability`, which names the ``model``, for one without routers of the known kind.
     """
-    wanted = [name for name in ("aux_loss", "routing") if name in asked]
-    if wanted and not routings:
+    requested = [name for name in ("aux_loss", "routing") if name in names]
+    if requested and not routings:
         raise UnsupportedCapability(
-            f"{model} has no softmax top-k router, so it gives no {wanted}: other kinds are not known"
+            f"{model} has no softmax top-k router, so it gives no {requested}: other kinds are not known"
         )
-    found = {"aux_loss": balance_loss(routings, cu_seqlens)} if "aux_loss" in asked else {}
-    if "routing" in asked:
-        found["routing"] = torch.stack([routing.experts.to(ROUTING_DTYPE) for routing in routings], dim=1)
-    return found
+    computed = {"aux_loss": balance_loss(routings, cu_seqlens)} if "aux_loss" in names else {}
+    if "routing" in names:
+        computed["routing"] = torch.stack([routing.experts.to(ROUTING_DTYPE) for routing in routings], dim=1)
+    return computed
 
 
 def own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
@@ -75,8 +75,8 @@ def own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
     if routing is None:
         return None
     padded = F.pad(routing, (0, 0, 0, 0, 0, tokens.segments[-1] - len(routing)))
-    own = padded[tokens.start : tokens.start + len(tokens.input_ids)]
-    return own.to(tokens.input_ids.device)
+    local = padded[tokens.start : tokens.start + len(tokens.input_ids)]
+    return local.to(tokens.input_ids.device)
 
 
 class Routers:
@@ -110,21 +110,21 @@ class Routers:
                 f"token field 'routing' is for {replay.shape[1]} layers; {self._name} has "
                 f"{len(self._routers)} routers that can replay it"
             )
-        found: list[Routing] = []
+        routings: list[Routing] = []
         heard: dict[int, Routing] = {}
         self._replay = replay
         self._listening.append(heard)
         try:
-            yield found
-            found.extend(heard[layer] for layer in range(len(self._routers)))
+            yield routings
+            routings.extend(heard[layer] for layer in range(len(self._routers)))
         finally:
             self._listening.pop()
 
     def outputs(
-        self, routings: Sequence[Routing], cu_seqlens: Tensor, asked: Sequence[OutputName]
+        self, routings: Sequence[Routing], cu_seqlens: Tensor, names: Sequence[OutputName]
     ) -> dict[str, Tensor]:
         """`routing_outputs` of this model."""
-        return routing_outputs(routings, cu_seqlens, asked, self._name)
+        return routing_outputs(routings, cu_seqlens, names, self._name)
 
     def _after(
         self, layer: int, router: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]

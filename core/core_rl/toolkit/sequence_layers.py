@@ -31,12 +31,12 @@ attention, RWKV (its time mixing, and the shift of its channel mixing)."""
 
 def stateful_layers(trunk: nn.Module) -> dict[str, nn.Module]:
     """The layers of ``trunk`` with a state, by name; of one inside another, the outer one."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in trunk.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in layers)
         if name and not inside and _has_state(module):
-            found[name] = module
-    return found
+            layers[name] = module
+    return layers
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -73,8 +73,8 @@ class StatefulLayers:
 class _Call:
     """The arguments of one call of a layer, cut into batches of whole sequences, and its results put together."""
 
-    def __init__(self, name: str, own: _Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name, self.context, self.length, self.plan = name, own.context, own.length, own.plan
+    def __init__(self, name: str, current: _Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.context, self.length, self.plan = name, current.context, current.length, current.plan
         self.arguments = _mapped(self._whole, (args, kwargs))
 
     def batches(self) -> Iterator[Any]:
@@ -88,8 +88,8 @@ class _Call:
         Of a tuple, what has no entry for each token becomes None: the state after the last one.
         """
         if isinstance(results[0], tuple):
-            first, *others = zip(*results, strict=True)
-            return (self.joined([*first]), *(self._or_none(other) for other in others))
+            first, *extras = zip(*results, strict=True)
+            return (self.joined([*first]), *(self._or_none(extra) for extra in extras))
         if not self._for_each_token(results):
             raise UnsupportedCapability(
                 f"the layer {self.name} does not return one entry for each token, so it cannot run on each sequence "
@@ -166,8 +166,8 @@ def _plan(bounds: tuple[int, ...], start: int, stop: int, device: torch.device) 
         index = torch.minimum(firsts[:, None] + torch.arange(size), ends[:, None] - 1)
         rows.append(index)
         places = begin + torch.arange(index.numel()).view_as(index)
-        own = (index >= start) & (torch.arange(size) < (ends - firsts)[:, None])
-        order[index[own] - start] = places[own]
+        is_local = (index >= start) & (torch.arange(size) < (ends - firsts)[:, None])
+        order[index[is_local] - start] = places[is_local]
     return _Plan([to_device(index, device) for index in rows], to_device(order, device))
 
 

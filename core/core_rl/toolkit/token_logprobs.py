@@ -168,8 +168,8 @@ class _Plan:
         """The log-sum-exp over the whole vocabulary minus the ``highest`` logit here; ``total`` is
         the sum of exp(logit - highest) here.
         """
-        own = total.log()
-        return own if self.vocabulary is None else self.vocabulary.normaliser(highest + own) - highest
+        local = total.log()
+        return local if self.vocabulary is None else self.vocabulary.normaliser(highest + local) - highest
 
     def locate(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         if self.vocabulary is None:
@@ -187,8 +187,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor]:
         count = len(hidden)
-        index, here = plan.locate(targets, len(weight))
-        highest, total, chosen, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
+        index, is_local = plan.locate(targets, len(weight))
+        highest, total, target, mean = torch.zeros(4, count, dtype=torch.float32, device=hidden.device)
         stored = plan.buffer(count if plan.keep else min(plan.chunk, count), weight)
         exponential = plan.buffer(0 if plan.exponentials else min(plan.chunk, count), weight)
         for rows in plan.chunks(slice(0, count)):
@@ -197,7 +197,7 @@ class _TokenLogprobs(torch.autograd.Function):
             # Finite, so that a row of -inf stays one.
             highest[rows] = logits.amax(dim=1).clamp(min=LOWEST_FLOAT)
             logits.sub_(highest[rows, None])
-            chosen[rows] = logits.gather(1, index[rows, None]).squeeze(1)
+            target[rows] = logits.gather(1, index[rows, None]).squeeze(1)
             p = torch.exp(logits, out=logits if plan.exponentials else exponential[: len(logits)])
             total[rows] = p.sum(dim=1)
             if plan.with_entropy:
@@ -206,12 +206,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 finite = torch.clamp(logits, min=LOWEST, out=None if capped else logits)
                 mean[rows] = p.mul_(finite).sum(dim=1)
         above = plan.above(highest, total)
-        logprobs = chosen - above
+        logprobs = target - above
         entropy = (-above).exp() * (above * total - mean) if plan.with_entropy else mean[:0]
         if plan.vocabulary is not None:
-            logprobs, entropy = plan.vocabulary.add_up(torch.where(here, logprobs, 0.0), entropy)
+            logprobs, entropy = plan.vocabulary.add_up(torch.where(is_local, logprobs, 0.0), entropy)
         ctx.save_for_backward(
-            hidden, weight, index, here, highest, above, entropy, *([stored] if plan.keep else [])
+            hidden, weight, index, is_local, highest, above, entropy, *([stored] if plan.keep else [])
         )
         ctx.plan = plan
         return logprobs, entropy
@@ -274,24 +274,24 @@ class _LogitGradients:
 
     def _chunk(self, rows: slice) -> Tensor:
         """Float32, in a buffer that the next chunk takes."""
-        plan, kept = self._plan, self._kept
-        buffer, *other = (buffer[: rows.stop - rows.start] for buffer in self._scratch)
+        plan, stored = self._plan, self._kept
+        buffer, *scratch = (buffer[: rows.stop - rows.start] for buffer in self._scratch)
         by_raw: Tensor | float = plan.head.scale / plan.head.temperature
         by_logprobs, above = self._by_logprobs[rows], self._above[rows]
-        if kept and plan.exponentials:
+        if stored and plan.exponentials:
             factor = -by_logprobs * (-above).exp()
-            grad = torch.mul(kept[0][rows], factor[:, None], out=buffer)
+            grad = torch.mul(stored[0][rows], factor[:, None], out=buffer)
         else:
             normaliser = self._normaliser[rows, None]
-            if kept:
-                log_p = torch.sub(kept[0][rows], above[:, None], out=buffer)
+            if stored:
+                log_p = torch.sub(stored[0][rows], above[:, None], out=buffer)
             else:
                 log_p = plan.logits(self._hidden[rows], self._weight, buffer).sub_(normaliser)
             if plan.head.softcap is not None:
                 by_raw = plan.head.derivative(log_p + normaliser)
-            grad = _through_softmax(log_p, by_logprobs, self._by_entropy, self._entropy, rows, other)
-        chosen = torch.where(self._here[rows], by_logprobs, 0.0)
-        grad.scatter_add_(1, self._index[rows, None], chosen[:, None])
+            grad = _through_softmax(log_p, by_logprobs, self._by_entropy, self._entropy, rows, scratch)
+        by_target = torch.where(self._here[rows], by_logprobs, 0.0)
+        grad.scatter_add_(1, self._index[rows, None], by_target[:, None])
         return grad if isinstance(by_raw, float) and by_raw == 1.0 else grad.mul_(by_raw)
 
 
@@ -307,13 +307,13 @@ def _through_softmax(
     grad_entropy: Tensor,
     entropy: Tensor,
     rows: slice,
-    other: list[Tensor],
+    scratch: list[Tensor],
 ) -> Tensor:
     """The gradient of the logits but for the chosen tokens' own, in the memory of ``log_p``."""
-    if not other:
+    if not scratch:
         return log_p.exp_().mul_(-grad_logprobs[:, None])
     slope = -grad_entropy[rows]
     constant = slope * entropy[rows] - grad_logprobs
     log_p.clamp_(min=LOWEST)
-    factor = torch.addcmul(constant[:, None], log_p, slope[:, None], out=other[0])
+    factor = torch.addcmul(constant[:, None], log_p, slope[:, None], out=scratch[0])
     return log_p.exp_().mul_(factor)

@@ -73,15 +73,15 @@ def can_open(servers: Sequence[CudaEnvironment], device: torch.device) -> bool:
 
     A handle of CUDA IPC has the version of its format, and torch refuses what a later torch wrote.
     """
-    own = tuple(map(int, torch.__version__.split(".")[:2]))
+    torch_version = tuple(map(int, torch.__version__.split(".")[:2]))
     uuid = gpu_uuid(device)
-    return all(uuid in server.visible and server.torch >= own for server in servers)
+    return all(uuid in server.visible and server.torch >= torch_version for server in servers)
 
 
-def _violations(servers: Sequence[CudaEnvironment], own: Version, uuid: str) -> Iterator[str]:
-    for nccl in sorted({server.nccl for server in servers if server.nccl not in (None, own)}):
+def _violations(servers: Sequence[CudaEnvironment], local: Version, uuid: str) -> Iterator[str]:
+    for nccl in sorted({server.nccl for server in servers if server.nccl not in (None, local)}):
         yield (
-            f"NCCL {_dotted(own)} of the trainer and NCCL {_dotted(nccl)} of the servers refuse each other; install "
+            f"NCCL {_dotted(local)} of the trainer and NCCL {_dotted(nccl)} of the servers refuse each other; install "
             "the same version of nvidia-nccl in both environments, or sync by 'tensor'"
         )
     if any(uuid in server.gpus for server in servers):

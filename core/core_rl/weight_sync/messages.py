@@ -136,8 +136,8 @@ def receive_message(channel: Channel, peer: str) -> tuple[Any, ...]:
 
 def digest_of(tensors: Sequence[tuple[str, Tensor]]) -> str:
     """SHA-256 over the names and bytes of ``tensors`` on the CPU."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in tensors:
-        found.update(name.encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -276,6 +276,6 @@ def _user_of_peer(connection: socket.socket) -> int | None:
     """The user of the process at the other end; None where the system does not tell, as macOS."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
-    _, user, _ = PEER_CREDENTIALS.unpack(found)
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    _, user, _ = PEER_CREDENTIALS.unpack(credentials)
     return int(user)

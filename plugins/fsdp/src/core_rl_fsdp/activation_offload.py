@@ -120,8 +120,8 @@ class ActivationOffload:
 
     def _note_weights(self, module: nn.Module, _: object) -> None:
         for parameter in module.parameters():
-            held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self._weights.add(held.untyped_storage()._cdata)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self._weights.add(local.untyped_storage()._cdata)
 
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.nbytes < SMALLEST_BYTES:
@@ -137,10 +137,10 @@ class ActivationOffload:
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _PartsOnHost):
             parts = {name: self._unpack(part) for name, part in packed.parts.items()}
-            whole: Tensor = packed.kind.__tensor_unflatten__(
+            tensor: Tensor = packed.kind.__tensor_unflatten__(
                 parts, packed.context, packed.size, packed.stride
             )
-            return whole
+            return tensor
         if isinstance(packed, HostCopy):
             return self._copies.to_device(packed)
         assert isinstance(packed, Tensor)

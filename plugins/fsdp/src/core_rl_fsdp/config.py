@@ -58,9 +58,11 @@ class FSDPConfig(TrainEngineConfig):
         without `options.reshard_after_forward`, all of them; while one layer's float32 gradients are on their way out.
         """
         layer = (parameters - outer) / layers
-        held = min(2, layers) if self.options.reshard_after_forward else layers
+        gathered = min(2, layers) if self.options.reshard_after_forward else layers
         leaving = 0.0 if self.optimizer is None else 4 * layer
-        return ((2 if self.dtype == "bfloat16" else 4) * (outer + held * layer) + leaving) / self.layout.tp
+        return (
+            (2 if self.dtype == "bfloat16" else 4) * (outer + gathered * layer) + leaving
+        ) / self.layout.tp
 
     @property
     def recomputes(self) -> bool:

@@ -63,17 +63,17 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             _check_layout(model_on_meta(config.model), config.layout)
 
     def build(self, context: BuildContext[FSDPConfig]) -> None:
-        options, chosen = context.config.options, context.config.model
+        options, model_config = context.config.options, context.config.model
         register_packed_attention(compiled=options.compile)
         use_flash_attention(options.flash_attention)
         unloaded = build_on_meta(
-            chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION, experts="grouped"
+            model_config, seed=context.seed, attn_implementation=PACKED_ATTENTION, experts="grouped"
         )
         if unloaded is not None:
             model = unloaded.model
         else:
             model = build_model(
-                chosen, seed=context.seed, attn_implementation=PACKED_ATTENTION, experts="grouped"
+                model_config, seed=context.seed, attn_implementation=PACKED_ATTENTION, experts="grouped"
             )
         _check_layout(model, context.layout)
         require_device_memory(context, model)
@@ -83,7 +83,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             unloaded.hold_frozen_as_in_files()
         if options.gradient_checkpointing:
             _recompute_activations(model)
-        self.packed = PackedModel(model, chosen.head, self._meshes.shards)
+        self.packed = PackedModel(model, model_config.head, self._meshes.shards)
         if unloaded is None:
             self.packed.to(context.device)
         self._shard(model, context.config)
@@ -110,11 +110,11 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         self._root = shard_modules(self.packed, self._meshes.data, self._meshes.expert_data, config)
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        each = self.context.config.options.reduce_scatter == "each"
+        reduces_each = self.context.config.options.reduce_scatter == "each"
         offload = None if mode == "forward" else self.activation_offload
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
-            self._root.set_requires_gradient_sync(each or last)
+            self._root.set_requires_gradient_sync(reduces_each or last)
             # Between copies of the weights, gradients need to be added up once.
             self._root.set_requires_all_reduce(last)
             with nullcontext() if offload is None else offload.active():

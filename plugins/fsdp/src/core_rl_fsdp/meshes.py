@@ -62,9 +62,9 @@ class Meshes:
         Each engine calls `leave`.
         """
         meshes = Meshes(world, layout, replicas)
-        found: Meshes = world.shared.setdefault(meshes._key, meshes)
-        found._engines += 1
-        return found
+        shared: Meshes = world.shared.setdefault(meshes._key, meshes)
+        shared._engines += 1
+        return shared
 
     def leave(self) -> None:
         """The inverse of `join`: the last engine destroys the groups, which would live as long as the world. Local."""

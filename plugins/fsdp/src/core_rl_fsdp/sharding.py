@@ -78,26 +78,26 @@ def shard_modules(
     exact = replace(policy, cast_forward_inputs=False)
     if expert_mesh is not None:
         shard_experts(packed.model, expert_mesh, exact, reshard)
-    apart = _ready(packed, config) if mesh.size() == 1 else set()
+    ignored = _ready(packed, config) if mesh.size() == 1 else set()
     blocks = _blocks(packed.model)
     for block in blocks:
         if config.options.compile:
             # Sequences of all lengths meet here, so sizes stay symbols.
             block.compile(dynamic=True)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=apart)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
     embedding, head = _ends_apart(packed.model)
     if embedding is not None:
         fully_shard(
-            embedding, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=apart
+            embedding, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=ignored
         )
     if head is not None:  # the backward pass begins with it
-        fully_shard(head, mesh=mesh, mp_policy=exact, reshard_after_forward=False, ignored_params=apart)
+        fully_shard(head, mesh=mesh, mp_policy=exact, reshard_after_forward=False, ignored_params=ignored)
     if mesh.device_type == "cuda":
         _prefetch([part for part in (embedding, *blocks, head) if part is not None])
     if packed.head != "lm":
         # The scalar head computes in float32, whatever the blocks do.
         fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
-    root = fully_shard(packed, mesh=mesh, mp_policy=exact, ignored_params=apart)
+    root = fully_shard(packed, mesh=mesh, mp_policy=exact, ignored_params=ignored)
     for module in fsdp_modules(packed):
         # The core has already divided the loss by the global weight, so ranks add up. FSDP
         # would average, and gloo has no pre-multiplied sum.

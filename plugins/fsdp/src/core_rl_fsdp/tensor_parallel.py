@@ -60,11 +60,11 @@ def check_sequence_parallel(model: PreTrainedModel) -> None:
     """Raise `LayoutError` where the plan leaves attention layers whole: each rank would attend to its tokens alone."""
     entered = {name.rpartition(".")[0] for name in _split(model)[COLUMN]}
     modules = model.base_model.named_modules()
-    whole = [name for name, part in modules if "Attention" in type(part).__name__ and name not in entered]
-    if whole:
+    unsharded = [name for name, part in modules if "Attention" in type(part).__name__ and name not in entered]
+    if unsharded:
         raise LayoutError(
             f"sequence_parallel spreads the tokens, and the tensor parallel plan of {type(model).__name__} leaves "
-            f"{whole[0]} whole on every rank, which needs all of them; leave it off"
+            f"{unsharded[0]} whole on every rank, which needs all of them; leave it off"
         )
 
 
@@ -112,10 +112,10 @@ def _split(model: PreTrainedModel) -> dict[str, list[str]]:
     names = [name for name, _ in model.base_model.named_modules()]
     split: dict[str, list[str]] = {COLUMN: [], ROW: []}
     for pattern, style in plan.items():
-        found = [name for name in names if fnmatchcase(name, pattern)]
+        matches = [name for name in names if fnmatchcase(name, pattern)]
         if style in split:
-            split[style] += found
-        elif found and style not in REPLICATED:
+            split[style] += matches
+        elif matches and style not in REPLICATED:
             raise UnsupportedCapability(
                 f"the tensor parallel plan of {type(model).__name__} asks for {style!r} at {pattern}, which is "
                 "not supported; set tp to 1 and use dp or cp"
@@ -199,14 +199,14 @@ def _embed(module: nn.Embedding, shards: ModelShards, ids: Tensor) -> Tensor:
     weight = own_part(module.weight)
     vocabulary = shards.vocabulary(module.num_embeddings)
     assert vocabulary is not None  # the embedding is cut
-    index, here = vocabulary.locate(ids, len(weight))
+    index, is_local = vocabulary.locate(ids, len(weight))
     padding = module.padding_idx
     if padding is not None:  # a row without a gradient
         padding -= vocabulary.start
         padding = padding if 0 <= padding < len(weight) else None
     embedded = F.embedding(index, weight, padding_idx=padding)
     # Selected, not multiplied: another rank's row must not count, whatever the first row holds.
-    embedded = embedded.where(here[..., None], 0.0)
+    embedded = embedded.where(is_local[..., None], 0.0)
     scale = getattr(module, "embed_scale", None)  # Gemma 3 scales in the embedding
     output = _left(embedded, shards)
     return output if scale is None else output * scale.to(output.dtype)

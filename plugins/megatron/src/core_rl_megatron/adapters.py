@@ -40,7 +40,7 @@ def add_adapters(
 
     ``products`` are those of the whole model, by the checkpoint name of the weight. The factors have no values yet.
     """
-    found: dict[nn.Parameter, tuple[RowBox, ...]] = {}
+    factor_boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
     for layer in [*chunk.modules()]:
         adapted = (
             boxes.get(layer.weight, ()) if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else ()
@@ -49,8 +49,8 @@ def add_adapters(
             adapter = LinearAdapter(layer, adapted, products, lora)
             layer.add_module("adapter", adapter)
             layer.register_forward_hook(adapter.add_to)
-            found |= adapter.boxes
-    return found
+            factor_boxes |= adapter.boxes
+    return factor_boxes
 
 
 def enable_adapters(chunk: nn.Module, enabled: bool) -> None:
@@ -111,8 +111,8 @@ class LinearAdapter(nn.Module):
             self.boxes[projection.lora_B] = (RowBox(product.b, 0, rows, (row, 0)),)
             # With sequence parallelism the factor that all ranks have meets the tokens of this rank only: its
             # gradient is a part of the sum, which Megatron adds up where a parameter has this mark.
-            whole = projection.lora_A if self._divides_outputs else projection.lora_B
-            cast("Any", whole).sequence_parallel = self._spreads_tokens
+            replicated = projection.lora_A if self._divides_outputs else projection.lora_B
+            cast("Any", replicated).sequence_parallel = self._spreads_tokens
 
     def add_to(
         self, _: nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
@@ -125,8 +125,10 @@ class LinearAdapter(nn.Module):
         low = torch.cat([F.linear(self._dropped(inputs[0]), a) for a, _ in factors], -1)
         parts = [*output[0].unflatten(-1, (self._groups, -1)).split(self._rows, -1)]
         lows = self._exchanged(low).chunk(len(projections), -1)
-        for number, projection, (_, b), own in zip(self._numbers, projections, factors, lows, strict=True):
-            product = projection.scaling * F.linear(own, b)
+        for number, projection, (_, b), projected in zip(
+            self._numbers, projections, factors, lows, strict=True
+        ):
+            product = projection.scaling * F.linear(projected, b)
             parts[number] = parts[number] + product.unflatten(-1, (self._groups, -1))
         return torch.cat(parts, -1).flatten(-2), output[1]
 

@@ -126,10 +126,12 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
 
     def _adapt(self, context: BuildContext[MegatronConfig], model: PreTrainedModel) -> None:
         """Record the adapter of the Hugging Face ``model``, which is dropped after the build."""
-        chosen = context.config.model
+        model_config = context.config.model
         self._products = low_rank_products(model)
-        if chosen.lora is not None:
-            self._adapter_config = adapter_config(model, chosen.lora, chosen.head, chosen.path)
+        if model_config.lora is not None:
+            self._adapter_config = adapter_config(
+                model, model_config.lora, model_config.head, model_config.path
+            )
 
     def _parameter_options(
         self, context: BuildContext[MegatronConfig], tensors: CheckpointTensors
@@ -249,8 +251,8 @@ def _planned(
     tensors = CheckpointTensors.of(model, config)
     if unloaded is not None:
         return model, tensors, unloaded.source
-    named = ((checkpoint_name(name), parameter.detach()) for name, parameter in model.named_parameters())
-    weights = (item for name, values in named for item in tensors.layout.cut(name, values))
+    parameters = ((checkpoint_name(name), parameter.detach()) for name, parameter in model.named_parameters())
+    weights = (item for name, values in parameters for item in tensors.layout.cut(name, values))
     return model, tensors, TensorDict(dict(weights))
 
 

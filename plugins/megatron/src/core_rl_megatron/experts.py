@@ -48,8 +48,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         if not self.config.moe_router_pre_softmax:
             gates = gates / gates.sum(-1, keepdim=True)
         self.recorded = Routing(logits, experts)
-        chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
-        return torch.zeros_like(probabilities).scatter(1, experts, gates), chosen
+        routed = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, experts, True)
+        return torch.zeros_like(probabilities).scatter(1, experts, gates), routed
 
 
 def routers_of(chunk: nn.Module) -> list[PackedRouter]:
@@ -73,10 +73,10 @@ def whole_outputs(
     routings: Sequence[Routing],
     shards: ModelShards,
     batch: SequenceBatch,
-    asked: Sequence[OutputName],
+    names: Sequence[OutputName],
     model: str,
 ) -> dict[str, Tensor]:
-    """Router outputs ``asked`` for, of all tokens of ``batch``, on every rank that sees some of them."""
+    """Router outputs ``names`` for, of all tokens of ``batch``, on every rank that sees some of them."""
 
     def whole(value: Tensor) -> Tensor:
         if shards.sequence_parallel:
@@ -84,7 +84,7 @@ def whole_outputs(
         return gather(value, shards.context, 0, partial=False)[: batch.num_tokens]
 
     everything = [Routing(whole(routing.logits), whole(routing.experts)) for routing in routings]
-    return routing_outputs(everything, batch.cu_seqlens, asked, model)
+    return routing_outputs(everything, batch.cu_seqlens, names, model)
 
 
 class GroupedExperts(nn.Module):

@@ -56,7 +56,7 @@ def build_stage(
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]
     ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    boxes = {parameter: found for chunk in chunks for parameter, found in boxes_of(chunk, *ranks)}
+    boxes = {parameter: row_boxes for chunk in chunks for parameter, row_boxes in boxes_of(chunk, *ranks)}
     if context.config.model.lora is not None:
         for chunk in chunks:
             boxes |= add_adapters(chunk, boxes, products, context.config.model.lora)
@@ -64,9 +64,9 @@ def build_stage(
     for chunk in chunks:
         mark_experts(chunk.named_parameters(), spread=spread)
     on_all(context.world, lambda: _freeze(boxes, trained), "model.frozen")
-    for parameter, found in boxes.items():
+    for parameter, row_boxes in boxes.items():
         nn.init.zeros_(parameter)  # rows that pad the vocabulary are never loaded
-        if context.config.dtype == "bfloat16" and found[0].name != "score.weight":
+        if context.config.dtype == "bfloat16" and row_boxes[0].name != "score.weight":
             parameter.data = parameter.data.bfloat16()
     return StageModel(model.config, chunks, boxes)
 
@@ -88,16 +88,16 @@ def wrap_chunks(model: StageModel, options: MegatronOptions) -> list[Any]:
 
 def _freeze(boxes: dict[nn.Parameter, tuple[RowBox, ...]], trained: frozenset[str]) -> None:
     """Turn gradients off where no checkpoint tensor in a parameter is trained."""
-    for parameter, found in boxes.items():
-        names = list(dict.fromkeys(box.name for box in found))
-        chosen = [name for name in names if name in trained]
-        if chosen and len(chosen) < len(names):
+    for parameter, row_boxes in boxes.items():
+        names = list(dict.fromkeys(box.name for box in row_boxes))
+        trained_names = [name for name in names if name in trained]
+        if trained_names and len(trained_names) < len(names):
             frozen = [name for name in names if name not in trained]
             raise ConfigError(
-                f"model.frozen matches {frozen}, which Megatron has in one parameter with {chosen}; "
+                f"model.frozen matches {frozen}, which Megatron has in one parameter with {trained_names}; "
                 "freeze all of these or none"
             )
-        parameter.requires_grad_(bool(chosen))
+        parameter.requires_grad_(bool(trained_names))
 
 
 class Buckets:
@@ -150,8 +150,8 @@ class Buckets:
     def gather(self) -> None:
         """Weights that are not here yet. Collective."""
         for group in self._groups:
-            here = group.param_gather_dispatched and group.param_gather_handle is None
-            if group.ddp_config.overlap_param_gather and not here:
+            gathered = group.param_gather_dispatched and group.param_gather_handle is None
+            if group.ddp_config.overlap_param_gather and not gathered:
                 group.start_param_sync(force_sync=True)
 
     def wait(self) -> None:

@@ -92,16 +92,16 @@ def boxes_of(
     chunk: PackedGPT, tensor_rank: int, expert_rank: int
 ) -> Iterator[tuple[nn.Parameter, tuple[RowBox, ...]]]:
     """All parameters of ``chunk``, each once, and their boxes; rows that pad the vocabulary are in none."""
-    for own, parameter in chunk.named_parameters():
-        path, _, kind = NORM.sub(lambda found: NORMS[found[0]], own).rpartition(".")
+    for name, parameter in chunk.named_parameters():
+        path, _, kind = NORM.sub(lambda boxes: NORMS[boxes[0]], name).rpartition(".")
         prefix, module, rank = _located(chunk, path, tensor_rank, expert_rank)
-        columns, start, found = [0] * (parameter.dim() - 1), 0, []
+        columns, start, boxes = [0] * (parameter.dim() - 1), 0, []
         if NAMES.get(module, ("", None))[1] == 1:
             columns = [rank * parameter.shape[1]]
         for part, rows, first in _parts(chunk, module, len(parameter), rank):
-            found.append(RowBox(f"{prefix}{part}.{kind}", start, start + rows, (first, *columns)))
+            boxes.append(RowBox(f"{prefix}{part}.{kind}", start, start + rows, (first, *columns)))
             start += rows
-        yield parameter, tuple(found)
+        yield parameter, tuple(boxes)
 
 
 def _located(chunk: PackedGPT, path: str, tensor_rank: int, expert_rank: int) -> tuple[str, str, int]:
@@ -111,17 +111,17 @@ def _located(chunk: PackedGPT, path: str, tensor_rank: int, expert_rank: int) ->
     if path == "output_layer" and chunk.share_embeddings_and_output_weights:
         # The copy of the embedding that the last stage has of its own.
         return "", "embedding.word_embeddings", tensor_rank
-    found = IN_LAYER.fullmatch(path)
-    if found is None:
+    match = IN_LAYER.fullmatch(path)
+    if match is None:
         return "", path, tensor_rank
-    prefix = f"model.layers.{chunk.decoder.layers[int(found['layer'])].layer_number - 1}.{found['mlp'] or ''}"
-    if found["module"].startswith("experts."):
-        return prefix, found["module"], expert_rank
-    if found["expert"] is None:
-        return prefix, found["module"], tensor_rank
+    prefix = f"model.layers.{chunk.decoder.layers[int(match['layer'])].layer_number - 1}.{match['mlp'] or ''}"
+    if match["module"].startswith("experts."):
+        return prefix, match["module"], expert_rank
+    if match["expert"] is None:
+        return prefix, match["module"], tensor_rank
     experts = _expert_count(chunk.config)
     # An expert is whole on its rank.
-    return f"{prefix}experts.{expert_rank * experts + int(found['expert'])}.", found["module"], 0
+    return f"{prefix}experts.{expert_rank * experts + int(match['expert'])}.", match["module"], 0
 
 
 def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tuple[str, int, int]]:

@@ -44,8 +44,8 @@ class _Owned:
         if kind == "master":
             return self.main.detach().view(-1)
         if kind == "grads":
-            whole: Tensor = getattr(self.parameter, "main_grad")  # noqa: B009  Megatron adds the attribute
-            return whole.view(-1)[self.start : self.start + self.main.numel()]
+            grads: Tensor = getattr(self.parameter, "main_grad")  # noqa: B009  Megatron adds the attribute
+            return grads.view(-1)[self.start : self.start + self.main.numel()]
         return self.moments[kind].view(-1)
 
 
@@ -151,11 +151,11 @@ def _build(
         clip_grad=0.0,
     )
     overrides = {
-        ParamKey(predicate=ParamPredicate(name=str(own), fn=partial(_has_options, options, own))): {
-            "own_lr_factor": own.lr_factor,
-            "own_weight_decay": own.weight_decay,
+        ParamKey(predicate=ParamPredicate(name=str(setting), fn=partial(_has_options, options, setting))): {
+            "own_lr_factor": setting.lr_factor,
+            "own_weight_decay": setting.weight_decay,
         }
-        for own in sorted(set(options.values()))
+        for setting in sorted(set(options.values()))
     }
     # Also where TransformerEngine or Apex is installed: their Adam counts steps in another place.
     upstream.USING_PYTORCH_OPTIMIZER = True
@@ -165,9 +165,9 @@ def _build(
 
 
 def _has_options(
-    options: Mapping[nn.Parameter, ParameterOptions], own: ParameterOptions, parameter: nn.Parameter
+    options: Mapping[nn.Parameter, ParameterOptions], setting: ParameterOptions, parameter: nn.Parameter
 ) -> bool:
-    return options[parameter] == own
+    return options[parameter] == setting
 
 
 def _owned_by(part: Any) -> Iterator[_Owned]:

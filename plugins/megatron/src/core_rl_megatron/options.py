@@ -37,14 +37,14 @@ def check_settings(config: MegatronConfig, model: PretrainedConfig) -> None:
 
 def groups_experts(config: MegatronConfig, model: PretrainedConfig) -> bool:
     """Whether experts are computed by grouped products."""
-    asked = config.options.moe_grouped_gemm
-    return bool(getattr(model, "num_experts", None) and not _odd_sizes(model)) if asked is None else asked
+    option = config.options.moe_grouped_gemm
+    return bool(getattr(model, "num_experts", None) and not _odd_sizes(model)) if option is None else option
 
 
 def uses_fusions(config: MegatronConfig) -> bool:
     """Whether pointwise operations are fused."""
-    asked = config.options.fusions
-    return device_type(config.device) == "cuda" and not _missing_for_compiling() if asked is None else asked
+    option = config.options.fusions
+    return device_type(config.device) == "cuda" and not _missing_for_compiling() if option is None else option
 
 
 def _overlap_problems(config: MegatronConfig) -> Iterator[str]:
@@ -94,15 +94,15 @@ def _missing_for_compiling() -> list[str]:
 def _transformer_engine_problems(config: MegatronConfig) -> Iterator[str]:
     if config.options.transformer_impl != "transformer_engine":
         return
-    chosen = "transformer_impl = 'transformer_engine'"
+    setting = "transformer_impl = 'transformer_engine'"
     if device_type(config.device) != "cuda":
-        yield f"{chosen} runs on CUDA alone, and device is the CPU; set transformer_impl to 'local'"
+        yield f"{setting} runs on CUDA alone, and device is the CPU; set transformer_impl to 'local'"
     if config.model.lora is not None:
-        yield f"{chosen} has no adapters (model.lora) in this engine; set transformer_impl to 'local'"
+        yield f"{setting} has no adapters (model.lora) in this engine; set transformer_impl to 'local'"
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError) as error:  # OSError: its libraries do not fit this machine's
         yield (
-            f"{chosen} needs the package transformer-engine, which cannot be imported ({error}); "
+            f"{setting} needs the package transformer-engine, which cannot be imported ({error}); "
             "run: pip install 'transformer-engine[pytorch]', or set transformer_impl to 'local'"
         )

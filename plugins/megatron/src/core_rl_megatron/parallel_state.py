@@ -74,13 +74,13 @@ def join_groups(world: Comm, layout: ParallelLayout, virtual_stages: int) -> Non
         _initialize(layout, virtual_stages, world.timeout_s)
         _Present.degrees, _Present.world = degrees, world.group
     elif _Present.degrees != degrees:
-        present, wanted = (
+        present, requested = (
             " ".join(f"{name}={value}" for name, value in of.items()) for of in (_Present.degrees, degrees)
         )
         raise EngineStateError(
             f"this process has Megatron groups for {present}, Megatron-Core keeps one set of them, and this engine "
-            f"needs {wanted}; give it these degrees, destroy() the other engine first, or give it processes of its own "
-            "(EngineGroup without colocate_with)"
+            f"needs {requested}; give it these degrees, destroy() the other engine first, or give it processes of "
+            "its own (EngineGroup without colocate_with)"
         )
     _Present.engines += 1
 
@@ -172,13 +172,13 @@ class MegatronRngState:
             mpu.get_pipeline_model_parallel_rank(),
         )
         # Offsets as in Megatron's model_parallel_cuda_manual_seed, which would also seed the global generator.
-        own = seed + 2718 + mpu.get_tensor_model_parallel_rank()
+        tensor_seed = seed + 2718 + mpu.get_tensor_model_parallel_rank()
         initialize_rng_tracker()
         tracker = get_cuda_rng_tracker()
         tracker.reset()
         tracker.add("data-parallel-rng", seed)
-        tracker.add("model-parallel-rng", own)
-        tracker.add("expert-parallel-rng", own + 1024 + 100 * mpu.get_expert_model_parallel_rank())
+        tracker.add("model-parallel-rng", tensor_seed)
+        tracker.add("expert-parallel-rng", tensor_seed + 1024 + 100 * mpu.get_expert_model_parallel_rank())
         self.states: dict[str, Tensor] = tracker.get_states()
 
     def load(self, states: Mapping[str, Tensor]) -> None:

@@ -109,8 +109,8 @@ class Schedule:
 
     def _check_routing(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep) -> None:
         """Refuse, on all ranks alike, what would need the routers of other stages."""
-        asked = {"aux_loss", "routing"}.intersection(step.outputs)
-        if self._layout.pp > 1 and (asked or any("routing" in batch.tokens for batch in micro_batches)):
+        requested = {"aux_loss", "routing"}.intersection(step.outputs)
+        if self._layout.pp > 1 and (requested or any("routing" in batch.tokens for batch in micro_batches)):
             raise UnsupportedCapability(
                 f"pp={self._layout.pp}: the last stage does not see the routers of the others, so it can neither "
                 "balance (model.router_aux_coef), nor record, nor replay their choices; set pp to 1"
@@ -181,10 +181,10 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]
         recv_next: bool,
     ) -> tuple[list[int], list[int]]:
         if self._device.type == "cuda":
-            own: tuple[list[int], list[int]] = super()._communicate_shapes(
+            shapes: tuple[list[int], list[int]] = super()._communicate_shapes(
                 tensor_send_next, tensor_send_prev, recv_prev, recv_next
             )
-            return own
+            return shapes
         # A shape that is not received stays 0, as Megatron's own does.
         from_prev, from_next = torch.zeros((2, DIMENSIONS), dtype=torch.int64, device=self._device)
         to_prev, to_next = self._shape(tensor_send_prev), self._shape(tensor_send_next)

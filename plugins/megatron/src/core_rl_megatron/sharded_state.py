@@ -38,21 +38,21 @@ class CheckpointTensors:
     """Those in the model's files that Megatron does not hold."""
 
     @staticmethod
-    def of(model: PreTrainedModel, chosen: ModelConfig) -> CheckpointTensors:
-        """Describe ``model``, which was built from ``chosen``.
+    def of(model: PreTrainedModel, config: ModelConfig) -> CheckpointTensors:
+        """Describe ``model``, which was built from ``config``.
 
         Raises `UnsupportedCapability` as `CheckpointLayout.of` and `carried_tensors` do.
         """
-        named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
-        held = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        base = {name: shape for name, shape in held.items() if has_kind(name, "params", trained=False)}
+        parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        base = {name: shape for name, shape in shapes.items() if has_kind(name, "params", trained=False)}
         layout = CheckpointLayout.of(model, base)
-        trained = (layout.names(name) for name, parameter in named.items() if parameter.requires_grad)
+        trained = (layout.names(name) for name, parameter in parameters.items() if parameter.requires_grad)
         return CheckpointTensors(
-            layout.shapes(held),
+            layout.shapes(shapes),
             frozenset(name for names in trained for name in names),
             layout,
-            carried_tensors(model, chosen, layout.shapes(base)),
+            carried_tensors(model, config, layout.shapes(base)),
         )
 
     def of_kind(self, kind: str) -> dict[str, Shape]:
@@ -109,13 +109,13 @@ class MegatronState:
 
     def _parts(self, kind: str) -> Iterator[tuple[str, Shape, Tensor]]:
         """Names, offsets and views of this rank's boxes."""
-        chosen = self._tensors.of_kind(kind)
+        names = self._tensors.of_kind(kind)
         for parameter, boxes in self._boxes.items():
-            asked = [box for box in boxes if box.name in chosen]
-            flat = self._flat(parameter, "master" if kind == "adapter" else kind) if asked else None
+            requested = [box for box in boxes if box.name in names]
+            flat = self._flat(parameter, "master" if kind == "adapter" else kind) if requested else None
             if flat is None:
                 continue
-            for box in asked:
+            for box in requested:
                 for offsets, tensor in box.cut(tuple(parameter.shape), flat):
                     yield box.name, offsets, tensor
 

@@ -74,8 +74,8 @@ class SglangAdapterForm:
 
     def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as SGLang reads them."""
-        whole = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
-        stream = ((name, self._padded(name, value)) for name, value in whole.items())
+        tensors = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
+        stream = ((name, self._padded(name, value)) for name, value in tensors.items())
         write_adapter(directory, stream, self.lora, base=self.base, modules=self.modules)
 
     def _padded(self, name: str, factor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _absent(
     for layer, (rank, into) in layers.items():
         block, _, module = layer.rpartition(".")
         for mate in (mate for fused in FUSED if module in fused for mate in fused):
-            other = f"{block}.{mate}"
-            if other not in layers:
-                yield other + A, (rank, into)
-                yield other + B, (weights[f"{other.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
+            sibling = f"{block}.{mate}"
+            if sibling not in layers:
+                yield sibling + A, (rank, into)
+                yield sibling + B, (weights[f"{sibling.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)

@@ -85,17 +85,17 @@ class SglangConfig(ServerEngineConfig):
         devices = self.devices or tuple(range((number + 1) * ranks))
         return self.with_devices(number, devices[number * ranks : (number + 1) * ranks])
 
-    def with_devices(self, number: int, own: tuple[int, ...]) -> Self:
-        """The config of server ``number``, whose ranks are on the devices ``own``; raises as `of_server` does."""
-        steps = {second - first for first, second in pairwise(own)}
-        if len(own) < self.layout.tp or len(steps) > 1 or min(steps, default=1) < 1:
+    def with_devices(self, number: int, devices: tuple[int, ...]) -> Self:
+        """The config of server ``number``, whose ranks are on the devices ``devices``; raises as `of_server` does."""
+        steps = {second - first for first, second in pairwise(devices)}
+        if len(devices) < self.layout.tp or len(steps) > 1 or min(steps, default=1) < 1:
             raise ConfigError(
-                f"devices = {list(self.devices)}: server {number} gets {list(own)} for {self.layout.tp} ranks; SGLang "
-                "takes devices that rise in equal steps, such as [2, 3]"
+                f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {self.layout.tp} ranks; "
+                "SGLang takes devices that rise in equal steps, such as [2, 3]"
             )
-        return self.model_copy(update={"devices": own})
+        return self.model_copy(update={"devices": devices})
 
-    def on_machine(self, number: int, own: tuple[int, ...], host: str) -> Self:
+    def on_machine(self, number: int, devices: tuple[int, ...], host: str) -> Self:
         """As `with_devices`, for a server on the machine that others reach at ``host``. Needs ``options.api_key``."""
         if self.options.api_key is None:
             raise ConfigError(
@@ -103,4 +103,4 @@ class SglangConfig(ServerEngineConfig):
                 "unpickles the tensors of weight updates; set options.api_key to '${env:NAME}'"
             )
         options = self.options.model_copy(update={"host": host})
-        return self.with_devices(number, own).model_copy(update={"options": options})
+        return self.with_devices(number, devices).model_copy(update={"options": options})

@@ -55,8 +55,8 @@ class PlacedServer:
     def cuda(self) -> CudaEnvironment | None:
         """As `ServerProcess.cuda`."""
         with _reached():
-            found: CudaEnvironment | None = self._process.call(server_cuda)
-        return found
+            environment: CudaEnvironment | None = self._process.call(server_cuda)
+        return environment
 
     def require_alive(self, name: str) -> None:
         """As `ServerProcess.require_alive`."""
@@ -109,8 +109,8 @@ _here = _Here()
 def reserve_port(host: str, port: int) -> int:
     """Keep ``port``, or with 0 a free one, for the server of this process; raises `ConfigError` where it is taken."""
     _here.port = bound(host, port)
-    found: int = _here.port.getsockname()[1]
-    return found
+    reserved: int = _here.port.getsockname()[1]
+    return reserved
 
 
 def start_server(config: SglangConfig, port: int, key: str | None) -> None:

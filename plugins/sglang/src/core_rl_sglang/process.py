@@ -63,25 +63,25 @@ def arguments_of(config: SglangConfig, model: ServedModel, port: int, device: st
         **(_device_arguments(config) if device == "cuda" else {}),
         "--context-length": None if context_length is None else context_length + CONTEXT_MARGIN,
     }
-    given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
+    arguments = [part for name, value in values.items() if value is not None for part in (name, str(value))]
     # Requests and responses are token ids, and the first requests are the warm-up.
-    given += ["--skip-tokenizer-init", "--skip-server-warmup"]
+    arguments += ["--skip-tokenizer-init", "--skip-server-warmup"]
     if device == "cpu":
         # A fused kernel is not in SGLang's wheel. An idle server leaves the cores to the trainer.
-        given += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+        arguments += ["--attention-backend", "torch_native", "--sleep-on-idle"]
     else:
-        given.append("--enable-memory-saver")  # without it, release_memory() would free nothing
+        arguments.append("--enable-memory-saver")  # without it, release_memory() would free nothing
     if isinstance(model.adapter, SglangAdapterForm):
-        given += model.adapter.arguments(device)
-    return [*given, *options.extra_args]
+        arguments += model.adapter.arguments(device)
+    return [*arguments, *options.extra_args]
 
 
 def _device_arguments(config: SglangConfig) -> dict[str, int | float | None]:
     """Arguments of a server on ``config.devices``, which are its own, and rise in equal steps."""
-    first, *others = config.devices
+    first, *rest = config.devices
     return {
         "--base-gpu-id": first,
-        "--gpu-id-step": others[0] - first if others else None,
+        "--gpu-id-step": rest[0] - first if rest else None,
         "--mem-fraction-static": config.options.memory_fraction,
     }
 

@@ -82,9 +82,9 @@ def _disable_pinned_memory() -> None:
     import torch
 
     def unpinned(make: Callable[..., object]) -> Callable[..., object]:
-        def made(*args: object, **named: object) -> object:
-            named.pop("pin_memory", None)
-            return make(*args, **named)
+        def made(*args: object, **keywords: object) -> object:
+            keywords.pop("pin_memory", None)
+            return make(*args, **keywords)
 
         return made
 

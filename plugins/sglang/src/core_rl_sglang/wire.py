@@ -28,8 +28,8 @@ class SglangWire(Wire):
     def adapter_fields(self, name: str | None) -> dict[str, str]:
         return {} if name is None else {"lora_path": name}
 
-    def response(self, request: LLMRequest, found: Any, eos: Collection[int], server: str) -> LLMResponse:
-        return to_response(request, found, eos, server)
+    def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
+        return to_response(request, response, eos, server)
 
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
         return {
@@ -40,9 +40,9 @@ class SglangWire(Wire):
             "top_logprobs_num": k,
         }
 
-    def scores(self, found: Any, ids: Sequence[int], k: int, server: str) -> Scores:
-        with readable(found, f"{server} gave scores"):
-            meta = found["meta_info"]
+    def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        with readable(response, f"{server} gave scores"):
+            meta = response["meta_info"]
             # The first token of a sequence has no log-prob.
             logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
             positions = meta["input_top_logprobs"][1:] if k else []
@@ -84,7 +84,7 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
         top_k, top_p = None, MOST_LIKELY_ONLY
     # A server without a tokenizer knows the end tokens of the model's configs alone.
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": top_p,
@@ -97,11 +97,11 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
         "stop_token_ids": sorted(stops),
     }
     if sampling.logit_bias:
-        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+        parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     if sampling.seed is not None:
         # Without --enable-deterministic-inference the server ignores it. It has 31 bits.
-        found["sampling_seed"] = sampling.seed % 2**31
-    return found
+        parameters["sampling_seed"] = sampling.seed % 2**31
+    return parameters
 
 
 def to_response(request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:

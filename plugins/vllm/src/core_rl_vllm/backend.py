@@ -84,9 +84,9 @@ def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str)
         "--generation-config": "vllm",
         "--weight-transfer-config": TRANSFER,
     }
-    given = [part for name, value in values.items() if value is not None for part in (name, str(value))]
+    arguments = [part for name, value in values.items() if value is not None for part in (name, str(value))]
     # Requests and responses are token ids.
-    given += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-log-stats"]
+    arguments += ["--enable-scale-out", "--skip-tokenizer-init", "--disable-log-stats"]
     if isinstance(model.adapter, VllmAdapterForm):
-        given += model.adapter.arguments()
-    return [*given, *(["--enforce-eager"] if on_cpu else []), *options.extra_args]
+        arguments += model.adapter.arguments()
+    return [*arguments, *(["--enforce-eager"] if on_cpu else []), *options.extra_args]

@@ -43,9 +43,9 @@ class VllmWire(Wire):
     def is_lost(self, error: Refused) -> bool:
         return any(part in str(error) for part in DEAD)
 
-    def response(self, request: LLMRequest, found: Any, eos: Collection[int], server: str) -> LLMResponse:
-        with readable(found, f"{server} sent a response to request {request.rid}"):
-            (choice,) = found["choices"]
+    def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
+        with readable(response, f"{server} sent a response to request {request.rid}"):
+            (choice,) = response["choices"]
             return _response(request, choice, choice["logprobs"]["content"], server)
 
     def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
@@ -72,10 +72,10 @@ class VllmWire(Wire):
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
         return {"token_ids": list(ids), "sampling_params": sampling}
 
-    def scores(self, found: Any, ids: Sequence[int], k: int, server: str) -> Scores:
-        with readable(found, f"{server} gave scores"):
+    def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        with readable(response, f"{server} gave scores"):
             # By token: the given one, and the best.
-            positions = found["prompt_logprobs"][1:]
+            positions = response["prompt_logprobs"][1:]
             logprobs = [
                 float(position[str(token)]["logprob"])
                 for token, position in zip(ids[1:], positions, strict=True)
@@ -94,7 +94,7 @@ def _by_rank(position: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, A
 def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
     """All parameters, whose defaults could otherwise be the model's."""
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
         "temperature": 0.0 if sampling.greedy else max(sampling.temperature, LOWEST),
         "top_p": sampling.top_p,
@@ -111,8 +111,8 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
         "detokenize": False,
     }
     if sampling.logit_bias:
-        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
-    return found
+        parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    return parameters
 
 
 def _response(
