@@ -70,12 +70,12 @@ class Cluster:
 
     def left(self, numbers: Sequence[int] | None = None) -> dict[int, str]:
         """The processes of the machines ``numbers``, by default all, that were not there at first."""
-        found: dict[int, str] = {}
+        actual: dict[int, str] = {}
         for machine, present in zip(self.machines, self._present, strict=True):
             if numbers is None or machine.number in numbers:
-                there = machine.processes().items()
-                found |= {pid: line for pid, line in there if pid not in present and not of_ray(line)}
-        return found
+                target = machine.processes().items()
+                actual |= {pid: line for pid, line in target if pid not in present and not of_ray(line)}
+        return actual
 
 
 def make_hosts(kind: str, machines: int, ranks_per_machine: int, lease_s: float) -> Hosts:

@@ -33,19 +33,19 @@ def group_on(hosts: Hosts, machines: Sequence[int]) -> EngineGroup:
     return support.echo_group(support.SPEC, config, timeout_s=120, hosts=hosts, machines=machines)
 
 
-def lose(cluster: Cluster, group: EngineGroup, rank: int, machine: int, what: Loss) -> None:
+def lose(cluster: Cluster, group: EngineGroup, rank: int, machine: int, subject: Loss) -> None:
     """Lose ``rank`` of ``group``, which is on ``machine``, or what it needs, at once."""
-    there = cluster.machines[machine]
-    match what:
+    target = cluster.machines[machine]
+    match subject:
         case "rank":
-            there.output(["kill", "-KILL", str(group.pids[rank])])
+            target.output(["kill", "-KILL", str(group.pids[rank])])
         case "agent":
             (agent,) = (pid for pid, line in cluster.left([machine]).items() if " agent " in line)
             os.kill(agent, signal.SIGKILL)
         case "machine":
-            there.kill()
+            target.kill()
         case "cable":
-            there.cut()
+            target.cut()
 
 
 def ours(processes: Mapping[int, str]) -> dict[int, str]:
@@ -66,12 +66,12 @@ class Driver:
 
     def left(self) -> dict[int, str]:
         """Return its processes, here and on the machines."""
-        found = ours(self._cluster.left())
+        actual = ours(self._cluster.left())
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"{MARK}={self._token}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
-        return found
+                    actual[int(folder.name)] = (folder / "cmdline").read_bytes().decode(errors="replace")
+        return actual
 
 
 @contextmanager

@@ -135,16 +135,16 @@ class Machine:
     def _processes(self) -> dict[int, str]:
         """Return all processes of the machine, its keepers too."""
         try:
-            own = Path(f"/proc/{self._pid}/ns/pid").readlink()
+            local = Path(f"/proc/{self._pid}/ns/pid").readlink()
         except FileNotFoundError:
             return {}
-        found = {}
+        actual = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # gone, or not ours to look at
-                if (folder / "ns" / "pid").readlink() == own:
+                if (folder / "ns" / "pid").readlink() == local:
                     words = (folder / "cmdline").read_bytes().split(b"\0")
-                    found[int(folder.name)] = b" ".join(words).decode(errors="replace")[:80].strip()
-        return found
+                    actual[int(folder.name)] = b" ".join(words).decode(errors="replace")[:80].strip()
+        return actual
 
 
 @contextmanager
@@ -187,7 +187,9 @@ def within(condition: Callable[[], bool], limit_s: float = SOON_S) -> bool:
 
 def _start(names: Sequence[str], number: int, visible: Sequence[Path]) -> subprocess.Popen[str]:
     """Start the first process of a machine; it prints its id when the machine is there."""
-    addresses = [f"{NETWORK}.{10 + other}" if other != number else "127.0.1.1" for other in range(len(names))]
+    addresses = [
+        f"{NETWORK}.{10 + second}" if second != number else "127.0.1.1" for second in range(len(names))
+    ]
     lines = [f"{address} {name}" for address, name in zip(addresses, names, strict=True)]
     hosts = "\n".join(["127.0.0.1 localhost", *lines, ""])
     script = ["bash", "-c", INIT, "init", names[number], hosts, *map(str, visible)]

@@ -66,8 +66,8 @@ def test_a_wrong_key_is_named_on_both_sides(machines: list[Machine]) -> None:
 
 def test_different_versions_are_named_with_their_machine(machines: list[Machine]) -> None:
     words = agent_command()
-    other = [sys.executable, "-c", OTHER_VERSION, *words[words.index("agent") :]]
-    agents = [start(machines[0]), machines[1].run(other, {KEY_VARIABLE: KEY})]
+    second = [sys.executable, "-c", OTHER_VERSION, *words[words.index("agent") :]]
+    agents = [start(machines[0]), machines[1].run(second, {KEY_VARIABLE: KEY})]
     with pytest.raises(ClusterError, match=r"node1 \(10\.77\.0\.11\) was refused: it has core_rl 0\.0\.7"):
         attach().open()
     assert "install the same versions" in " ".join(printed(agents)[1].split())

@@ -33,11 +33,11 @@ def hosts(cluster: Cluster) -> Iterator[Hosts]:
     made.close()
 
 
-def error_of(cluster: Cluster, group: EngineGroup, machine: int, what: Loss) -> RankDied:
+def error_of(cluster: Cluster, group: EngineGroup, machine: int, subject: Loss) -> RankDied:
     """The error of a call during which the last rank, which is on ``machine``, is lost."""
     rank = group.world_size - 1
     assert len(group.run(support.whoami)) == group.world_size
-    threading.Timer(0.5, lose, (cluster, group, rank, machine, what)).start()
+    threading.Timer(0.5, lose, (cluster, group, rank, machine, subject)).start()
     with pytest.raises(RankDied) as caught:
         group.run(functions.wait, 60.0)
     assert caught.value.rank == rank

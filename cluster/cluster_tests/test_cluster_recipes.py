@@ -105,7 +105,7 @@ def test_restart_on_the_remaining_machine(cluster: Cluster, start: Path, tmp_pat
 def test_unshared_directories_are_named(
     cluster: Cluster, start: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    own = tmp_path_factory.mktemp("of this machine alone")
-    values = support.recipe_values(start, own / "output", **FSDP, cluster=section(cluster))
+    local = tmp_path_factory.mktemp("of this machine alone")
+    values = support.recipe_values(start, local / "output", **FSDP, cluster=section(cluster))
     with pytest.raises(ConfigError, match="output_dir"):
         train(values, console=Console(quiet=True))

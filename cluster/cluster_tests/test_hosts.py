@@ -90,23 +90,23 @@ def test_training_equals_local_training_bit_by_bit(
     layout = LAYOUTS[number]
     of_each = 1 if len(layout) == 1 else 2
     devices = None if cluster.is_local else list(range(of_each))
-    found = trained(layout, hosts, devices)
-    assert found["hosts"] == names(cluster, of_each)
-    assert found["metrics"] == expected[number]["metrics"]
-    assert list(found["weights"]) == list(expected[number]["weights"])
-    for name, tensor in found["weights"].items():
+    actual = trained(layout, hosts, devices)
+    assert actual["hosts"] == names(cluster, of_each)
+    assert actual["metrics"] == expected[number]["metrics"]
+    assert list(actual["weights"]) == list(expected[number]["weights"])
+    for name, tensor in actual["weights"].items():
         assert torch.equal(tensor, expected[number]["weights"][name]), name
 
 
 def test_ranks_have_the_surroundings_of_their_machine(cluster: Cluster, shared: EngineGroup) -> None:
     for machine in cluster.machines:
         machine.output(["touch", f"/dev/shm/of_{machine.hostname}"])
-    found = shared.run(functions.surroundings)
-    assert [one["hostname"] for one in found] == names(cluster)
+    actual = shared.run(functions.surroundings)
+    assert [one["hostname"] for one in actual] == names(cluster)
     if not cluster.is_local:
-        assert all(one["interface"] == "eth0" for one in found)
-        assert [one["files"] for one in found] == [[f"of_{one['hostname']}"] for one in found]
-        assert all(one["launched"] is None and not one["slurm"] and not one["key"] for one in found)
+        assert all(one["interface"] == "eth0" for one in actual)
+        assert [one["files"] for one in actual] == [[f"of_{one['hostname']}"] for one in actual]
+        assert all(one["launched"] is None and not one["slurm"] and not one["key"] for one in actual)
 
 
 def test_calls_take_arguments_and_bring_results(shared: EngineGroup) -> None:

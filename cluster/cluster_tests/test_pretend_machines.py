@@ -78,11 +78,11 @@ def test_ranks_of_the_driver_are_in_its_network() -> None:
         pid: int = getattr(forkserver._forkserver, "_forkserver_pid")  # noqa: B009 - typeshed lacks it
         return Path(f"/proc/{pid}/ns/net").readlink()
 
-    own = Path("/proc/thread-self/ns/net")
+    local = Path("/proc/thread-self/ns/net")
     for _ in range(2):
         with pretend_machines(1):
-            assert network_of_fork_server() == own.readlink()
-    assert network_of_fork_server() == own.readlink()
+            assert network_of_fork_server() == local.readlink()
+    assert network_of_fork_server() == local.readlink()
 
 
 def test_cut_cables_separate_machines_until_mended(machines: list[Machine]) -> None:

@@ -24,6 +24,6 @@ def test_a_batch_script_runs_on_the_first_machine(slurm: Slurm, tmp_path: Path) 
     printed = tmp_path / "printed"
     slurm.command("sbatch", "-N2", f"--output={printed}", "--wrap=hostname; srun -N2 hostname")
     assert within(lambda: not slurm.command("squeue", "-h"), 60)
-    first, *others = printed.read_text().split()
+    first, *rest = printed.read_text().split()
     assert first == "node0"
-    assert sorted(others) == ["node0", "node1"]
+    assert sorted(rest) == ["node0", "node1"]

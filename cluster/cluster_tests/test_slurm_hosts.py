@@ -100,12 +100,12 @@ def test_signals_for_the_job_reach_the_driver_once(allocation: None, slurm: Slur
 
 def holders(file: str, key: bytes) -> list[Path]:
     """The processes in whose environment or command line the key is."""
-    found = []
+    actual = []
     for path in Path("/proc").glob(f"[0-9]*/{file}"):
         with suppress(OSError):
             if key.hex().encode() in path.read_bytes():
-                found.append(path)
-    return found
+                actual.append(path)
+    return actual
 
 
 def test_no_allocation_and_no_srun_are_explained(allocation: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +126,6 @@ def test_drivers_in_batch_scripts_have_whole_nodes(slurm: Slurm, tmp_path: Path)
     slurm.command("sbatch", *shape, export, f"--output={printed}", f"--wrap={command}")
     assert within(lambda: not slurm.command("squeue", "-h", "-n", "wrap"), 120)
     assert result.exists(), printed.read_text()
-    found = json.loads(result.read_text())
-    assert found["driver"] == "node0"
-    assert found["ranks"] == ["node0", "node0", "node1", "node1"]
+    actual = json.loads(result.read_text())
+    assert actual["driver"] == "node0"
+    assert actual["ranks"] == ["node0", "node0", "node1", "node1"]

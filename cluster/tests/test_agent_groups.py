@@ -230,8 +230,8 @@ def test_places_on_this_machine(
         with pytest.raises(ConfigError, match=expected):
             LocalHosts().slots(count, machines, devices)
     else:
-        found = LocalHosts().slots(count, machines, devices)
-        assert found == [Slot(0, device) for device in expected]
+        actual = LocalHosts().slots(count, machines, devices)
+        assert actual == [Slot(0, device) for device in expected]
 
 
 @pytest.mark.parametrize(

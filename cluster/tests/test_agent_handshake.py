@@ -75,23 +75,23 @@ def greet(
 )
 def test_both_sides_know_the_key(ours: bytes, theirs: bytes, errors: tuple[str | None, str | None]) -> None:
     left, right = socket.socketpair()
-    found: list[str | None] = [None]
+    actual: list[str | None] = [None]
 
     def driver() -> None:
         try:
             admit(Channel(left), ours, soon())
         except WrongKey as error:
-            found[0] = str(error)
+            actual[0] = str(error)
 
     thread = threading.Thread(target=driver)
     thread.start()
     try:
         present_key(Channel(right), theirs, soon())
-        found.append(None)
+        actual.append(None)
     except WrongKey as error:
-        found.append(str(error))
+        actual.append(str(error))
     thread.join()
-    for text, expected in zip(found, errors, strict=True):
+    for text, expected in zip(actual, errors, strict=True):
         assert (text is None) == (expected is None)
         assert expected is None or expected in str(text)
 
@@ -310,9 +310,13 @@ def test_ranks_get_the_environment_of_their_machine(monkeypatch: pytest.MonkeyPa
     assert shared.items() >= {"OMP_NUM_THREADS": "3", "MY_FLAG": "yes"}.items()
     assert "HF_TOKEN" not in shared
     monkeypatch.setenv("MY_FLAG", "no")
-    found = environment_of_ranks(shared, "127.0.0.1")
-    assert (found["MY_FLAG"], found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("yes", "lo", "lo")
-    assert found["PATH"] == os.environ["PATH"]
-    assert not {"RANK", "WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & set(found)
+    actual = environment_of_ranks(shared, "127.0.0.1")
+    assert (actual["MY_FLAG"], actual["GLOO_SOCKET_IFNAME"], actual["NCCL_SOCKET_IFNAME"]) == (
+        "yes",
+        "lo",
+        "lo",
+    )
+    assert actual["PATH"] == os.environ["PATH"]
+    assert not {"RANK", "WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"} & set(actual)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert environment_of_ranks({}, "127.0.0.1")["GLOO_SOCKET_IFNAME"] == "eth7"

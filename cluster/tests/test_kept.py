@@ -28,9 +28,9 @@ FILES = Path("/proc/self/fd")
 
 @given(st.lists(st.binary(max_size=200), max_size=6))
 def test_buffers_come_back(parts: list[bytes]) -> None:
-    kept = KeptMessage.of(parts)
-    first, second = kept.reference.open(), kept.reference.open()
-    kept.close()
+    retained = KeptMessage.of(parts)
+    first, second = retained.reference.open(), retained.reference.open()
+    retained.close()
     assert [bytes(part) for part in first] == parts
     for part in first:
         part[:] = bytes(len(part))
@@ -40,11 +40,11 @@ def test_buffers_come_back(parts: list[bytes]) -> None:
 
 def test_closed_messages_leave_nothing() -> None:
     before = set(FILES.iterdir())
-    kept = KeptMessage.of([b"text"])
-    kept.close()
+    retained = KeptMessage.of([b"text"])
+    retained.close()
     assert set(FILES.iterdir()) == before
     with pytest.raises(GroupError, match="the memory with the arguments cannot be opened"):
-        kept.reference.open()
+        retained.reference.open()
     with pytest.raises(GroupError, match="run as one user"):
         Reference("/proc/1/fd/99999", (1,)).open()
 

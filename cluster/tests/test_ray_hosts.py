@@ -89,8 +89,8 @@ def bare(address: str, port: int, alive: bool = True) -> dict[str, object]:
 def test_nodes_without_a_listener_are_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as raylet, socket.socket() as bound:
         bound.bind(("127.0.0.2", 0))
-        there, gone = raylet.getsockname()[1], bound.getsockname()[1]
-        assert silent_nodes([bare("127.0.0.1", there)]) == []
-        assert silent_nodes([bare("127.0.0.1", there), bare("127.0.0.2", gone)]) == ["127.0.0.2"]
+        target, gone = raylet.getsockname()[1], bound.getsockname()[1]
+        assert silent_nodes([bare("127.0.0.1", target)]) == []
+        assert silent_nodes([bare("127.0.0.1", target), bare("127.0.0.2", gone)]) == ["127.0.0.2"]
         assert silent_nodes([bare("127.0.0.2", gone, alive=False)]) == []
     assert silent_nodes([]) == []

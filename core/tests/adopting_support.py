@@ -45,9 +45,9 @@ class AdoptingBackend(HFBackend[TrainEngineConfig]):
         padded = torch.stack([F.pad(row, (0, length - len(row))) for row in rows])
         logits = self.model(input_ids=padded, use_cache=False).logits / step.temperature
         log_p = F.log_softmax(logits[:, :-1], dim=-1).gather(2, padded[:, 1:, None]).squeeze(2)
-        whole = F.pad(log_p, (1, 0))
+        complete = F.pad(log_p, (1, 0))
         return ModelOutput(
-            logprobs=torch.cat([own[: len(row)] for own, row in zip(whole, rows, strict=True)])
+            logprobs=torch.cat([local[: len(row)] for local, row in zip(complete, rows, strict=True)])
         )
 
 

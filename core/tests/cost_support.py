@@ -49,18 +49,18 @@ class Comparable(int):
 
     comparisons = 0
 
-    def __lt__(self, other: int) -> bool:
+    def __lt__(self, second: int) -> bool:
         Comparable.comparisons += 1
-        return int(self) < int(other)
+        return int(self) < int(second)
 
-    def __le__(self, other: int) -> bool:
+    def __le__(self, second: int) -> bool:
         Comparable.comparisons += 1
-        return int(self) <= int(other)
+        return int(self) <= int(second)
 
-    def __gt__(self, other: int) -> bool:
+    def __gt__(self, second: int) -> bool:
         Comparable.comparisons += 1
-        return int(self) > int(other)
+        return int(self) > int(second)
 
-    def __ge__(self, other: int) -> bool:
+    def __ge__(self, second: int) -> bool:
         Comparable.comparisons += 1
-        return int(self) >= int(other)
+        return int(self) >= int(second)

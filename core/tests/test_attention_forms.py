@@ -29,12 +29,12 @@ def explicit(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, wi
         for t in range(start, end):
             first = start if window is None else max(start, t - window + 1)
             for head in range(HEADS):
-                own = head // (HEADS // KV_HEADS)
-                scores = key[0, own, first : t + 1] @ query[0, head, t] * WIDTH**-0.5
+                local = head // (HEADS // KV_HEADS)
+                scores = key[0, local, first : t + 1] @ query[0, head, t] * WIDTH**-0.5
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[head : head + 1]])
                 weights = scores.softmax(0)[: t + 1 - first]
-                rows.append(weights @ value[0, own, first : t + 1])
+                rows.append(weights @ value[0, local, first : t + 1])
     return torch.stack(rows).view(1, 11, HEADS, VALUE_WIDTH)
 
 
@@ -45,20 +45,20 @@ def test_sinks_windows_and_narrow_values_match_an_explicit_softmax(
 ) -> None:
     query, key, value, sinks = inputs()
     s_aux = sinks if with_sinks else None
-    found, _ = packed_attention(
+    actual, _ = packed_attention(
         nn.Module(), query, key, value, None, segments=SEGMENTS, sliding_window=window, s_aux=s_aux
     )
     expected = explicit(query, key, value, s_aux, window)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     leaves = [query, key, value, *([sinks] if with_sinks else [])]
     weights = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     pairs = zip(
-        torch.autograd.grad((found * weights).sum(), leaves),
+        torch.autograd.grad((actual * weights).sum(), leaves),
         torch.autograd.grad((expected * weights).sum(), leaves),
         strict=True,
     )
-    for own, other in pairs:
-        torch.testing.assert_close(own, other)
+    for local, second in pairs:
+        torch.testing.assert_close(local, second)
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,10 @@ def inputs(dtype: torch.dtype, width: int, value_width: int) -> list[Tensor]:
 def attend(parts: list[Tensor], window: int | None) -> Tensor:
     query, key, value = parts
     segments = Segments(BOUNDS)
-    found, _ = packed_attention(
+    actual, _ = packed_attention(
         nn.Module(), query, key, value, None, segments=segments, sliding_window=window
     )
-    return found
+    return actual
 
 
 @pytest.fixture
@@ -88,13 +88,13 @@ def test_the_kernel_for_packed_sequences_gets_what_it_takes(
     exact = [part.detach().double().requires_grad_() for part in parts]
     expected = attend(exact, window)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", insisting_kernel)
-    found = attend(parts, window)
+    actual = attend(parts, window)
     weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
-    gradients = torch.autograd.grad((found.double() * weights).sum(), parts)
+    gradients = torch.autograd.grad((actual.double() * weights).sum(), parts)
     expected_gradients = torch.autograd.grad((expected * weights).sum(), exact)
-    for own, other in zip([found, *gradients], [expected, *expected_gradients], strict=True):
+    for local, second in zip([actual, *gradients], [expected, *expected_gradients], strict=True):
         torch.testing.assert_close(
-            own.double(), other, rtol=0.05, atol=0.02 * float(other.detach().abs().max())
+            local.double(), second, rtol=0.05, atol=0.02 * float(second.detach().abs().max())
         )
 
 
@@ -126,17 +126,17 @@ def test_float32_never_needs_the_kernel_that_keeps_all_scores(monkeypatch: pytes
         return original(query, key, value, **settings)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    found = attend(parts, 3)
+    actual = attend(parts, 3)
     assert calls == [(True, False)] * (len(BOUNDS) - 1)
-    torch.testing.assert_close(found.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.double(), plain, rtol=1e-5, atol=1e-6)
 
 
 def test_flash_attention_3_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("core_rl.toolkit.cuda.activate_flash_attention_impl", asked.append)
+    requested: list[str] = []
+    monkeypatch.setattr("core_rl.toolkit.cuda.activate_flash_attention_impl", requested.append)
     use_flash_attention(2)
     use_flash_attention(3)
-    assert asked == ["FA3"], "torch's own needs nothing"
+    assert requested == ["FA3"], "torch's own needs nothing"
 
 
 def test_flash_attention_3_that_is_not_installed_is_refused() -> None:

@@ -68,8 +68,8 @@ def products_of(device: torch.device, with_entropy: bool, chunk: int) -> list[tu
             hidden, weight, targets, with_entropy=with_entropy, chunk=chunk, keep_bytes=0
         )
         logprobs.sum().backward()
-    found: list[tuple[str, torch.dtype, Shape]] = products.found
-    return found
+    actual: list[tuple[str, torch.dtype, Shape]] = products.found
+    return actual
 
 
 def test_cuda_computes_more_rows_at_once() -> None:

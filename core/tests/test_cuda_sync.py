@@ -100,13 +100,13 @@ def sent(tmp_path: Path, ranks: ReceiverRanks, gpu: FakeGpu) -> list[tuple[Bucke
     )
 
     def receive() -> list[tuple[Bucket, list[Bucket], int]]:
-        found = []
+        actual = []
         with weight_update(meta).receive(20, lambda: ranks) as received:
             for bucket in received:
                 flats = [gpu.rebuild(*memory.arguments) for memory in received.device_memory]
                 copy = [(name, tensor.clone()) for name, tensor in bucket]
-                found.append((copy, [placed_in(flat, bucket) for flat in flats], gpu.alive))
-        return found
+                actual.append((copy, [placed_in(flat, bucket) for flat in flats], gpu.alive))
+        return actual
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(receive)
@@ -124,25 +124,25 @@ def placed_in(flat: Tensor, bucket: Bucket) -> Bucket:
     ]
 
 
-def require_same(found: Bucket, expected: Bucket) -> None:
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(found, expected, strict=True))
+def require_same(actual: Bucket, expected: Bucket) -> None:
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(actual, expected, strict=True))
 
 
 def test_each_rank_of_a_server_opens_each_bucket_on_the_gpu(tmp_path: Path, gpu: FakeGpu) -> None:
     server = environment(gpus=("another", OWN))
-    found = sent(tmp_path, ReceiverRanks(count=4, cuda=(server, server)), gpu)
-    assert len(found) > 3
-    require_same([item for bucket, _, _ in found for item in bucket], TENSORS)
-    for bucket, opened, _ in found:
+    actual = sent(tmp_path, ReceiverRanks(count=4, cuda=(server, server)), gpu)
+    assert len(actual) > 3
+    require_same([item for bucket, _, _ in actual for item in bucket], TENSORS)
+    for bucket, opened, _ in actual:
         assert len(opened) == 4
-        for each in opened:
-            require_same(each, bucket)
+        for per_rank in opened:
+            require_same(per_rank, bucket)
     assert not gpu.open, "each handle was opened once"
-    assert gpu.copies == len(found), "one copy to the host for each bucket, and none for each tensor"
+    assert gpu.copies == len(actual), "one copy to the host for each bucket, and none for each tensor"
     # This one and the one before, which servers may still read; at the end there is no next one to fill.
-    assert [alive for *_, alive in found[1:]] >= [2] * len(found[1:])
-    assert max(alive for *_, alive in found) <= 3
+    assert [alive for *_, alive in actual[1:]] >= [2] * len(actual[1:])
+    assert max(alive for *_, alive in actual) <= 3
     assert gpu.alive == 0
 
 
@@ -157,11 +157,11 @@ def test_each_rank_of_a_server_opens_each_bucket_on_the_gpu(tmp_path: Path, gpu:
 def test_servers_that_cannot_open_a_gpu_read_shared_memory(
     tmp_path: Path, gpu: FakeGpu, ranks: ReceiverRanks
 ) -> None:
-    found = sent(tmp_path, ranks, gpu)
-    require_same([item for bucket, _, _ in found for item in bucket], TENSORS)
-    assert not any(opened for _, opened, _ in found)
-    assert gpu.copies == len(found)
-    assert max(alive for *_, alive in found) <= 2
+    actual = sent(tmp_path, ranks, gpu)
+    require_same([item for bucket, _, _ in actual for item in bucket], TENSORS)
+    assert not any(opened for _, opened, _ in actual)
+    assert gpu.copies == len(actual)
+    assert max(alive for *_, alive in actual) <= 2
 
 
 def test_memory_is_opened_where_it_is_unpickled(gpu: FakeGpu) -> None:
@@ -177,11 +177,11 @@ def test_memory_is_opened_where_it_is_unpickled(gpu: FakeGpu) -> None:
 def test_a_buffer_that_others_open_is_outside_of_expandable_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings, own, seen = torch._C._accelerator_getAllocatorSettings, torch.empty, list[str]()
+    settings, local, seen = torch._C._accelerator_getAllocatorSettings, torch.empty, list[str]()
 
     def empty(*size: Any, device: torch.device, **options: Any) -> Tensor:
         seen.append(settings())
-        return own(*size, **options)
+        return local(*size, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)

@@ -28,18 +28,18 @@ needs_torchao = pytest.mark.skipif("not __import__('importlib.util').util.find_s
 
 def parameters() -> dict[nn.Parameter, ParameterOptions]:
     draw = torch.Generator().manual_seed(0)
-    chosen: list[tuple[UpdateType, tuple[int, ...]]] = [
+    selected: list[tuple[UpdateType, tuple[int, ...]]] = [
         ("adamw_8bit", LARGE),
         ("adamw_8bit", SMALL),
         ("adamw", LARGE),
     ]
-    found = {
+    actual = {
         nn.Parameter(torch.randn(shape, generator=draw)): ParameterOptions(kind, 1.0, 0.1)
-        for kind, shape in chosen
+        for kind, shape in selected
     }
-    for parameter in found:
+    for parameter in actual:
         parameter.grad = torch.randn(parameter.shape, generator=draw)
-    return found
+    return actual
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,25 +58,25 @@ def test_the_plan_counts_the_moments_of_each_optimizer(kind: str, expected: floa
 
 @needs_torchao
 def test_large_parameters_have_codes_and_others_do_not() -> None:
-    chosen = parameters()
-    optimizer = build_optimizer(chosen, CONFIG)
-    coded = [is_eight_bit(optimizer.state[parameter]["exp_avg"]) for parameter in chosen]
+    selected = parameters()
+    optimizer = build_optimizer(selected, CONFIG)
+    coded = [is_eight_bit(optimizer.state[parameter]["exp_avg"]) for parameter in selected]
     assert coded == [True, False, False]
     assert moment_kinds(optimizer) == ("exp_avg", "exp_avg_sq")
-    before = [parameter.detach().clone() for parameter in chosen]
+    before = [parameter.detach().clone() for parameter in selected]
     optimizer.step()
-    assert all(not torch.equal(now, then) for now, then in zip(chosen, before, strict=True))
+    assert all(not torch.equal(now, then) for now, then in zip(selected, before, strict=True))
     set_step_count(optimizer, 5)
     optimizer.step()
-    assert [float(optimizer.state[parameter]["step"]) for parameter in chosen] == [6.0] * 3
+    assert [float(optimizer.state[parameter]["step"]) for parameter in selected] == [6.0] * 3
 
 
 @needs_torchao
 def test_moments_are_rounded_again_only_where_they_were_changed() -> None:
-    chosen = parameters()
-    optimizer = build_optimizer(chosen, CONFIG)
+    selected = parameters()
+    optimizer = build_optimizer(selected, CONFIG)
     optimizer.step()
-    moment = optimizer.state[next(iter(chosen))]["exp_avg"]
+    moment = optimizer.state[next(iter(selected))]["exp_avg"]
     codes, scales = (tensor.clone() for tensor in memory_of(moment).values())
     with as_float32(moment) as values:
         assert values.dtype == torch.float32 and values.shape == LARGE
@@ -102,9 +102,9 @@ def test_checkpoints_go_from_one_precision_to_the_other(tmp_path: Path, saved: s
     engine.train_batch(support.batch(0, (5, 9)), loss, cut)
     expected = dict(engine.named_tensors("exp_avg"))
     engine.save(place)
-    other = start(loaded)
-    other.load(place)
-    for name, value in other.named_tensors("exp_avg"):
+    second = start(loaded)
+    second.load(place)
+    for name, value in second.named_tensors("exp_avg"):
         saved_value = expected[name]
         assert value is not None and saved_value is not None
         rounds = (saved, loaded) == ("adamw", "adamw_8bit")

@@ -99,16 +99,16 @@ def test_of_padding_one_row_is_computed_and_none_is_returned() -> None:
     """Of three tokens where another rank has five; the result is no view, on which FSDP's hook could be lost."""
     seen: list[Tensor] = []
 
-    def compute(tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
-        seen.extend([tokens, chosen, gates])
+    def compute(tokens: Tensor, selected: Tensor, gates: Tensor) -> Tensor:
+        seen.extend([tokens, selected, gates])
         return tokens + 1
 
     dispatch = ExpertDispatch(Comm())
     dispatch.begin(5)
-    hidden, chosen = torch.ones(3, 2), torch.tensor([[3, 0], [1, 2], [2, 3]])
-    result = dispatch(hidden, chosen, torch.ones(3, 2), 4, compute)
+    hidden, selected = torch.ones(3, 2), torch.tensor([[3, 0], [1, 2], [2, 3]])
+    result = dispatch(hidden, selected, torch.ones(3, 2), 4, compute)
     tokens, numbers, gates = seen
-    assert numbers.tolist() == [*chosen.tolist(), [4, 4], [4, 4], [0, 4]]
+    assert numbers.tolist() == [*selected.tolist(), [4, 4], [4, 4], [0, 4]]
     assert not tokens[3:].any() and not gates[3:].any()
     assert torch.equal(result, hidden + 1) and not result._is_view()
 
@@ -135,10 +135,10 @@ def test_an_even_routing_is_one_for_each_token_and_a_collapsed_one_all_experts()
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_the_balance_of_sequences_adds_up(lengths: list[int]) -> None:
     rows = [_routing(length, seed) for seed, length in enumerate(lengths)]
-    whole = Routing(torch.cat([row.logits for row in rows]), torch.cat([row.experts for row in rows]))
+    complete = Routing(torch.cat([row.logits for row in rows]), torch.cat([row.experts for row in rows]))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     alone = [balance_loss([row], torch.tensor([0, len(row.logits)])) for row in rows]
-    torch.testing.assert_close(balance_loss([whole], bounds), torch.stack(alone).sum())
+    torch.testing.assert_close(balance_loss([complete], bounds), torch.stack(alone).sum())
 
 
 # ------------------------------------------------------------------ what is refused
@@ -173,9 +173,9 @@ def test_routing_takes_two_bytes_and_is_replayed_from_any_integers(dtype: torch.
     made, data = engine(), support.batch()
     before = made.forward(data, ONE, ("logprobs", "routing"))
     assert before["routing"].dtype == torch.int16
-    other = (before["routing"] + 1) % EXPERTS
-    moved = made.forward(data.with_tokens(routing=other.to(dtype)), ONE, ("logprobs", "routing"))
-    assert torch.equal(moved["routing"], other)
+    second = (before["routing"] + 1) % EXPERTS
+    moved = made.forward(data.with_tokens(routing=second.to(dtype)), ONE, ("logprobs", "routing"))
+    assert torch.equal(moved["routing"], second)
     assert not torch.equal(moved["logprobs"], before["logprobs"])
     made.destroy()
 

@@ -18,9 +18,9 @@ HEAVY = ("torch", "transformers", "numpy", "pydantic")
 
 @pytest.mark.parametrize("name", core_rl.__all__)
 def test_every_exported_name_resolves(name: str) -> None:
-    found = getattr(core_rl, name)
+    actual = getattr(core_rl, name)
     if name in core_rl._HOMES:
-        assert found is getattr(importlib.import_module(core_rl._HOMES[name]), name)
+        assert actual is getattr(importlib.import_module(core_rl._HOMES[name]), name)
 
 
 def test_no_name_is_exported_twice() -> None:

@@ -87,9 +87,9 @@ def test_a_backend_that_raises_alone_fails_the_engine(ranks: EngineGroup) -> Non
     begin = time.monotonic()
     answers = ranks.run(support.calls_after_a_pass, broken(BATCH, BREAKS_BACKEND))
     assert time.monotonic() - begin < LIMIT_S + 60.0
-    assert sum(said["pass"] == "RuntimeError: the kernel broke" for said in answers) == 1
-    for said in answers:
-        of_pass, of_destroy = said.pop("pass"), said.pop("destroy")
+    assert sum(text["pass"] == "RuntimeError: the kernel broke" for text in answers) == 1
+    for text in answers:
+        of_pass, of_destroy = text.pop("pass"), text.pop("destroy")
         assert of_pass and not of_destroy
-        for name, message in said.items():
+        for name, message in text.items():
             assert f"{name}() on an engine that has failed: {of_pass}" in message

@@ -32,9 +32,9 @@ def test_freed_blocks_are_given_back() -> None:
         small.append(torch.ones(50_000))  # too large for the gaps that there are
     full = resident()
     large.clear()
-    kept = resident()
+    retained = resident()
     give_back_freed()
-    assert full - kept < LEAST < kept - resident(), [full, kept, resident()]
+    assert full - retained < LEAST < retained - resident(), [full, retained, resident()]
     assert all(tensor.all() for tensor in small)
 
 

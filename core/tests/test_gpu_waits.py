@@ -46,11 +46,11 @@ class Copies(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [value for value in args if isinstance(value, Tensor)]
+        arguments = [value for value in args if isinstance(value, Tensor)]
         arrives = isinstance(result, Tensor) and result.device == META
-        if self.inside and arrives and not any(value.device == META for value in given):
+        if self.inside and arrives and not any(value.device == META for value in arguments):
             name = getattr(func, "__name__", str(func))
-            if given or name in ("tensor", "as_tensor"):
+            if arguments or name in ("tensor", "as_tensor"):
                 self.found.append(name)
         return result
 
@@ -164,8 +164,8 @@ def test_a_scalar_head_waits_for_nothing(head: Head) -> None:
 
 def test_loads_of_experts_are_balanced_without_waiting() -> None:
     model = model_on_meta("qwen3_moe", "lm")
-    found = model(batch().to(META), ("aux_loss", "routing"))
-    found["aux_loss"].backward()
+    actual = model(batch().to(META), ("aux_loss", "routing"))
+    actual["aux_loss"].backward()
 
 
 def test_weights_of_micro_batches_are_counted_on_the_cpu() -> None:

@@ -148,8 +148,8 @@ def test_ranks_adopt_the_drivers_surroundings(monkeypatch: pytest.MonkeyPatch, t
     ft_spec = FinetuneSpec(dataset_size=7)
     settings: dict[str, Any] = {"timeout_s": 140, "threads_per_rank": 3, "devices": (5, 4)}
     with support.echo_group(support.SPEC, support.config(dp=2), ft_spec=ft_spec, **settings) as group:
-        for rank, found in enumerate(group.run(support.surroundings)):
-            assert found == {
+        for rank, actual in enumerate(group.run(support.surroundings)):
+            assert actual == {
                 "cwd": str(tmp_path),
                 "variable": "later",
                 "path": sys.path,

@@ -67,14 +67,14 @@ def test_each_group_has_an_engine_of_its_own_in_the_same_processes(pair: Pair) -
 
 @pytest.mark.parametrize("first", [0, 1], ids=["the host", "the guest"])
 def test_processes_end_with_the_last_group(pair: Pair, first: int) -> None:
-    closed, other = pair[first], pair[1 - first]
-    pids = other.pids
+    closed, second = pair[first], pair[1 - first]
+    pids = second.pids
     closed.close()
     for call in (lambda: closed.run(support.whoami), closed.initialize, lambda: colocated(closed)):
         with pytest.raises(GroupError, match="this group has ended: it was closed"):
             call()
-    assert other.run(support.whoami) == [(0,), (1,)]
-    other.close()
+    assert second.run(support.whoami) == [(0,), (1,)]
+    second.close()
     assert not support.survivors(pids, within_s=0)
 
 
@@ -200,11 +200,11 @@ def test_an_engine_computes_what_it_computes_alone() -> None:
         with EngineGroup("reference", dropping(1), timeout_s=120, colocate_with=host) as guest:
             losses: tuple[list[float], list[float]] = ([], [])
             for step in STEPS:
-                for own, group in zip(losses, (host, guest), strict=True):
-                    own.append(train(group, step))
+                for local, group in zip(losses, (host, guest), strict=True):
+                    local.append(train(group, step))
                     group.offload()
-            for own, group, (expected, tensors) in zip(losses, (host, guest), alone, strict=True):
-                assert own == expected
-                found = state(group)
-                assert found.keys() == tensors.keys()
-                assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+            for local, group, (expected, tensors) in zip(losses, (host, guest), alone, strict=True):
+                assert local == expected
+                actual = state(group)
+                assert actual.keys() == tensors.keys()
+                assert all(torch.equal(actual[name], tensor) for name, tensor in tensors.items())

@@ -53,9 +53,9 @@ def last_entropy(output: ModelOutput, batch: SequenceBatch) -> Tensor:
 
 def entropy_in_eval_mode(engine: TrainEngine, batch: SequenceBatch) -> Tensor:
     with engine.eval_mode():
-        found = engine.forward(batch, MB, outputs=("entropy",)).entropy
-    assert isinstance(found, Tensor)
-    return found
+        actual = engine.forward(batch, MB, outputs=("entropy",)).entropy
+    assert isinstance(actual, Tensor)
+    return actual
 
 
 def weights(target: TrainEngine | EngineGroup, kind: TensorKind = "master") -> dict[str, Tensor]:
@@ -87,11 +87,11 @@ def test_training_is_the_engines(group: EngineGroup, engine: TrainEngine) -> Non
 
 def test_a_step_in_pieces_is_one_step(group: EngineGroup, engine: TrainEngine) -> None:
     first, second = support.batch(1), support.batch(2)
-    whole = LOSS.weight(first) + LOSS.weight(second)
+    complete = LOSS.weight(first) + LOSS.weight(second)
     for target in (group, engine):
         target.optimizer_zero_grad()
-        target.forward_backward(first, LOSS, MB, total_weight=whole)
-        target.forward_backward(second, LOSS, MB, total_weight=whole)
+        target.forward_backward(first, LOSS, MB, total_weight=complete)
+        target.forward_backward(second, LOSS, MB, total_weight=complete)
     assert_equal(weights(group, "grads"), weights(engine, "grads"))
     assert group.optimizer_step() == engine.optimizer_step()
     assert_equal(weights(group), weights(engine))

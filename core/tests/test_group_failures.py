@@ -203,13 +203,13 @@ def test_a_death_between_calls(group: EngineGroup) -> None:
     assert_ended(group, pids, "rank 0 was killed by SIGKILL")
 
 
-@pytest.mark.parametrize(("ranks", "named"), [((0, 1), r"\[0, 1\]"), ((1,), r"\[1\]")])
+@pytest.mark.parametrize(("ranks", "by_name"), [((0, 1), r"\[0, 1\]"), ((1,), r"\[1\]")])
 def test_a_hang_ends_in_time_and_shows_the_stack(
-    group: EngineGroup, ranks: tuple[int, ...], named: str, monkeypatch: pytest.MonkeyPatch
+    group: EngineGroup, ranks: tuple[int, ...], by_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "DUMP_WAIT_S", 30.0)
     pids, started = group.pids, time.monotonic()
-    message = rf"ranks {named} of 2 did not answer hang within 4 s, .*{LIMIT}"
+    message = rf"ranks {by_name} of 2 did not answer hang within 4 s, .*{LIMIT}"
     with impatient(group, 4.0), pytest.raises(RankTimeout, match=message) as caught:
         group.run(support.hang, ranks)
     assert 4.0 <= time.monotonic() - started < 4.0 + FOREVER_S

@@ -43,8 +43,8 @@ def test_parts_of_messages_arrive_in_order(messages: list[list[bytes]]) -> None:
         for parts in messages:
             Channel(left).send_parts(parts)
         channel = Channel(right)
-        found = [channel.receive_parts(time.monotonic() + 60) for _ in messages]
-    assert [[bytes(part) for part in parts] for parts in found] == messages
+        actual = [channel.receive_parts(time.monotonic() + 60) for _ in messages]
+    assert [[bytes(part) for part in parts] for parts in actual] == messages
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(100, 1), (JOINED_BYTES, 3)])

@@ -87,8 +87,8 @@ def saved(engine: TrainEngine, path: Path) -> SaveLoadMeta:
 def test_kinds_have_the_names_and_shapes_that_they_announce(engine: TrainEngine, build: Build) -> None:
     engine.forward_backward(support.batch(), NLL, ONE)
     for kind in ("params", "master", "grads", "exp_avg", "exp_avg_sq", "adapter"):
-        found = {name: tuple(value.shape) for name, value in tensors(engine, kind).items()}
-        assert found == engine.tensor_shapes(kind) and list(found) == list(engine.tensor_shapes(kind))
+        actual = {name: tuple(value.shape) for name, value in tensors(engine, kind).items()}
+        assert actual == engine.tensor_shapes(kind) and list(actual) == list(engine.tensor_shapes(kind))
     adapter = set(engine.tensor_shapes("adapter"))
     assert adapter == set(engine.tensor_shapes("grads"))
     assert set(engine.tensor_shapes("master")) == adapter | set(engine.tensor_shapes("params"))
@@ -134,15 +134,15 @@ def test_another_base_of_the_same_shape_is_told_apart(
     engine: TrainEngine, tmp_path: Path, build: Build
 ) -> None:
     meta = saved(engine, tmp_path / "adapter")
-    same, other = build(seed=0), build(seed=1)
+    same, second = build(seed=0), build(seed=1)
     same.load(meta)
     assert tensors(same, "adapter").keys() == tensors(engine, "adapter").keys()
-    before = tensors(other)
+    before = tensors(second)
     with pytest.raises(
         CheckpointMismatch, match="another base model: the same architecture with other weights"
     ):
-        other.load(meta)
-    assert all(torch.equal(value, before[name]) for name, value in tensors(other).items())
+        second.load(meta)
+    assert all(torch.equal(value, before[name]) for name, value in tensors(second).items())
 
 
 def squared_values(output: ModelOutput, data: SequenceBatch) -> tuple[torch.Tensor, dict[str, Metric]]:
@@ -158,8 +158,8 @@ def test_a_head_is_loaded_with_its_adapter_over_the_same_base(tmp_path: Path) ->
             stack.callback(engine.destroy)
         trained.train_batch(support.batch(), LossSpec(fn=squared_values, outputs=("values",)), ONE)
         fresh.load(saved(trained, tmp_path / "adapter"))
-        wanted, found = tensors(trained, "adapter"), tensors(fresh, "adapter")
-    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+        expected, actual = tensors(trained, "adapter"), tensors(fresh, "adapter")
+    assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
 def test_an_adapter_without_a_manifest_is_taken_by_its_shapes(
@@ -167,10 +167,10 @@ def test_an_adapter_without_a_manifest_is_taken_by_its_shapes(
 ) -> None:
     path = Path(saved(engine, tmp_path / "adapter").path)
     (path / "manifest.json").unlink()
-    other = build(seed=1)
-    other.load(SaveLoadMeta(path=str(path), format="adapter"))
-    held = tensors(engine, "adapter")
-    assert all(torch.equal(value, held[name]) for name, value in tensors(other, "adapter").items())
+    second = build(seed=1)
+    second.load(SaveLoadMeta(path=str(path), format="adapter"))
+    stored = tensors(engine, "adapter")
+    assert all(torch.equal(value, stored[name]) for name, value in tensors(second, "adapter").items())
 
 
 @pytest.mark.parametrize("form", ["sharded", "portable"])
@@ -184,11 +184,11 @@ def test_checkpoints_of_another_adapter_are_refused(
         (LoraConfig(rank=2, alpha=9), r"2 problems:(.|\n)*lora.rank is 3 there and 2 here(.|\n)*lora.alpha"),
         (LoraConfig(rank=3, alpha=7, target_modules=("q_proj",)), "lora.layers is '14: .* here"),
     ):
-        other = build(lora)
-        before = tensors(other)
+        second = build(lora)
+        before = tensors(second)
         with pytest.raises(CheckpointMismatch, match=message):
-            other.load(meta)
-        assert all(torch.equal(value, before[name]) for name, value in tensors(other).items())
+            second.load(meta)
+        assert all(torch.equal(value, before[name]) for name, value in tensors(second).items())
 
 
 # ------------------------------------------------------------------ bad input
@@ -403,14 +403,14 @@ def test_an_adapter_of_36_layers_is_one_file_that_peft_reads(
     try:
         monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 4096)
         engine.save(SaveLoadMeta(path=str(tmp_path / "adapter"), format="adapter"))
-        own = {name: value for name, value in engine.named_tensors("adapter") if value is not None}
+        local = {name: value for name, value in engine.named_tensors("adapter") if value is not None}
     finally:
         engine.destroy()
     assert [file.name for file in (tmp_path / "adapter").glob("*.safetensors*")] == [
         "adapter_model.safetensors"
     ]
-    assert len(own) == 36 * 7 * 2
+    assert len(local) == 36 * 7 * 2
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     read = get_peft_model_state_dict(PeftModel.from_pretrained(base, tmp_path / "adapter"))
-    assert read.keys() == own.keys()
-    assert all(torch.equal(value, own[name]) for name, value in read.items())
+    assert read.keys() == local.keys()
+    assert all(torch.equal(value, local[name]) for name, value in read.items())

@@ -68,11 +68,11 @@ def from_meta(model: ModelConfig, seed: int = 3) -> PreTrainedModel | None:
         return None
     assert {value.device.type for value in unloaded.model.parameters()} == {"meta"}
     unloaded.materialize(unloaded.model, torch.device("cpu"))
-    held = dict(unloaded.model.named_parameters()) | dict(unloaded.model.named_buffers())
+    stored = dict(unloaded.model.named_parameters()) | dict(unloaded.model.named_buffers())
     assert {*dict(unloaded.model.named_parameters())} <= {*unloaded.source.names()}
     with torch.no_grad():
         for name in unloaded.source.names():
-            held[name].copy_(unloaded.source.read(name))
+            stored[name].copy_(unloaded.source.read(name))
     return unloaded.model
 
 
@@ -137,11 +137,11 @@ def test_an_adapter_begins_with_the_same_values(name: str, tmp_path: Path) -> No
     assert unloaded is not None
     assert {value.device.type for value in unloaded.model.parameters()} == {"meta"}
     plain = build_model(model, seed=3, attn_implementation="eager")
-    values = {checkpoint_name(held): parameter.detach() for held, parameter in plain.named_parameters()}
+    values = {checkpoint_name(stored): parameter.detach() for stored, parameter in plain.named_parameters()}
     assert values.keys() == {*unloaded.source.names()}
-    assert all(torch.equal(unloaded.source.read(held), value) for held, value in values.items())
-    trained = {held for held, parameter in plain.named_parameters() if parameter.requires_grad}
-    assert trained == {held for held, value in unloaded.model.named_parameters() if value.requires_grad}
+    assert all(torch.equal(unloaded.source.read(stored), value) for stored, value in values.items())
+    trained = {stored for stored, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert trained == {stored for stored, value in unloaded.model.named_parameters() if value.requires_grad}
 
 
 def change(directory: Path, edit: Any) -> None:
@@ -153,7 +153,10 @@ def change(directory: Path, edit: Any) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_a_matrix_that_is_written_twice(name: str, tmp_path: Path) -> None:
     written(name, tmp_path)
-    change(tmp_path, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    change(
+        tmp_path,
+        lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"].clone()}),
+    )
     model = ModelConfig(path=str(tmp_path))
     built = from_meta(model)
     assert built is not None
@@ -162,7 +165,9 @@ def test_a_matrix_that_is_written_twice(name: str, tmp_path: Path) -> None:
 
 def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
     written("qwen3", tmp_path)
-    change(tmp_path, lambda held: held.update({"lm_head.weight": held.pop("model.embed_tokens.weight")}))
+    change(
+        tmp_path, lambda stored: stored.update({"lm_head.weight": stored.pop("model.embed_tokens.weight")})
+    )
     model = ModelConfig(path=str(tmp_path))
     built = from_meta(model)
     assert built is not None
@@ -172,30 +177,30 @@ def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
 def test_transformers_loads_what_only_it_understands(tmp_path: Path) -> None:
     assert from_meta(ModelConfig(config=MODELS["qwen3"])) is None
     untied = written("qwen3", tmp_path / "untied")
-    change(untied, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"] + 1}))
+    change(untied, lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"] + 1}))
     renamed = written("qwen3", tmp_path / "renamed")
-    change(renamed, lambda held: held.update({"model.norm.gamma": held.pop("model.norm.weight")}))
+    change(renamed, lambda stored: stored.update({"model.norm.gamma": stored.pop("model.norm.weight")}))
     model = ModelConfig(path=str(untied))
     assert from_meta(model) is None
     build_model(model, seed=3, attn_implementation="eager")
     assert from_meta(ModelConfig(path=str(renamed))) is None
 
 
-def drop(held: dict[str, torch.Tensor]) -> None:
-    del held["model.norm.weight"]
+def drop(stored: dict[str, torch.Tensor]) -> None:
+    del stored["model.norm.weight"]
 
 
-def shorten(held: dict[str, torch.Tensor]) -> None:
-    held["model.norm.weight"] = held["model.norm.weight"][:-1].clone()
+def shorten(stored: dict[str, torch.Tensor]) -> None:
+    stored["model.norm.weight"] = stored["model.norm.weight"][:-1].clone()
 
 
-@pytest.mark.parametrize(("damage", "said"), [(drop, "missing"), (shorten, "misshapen")])
+@pytest.mark.parametrize(("damage", "message"), [(drop, "missing"), (shorten, "misshapen")])
 def test_weights_that_do_not_fit_are_a_config_error_of_both_ways(
-    damage: Any, said: str, tmp_path: Path
+    damage: Any, message: str, tmp_path: Path
 ) -> None:
     model = ModelConfig(path=str(written("qwen3", tmp_path)))
     change(tmp_path, damage)
-    with pytest.raises(ConfigError, match=rf"do not fit their config: .*{said} \['model\.norm\.weight'\]"):
+    with pytest.raises(ConfigError, match=rf"do not fit their config: .*{message} \['model\.norm\.weight'\]"):
         build_on_meta(model, seed=3, attn_implementation="eager")
     with pytest.raises(ConfigError):
         build_model(model, seed=3, attn_implementation="eager")

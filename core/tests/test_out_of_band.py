@@ -40,11 +40,11 @@ def address(part: Buffer) -> int:
 def test_any_tensor_comes_back_as_it_was(shape: list[int], dtype: torch.dtype, transposed: bool) -> None:
     tensor = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape).to(dtype)
     value = tensor.mT if transposed and len(shape) > 1 else tensor
-    found = unpacked(sent(packed({"a": value, "b": [1, "two"]})))
-    assert found["b"] == [1, "two"]
-    assert found["a"].dtype == dtype and found["a"].shape == value.shape
-    assert torch.equal(found["a"], value)
-    found["a"].zero_()  # its memory is its own
+    actual = unpacked(sent(packed({"a": value, "b": [1, "two"]})))
+    assert actual["b"] == [1, "two"]
+    assert actual["a"].dtype == dtype and actual["a"].shape == value.shape
+    assert torch.equal(actual["a"], value)
+    actual["a"].zero_()  # its memory is its own
 
 
 def test_large_tensors_are_not_copied() -> None:
@@ -90,10 +90,10 @@ def test_a_batch_keeps_its_fields() -> None:
     batch = SequenceBatch.from_sequences(
         [range(LARGE), range(5)], tokens={"advantages": [torch.randn(LARGE), torch.randn(5)]}
     )
-    found = unpacked(sent(packed(batch)))
-    assert torch.equal(found.input_ids, batch.input_ids)
-    assert torch.equal(found["advantages"], batch["advantages"])
-    assert torch.equal(found.loss_mask, batch.loss_mask)
+    actual = unpacked(sent(packed(batch)))
+    assert torch.equal(actual.input_ids, batch.input_ids)
+    assert torch.equal(actual["advantages"], batch["advantages"])
+    assert torch.equal(actual.loss_mask, batch.loss_mask)
 
 
 SPECIAL: dict[str, Any] = {
@@ -108,8 +108,8 @@ SPECIAL: dict[str, Any] = {
 @pytest.mark.parametrize("name", SPECIAL)
 def test_other_tensors_travel_as_torch_pickles_them(name: str) -> None:
     tensor: Tensor = SPECIAL[name]
-    found = unpacked(sent(packed(tensor)))
-    assert type(found) is type(tensor) and found.requires_grad == tensor.requires_grad
-    assert found.device == tensor.device and found.layout == tensor.layout
+    actual = unpacked(sent(packed(tensor)))
+    assert type(actual) is type(tensor) and actual.requires_grad == tensor.requires_grad
+    assert actual.device == tensor.device and actual.layout == tensor.layout
     if tensor.device.type == "cpu":
-        assert torch.equal(found.to_dense(), tensor.to_dense())
+        assert torch.equal(actual.to_dense(), tensor.to_dense())

@@ -156,22 +156,22 @@ def _tensors(engine: TrainEngine, kind: str) -> dict[str, Tensor]:
 def test_muon_takes_the_steps_of_torch(muon: dict[str, Any]) -> None:
     """Of torch's own code, with its iterations in float32 instead of bfloat16."""
     engine = _engine({"type": "muon", "weight_decay": 0.1, "max_grad_norm": None, "muon": muon})
-    own = {name: nn.Parameter(value) for name, value in _tensors(engine, "master").items()}
-    own = {name: value for name, value in own.items() if name in engine.tensor_shapes("momentum")}
+    local = {name: nn.Parameter(value) for name, value in _tensors(engine, "master").items()}
+    local = {name: value for name, value in local.items() if name in engine.tensor_shapes("momentum")}
     settings = {"adjust_lr_fn": "match_rms_adamw", **muon}
-    optimizer = torch.optim.Muon(own.values(), lr=1e-2, weight_decay=0.1, **settings)
+    optimizer = torch.optim.Muon(local.values(), lr=1e-2, weight_decay=0.1, **settings)
     for seed in range(3):
         engine.forward_backward(support.batch(seed), LOSS, MicroBatchSpec(count=1))
         grads = _tensors(engine, "grads")
         engine.optimizer_step()
-        for name, parameter in own.items():
+        for name, parameter in local.items():
             parameter.grad = grads[name]
         with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
             optimizer.step()
     moved = _tensors(engine, "master")
     engine.destroy()
-    assert len(own) == 14
-    for name, parameter in own.items():
+    assert len(local) == 14
+    for name, parameter in local.items():
         torch.testing.assert_close(moved[name], parameter.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 

@@ -35,8 +35,8 @@ def batch_of(lengths: list[int], with_unit: bool = True) -> SequenceBatch:
 
 
 def tensors(batch: SequenceBatch) -> dict[str, Tensor | None]:
-    own = {"ids": batch.input_ids, "bounds": batch.cu_seqlens, "unit": batch.unit}
-    return {**own, **batch.tokens, **batch.sequences}
+    local = {"ids": batch.input_ids, "bounds": batch.cu_seqlens, "unit": batch.unit}
+    return {**local, **batch.tokens, **batch.sequences}
 
 
 def arrived(value: object) -> Any:
@@ -59,15 +59,15 @@ def test_parts_arrive_as_the_batches_of_a_split(
     random.shuffle(order)
     plan = [order[number::count] for number in range(count)]  # some may be empty
     for part, expected in zip(cut(batch, plan), batch.split(plan), strict=True):
-        found = arrived(part)
-        assert type(found) is SequenceBatch
-        assert found.meta == expected.meta
-        for (name, value), (other, wanted) in zip(
-            tensors(found).items(), tensors(expected).items(), strict=True
+        actual = arrived(part)
+        assert type(actual) is SequenceBatch
+        assert actual.meta == expected.meta
+        for (name, value), (second, required) in zip(
+            tensors(actual).items(), tensors(expected).items(), strict=True
         ):
-            assert name == other and type(value) is type(wanted)
-            if value is not None and wanted is not None:
-                assert value.dtype == wanted.dtype and torch.equal(value, wanted)
+            assert name == second and type(value) is type(required)
+            if value is not None and required is not None:
+                assert value.dtype == required.dtype and torch.equal(value, required)
                 value.zero_()  # its memory is its own
     assert torch.equal(batch.input_ids, torch.arange(sum(lengths)))
 

@@ -64,7 +64,7 @@ def test_cut_sequences_keep_their_length(kind: str) -> None:
     """Each of several context parallel ranks sees a slice, perhaps only the beginning of a long sequence."""
     config = with_rotary_scaling("llama", kind)
     batch = SequenceBatch.from_sequences(SEQUENCES)
-    whole = WHOLE.slice_of(batch)
+    complete = WHOLE.slice_of(batch)
     rotary: Any = tiny_model("llama", config=config).base_model.rotary_emb
     parent = torch.nn.ModuleList([rotary])
     embeddings = RotaryEmbeddings(parent)
@@ -77,15 +77,15 @@ def test_cut_sequences_keep_their_length(kind: str) -> None:
     parts = [
         turned(
             replace(
-                whole,
-                input_ids=whole.input_ids[start : start + 20],
-                position_ids=whole.position_ids[start : start + 20],
+                complete,
+                input_ids=complete.input_ids[start : start + 20],
+                position_ids=complete.position_ids[start : start + 20],
                 start=start,
             )
         )
         for start in range(0, batch.num_tokens, 20)
     ]
-    assert torch.equal(torch.cat(parts, 1), turned(whole))
+    assert torch.equal(torch.cat(parts, 1), turned(complete))
 
 
 def test_dynamic_frequencies_forget_longer_passes(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ def test_answers_and_ends_are_told_apart_and_dropped_ranks_not_told() -> None:
     ranks: list[Any] = []
     far, ends = [], []
     for number in range(4):
-        near, other = socket.socketpair()
+        near, second = socket.socketpair()
         sentinel, end = os.pipe()
         ranks.append(SimpleNamespace(rank=number, channel=Channel(near), sentinel=sentinel))
-        far.append(other)
+        far.append(second)
         ends.append(end)
     watch = Watch(ranks)
     started = time.monotonic()
@@ -29,15 +29,15 @@ def test_answers_and_ends_are_told_apart_and_dropped_ranks_not_told() -> None:
     os.close(ends[2])  # it ended
     far[3].send(b"answer")
     os.close(ends[3])  # it ended after its answer
-    told = [(ranks[1], True), (ranks[2], False), (ranks[3], True)]
-    assert watch.ready(time.monotonic() + 60) == told
-    assert watch.ready(time.monotonic() - 1) == told  # after the deadline too
+    notices = [(ranks[1], True), (ranks[2], False), (ranks[3], True)]
+    assert watch.ready(time.monotonic() + 60) == notices
+    assert watch.ready(time.monotonic() - 1) == notices  # after the deadline too
     watch.drop(ranks[1])
     watch.drop(ranks[3])
     assert watch.ready(time.monotonic() + 60) == [(ranks[2], False)]
-    for rank, other in zip(ranks, far, strict=True):
+    for rank, second in zip(ranks, far, strict=True):
         rank.channel.close()
-        other.close()
+        second.close()
         os.close(rank.sentinel)
     for end in ends[:2]:
         os.close(end)

@@ -72,13 +72,13 @@ def held_and_layout(name: str) -> tuple[dict[str, tuple[int, ...]], CheckpointLa
     """In-memory names and shapes, and the checkpoint layout."""
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name].config))
-    held = {own: tuple(parameter.shape) for own, parameter in built.named_parameters()}
-    return held, CheckpointLayout.of(built)
+    stored = {local: tuple(parameter.shape) for local, parameter in built.named_parameters()}
+    return stored, CheckpointLayout.of(built)
 
 
 def checkpoint_shapes(name: str) -> dict[str, tuple[int, ...]]:
-    held, layout = held_and_layout(name)
-    return layout.shapes(held)
+    stored, layout = held_and_layout(name)
+    return layout.shapes(stored)
 
 
 def header_bytes(shapes: dict[str, tuple[int, ...]], itemsize: int) -> int:
@@ -101,14 +101,14 @@ def test_names_and_shapes_are_those_of_the_published_checkpoint(name: str) -> No
 @pytest.mark.parametrize("name", EACH)
 def test_files_and_buckets_keep_their_bounds(name: str) -> None:
     shapes = checkpoint_shapes(name)
-    sizes = {own: 2 * math.prod(shape) for own, shape in shapes.items()}
+    sizes = {local: 2 * math.prod(shape) for local, shape in shapes.items()}
     for limit in (MAX_FILE_BYTES, BUCKET_BYTES):
         groups = list(buckets(shapes, sizes.values(), limit))
-        assert [own for group in groups for own in group] == list(shapes)
-        assert all(len(group) == 1 or sum(sizes[own] for own in group) <= limit for group in groups)
+        assert [local for group in groups for local in group] == list(shapes)
+        assert all(len(group) == 1 or sum(sizes[local] for local in group) <= limit for group in groups)
         assert len(groups) >= sum(sizes.values()) / max(limit, *sizes.values())
         if limit == MAX_FILE_BYTES:
-            headers = [header_bytes({own: shapes[own] for own in group}, 2) for group in groups]
+            headers = [header_bytes({local: shapes[local] for local in group}, 2) for group in groups]
             assert max(headers) < HEADER_LIMIT
 
 
@@ -123,17 +123,17 @@ def test_files_and_buckets_keep_their_bounds(name: str) -> None:
 )
 def test_shards_of_rows_tile_every_tensor(name: str) -> None:
     """As FSDP cuts: ranks have rows of each parameter, and of fused experts some experts and no others."""
-    held, layout = held_and_layout(name)
-    found: Counter[str] = Counter()
-    for own, shape in held.items():
+    stored, layout = held_and_layout(name)
+    actual: Counter[str] = Counter()
+    for local, shape in stored.items():
         rows = -(-shape[0] // RANKS)
         for start in range(0, shape[0], rows):
             part = torch.empty((min(rows, shape[0] - start), *shape[1:]), device="meta")
             for written, _, box in layout.local(
-                own, LocalPart(part, (start, *(0,) * (len(shape) - 1))), shape
+                local, LocalPart(part, (start, *(0,) * (len(shape) - 1))), shape
             ):
-                found[written] += box.numel()
-    assert found == {own: math.prod(shape) for own, shape in checkpoint_shapes(name).items()}
+                actual[written] += box.numel()
+    assert actual == {local: math.prod(shape) for local, shape in checkpoint_shapes(name).items()}
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_an_adapter_of_all_linear_layers_is_one_readable_file(name: str) -> None
 
 @pytest.mark.parametrize("name", EACH)
 def test_a_memory_plan_counts_the_whole_model(name: str) -> None:
-    found = footprint_of(ModelConfig(config=MODELS[name].config))
-    assert found.parameters == found.trained == MODELS[name].parameters
-    assert found.inner == MODELS[name].inner
+    actual = footprint_of(ModelConfig(config=MODELS[name].config))
+    assert actual.parameters == actual.trained == MODELS[name].parameters
+    assert actual.inner == MODELS[name].inner
 
 
 def test_a_vision_language_model_is_refused() -> None:

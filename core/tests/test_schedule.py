@@ -135,9 +135,9 @@ def test_cuda_takes_the_norms_of_all_gradients_in_one_kernel(monkeypatch: pytest
 
 
 def test_replicas_are_counted_once() -> None:
-    first, other = LocalSlice("a", (0,), torch.tensor([3.0])), LocalSlice("b", (0,), torch.tensor([4.0]), 1)
-    assert global_grad_norm([first, other], Comm()) == 3.0
-    assert global_grad_norm([other], Comm()) == 0.0
+    first, second = LocalSlice("a", (0,), torch.tensor([3.0])), LocalSlice("b", (0,), torch.tensor([4.0]), 1)
+    assert global_grad_norm([first, second], Comm()) == 3.0
+    assert global_grad_norm([second], Comm()) == 0.0
 
 
 def test_non_finite_gradients_give_a_non_finite_norm() -> None:

@@ -34,9 +34,9 @@ def test_packed_sequences_are_those_of_the_plain_model(family: str, tmp_path: Pa
     model = build_model(ModelConfig(path=str(tmp_path)), seed=0, attn_implementation=PACKED_ATTENTION)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     packed = PackedModel(model, "lm").train()
-    found, expected = packed_logprobs(packed, SEQUENCES), token_logprobs(plain, SEQUENCES)
-    torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-4)
-    weighted(found).backward()
+    actual, expected = packed_logprobs(packed, SEQUENCES), token_logprobs(plain, SEQUENCES)
+    torch.testing.assert_close(torch.cat(actual), torch.cat(expected), rtol=1e-4, atol=1e-4)
+    weighted(actual).backward()
     weighted(expected).backward()
     gradients = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
@@ -50,10 +50,10 @@ def test_packed_sequences_are_those_of_the_plain_model(family: str, tmp_path: Pa
 def test_an_adapter_in_a_layer_with_a_state_gets_its_gradient(tmp_path: Path) -> None:
     tiny_model("qwen3_5_text").save_pretrained(tmp_path)
     register_packed_attention()
-    chosen = ModelConfig(
+    selected = ModelConfig(
         path=str(tmp_path), lora=LoraConfig(rank=2, target_modules=("in_proj_qkv", "out_proj"))
     )
-    model = build_model(chosen, seed=0, attn_implementation=PACKED_ATTENTION)
+    model = build_model(selected, seed=0, attn_implementation=PACKED_ATTENTION)
     packed = PackedModel(model, "lm")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():
@@ -61,11 +61,11 @@ def test_an_adapter_in_a_layer_with_a_state_gets_its_gradient(tmp_path: Path) ->
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
     together = torch.autograd.grad(weighted(packed_logprobs(packed, SEQUENCES)), list(trained.values()))
     alone = [packed_logprobs(packed, [ids])[0] for ids in SEQUENCES]
-    for own, other in zip(
+    for local, second in zip(
         together, torch.autograd.grad(weighted(alone), list(trained.values())), strict=True
     ):
-        assert other.abs().max() > 0
-        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+        assert second.abs().max() > 0
+        torch.testing.assert_close(local, second, rtol=1e-3, atol=1e-3 * float(second.abs().max()))
 
 
 class Sums(nn.Module):
@@ -86,9 +86,9 @@ def test_sequences_of_similar_length_are_one_call() -> None:
     layer = trunk["layer"]
     StatefulLayers(trunk).begin(Segments((0, 3, 7, 8, 16)), torch.device("cpu"))
     hidden = torch.arange(16.0).view(1, 16, 1)
-    found, state = layer(hidden)
+    actual, state = layer(hidden)
     expected = torch.cat([part.cumsum(0) for part in hidden[0].split([3, 4, 1, 8])])
-    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(actual[0], expected)
     assert state is None, "the state after the last token is of no sequence"
     assert layer.calls == [(1, 1, 1), (2, 4, 1), (1, 8, 1)]
 

@@ -71,13 +71,13 @@ def test_a_step_reports_and_changes_every_parameter(engine: TrainEngine) -> None
 def test_two_calls_with_the_total_weight_equal_one(engine: TrainEngine) -> None:
     batch = support.batch()
     engine.forward_backward(batch, NLL, ONE)
-    whole = tensors(engine, "grads")
+    complete = tensors(engine, "grads")
     engine.optimizer_zero_grad()
     total = NLL.weight(batch)
     for part in (batch.select([0]), batch.select([1, 2])):
         engine.forward_backward(part, NLL, ONE, total_weight=total)
     for name, grad in tensors(engine, "grads").items():
-        torch.testing.assert_close(grad, whole[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(grad, complete[name], rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_are_normalised_by_what_the_loss_counts(engine: TrainEngine) -> None:
@@ -144,11 +144,11 @@ def test_an_empty_batch_is_skipped(engine: TrainEngine) -> None:
 
 def test_forward_comes_back_in_the_callers_order(engine: TrainEngine) -> None:
     batch = support.batch(lengths=(9, 2, 7, 1, 5))
-    whole = engine.forward(batch, ONE, outputs=("logprobs", "entropy"))
+    complete = engine.forward(batch, ONE, outputs=("logprobs", "entropy"))
     cut = engine.forward(batch, MicroBatchSpec(max_tokens=10), outputs=("logprobs", "entropy"))
-    for (name, left), (_, right) in zip(whole.items(), cut.items(), strict=True):
+    for (name, left), (_, right) in zip(complete.items(), cut.items(), strict=True):
         torch.testing.assert_close(left, right, msg=name)
-    assert (whole["logprobs"][batch.cu_seqlens[:-1].long()] == 0).all()
+    assert (complete["logprobs"][batch.cu_seqlens[:-1].long()] == 0).all()
 
 
 def last_logprob(output: ModelOutput, data: SequenceBatch) -> torch.Tensor:
@@ -390,27 +390,27 @@ def dropping(seed: int) -> TrainEngine:
 def test_draws_depend_on_the_seed_and_on_nothing_else_in_the_process() -> None:
     losses: dict[str, list[float]] = {}
     for name, seed in (("alone", 0), ("again", 0), ("beside another", 0), ("another seed", 1)):
-        engine, other = dropping(seed), dropping(5)
+        engine, second = dropping(seed), dropping(5)
         before = torch.get_rng_state()
         losses[name] = []
         for step in range(3):
             losses[name].append(engine.train_batch(support.batch(step), NLL, ONE)["loss"])
             if name == "beside another":
-                other.train_batch(support.batch(step), NLL, ONE)
+                second.train_batch(support.batch(step), NLL, ONE)
         assert torch.equal(torch.get_rng_state(), before)
         torch.rand(1)  # so that the next one finds another state of the process
         engine.destroy()
-        other.destroy()
+        second.destroy()
     assert losses["alone"] == losses["again"] == losses["beside another"]
     assert losses["alone"][0] != losses["another seed"][0]
 
 
 def test_the_process_group_goes_with_the_last_engine(engine: TrainEngine) -> None:
-    other = support.engine()
+    second = support.engine()
     engine.destroy()
-    assert other.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1.0
-    other.destroy()
-    other.destroy()
+    assert second.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1.0
+    second.destroy()
+    second.destroy()
     assert not torch.distributed.is_initialized()
 
 
@@ -418,15 +418,15 @@ def test_an_engine_of_another_world_is_refused(engine: TrainEngine) -> None:
     store = open_store("127.0.0.1")
     meeting = Meeting(host="127.0.0.1", port=store.port, name="another")
     address = RankAddress(rank=0, world_size=1, meeting=meeting)
-    other = load_engine(SPEC, support.config())
+    second = load_engine(SPEC, support.config())
     with pytest.raises(EngineStateError, match="already initialised in this process, as rank 0 of 1"):
-        other.initialize(address)
+        second.initialize(address)
     engine.destroy()
-    other.initialize(address)
+    second.initialize(address)
     third = load_engine(SPEC, support.config())
     third.initialize(address)
-    assert third.world.group is other.world.group
-    other.destroy()
+    assert third.world.group is second.world.group
+    second.destroy()
     third.destroy()
 
 

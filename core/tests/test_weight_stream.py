@@ -57,15 +57,15 @@ def meta(directory: Path, **changes: Any) -> WeightUpdateMeta:
     return WeightUpdateMeta(**{"method": "tensor", "version": 3, "path": str(directory / "meet"), **changes})
 
 
-def collect(what: WeightUpdateMeta, timeout_s: float = 20) -> list[Bucket]:
-    with weight_update(what).receive(timeout_s) as received:
+def collect(subject: WeightUpdateMeta, timeout_s: float = 20) -> list[Bucket]:
+    with weight_update(subject).receive(timeout_s) as received:
         return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
 
 
-def passed(tensors: Sequence[tuple[str, Tensor]], what: WeightUpdateMeta) -> list[Bucket]:
+def passed(tensors: Sequence[tuple[str, Tensor]], subject: WeightUpdateMeta) -> list[Bucket]:
     with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect, what)
-        weight_update(what).send(iter(tensors))
+        arrival = pool.submit(collect, subject)
+        weight_update(subject).send(iter(tensors))
         return arrival.result(20)
 
 
@@ -76,9 +76,9 @@ def test_everything_arrives_once_and_in_order(
 ) -> None:
     tensors = [(f"t{n}", torch.randn(shape).mul(9).to(dtype)) for n, (shape, dtype) in enumerate(shapes)]
     with TemporaryDirectory() as directory:
-        what = meta(Path(directory), bucket_bytes=bucket_bytes, verify=verify)
-        buckets = passed(tensors, what)
-        assert not Path(what.path or "").exists(), "the rendezvous file is removed"
+        subject = meta(Path(directory), bucket_bytes=bucket_bytes, verify=verify)
+        buckets = passed(tensors, subject)
+        assert not Path(subject.path or "").exists(), "the rendezvous file is removed"
     arrived = [item for bucket in buckets for item in bucket]
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
     for (_, got), (_, sent) in zip(arrived, tensors, strict=True):
@@ -97,25 +97,25 @@ def test_strided_and_reused_tensors_arrive_as_they_are(tmp_path: Path) -> None:
         for number in range(4):
             yield f"reused {number}", buffer.fill_(number)
 
-    found = dict(item for bucket in passed_stream(stream(), meta(tmp_path)) for item in bucket)
-    assert torch.equal(found["transposed"], wide.t())
-    assert torch.equal(found["column"], wide[:, 1])
-    assert [float(found[f"reused {number}"][0]) for number in range(4)] == [0, 1, 2, 3]
+    actual = dict(item for bucket in passed_stream(stream(), meta(tmp_path)) for item in bucket)
+    assert torch.equal(actual["transposed"], wide.t())
+    assert torch.equal(actual["column"], wide[:, 1])
+    assert [float(actual[f"reused {number}"][0]) for number in range(4)] == [0, 1, 2, 3]
 
 
-def passed_stream(stream: Iterator[tuple[str, Tensor]], what: WeightUpdateMeta) -> list[Bucket]:
+def passed_stream(stream: Iterator[tuple[str, Tensor]], subject: WeightUpdateMeta) -> list[Bucket]:
     with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect, what)
-        weight_update(what).send(stream)
+        arrival = pool.submit(collect, subject)
+        weight_update(subject).send(stream)
         return arrival.result(20)
 
 
 @pytest.mark.parametrize("adapter", [AdapterMetadata(rank=2, alpha=4, rslora=False, base="abcd"), None])
 def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMetadata | None) -> None:
-    what, lora = meta(tmp_path, method="lora"), LoraConfig(rank=2, alpha=4)
+    subject, lora = meta(tmp_path, method="lora"), LoraConfig(rank=2, alpha=4)
 
     def receive() -> None:
-        with weight_update(what).receive(20) as received:
+        with weight_update(subject).receive(20) as received:
             assert received.adapter == adapter
             assert adapter is not None
             adapter.require_fit(lora, lambda: "abcd")
@@ -132,16 +132,16 @@ def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMeta
             nullcontext() if adapter else pytest.raises(WeightsError, match="sent no metadata of its adapter")
         )
         with expected:
-            weight_update(what, adapter).send(iter([("a", torch.zeros(2))]))
+            weight_update(subject, adapter).send(iter([("a", torch.zeros(2))]))
         with expected:
             arrival.result(20)
 
 
 def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
-    what = meta(tmp_path, bucket_bytes=8)
+    subject = meta(tmp_path, bucket_bytes=8)
 
     def refuse() -> None:
-        with weight_update(what).receive(20) as received:
+        with weight_update(subject).receive(20) as received:
             for _ in received:
                 raise WeightsError("no room for them")
 
@@ -155,7 +155,7 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
                 yield f"t{number}", torch.zeros(2)
 
         with pytest.raises(WeightsError, match="no room for them"):
-            weight_update(what).send(stream())
+            weight_update(subject).send(stream())
         assert consumed == list(range(6)), "other ranks are in the middle of the stream: it goes to its end"
         with pytest.raises(WeightsError, match="no room"):
             arrival.result(20)
@@ -163,10 +163,10 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
 
 def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path) -> None:
     """It has closed its end before the sender's next message."""
-    what = meta(tmp_path)
+    subject = meta(tmp_path)
 
     def refuse() -> None:
-        with weight_update(what).receive(20):
+        with weight_update(subject).receive(20):
             raise WeightsError("no room for them")
 
     with ThreadPoolExecutor(1) as pool:
@@ -177,7 +177,7 @@ def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path)
             yield "a", torch.zeros(2)
 
         with pytest.raises(WeightsError, match="the receiver of the weights failed: no room for them"):
-            weight_update(what).send(stream())
+            weight_update(subject).send(stream())
 
 
 def test_the_error_of_a_receiver_that_waits_no_longer_reaches_a_late_sender(
@@ -195,36 +195,36 @@ def test_the_exports_error_reaches_the_receiver(tmp_path: Path) -> None:
         yield "a", torch.zeros(2)
         raise ValueError("a shard is missing")
 
-    what = meta(tmp_path, bucket_bytes=1)
+    subject = meta(tmp_path, bucket_bytes=1)
     with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect, what)
+        arrival = pool.submit(collect, subject)
         with pytest.raises(WeightsError, match="a shard is missing"):
-            weight_update(what).send(breaking())
+            weight_update(subject).send(breaking())
         with pytest.raises(WeightsError, match="a shard is missing"):
             arrival.result(20)
 
 
-def die_after_two(what: WeightUpdateMeta) -> None:
+def die_after_two(subject: WeightUpdateMeta) -> None:
     def dying() -> Iterator[tuple[str, Tensor]]:
         for number in range(9):
             if number == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield f"t{number}", torch.zeros(4)
 
-    weight_update(what).send(dying())
+    weight_update(subject).send(dying())
 
 
 def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
-    what = meta(tmp_path, bucket_bytes=1)
-    process = multiprocessing.get_context("spawn").Process(target=die_after_two, args=(what,))
+    subject = meta(tmp_path, bucket_bytes=1)
+    process = multiprocessing.get_context("spawn").Process(target=die_after_two, args=(subject,))
     process.start()
     with pytest.raises(WeightsError, match="the sender of the weights is gone"):
-        collect(what, 60)
+        collect(subject, 60)
     process.join()
 
 
 def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: Path) -> None:
-    what, replaced = meta(tmp_path, bucket_bytes=1), threading.Event()
+    subject, replaced = meta(tmp_path, bucket_bytes=1), threading.Event()
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         yield "a", torch.full((4,), 1.0)
@@ -233,13 +233,13 @@ def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: P
         yield "c", torch.full((4,), 3.0)
 
     def receive() -> list[float]:
-        with weight_update(what).receive(20) as received:
+        with weight_update(subject).receive(20) as received:
             assert replaced.wait(20)
             return [float(tensor[0]) for bucket in received for _, tensor in bucket]
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(receive)
-        weight_update(what).send(stream())
+        weight_update(subject).send(stream())
         assert arrival.result(20) == [1.0, 2.0, 3.0]
 
 
@@ -248,7 +248,7 @@ def test_no_rank_begins_to_stream_before_the_writer_has_met_the_receiver(
     tmp_path: Path, received: bool
 ) -> None:
     """On an accelerator, a rank that waits in the stream's collective would be taken for hanging."""
-    what, began, met = meta(tmp_path), list[bool](), threading.Event()
+    subject, began, met = meta(tmp_path), list[bool](), threading.Event()
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         began.append(met.is_set())
@@ -257,29 +257,29 @@ def test_no_rank_begins_to_stream_before_the_writer_has_met_the_receiver(
     def receive() -> list[str]:
         time.sleep(0.3)
         met.set()
-        with weight_update(what).receive(20) as weights:
+        with weight_update(subject).receive(20) as weights:
             return [name for bucket in weights for name, _ in bucket]
 
     def send(world: Comm) -> None:
-        weight_update(what).send(stream(), world, is_writer=world.rank == 1, device=torch.device("cpu"))
+        weight_update(subject).send(stream(), world, is_writer=world.rank == 1, device=torch.device("cpu"))
 
     with ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patched:
         arrival = pool.submit(receive) if received else None
         patched.setattr(rendezvous, "CONNECT_S", 20.0 if received else 0.1)
-        found = on_ranks(2, send)
+        actual = on_ranks(2, send)
         assert arrival is None or arrival.result(20) == ["a"]
     assert began == ([True, True] if received else [])
-    assert [type(error) for error in found] == ([type(None)] * 2 if received else [WeightsError] * 2)
+    assert [type(error) for error in actual] == ([type(None)] * 2 if received else [WeightsError] * 2)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="only Linux has a limit of its own")
 def test_too_little_shared_memory_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    what = meta(tmp_path)
+    subject = meta(tmp_path)
 
     def receive() -> None:
-        with weight_update(what).receive(20) as received:
+        with weight_update(subject).receive(20) as received:
             list(received)
 
     monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_bavail=3, f_blocks=16, f_frsize=2**20))
@@ -291,7 +291,7 @@ def test_too_little_shared_memory_is_an_error_and_no_signal(
         arrival = pool.submit(receive)
         says = r"'large' needs 4 MiB of shared memory, and /dev/shm has 3 MiB free of 16 MiB; enlarge"
         with pytest.raises(WeightsError, match=says):
-            weight_update(what).send(stream)
+            weight_update(subject).send(stream)
         with pytest.raises(WeightsError, match=says):
             arrival.result(20)
 
@@ -328,10 +328,10 @@ def test_threads_leave_the_sharing_strategy_as_it_was() -> None:
 
 
 def test_damaged_buckets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = digest_of
+    local = digest_of
 
     def damaging(tensors: Bucket) -> str:
-        digest = own(tensors)
+        digest = local(tensors)
         tensors[0][1].view(torch.uint8)[0] ^= 1
         return digest
 
@@ -415,32 +415,32 @@ def grouped(directory: Path, **changes: Any) -> WeightUpdateMeta:
     return meta(directory, method="distributed", bucket_bytes=1 << 20, **changes)
 
 
-def collect_grouped(what: WeightUpdateMeta, leave_after: int) -> tuple[list[Bucket], list[bool]]:
+def collect_grouped(subject: WeightUpdateMeta, leave_after: int) -> tuple[list[Bucket], list[bool]]:
     """Buckets received by the group, or in memory once this rank has left it; and a flag for each: by broadcast?"""
-    found: list[Bucket] = []
+    actual: list[Bucket] = []
     flags = []
-    with weight_update(what).receive(20, lambda: ReceiverRanks(count=1)) as received:
+    with weight_update(subject).receive(20, lambda: ReceiverRanks(count=1)) as received:
         assert received.group is not None
         group = WeightGroup.join(received.group, 1, torch.device("cpu"))
         for bucket in received:
             flags.append(received.broadcast)
             received.allow_broadcast()
-            if len(found) < leave_after:
-                found.append([(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket])
+            if len(actual) < leave_after:
+                actual.append([(name, group.broadcast(torch.empty_like(tensor))) for name, tensor in bucket])
                 continue
-            if len(found) == leave_after:
+            if len(actual) == leave_after:
                 group.close()
-            found.append([(name, tensor.clone()) for name, tensor in bucket])
-    return found, flags
+            actual.append([(name, tensor.clone()) for name, tensor in bucket])
+    return actual, flags
 
 
 @pytest.mark.parametrize("leave_after", [99, 2])
 def test_a_group_carries_the_buckets_and_memory_what_it_cannot(tmp_path: Path, leave_after: int) -> None:
     tensors = [(f"t{n}", torch.full((200_000,), float(n))) for n in range(12)]
-    what = grouped(tmp_path, verify=True)
+    subject = grouped(tmp_path, verify=True)
     with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect_grouped, what, leave_after)
-        weight_update(what).send(iter(tensors))
+        arrival = pool.submit(collect_grouped, subject, leave_after)
+        weight_update(subject).send(iter(tensors))
         buckets, flags = arrival.result(30)
     arrived = [item for bucket in buckets for item in bucket]
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
@@ -469,18 +469,18 @@ class Receiver:
         self.pool = ThreadPoolExecutor(1)
         self.got: list[Bucket] = []
 
-    def update_weights(self, what: WeightUpdateMeta) -> Future[None]:
-        return self.pool.submit(lambda: self.got.extend(collect(what)))
+    def update_weights(self, subject: WeightUpdateMeta) -> Future[None]:
+        return self.pool.submit(lambda: self.got.extend(collect(subject)))
 
 
 class Sender:
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
-    def upload_weights(self, what: WeightUpdateMeta) -> None:
+    def upload_weights(self, subject: WeightUpdateMeta) -> None:
         if self.error is not None:
             raise self.error
-        weight_update(what).send(iter([("a", torch.ones(3))]))
+        weight_update(subject).send(iter([("a", torch.ones(3))]))
 
 
 def test_sync_does_both_sides(tmp_path: Path) -> None:
@@ -499,10 +499,10 @@ def test_files_are_written_before_the_receiver_pauses(
     events: list[str] = []
 
     class Side:
-        def upload_weights(self, what: WeightUpdateMeta) -> None:
+        def upload_weights(self, subject: WeightUpdateMeta) -> None:
             events.append("upload")
 
-        def update_weights(self, what: WeightUpdateMeta) -> Future[None]:
+        def update_weights(self, subject: WeightUpdateMeta) -> Future[None]:
             events.append("update")
             done: Future[None] = Future()
             done.set_result(None)
@@ -533,7 +533,7 @@ def test_an_interrupted_sync_does_not_wait_for_a_server_that_does_not_answer(
 ) -> None:
     monkeypatch.setattr(sync, "INTERRUPT_WAIT_S", 0.0)
     never: Future[None] = Future()
-    receiver: Any = SimpleNamespace(update_weights=lambda what: never)
+    receiver: Any = SimpleNamespace(update_weights=lambda subject: never)
     answer = threading.Timer(10, never.set_result, [None])
     answer.start()
     with pytest.raises(KeyboardInterrupt):
@@ -551,33 +551,33 @@ def test_buckets_go_to_another_machine_over_tcp(
     tmp_path: Path, method: SyncMethod, bucket_bytes: int
 ) -> None:
     tensors = [(f"t{n}", torch.randn(n, 5).mul(9).to(dtype)) for n, dtype in enumerate(DTYPES)]
-    what = meta(tmp_path, method=method, host="127.0.0.1", bucket_bytes=bucket_bytes, verify=True)
+    subject = meta(tmp_path, method=method, host="127.0.0.1", bucket_bytes=bucket_bytes, verify=True)
     adapter = AdapterMetadata(rank=1, alpha=1, rslora=False) if method == "lora" else None
     with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect_here, what)
-        weight_update(what, adapter).send(iter(tensors))
+        arrival = pool.submit(collect_here, subject)
+        weight_update(subject, adapter).send(iter(tensors))
         arrived = arrival.result(20)
     assert [name for name, _ in arrived] == [name for name, _ in tensors]
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(arrived, tensors, strict=True))
     assert all(got.dtype == sent.dtype for (_, got), (_, sent) in zip(arrived, tensors, strict=True))
-    assert not Path(what.path or "").exists()
+    assert not Path(subject.path or "").exists()
 
 
-def collect_here(what: WeightUpdateMeta) -> Bucket:
-    with weight_update(what).receive_copies(20) as buckets:
+def collect_here(subject: WeightUpdateMeta) -> Bucket:
+    with weight_update(subject).receive_copies(20) as buckets:
         return [item for bucket in buckets for item in bucket]
 
 
 def test_a_receiver_sends_strangers_away(tmp_path: Path) -> None:
-    what = meta(tmp_path, host="127.0.0.1")
+    subject = meta(tmp_path, host="127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect, what)
-        while not (found := read_record(tmp_path / "meet")).get("port"):
+        arrival = pool.submit(collect, subject)
+        while not (actual := read_record(tmp_path / "meet")).get("port"):
             time.sleep(0.01)
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(100)):
-            with socket.create_connection(("127.0.0.1", found["port"])) as stranger:
+            with socket.create_connection(("127.0.0.1", actual["port"])) as stranger:
                 stranger.sendall(data)
-        weight_update(what).send(iter([("a", torch.ones(2))]))
+        weight_update(subject).send(iter([("a", torch.ones(2))]))
         ((name, _),) = arrival.result(20)[0]
     assert name == "a"
 
@@ -587,16 +587,16 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def test_an_error_of_a_receiver_on_another_machine_reaches_the_sender(tmp_path: Path) -> None:
-    what = meta(tmp_path, host="127.0.0.1")
+    subject = meta(tmp_path, host="127.0.0.1")
 
     def fail() -> None:
-        with weight_update(what).receive(20) as received:
+        with weight_update(subject).receive(20) as received:
             next(iter(received))
             raise ValueError("no room")
 
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(fail)
         with pytest.raises(WeightsError, match="no room"):
-            weight_update(what).send(iter([("a", torch.ones(2))]))
+            weight_update(subject).send(iter([("a", torch.ones(2))]))
         with pytest.raises(ValueError, match="no room"):
             arrival.result(20)

@@ -133,9 +133,9 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def _small(defaults: PretrainedConfig) -> dict[str, Any]:
-    own: Mapping[str, Any] = defaults.to_dict()
-    numbers = {name: size for name, size in SIZES.items() if type(own.get(name)) in (int, float)}
-    return {**numbers, **({"pad_token_id": None} if "pad_token_id" in own else {}), "eos_token_id": 2}
+    local: Mapping[str, Any] = defaults.to_dict()
+    numbers = {name: size for name, size in SIZES.items() if type(local.get(name)) in (int, float)}
+    return {**numbers, **({"pad_token_id": None} if "pad_token_id" in local else {}), "eos_token_id": 2}
 
 
 ROTARY_SCALINGS: dict[str, dict[str, Any]] = {
@@ -208,17 +208,17 @@ def tiny_model(
 
 def token_logprobs(model: PreTrainedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
     """The plain model's log-probs of all tokens of each sequence but the first, one sequence at a time."""
-    found = []
+    actual = []
     for ids in sequences:
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        found.append(F.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0])
-    return found
+        actual.append(F.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0])
+    return actual
 
 
 def packed_logprobs(packed: PackedModel, sequences: Sequence[Tensor]) -> list[Tensor]:
     """The same of one packed batch."""
-    found = packed(SequenceBatch.from_sequences(sequences), ("logprobs",))["logprobs"]
-    return [part[1:] for part in found.split([len(ids) for ids in sequences])]
+    actual = packed(SequenceBatch.from_sequences(sequences), ("logprobs",))["logprobs"]
+    return [part[1:] for part in actual.split([len(ids) for ids in sequences])]
 
 
 def packed_model(
@@ -227,5 +227,5 @@ def packed_model(
     """`tiny_model` as engines of the toolkit pack it, read from ``directory``, where it is written."""
     tiny_model(family, config=config).save_pretrained(directory)
     register_packed_attention()
-    chosen = ModelConfig(path=str(directory), head=head)
-    return PackedModel(build_model(chosen, seed=0, attn_implementation=PACKED_ATTENTION), head)
+    selected = ModelConfig(path=str(directory), head=head)
+    return PackedModel(build_model(selected, seed=0, attn_implementation=PACKED_ATTENTION), head)

@@ -46,11 +46,11 @@ def save_and_train(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 def test_files_hold_the_state_at_save(group: EngineGroup, tmp_path: Path, layout: ParallelLayout) -> None:
     group.initialize(config=support.fsdp_config(layout, dtype="bfloat16"))
     group.train_batch(support.make_batch(0), LOSS, BUDGET)
-    wanted: dict[CheckpointFormat, dict[str, TensorKind]] = {
+    required: dict[CheckpointFormat, dict[str, TensorKind]] = {
         "portable": {"master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
         "hf": {"model": "params"},
     }
-    for form, files in wanted.items():
+    for form, files in required.items():
         expected = {prefix: group.named_tensors(kind) for prefix, kind in files.items()}
         path = tmp_path / form
         group.run(save_and_train, SaveLoadMeta(path=str(path), format=form, asynchronous=True))

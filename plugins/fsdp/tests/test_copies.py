@@ -47,8 +47,8 @@ class Written(TorchDispatchMode):
 def written_in_a_step(engine: TrainEngine) -> list[tuple[str, int]]:
     with Written() as written:
         engine.train_batch(support.make_batch(0), LOSS, MicroBatchSpec(count=1))
-    found: list[tuple[str, int]] = written.found
-    return found
+    actual: list[tuple[str, int]] = written.found
+    return actual
 
 
 def dtypes_of(engine: TrainEngine) -> dict[str, tuple[torch.dtype, bool]]:
@@ -61,8 +61,8 @@ def dtypes_of(engine: TrainEngine) -> dict[str, tuple[torch.dtype, bool]]:
 def written_in_a_pass(engine: TrainEngine) -> list[tuple[str, int]]:
     with Written() as written:
         engine.forward(support.make_batch(0), MicroBatchSpec(count=1))
-    found: list[tuple[str, int]] = written.found
-    return found
+    actual: list[tuple[str, int]] = written.found
+    return actual
 
 
 @pytest.fixture
@@ -82,26 +82,26 @@ def config_of(path: Path, dp: int, dtype: Any = "bfloat16", **fields: Any) -> FS
 def test_single_rank_divides_no_gradient() -> None:
     """``gradient / 1.0`` would be one more copy of each group of gradients."""
     with EngineGroup("fsdp", support.fsdp_config(1, dtype="bfloat16")) as group:
-        (found,), shapes = group.run(written_in_a_step), group.tensor_shapes("params")
+        (actual,), shapes = group.run(written_in_a_step), group.tensor_shapes("params")
     layer = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("model.layers.0."))
-    assert ("div", layer) not in found, found
+    assert ("div", layer) not in actual, actual
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_frozen_weights_are_stored_as_in_their_files(half_files: Path, dp: int) -> None:
     files = TensorFiles(half_files, "model")
     with EngineGroup("fsdp", config_of(half_files, dp, lora=LORA)) as group:
-        (held, *_), before = group.run(dtypes_of), group.named_tensors("master")
+        (stored, *_), before = group.run(dtypes_of), group.named_tensors("master")
         group.train_batch(support.make_batch(0), LOSS, MicroBatchSpec(count=1))
         after = group.named_tensors("master")
         group.initialize(config=config_of(half_files, dp))
         (trained, *_) = group.run(dtypes_of)
-    assert {dtype for dtype, grad in held.values() if grad} == {torch.float32}
-    assert {dtype for dtype, grad in held.values() if not grad} == {torch.bfloat16}
+    assert {dtype for dtype, grad in stored.values() if grad} == {torch.float32}
+    assert {dtype for dtype, grad in stored.values() if not grad} == {torch.bfloat16}
     assert {dtype for dtype, _ in trained.values()} == {torch.float32}
     for name in files.names():
-        for found in (before, after):
-            assert found[name].dtype == torch.float32 and torch.equal(found[name], files.read(name).float())
+        for actual in (before, after):
+            assert actual[name].dtype == torch.float32 and torch.equal(actual[name], files.read(name).float())
 
 
 def test_files_in_float32_are_stored_in_float32(tmp_path: Path) -> None:
@@ -109,11 +109,11 @@ def test_files_in_float32_are_stored_in_float32(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**support.TINY), dtype=torch.float32)
     model.save_pretrained(tmp_path)
     with EngineGroup("fsdp", config_of(tmp_path, 1, lora=LORA)) as group:
-        (held,) = group.run(dtypes_of)
-    assert {dtype for dtype, _ in held.values()} == {torch.float32}
+        (stored,) = group.run(dtypes_of)
+    assert {dtype for dtype, _ in stored.values()} == {torch.float32}
 
 
 def test_single_rank_gathers_no_frozen_weight(half_files: Path) -> None:
     with EngineGroup("fsdp", config_of(half_files, 1, optimizer=None)) as group:
-        (found,), shapes = group.run(written_in_a_pass), group.tensor_shapes("params")
-    assert found and not {("copy_", math.prod(shape)) for shape in shapes.values()} & {*found}, found
+        (actual,), shapes = group.run(written_in_a_pass), group.tensor_shapes("params")
+    assert actual and not {("copy_", math.prod(shape)) for shape in shapes.values()} & {*actual}, actual

@@ -72,8 +72,8 @@ def config_of(case: str, **changes: Any) -> Any:
 def one_sided() -> SequenceBatch:
     """A batch whose tokens all go to the first two experts, in both layers."""
     data = support.make_batch(0)
-    chosen = torch.tensor([0, 1]).expand(data.num_tokens, 2, 2)
-    return data.with_tokens(routing=chosen.clone())
+    selected = torch.tensor([0, 1]).expand(data.num_tokens, 2, 2)
+    return data.with_tokens(routing=selected.clone())
 
 
 BATCHES = {"own": support.make_batch(0), "one-sided": one_sided()}
@@ -82,14 +82,14 @@ BATCHES = {"own": support.make_batch(0), "one-sided": one_sided()}
 @pytest.fixture(scope="module")
 def expected() -> Expected:
     """Gradients and their norm from the reference engine, by model and batch."""
-    found: Expected = {}
+    actual: Expected = {}
     with EngineGroup("reference", support.reference_config()) as plain:
         for name, model in MODELS.items():
             for kind, batch in BATCHES.items():
                 plain.initialize(config=support.reference_config(model))
                 plain.forward_backward(batch, LOSS, MicroBatchSpec(count=1))
-                found[name, kind] = plain.named_tensors("grads"), plain.optimizer_step()["grad_norm"]
-    return found
+                actual[name, kind] = plain.named_tensors("grads"), plain.optimizer_step()["grad_norm"]
+    return actual
 
 
 SHORT = ("dp2ep2-last", "dp4ep2", "dp4ep2-four", "dp2ep2-loop", "dp2cp2ep4-four", "hybrid")
@@ -109,29 +109,29 @@ def test_gradients_equal_the_plain_model(
     """Also where routers leave ranks without tokens for their experts."""
     group.initialize(config=config_of(case))
     group.forward_backward(BATCHES[kind], LOSS, BUDGET)
-    wanted, norm = expected[CASES[case][0], kind]
+    required, norm = expected[CASES[case][0], kind]
     grads = group.named_tensors("grads")
-    assert grads.keys() == wanted.keys()
+    assert grads.keys() == required.keys()
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(grad, required[name], rtol=1e-4, atol=1e-6, msg=name)
     assert group.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def logprobs(group: EngineGroup, batch: SequenceBatch) -> Tensor:
-    found: Tensor = group.forward(batch, BUDGET)["logprobs"]
-    return found
+    actual: Tensor = group.forward(batch, BUDGET)["logprobs"]
+    return actual
 
 
 @pytest.mark.parametrize("case", ["dp4ep2", "dp2cp2ep4-four"])
 def test_ranks_without_sequences_compute_their_experts(group: EngineGroup, case: str) -> None:
     """One rank has a long sequence, and the others a token that stands for none."""
     batch = support.make_batch(1, lengths=(23,))
-    found = []
+    actual = []
     for name in (case, "dp2"):
         group.initialize(config=support.fsdp_config(CASES[name][1], model=MODELS[CASES[case][0]]))
         group.forward_backward(batch, LOSS, BUDGET)
-        found.append((group.named_tensors("grads"), logprobs(group, batch)))
-    (spread, ours), (plain, theirs) = found
+        actual.append((group.named_tensors("grads"), logprobs(group, batch)))
+    (spread, ours), (plain, theirs) = actual
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for name, grad in spread.items():
         torch.testing.assert_close(grad, plain[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -140,26 +140,26 @@ def test_ranks_without_sequences_compute_their_experts(group: EngineGroup, case:
 def test_forward_only_role_computes_the_same(group: EngineGroup) -> None:
     """With weights in bfloat16."""
     trained = config_of("dp4ep2", dtype="bfloat16")
-    found = []
+    actual = []
     for config in (trained, trained.model_copy(update={"optimizer": None})):
         group.initialize(config=config)
-        found.append(logprobs(group, BATCHES["own"]))
-    assert torch.equal(*found)
+        actual.append(logprobs(group, BATCHES["own"]))
+    assert torch.equal(*actual)
 
 
 def misplaced(engine: TrainEngine) -> list[str]:
     """Parameters of which the part on this rank is not what `local_part` says, and experts that are not spread."""
     backend = engine.backend
     assert isinstance(backend, FSDPBackend)
-    found = []
+    actual = []
     for name, parameter in backend.model.named_parameters():
         part = local_part(parameter)
-        whole: Any = parameter
-        if not torch.equal(whole.full_tensor()[part.region], part.tensor):
-            found.append(name)
+        complete: Any = parameter
+        if not torch.equal(complete.full_tensor()[part.region], part.tensor):
+            actual.append(name)
         if ".experts." in name and 4 * part.tensor.numel() != parameter.numel() * _copies(engine):
-            found.append(f"{name}: {list(part.tensor.shape)}")
-    return found
+            actual.append(f"{name}: {list(part.tensor.shape)}")
+    return actual
 
 
 def _copies(engine: TrainEngine) -> int:
@@ -198,8 +198,8 @@ def test_a_checkpoint_moves_between_degrees(
     moved = state(group)
     assert moved.keys() == saved.keys()
     assert all(torch.equal(moved[name], value) for name, value in saved.items())
-    found = group.train_batch(support.make_batch(1), LOSS, BUDGET)["loss"]
-    assert found == pytest.approx(loss, rel=1e-5)
+    actual = group.train_batch(support.make_batch(1), LOSS, BUDGET)["loss"]
+    assert actual == pytest.approx(loss, rel=1e-5)
 
 
 # ------------------------------------------------------------------ loading
@@ -256,13 +256,13 @@ def test_engine_works_after_loss_raises(group: EngineGroup) -> None:
     batch.input_ids.clamp_(max=support.VOCABULARY - 2)
     batch.input_ids[11] = support.VOCABULARY - 1
     group.forward_backward(batch, LOSS, BUDGET)
-    wanted = group.named_tensors("grads")
+    required = group.named_tensors("grads")
     group.optimizer_zero_grad()
     with pytest.raises(LossError, match=r"rank \d: ZeroDivisionError: the loss divides by zero"):
         group.forward_backward(batch, LossSpec(fn=sometimes_raising, outputs=LOSS.outputs), BUDGET)
     group.optimizer_zero_grad()
     group.forward_backward(batch, LOSS, BUDGET)
-    assert all(torch.equal(grad, wanted[name]) for name, grad in group.named_tensors("grads").items())
+    assert all(torch.equal(grad, required[name]) for name, grad in group.named_tensors("grads").items())
 
 
 MOE = ParallelLayout(dp=2, ep=2)
@@ -294,25 +294,25 @@ def test_unfit_expert_layout_is_refused(
 
 @pytest.mark.nightly
 def test_compiled_blocks_give_the_same_gradients() -> None:
-    found = []
+    actual = []
     with EngineGroup("fsdp", config_of("dp2ep2"), timeout_s=400) as ranks:
         for compiled in (False, True):
             ranks.initialize(config=config_of("dp2ep2", compile=compiled))
             ranks.forward_backward(BATCHES["own"], LOSS, BUDGET)
-            found.append(ranks.named_tensors("grads"))
-    for name, grad in found[1].items():
-        torch.testing.assert_close(grad, found[0][name], rtol=1e-4, atol=1e-6, msg=name)
+            actual.append(ranks.named_tensors("grads"))
+    for name, grad in actual[1].items():
+        torch.testing.assert_close(grad, actual[0][name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_frozen_experts_pass_gradients_on(group: EngineGroup) -> None:
-    found = []
+    actual = []
     for case in ("dp2", "dp2ep2"):
         config = config_of(case)
         frozen = config.model.model_copy(update={"frozen": ("*.experts.*", "model.layers.1.*")})
         group.initialize(config=config.model_copy(update={"model": frozen}))
         group.forward_backward(BATCHES["one-sided"], LOSS, BUDGET)
-        found.append(group.named_tensors("grads"))
-    plain, spread = found
+        actual.append(group.named_tensors("grads"))
+    plain, spread = actual
     assert spread.keys() == plain.keys() and not any(".experts." in name for name in spread)
     for name, grad in spread.items():
         torch.testing.assert_close(grad, plain[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -326,11 +326,11 @@ def prefetched(engine: TrainEngine) -> None:
 
 def test_prefetched_experts_give_the_same_gradients(group: EngineGroup) -> None:
     """As on CUDA."""
-    found = []
+    actual = []
     for prefetch in (False, True):
         group.initialize(config=config_of("dp4ep2"))
         if prefetch:
             group.run(prefetched)
         group.forward_backward(BATCHES["own"], LOSS, BUDGET)
-        found.append(group.named_tensors("grads"))
-    assert all(torch.equal(grad, found[0][name]) for name, grad in found[1].items())
+        actual.append(group.named_tensors("grads"))
+    assert all(torch.equal(grad, actual[0][name]) for name, grad in actual[1].items())

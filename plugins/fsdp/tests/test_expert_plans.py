@@ -47,11 +47,11 @@ def test_plan_counts_rows_for_remote_tokens(monkeypatch: pytest.MonkeyPatch) -> 
             setattr(module, name, nn.Parameter(parameter.detach().chunk(2)[0].clone()))
     dispatch_experts(model, model.model, TwoRanks())
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    retained: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
-        kept[memory.data_ptr()] = 0 if memory.data_ptr() in weights else memory.nbytes()
+        retained[memory.data_ptr()] = 0 if memory.data_ptr() in weights else memory.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -59,16 +59,16 @@ def test_plan_counts_rows_for_remote_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     assert output.last_hidden_state.requires_grad
     config = support.fsdp_config(ParallelLayout(dp=2, ep=2), model=PLANNED)
     planned = estimate_memory(config, footprint_of(config.model), 256)
-    assert planned.activations == pytest.approx(sum(kept.values()), rel=0.1)
+    assert planned.activations == pytest.approx(sum(retained.values()), rel=0.1)
 
 
 def test_plan_counts_gathered_experts_per_rank() -> None:
     experts = 2 * 6 * 3 * 24 * 16
-    found = []
+    actual = []
     for ep in (1, 2):
         config = support.fsdp_config(ParallelLayout(dp=2, ep=ep), model=support.MOE)
         footprint = footprint_of(config.model)
         assert footprint.experts == experts
-        found.append(estimate_memory(config, footprint, 100).transient)
+        actual.append(estimate_memory(config, footprint, 100).transient)
     # Two layers of three, and the gradients of one.
-    assert found[0] - found[1] == pytest.approx(4 * 3 * experts / 2 / 3)
+    assert actual[0] - actual[1] == pytest.approx(4 * 3 * experts / 2 / 3)

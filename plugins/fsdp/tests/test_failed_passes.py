@@ -44,9 +44,9 @@ def sometimes_raising(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor,
 
 def gradients(group: EngineGroup) -> dict[str, Tensor]:
     group.forward_backward(support.make_batch(0), LOSS, BUDGET)
-    found = group.named_tensors("grads")
+    actual = group.named_tensors("grads")
     group.optimizer_zero_grad()
-    return found
+    return actual
 
 
 def test_loss_raises_on_first_rank(group: EngineGroup) -> None:
@@ -61,8 +61,8 @@ def test_loss_raises_on_first_rank(group: EngineGroup) -> None:
     with pytest.raises(EngineStateError, match="after a pass that raised"):
         group.optimizer_step()
     group.optimizer_zero_grad()
-    found = gradients(group)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = gradients(group)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def raising_on_rank_1(data: SequenceBatch) -> float:
@@ -79,8 +79,8 @@ def test_weight_fn_raises_on_first_rank(group: EngineGroup, layout: ParallelLayo
     raising = LossSpec(fn=support.loss, weight_fn=raising_on_rank_1, outputs=LOSS.outputs)
     with pytest.raises(LossError, match="weight_fn: rank 1: ZeroDivisionError: the weight divides by zero"):
         group.forward_backward(support.make_batch(0), raising, BUDGET)
-    found = gradients(group)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = gradients(group)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 class Broken(Exception):
@@ -121,8 +121,8 @@ def test_model_raises_on_single_rank(
     for where, forward_only in (("forward", False), ("forward", True), ("backward", False)):
         group.run(break_pass, where, forward_only)
         group.optimizer_zero_grad()
-        found = gradients(group)
-        assert all(torch.equal(found[name], value) for name, value in expected.items()), where
+        actual = gradients(group)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items()), where
     assert group.train_batch(support.make_batch(0), LOSS, BUDGET)["update_successful"] == 1
 
 
@@ -138,8 +138,8 @@ def test_missing_gradients_on_single_rank(group: EngineGroup) -> None:
     expected = gradients(group)
     group.run(break_reduction)
     group.optimizer_zero_grad()
-    found = gradients(group)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    actual = gradients(group)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 class Copies(TorchDispatchMode):
@@ -198,15 +198,15 @@ def fail_on_one_rank(engine: TrainEngine) -> str:
 
 def test_rank_raising_alone_has_failed(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(2))
-    for said in group.run(fail_on_one_rank):
-        assert "an engine that has failed: Broken: no memory" in said
+    for message in group.run(fail_on_one_rank):
+        assert "an engine that has failed: Broken: no memory" in message
     group.initialize(config=support.fsdp_config(2))
     assert gradients(group)
 
 
 def logprobs(group: EngineGroup) -> Tensor:
-    found: Tensor = group.forward(support.make_batch(0), BUDGET)["logprobs"]
-    return found
+    actual: Tensor = group.forward(support.make_batch(0), BUDGET)["logprobs"]
+    return actual
 
 
 def test_weights_loaded_after_failed_forward_are_used(group: EngineGroup) -> None:

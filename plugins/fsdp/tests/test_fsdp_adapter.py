@@ -88,7 +88,7 @@ def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: st
     group.initialize(config=config_of(path, lora=lora))
     train(group, 0, 3)
     batch = support.make_batch(5)
-    own = group.forward(batch, BUDGET)["logprobs"]
+    local = group.forward(batch, BUDGET)["logprobs"]
     group.save(meta(tmp_path / "adapter"))
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(path)
@@ -102,12 +102,12 @@ def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: st
     adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
     with torch.no_grad():
         theirs = plain_logprobs(adapted, batch)
-        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(local, theirs, rtol=1e-5, atol=1e-5)
         group.save(SaveLoadMeta(path=str(tmp_path / "merged"), format="hf"))
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        torch.testing.assert_close(own, plain_logprobs(merged, batch), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(local, plain_logprobs(merged, batch), rtol=1e-5, atol=1e-5)
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
-    assert (own - group_without(group, path, batch)).abs().max() > 1e-3
+    assert (local - group_without(group, path, batch)).abs().max() > 1e-3
 
 
 def group_without(group: EngineGroup, path: Path, batch: SequenceBatch) -> torch.Tensor:
@@ -146,7 +146,7 @@ def test_a_critics_adapter_holds_its_head(group: EngineGroup, base: Path, tmp_pa
         group.train_batch(support.make_batch(step), loss, BUDGET)
     group.save(meta(tmp_path / "adapter"))
     batch = support.make_batch(4)
-    own = group.forward(batch, BUDGET, ("values",))["bootstrap"]
+    local = group.forward(batch, BUDGET, ("values",))["bootstrap"]
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     model.config.pad_token_id = 0
     adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
@@ -156,20 +156,20 @@ def test_a_critics_adapter_holds_its_head(group: EngineGroup, base: Path, tmp_pa
             trunk.model(ids[None]).last_hidden_state[0, -1] for ids in batch.input_ids.split(batch.lengths)
         ]
         theirs = torch.cat([trunk.score(state) for state in states])
-    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(local, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_gradient_checkpointing_changes_no_gradient(group: EngineGroup, base: Path, dp: int) -> None:
-    found = []
+    actual = []
     for checkpointing in (False, True):
         group.initialize(config=config_of(base, dp, gradient_checkpointing=checkpointing))
         train(group, 0, 1)  # B is 0 before, and A has no gradient
         group.forward_backward(support.make_batch(1), LOSS, BUDGET)
-        found.append(group.named_tensors("grads"))
-    assert all(bool(grad.any()) for grad in found[0].values())
-    for name, grad in found[1].items():
-        torch.testing.assert_close(grad, found[0][name], rtol=1e-5, atol=1e-7, msg=name)
+        actual.append(group.named_tensors("grads"))
+    assert all(bool(grad.any()) for grad in actual[0].values())
+    for name, grad in actual[1].items():
+        torch.testing.assert_close(grad, actual[0][name], rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_bfloat16_trains_float32_factors(group: EngineGroup, base: Path) -> None:

@@ -51,8 +51,8 @@ def test_colocated_engines_compute_as_if_alone(layout: ParallelLayout) -> None:
     settings = (config(0, DP2), config(1, layout))
     alone = []
     with EngineGroup("fsdp", settings[0], timeout_s=120, threads_per_rank=1) as host:
-        for own in settings:
-            host.initialize(config=own)
+        for local in settings:
+            host.initialize(config=local)
             alone.append(([train(host, step) for step in range(2)], weights(host)))
         host.initialize(config=settings[0])
         before = host.run(groups_and_threads)
@@ -62,10 +62,10 @@ def test_colocated_engines_compute_as_if_alone(layout: ParallelLayout) -> None:
                 "meshes are shared where equal"
             )
             losses = [[train(group, step) for group in groups] for step in range(2)]
-            for group, found, (expected, tensors) in zip(
+            for group, actual, (expected, tensors) in zip(
                 groups, zip(*losses, strict=True), alone, strict=True
             ):
-                assert list(found) == expected
+                assert list(actual) == expected
                 assert all(torch.equal(value, tensors[name]) for name, value in weights(group).items())
             guest.destroy()
             assert host.run(groups_and_threads) == before, "an engine takes its groups along"

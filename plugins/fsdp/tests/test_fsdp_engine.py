@@ -39,12 +39,12 @@ def expected() -> dict[str, dict[str, torch.Tensor]]:
     """Gradients of one batch from the reference engine."""
     with EngineGroup("reference", support.reference_config()) as plain:
         plain.forward_backward(support.make_batch(0), LOSS, MicroBatchSpec(count=1))
-        found = {"grads": plain.named_tensors("grads")}
-        found["norm"] = {"norm": torch.tensor(plain.optimizer_step()["grad_norm"])}
-        found["outputs"] = dict(
+        actual = {"grads": plain.named_tensors("grads")}
+        actual["norm"] = {"norm": torch.tensor(plain.optimizer_step()["grad_norm"])}
+        actual["outputs"] = dict(
             plain.forward(support.make_batch(1), BUDGET, outputs=("logprobs", "entropy")).items()
         )
-        return found
+        return actual
 
 
 def state(group: EngineGroup) -> dict[str, torch.Tensor]:
@@ -83,14 +83,14 @@ def test_compiled_blocks_keep_gradients(group: EngineGroup) -> None:
     batches = [
         support.make_batch(seed, lengths) for seed, lengths in enumerate([(5, 9), (7, 3, 8, 2), (17,)])
     ]
-    found = []
+    actual = []
     for compiled in (False, True):
         group.initialize(config=support.fsdp_config(1, compile=compiled))
         for batch in batches:
             group.forward_backward(batch, LOSS, BUDGET)
-        found.append(group.named_tensors("grads"))
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+        actual.append(group.named_tensors("grads"))
+    for name, grad in actual[0].items():
+        torch.testing.assert_close(actual[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_fewer_sequences_than_ranks_terminate(group: EngineGroup) -> None:
@@ -147,10 +147,10 @@ def test_checkpoint_loads_at_different_world_size(
 def test_training_moves_to_the_reference_engine_and_back(group: EngineGroup, tmp_path: Path) -> None:
     group.initialize(config=support.fsdp_config(2))
     train(group, 0, 2)
-    there, back = (SaveLoadMeta(path=str(tmp_path / name), format="portable") for name in ("there", "back"))
-    group.save(there)
+    target, back = (SaveLoadMeta(path=str(tmp_path / name), format="portable") for name in ("there", "back"))
+    group.save(target)
     with EngineGroup("reference", support.reference_config()) as plain:
-        plain.load(there)
+        plain.load(target)
         assert equal(state(plain), state(group))
         train(plain, 2, 3)
         plain.save(back)
@@ -177,8 +177,8 @@ def test_an_export_loads_in_transformers_and_stays_tied(group: EngineGroup, tmp_
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config.architectures == ["Qwen3ForCausalLM"]
-    held = group.named_tensors("params")
-    assert all(torch.equal(held[name], parameter) for name, parameter in model.named_parameters())
+    stored = group.named_tensors("params")
+    assert all(torch.equal(stored[name], parameter) for name, parameter in model.named_parameters())
 
 
 def test_a_critic_trains_and_exports_its_head(group: EngineGroup, tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> Curv
 )
 def test_curve_matches_the_reference(name: str, more: list[str], start: Path, tmp_path: Path) -> None:
     """On two data-parallel ranks; what is left is rounding, which three steps of Adam amplify."""
-    found = curve(name, "fsdp", start, tmp_path / "fsdp", *more)
+    actual = curve(name, "fsdp", start, tmp_path / "fsdp", *more)
     expected = curve(name, "reference", start, tmp_path / "reference")
-    assert len(found) == 4
-    assert all(row["grad_norm"] > 0 for row in found[1:])
-    for step, (own, other) in enumerate(zip(found, expected, strict=True)):
-        assert own == pytest.approx(other, rel=1e-3, abs=1e-4), f"step {step}"
+    assert len(actual) == 4
+    assert all(row["grad_norm"] > 0 for row in actual[1:])
+    for step, (local, second) in enumerate(zip(actual, expected, strict=True)):
+        assert local == pytest.approx(second, rel=1e-3, abs=1e-4), f"step {step}"
 
 
 @pytest.mark.nightly
@@ -86,6 +86,6 @@ def test_spmd_algorithm_agrees_with_driver() -> None:
         parts = shard(batch, 2)
         expected = actor.train_step(group, batch, MicroBatchSpec(max_tokens=64))
         group.initialize()
-        found = group.run_each(train_on_part, [(actor, part) for part in parts])
-    for own in found:
-        assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        actual = group.run_each(train_on_part, [(actor, part) for part in parts])
+    for local in actual:
+        assert local == pytest.approx(expected, rel=1e-4, abs=1e-6)

@@ -71,14 +71,14 @@ def group() -> Iterator[EngineGroup]:
 @pytest.fixture(scope="module")
 def expected() -> Expected:
     """Gradients and their norm from the reference engine, by model and head."""
-    found: Expected = {}
+    actual: Expected = {}
     with EngineGroup("reference", support.reference_config()) as plain:
         for name, model in MODELS.items():
             for head, loss in LOSSES.items():
                 plain.initialize(config=support.reference_config(model, head))
                 plain.forward_backward(support.make_batch(0), loss, MicroBatchSpec(count=1))
-                found[name, head] = plain.named_tensors("grads"), plain.optimizer_step()["grad_norm"]
-    return found
+                actual[name, head] = plain.named_tensors("grads"), plain.optimizer_step()["grad_norm"]
+    return actual
 
 
 @pytest.mark.parametrize("head", LOSSES)
@@ -89,11 +89,11 @@ def test_gradients_equal_the_plain_model(
     model, layout, options = CASES[case]
     group.initialize(config=support.fsdp_config(layout, head=head, model=MODELS[model], **options))
     group.forward_backward(support.make_batch(0), LOSSES[head], BUDGET)
-    wanted, norm = expected[model, head]
+    required, norm = expected[model, head]
     grads = group.named_tensors("grads")
-    assert grads.keys() == wanted.keys()
+    assert grads.keys() == required.keys()
     for name, grad in grads.items():
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(grad, required[name], rtol=1e-4, atol=1e-6, msg=name)
     assert group.optimizer_step()["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
@@ -122,11 +122,11 @@ def test_replicas_add_up_gradients_once_in_a_pass(group: EngineGroup) -> None:
     assert min(counts[0]) > 0
 
 
-@pytest.mark.parametrize(("model", "apart"), [("uneven", True), ("tiny", False)])
-def test_untied_ends_are_gathered_separately(group: EngineGroup, model: str, apart: bool) -> None:
+@pytest.mark.parametrize(("model", "separate"), [("uneven", True), ("tiny", False)])
+def test_untied_ends_are_gathered_separately(group: EngineGroup, model: str, separate: bool) -> None:
     """A tied weight is needed at the beginning and at the end of a pass."""
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
-    assert group.run(ends_are_apart) == [[apart, apart]] * 4
+    assert group.run(ends_are_apart) == [[separate, separate]] * 4
 
 
 def ends_are_apart(engine: TrainEngine) -> list[bool]:
@@ -141,15 +141,15 @@ def gathered_at_the_first_block(engine: TrainEngine) -> list[bool]:
     """Whether the embedding and the head have all of their weights when the first block computes."""
     backend = engine.backend
     assert isinstance(backend, FSDPBackend)
-    model, found = backend.packed.model, list[bool]()
+    model, actual = backend.packed.model, list[bool]()
 
     def note(*_: object) -> None:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        found.extend(not isinstance(end.get_parameter("weight"), DTensor) for end in ends)
+        actual.extend(not isinstance(end.get_parameter("weight"), DTensor) for end in ends)
 
     with model.base_model.get_submodule("layers.0").register_forward_pre_hook(note):
         engine.forward(support.make_batch(0), MicroBatchSpec(count=1))
-    return found
+    return actual
 
 
 def test_the_head_is_gathered_when_it_is_needed(group: EngineGroup) -> None:
@@ -162,11 +162,11 @@ def test_prefetched_weights_give_the_same_gradients(group: EngineGroup, model: s
     """As on CUDA, where each part gathers the next one's weights."""
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
-    wanted = group.named_tensors("grads")
+    required = group.named_tensors("grads")
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     group.run(prefetch)
     group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
-    assert all(grad.equal(wanted[name]) for name, grad in group.named_tensors("grads").items())
+    assert all(grad.equal(required[name]) for name, grad in group.named_tensors("grads").items())
 
 
 def prefetch(engine: TrainEngine) -> None:
@@ -281,8 +281,8 @@ def test_plan_lists_local_weights(group: EngineGroup, case: str) -> None:
     group.train_batch(support.make_batch(0), LOSSES["lm"], BUDGET)
     footprint = footprint_of(config.model)
     planned = config.state_bytes(footprint.parameters, footprint.trained)
-    held = group.run(held_bytes)
-    mean = [sum(values) / len(held) for values in zip(*held, strict=True)]
+    stored = group.run(held_bytes)
+    mean = [sum(values) / len(stored) for values in zip(*stored, strict=True)]
     assert mean == pytest.approx([planned.weights, planned.moments], rel=0.1)
 
 
@@ -298,16 +298,16 @@ def test_forward_only_weights_use_compute_dtype(group: EngineGroup, head: Any) -
     output: OutputName = "values" if head == "value" else "logprobs"
     trained = support.fsdp_config(2, dtype="bfloat16", head=head)
     alone = trained.model_copy(update={"optimizer": None})
-    found, held = [], []
+    actual, stored = [], []
     for config in (trained, alone):
         group.initialize(config=config)
-        found.append(group.forward(support.make_batch(0), BUDGET, (output,))[output])
-        held.append(group.run(weights_of)[0])
-    assert torch.equal(*found)
-    scalar = [(torch.float32, size) for dtype, size in held[1] if dtype == torch.float32]
+        actual.append(group.forward(support.make_batch(0), BUDGET, (output,))[output])
+        stored.append(group.run(weights_of)[0])
+    assert torch.equal(*actual)
+    scalar = [(torch.float32, size) for dtype, size in stored[1] if dtype == torch.float32]
     assert len(scalar) == (head == "value")
-    assert [(dtype, 2 * size) for dtype, size in held[1] if dtype == torch.bfloat16] == [
-        (torch.bfloat16, size) for _, size in held[0][: len(held[0]) - len(scalar)]
+    assert [(dtype, 2 * size) for dtype, size in stored[1] if dtype == torch.bfloat16] == [
+        (torch.bfloat16, size) for _, size in stored[0][: len(stored[0]) - len(scalar)]
     ]
     planned = [config.state_bytes(1000, 0).weights for config in (trained, alone)]
     assert planned == [2000.0, 1000.0]
@@ -330,11 +330,11 @@ def test_plan_lists_gathered_weights(changes: dict[str, Any], expected: float) -
 
 
 def losses(group: EngineGroup) -> Tensor:
-    found = []
+    actual = []
     for step in range(STEPS):
-        found.append(group.train_batch(support.make_batch(step), LOSSES["lm"], BUDGET)["loss"])
+        actual.append(group.train_batch(support.make_batch(step), LOSSES["lm"], BUDGET)["loss"])
         group.lr_scheduler_step()
-    return torch.tensor(found, dtype=torch.float64)
+    return torch.tensor(actual, dtype=torch.float64)
 
 
 @pytest.mark.nightly
@@ -357,8 +357,8 @@ def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
     limit = 4 * torch.cummax(spread, dim=0).values + 1e-6
     for layout in (ParallelLayout(dp=2), ParallelLayout(dp=2, tp=2), ParallelLayout(dp=2, cp=2)):
         group.initialize(config=support.fsdp_config(layout))
-        apart = (losses(group) - straight).abs()
-        assert bool((apart <= limit).all()), (layout, float((apart / limit).max()))
+        separate = (losses(group) - straight).abs()
+        assert bool((separate <= limit).all()), (layout, float((separate / limit).max()))
 
 
 def test_unsharded_attention_refuses_sequence_parallelism() -> None:

@@ -38,14 +38,14 @@ def trained(group: EngineGroup, config: FSDPConfig) -> dict[str, Tensor]:
     group.initialize(config=config)
     group.forward_backward(support.make_batch(0), LOSS, BUDGET)
     group.onload()
-    found = {f"grads/{name}": value for name, value in group.named_tensors("grads").items()}
-    found["norm"] = torch.tensor(group.optimizer_step()["grad_norm"])
+    actual = {f"grads/{name}": value for name, value in group.named_tensors("grads").items()}
+    actual["norm"] = torch.tensor(group.optimizer_step()["grad_norm"])
     for step in range(1, 3):
         group.train_batch(support.make_batch(step), LOSS, BUDGET)
     group.onload()
     for kind in KINDS:
-        found |= {f"{kind}/{name}": value for name, value in group.named_tensors(kind).items()}
-    return found
+        actual |= {f"{kind}/{name}": value for name, value in group.named_tensors(kind).items()}
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def test_activations_on_the_host_change_no_bit(
     group: EngineGroup, plain: dict[bool, dict[str, Tensor]], checkpointing: bool
 ) -> None:
     options: dict[str, Any] = {"activation_offload": True, "gradient_checkpointing": checkpointing}
-    found = trained(group, support.fsdp_config(2, **options))
-    different = [name for name, value in plain[checkpointing].items() if not torch.equal(found[name], value)]
-    assert found.keys() == plain[checkpointing].keys() and not different
+    actual = trained(group, support.fsdp_config(2, **options))
+    different = [name for name, value in plain[checkpointing].items() if not torch.equal(actual[name], value)]
+    assert actual.keys() == plain[checkpointing].keys() and not different
 
 
 @pytest.mark.parametrize("reshard", [False, True])
@@ -70,8 +70,8 @@ def test_state_on_the_host_changes_no_bit(
 ) -> None:
     values = support.fsdp_config(2, reshard_after_forward=reshard).model_dump()
     config = FSDPConfig(**values | {"offload_params": True, "offload_optimizer": True})
-    found = trained(group, config)
-    assert not [name for name, value in plain[False].items() if not torch.equal(found[name], value)]
+    actual = trained(group, config)
+    assert not [name for name, value in plain[False].items() if not torch.equal(actual[name], value)]
 
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
@@ -91,13 +91,13 @@ def test_memory_is_given_back_and_shared_as_before(group: EngineGroup) -> None:
     group.initialize(config=support.fsdp_config(2))
     group.train_batch(support.make_batch(0), LOSS, BUDGET)
     before = group.run(bytes_on_device)
-    assert all(min(held.values()) > 0 for held in before)
+    assert all(min(stored.values()) > 0 for stored in before)
     group.to("cpu")  # the engine's own device: nothing moves
     assert group.run(bytes_on_device) == before
     group.offload()
-    assert all(max(held.values()) == 0 for held in group.run(bytes_on_device))
+    assert all(max(stored.values()) == 0 for stored in group.run(bytes_on_device))
     group.train_batch(support.make_batch(1), LOSS, BUDGET)
-    assert all(max(held.values()) == 0 for held in group.run(bytes_on_device))
+    assert all(max(stored.values()) == 0 for stored in group.run(bytes_on_device))
     group.onload()
     assert group.run(bytes_on_device) == before
 
@@ -112,11 +112,11 @@ def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
 
     def pack(tensor: Tensor) -> Any:
         storages = {local_part(p).tensor.untyped_storage()._cdata for p in backend.model.parameters()}
-        found = real(tensor)
-        if isinstance(found, HostCopy):
-            copied.append(found.values)
+        actual = real(tensor)
+        if isinstance(actual, HostCopy):
+            copied.append(actual.values)
             weights.append(tensor.untyped_storage()._cdata in storages)
-        return found
+        return actual
 
     with mock.patch.object(backend.activation_offload, "_pack", pack):
         engine.forward_backward(support.make_batch(seed), LOSS, MicroBatchSpec(count=1))

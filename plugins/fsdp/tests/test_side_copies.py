@@ -23,8 +23,8 @@ class Stream:
         self.steps = steps
         self.events = 0
 
-    def wait_stream(self, other: Stream) -> None:
-        self.steps.append(f"{self.name} waits for {other.name}")
+    def wait_stream(self, second: Stream) -> None:
+        self.steps.append(f"{self.name} waits for {second.name}")
 
     def record_event(self) -> str:
         self.events += 1
@@ -67,27 +67,27 @@ class OnDevice(torch.Tensor):
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    found = Module()
+    actual = Module()
     original_copy, original_to = Tensor.copy_, Tensor.to
 
     def copy_(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        found.steps.append(f"{found.current.name} copies {int(source.flatten()[0])} to the host")
+        actual.steps.append(f"{actual.current.name} copies {int(source.flatten()[0])} to the host")
         assert non_blocking
         return original_copy(self, source)
 
     def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
-        found.steps.append(f"{found.current.name} copies {int(self.flatten()[0])} to the device")
+        actual.steps.append(f"{actual.current.name} copies {int(self.flatten()[0])} to the device")
         assert device == DEVICE and non_blocking
         return original_to(self, DEVICE)
 
     def record_stream(_: Tensor, stream: Any) -> None:
-        found.steps.append(f"kept for {stream.name}")
+        actual.steps.append(f"kept for {stream.name}")
 
-    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: actual)
     monkeypatch.setattr(Tensor, "copy_", copy_)
     monkeypatch.setattr(Tensor, "to", to)
     monkeypatch.setattr(Tensor, "record_stream", record_stream)
-    return found
+    return actual
 
 
 def test_copies_overlap_computation(module: Module) -> None:

@@ -38,23 +38,23 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("each", "layout"),
+    ("per_rank", "layout"),
     [(1, {"dp": 2}), pytest.param(2, {"dp": 2, "tp": 2}, marks=pytest.mark.nightly)],
     ids=["2 x 1", "2 x 2"],
 )
 def test_torchrun_agents_train_like_a_group(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: int, layout: dict[str, int]
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_rank: int, layout: dict[str, int]
 ) -> None:
     output = tmp_path / "spmd"
-    rows = _torchrun(each, _arguments(start, layout, output))
+    rows = _torchrun(per_rank, _arguments(start, layout, output))
     expected = _in_a_group(start, layout, tmp_path / "group", monkeypatch)
     assert [row.pop("step") for row in rows] == list(range(STEPS))
-    for own, other in zip(rows, expected, strict=True):
-        assert own == pytest.approx(other, rel=1e-6)
-    found, wanted = (load_file(path / "model.safetensors") for path in (output, tmp_path / "group"))
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, wanted[name], msg=name)
+    for local, second in zip(rows, expected, strict=True):
+        assert local == pytest.approx(second, rel=1e-6)
+    actual, required = (load_file(path / "model.safetensors") for path in (output, tmp_path / "group"))
+    assert actual.keys() == required.keys()
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, required[name], msg=name)
     assert AutoTokenizer.from_pretrained(output).eos_token_id == support.EOS
 
 
@@ -63,12 +63,12 @@ def _arguments(start: Path, layout: dict[str, int], output: Path) -> list[str]:
     return ["--model", str(start / "model"), *data, "--steps", str(STEPS), "--output", str(output)]
 
 
-def _torchrun(each: int, arguments: list[str]) -> list[dict[str, float]]:
+def _torchrun(per_rank: int, arguments: list[str]) -> list[dict[str, float]]:
     """What rank 0 printed; the two agents stand for two machines with ``each`` ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1"]
-    counts = ["--nnodes=2", f"--nproc-per-node={each}", "--local-addr=127.0.0.1"]
+    counts = ["--nnodes=2", f"--nproc-per-node={per_rank}", "--local-addr=127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *counts, *rendezvous]
     agents = [
         subprocess.Popen(

@@ -62,14 +62,14 @@ def config(
     }
     if options:
         values["options"] = dict(options)
-    found = parse_config(load_config(get_spec(engine)), values, "a test's config")
-    assert isinstance(found, TrainEngineConfig)
-    return found
+    actual = parse_config(load_config(get_spec(engine)), values, "a test's config")
+    assert isinstance(actual, TrainEngineConfig)
+    return actual
 
 
-def started(found: TrainEngineConfig, engine: str = "megatron") -> EngineGroup:
+def started(actual: TrainEngineConfig, engine: str = "megatron") -> EngineGroup:
     """A group of ``engine``, initialized."""
-    group = EngineGroup(get_spec(engine), found)
+    group = EngineGroup(get_spec(engine), actual)
     group.initialize()
     return group
 

@@ -80,23 +80,23 @@ def plain_logprobs(model: Any, batch: SequenceBatch) -> Tensor:
 def test_peft_loads_adapter_of_any_layout(
     group: EngineGroup, base: Path, tmp_path: Path, layout: dict[str, Any], lora: dict[str, Any]
 ) -> None:
-    chosen = config(base, layout, lora)
-    group.initialize(config=chosen)
-    drawn = build_model(chosen.model, seed=chosen.seed, attn_implementation="eager").named_parameters()
+    selected = config(base, layout, lora)
+    group.initialize(config=selected)
+    drawn = build_model(selected.model, seed=selected.seed, attn_implementation="eager").named_parameters()
     factors = {checkpoint_name(name): value.detach() for name, value in drawn if ".lora_" in name}
     torch.testing.assert_close(group.named_tensors("adapter"), factors, rtol=0, atol=0)
     for step in range(2):
         group.train_batch(support.batch(step), LOSS, CUT)
     batch = support.batch(5)
-    own = group.forward(batch, CUT)["logprobs"]
+    local = group.forward(batch, CUT)["logprobs"]
     group.save(SaveLoadMeta(path=str(tmp_path / "adapter"), format="adapter"))
     with group.disable_adapter():
         off = group.forward(batch, CUT)["logprobs"]
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")
     with torch.no_grad():
-        torch.testing.assert_close(own, plain_logprobs(adapted, batch), rtol=1e-5, atol=1e-5)
-    assert (own - off).abs().max() > 1e-3
+        torch.testing.assert_close(local, plain_logprobs(adapted, batch), rtol=1e-5, atol=1e-5)
+    assert (local - off).abs().max() > 1e-3
     group.initialize(config=config(base, layout))
     assert torch.equal(off, group.forward(batch, CUT)["logprobs"])
 
@@ -105,14 +105,14 @@ def test_peft_loads_adapter_of_any_layout(
 def test_recomputation_draws_the_dropout_of_the_adapter_again(
     group: EngineGroup, base: Path, layout: dict[str, Any]
 ) -> None:
-    found = []
+    actual = []
     for recompute in ("none", "full"):
         group.initialize(config=config(base, layout, {**LORA, "dropout": 0.4}, recompute=recompute))
         group.train_batch(support.batch(0), LOSS, CUT)  # B is 0 before, and A has no gradient
         group.forward_backward(support.batch(1), LOSS, CUT)
-        found.append(group.named_tensors("grads"))
-    assert all(bool(grad.any()) for grad in found[0].values())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
+        actual.append(group.named_tensors("grads"))
+    assert all(bool(grad.any()) for grad in actual[0].values())
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-5, atol=1e-7)
 
 
 def weight_bytes(engine: TrainEngine) -> int:
@@ -126,22 +126,22 @@ def test_ranks_without_cuda_start_without_inductor(group: EngineGroup) -> None:
 
 
 def test_bfloat16_plan_counts_float32_copies_of_frozen_weights(group: EngineGroup, base: Path) -> None:
-    chosen = config(base, {"dp": 2}, LORA).model_copy(update={"dtype": "bfloat16"})
-    group.initialize(config=chosen)
+    selected = config(base, {"dp": 2}, LORA).model_copy(update={"dtype": "bfloat16"})
+    group.initialize(config=selected)
     sizes = [
         sum(value.numel() for value in group.named_tensors(kind).values()) for kind in ("master", "adapter")
     ]
-    assert group.run(weight_bytes) == [chosen.state_bytes(*sizes).weights] * 2
+    assert group.run(weight_bytes) == [selected.state_bytes(*sizes).weights] * 2
 
 
 def test_forward_only_weights_use_compute_dtype(group: EngineGroup, base: Path) -> None:
     """A third of the memory, and the same results."""
     trained = config(base, {"dp": 2}, None).model_copy(update={"dtype": "bfloat16"})
-    found, held = [], []
-    for chosen in (trained, trained.model_copy(update={"optimizer": None})):
-        group.initialize(config=chosen)
-        found.append(group.forward(support.batch(), CUT)["logprobs"])
-        held.append(group.run(weight_bytes))
+    actual, stored = [], []
+    for selected in (trained, trained.model_copy(update={"optimizer": None})):
+        group.initialize(config=selected)
+        actual.append(group.forward(support.batch(), CUT)["logprobs"])
+        stored.append(group.run(weight_bytes))
     count = sum(value.numel() for value in group.named_tensors("master").values())
-    assert torch.equal(*found)
-    assert held[1] == [2 * count] * 2 == [chosen.state_bytes(count, 0).weights] * 2
+    assert torch.equal(*actual)
+    assert stored[1] == [2 * count] * 2 == [selected.state_bytes(count, 0).weights] * 2

@@ -22,8 +22,8 @@ CUT = MicroBatchSpec(max_tokens=24)
 
 
 def config(seed: int, layout: Mapping[str, Any]) -> TrainEngineConfig:
-    found = support.config(layout=layout, model={"attention_dropout": 0.2})
-    return found.model_copy(update={"seed": seed})
+    actual = support.config(layout=layout, model={"attention_dropout": 0.2})
+    return actual.model_copy(update={"seed": seed})
 
 
 def train(group: EngineGroup, step: int) -> float:
@@ -42,15 +42,15 @@ def test_engines_of_the_same_degrees_share_the_groups() -> None:
     settings = (config(0, {"tp": 2}), config(1, {"tp": 2}))
     alone = []
     with EngineGroup("megatron", settings[0], timeout_s=120, threads_per_rank=1) as host:
-        for own in settings:
-            host.initialize(config=own)
+        for local in settings:
+            host.initialize(config=local)
             alone.append(([train(host, step) for step in range(3)], weights(host)))
         host.initialize(config=settings[0])
         with EngineGroup("megatron", settings[1], timeout_s=120, colocate_with=host) as guest:
             losses = [[train(group, step) for group in (host, guest)] for step in range(2)]
-        found = [own for own, _ in losses]
-        assert [*found, train(host, 2)] == alone[0][0]
-        assert [own for _, own in losses] == alone[1][0][:2]
+        actual = [local for local, _ in losses]
+        assert [*actual, train(host, 2)] == alone[0][0]
+        assert [local for _, local in losses] == alone[1][0][:2]
         assert all(torch.equal(value, alone[0][1][name]) for name, value in weights(host).items())
 
 

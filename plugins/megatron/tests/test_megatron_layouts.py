@@ -62,8 +62,8 @@ def test_training_continues_at_new_layout(first: Setup, second: Setup, form: Any
         expected = _train(group, range(3, 6))
     with _start(second) as group:
         group.load(meta)
-        found = _train(group, range(3, 6))
-    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+        actual = _train(group, range(3, 6))
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
 
 
 def test_layouts_change_in_a_running_group(tmp_path: Path) -> None:
@@ -95,13 +95,13 @@ def test_padding_token_gets_no_gradient(layout: dict[str, Any]) -> None:
     """As transformers does it (``padding_idx``), also where an answer contains it."""
     data = support.batch()
     assert bool((data.input_ids == PADDING).any())
-    found = []
+    actual = []
     for engine, where in (("reference", {}), ("megatron", layout)):
         config = support.config(engine, where, model={"pad_token_id": PADDING})
         with support.started(config, engine) as group:
             group.forward_backward(data, LOSS, CUT)
-            found.append(group.named_tensors("grads")["model.embed_tokens.weight"])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+            actual.append(group.named_tensors("grads")["model.embed_tokens.weight"])
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-6)
 
 
 def test_replicas_save_equal_parts(tmp_path: Path) -> None:

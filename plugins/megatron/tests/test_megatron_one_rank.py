@@ -60,17 +60,17 @@ class _FailsOnce:
 
 
 def results(engine: TrainEngine) -> list[float]:
-    found = []
+    actual = []
     with engine.train_mode():
         for seed in range(2):
             metrics = engine.train_batch(support.batch(seed), LOSS, CUT)
-            found += [metrics["loss"], metrics["grad_norm"]]
-    return found
+            actual += [metrics["loss"], metrics["grad_norm"]]
+    return actual
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_raising_pass_leaves_no_state(config: TrainEngineConfig) -> None:
-    found = []
+    actual = []
     for failing in (False, True):
         engine = load_engine("megatron", config)
         engine.initialize()
@@ -82,8 +82,8 @@ def test_raising_pass_leaves_no_state(config: TrainEngineConfig) -> None:
                 with engine.train_mode(), pytest.raises(_OutOfMemory):
                     engine.train_batch(support.batch(5), LOSS, CUT)
                 hook.remove()
-            found.append(results(engine))
-    assert found[0] == found[1]
+            actual.append(results(engine))
+    assert actual[0] == actual[1]
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, EXPERTS], ids=[*IDS, "experts"])

@@ -50,9 +50,9 @@ REFUSED: list[tuple[Fields, Fields, Fields, str]] = [
 
 
 def built(options: Fields, model: Fields, section: Fields) -> MegatronConfig:
-    found = support.config(options=options, model=model, **section)
-    assert isinstance(found, MegatronConfig)
-    return found
+    actual = support.config(options=options, model=model, **section)
+    assert isinstance(actual, MegatronConfig)
+    return actual
 
 
 @pytest.mark.parametrize(("options", "model", "section", "says"), REFUSED, ids=[row[-1] for row in REFUSED])
@@ -81,9 +81,9 @@ def test_cuda_fusions_need_a_compiler(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("shutil.which", lambda name: compiler)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
-    asked = built({"fusions": True}, {}, {}).model_copy(update={"device": "auto"})
+    requested = built({"fusions": True}, {}, {}).model_copy(update={"device": "auto"})
     with pytest.raises(ConfigError, match=says):
-        check_options(asked, AutoConfig.for_model("qwen3"))
+        check_options(requested, AutoConfig.for_model("qwen3"))
     assert not uses_fusions(built({}, {}, {}).model_copy(update={"device": "auto"}))
 
 
@@ -121,8 +121,8 @@ def test_tokens_are_turned_by_their_angles() -> None:
     expected, _ = apply_rotary_pos_emb(
         value.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), angles.cos()[None], angles.sin()[None]
     )
-    found = rotated(value, angles.cos()[:, None, None], angles.sin()[:, None, None])
-    torch.testing.assert_close(found.permute(1, 2, 0, 3), expected)
+    actual = rotated(value, angles.cos()[:, None, None], angles.sin()[:, None, None])
+    torch.testing.assert_close(actual.permute(1, 2, 0, 3), expected)
 
 
 class _Layer(nn.Module):
@@ -168,7 +168,7 @@ def test_transformer_engine_names_match_transformers(experts: bool) -> None:
     chunk.config = transformer_config(built({}, fields, {}), config)
     chunk.decoder = nn.Module()
     chunk.decoder.layers = nn.ModuleList([_Layer(experts=experts)])
-    found = {
+    actual = {
         box.name: (box.stop - box.start, *parameter.shape[1:])
         if len(boxes) == 1 or "experts" in box.name
         else None
@@ -179,16 +179,16 @@ def test_transformer_engine_names_match_transformers(experts: bool) -> None:
         model = AutoModelForCausalLM.from_config(config)
     shapes = CheckpointLayout.of(model).shapes({n: tuple(p.shape) for n, p in model.named_parameters()})
     expected = {name: shape for name, shape in shapes.items() if ".layers." in name}
-    assert found.keys() == expected.keys()
-    assert all(shape is None or shape == expected[name] for name, shape in found.items())
+    assert actual.keys() == expected.keys()
+    assert all(shape is None or shape == expected[name] for name, shape in actual.items())
 
 
 def test_norms_of_transformer_engine_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm of this package in front of a layer that has its own would normalise twice."""
-    asked: list[bool] = []
+    requested: list[bool] = []
 
     def spec(config: Any, use_transformer_engine: bool, **rest: Any) -> Any:
-        asked.append(use_transformer_engine)
+        requested.append(use_transformer_engine)
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **rest)
         for layer in block.layer_specs:
             layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
@@ -205,4 +205,4 @@ def test_norms_of_transformer_engine_stay_where_they_are(monkeypatch: pytest.Mon
             assert (layer.input_layernorm is IdentityOp) is (name == "transformer_engine")
             assert (layer.pre_mlp_layernorm is IdentityOp) is (name == "transformer_engine")
             assert layer.self_attention.submodules.core_attention is modules.PackedCoreAttention
-    assert asked == [True, False]
+    assert requested == [True, False]

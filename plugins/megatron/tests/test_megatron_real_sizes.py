@@ -45,6 +45,6 @@ def test_layouts_of_published_models(
         with pytest.raises(error, match=says):
             transformer_config(config, published)
         return
-    found = transformer_config(config, published)
-    assert (found.num_layers, found.hidden_size) == (published.num_hidden_layers, published.hidden_size)
-    assert found.num_moe_experts == getattr(published, "num_experts", None)
+    actual = transformer_config(config, published)
+    assert (actual.num_layers, actual.hidden_size) == (published.num_hidden_layers, published.hidden_size)
+    assert actual.num_moe_experts == getattr(published, "num_experts", None)

@@ -31,18 +31,18 @@ SPREAD = {"distributed_optimizer": True, "overlap_param_gather": True, **SMALL}
 
 def trained(group: EngineGroup) -> dict[str, Any]:
     """Steps of one pass and of two, an evaluation in between, and the weights after them."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for step in range(3):
         metrics = group.train_batch(support.batch(step), LOSS, CUT)
-        found |= {f"loss {step}": metrics["loss"], f"norm {step}": metrics["grad_norm"]}
+        actual |= {f"loss {step}": metrics["loss"], f"norm {step}": metrics["grad_norm"]}
     data = support.batch(3)
     for part in (data.select([0, 1, 2, 3]), data.select([4, 5, 6])):
         group.forward_backward(part, LOSS, CUT, total_weight=float(data.loss_mask.sum()))
-    found["grads"] = dict(group.named_tensors("grads"))
-    found["forward"] = group.forward(support.batch(4), CUT)["logprobs"]
-    found["norm 3"] = group.optimizer_step()["grad_norm"]
-    found["weights"] = dict(group.named_tensors("params"))
-    return found | {"loss 4": group.eval_batch(support.batch(4), LOSS, CUT)["loss"]}
+    actual["grads"] = dict(group.named_tensors("grads"))
+    actual["forward"] = group.forward(support.batch(4), CUT)["logprobs"]
+    actual["norm 3"] = group.optimizer_step()["grad_norm"]
+    actual["weights"] = dict(group.named_tensors("params"))
+    return actual | {"loss 4": group.eval_batch(support.batch(4), LOSS, CUT)["loss"]}
 
 
 def under_way(engine: TrainEngine) -> int:
@@ -74,13 +74,15 @@ def test_fast_options_train_like_plain_options(case: str) -> None:
     adapter = {name: value for name, value in model.items() if name == "lora"}
     model = {name: value for name, value in model.items() if name != "lora"}
     stages = {"virtual_stages": options.get("virtual_stages", 1)}
-    found = []
-    for chosen in (PLAIN | stages, options):
-        with support.started(support.config(layout=layout, options=chosen, model=model, **adapter)) as group:
-            found.append(trained(group))
+    actual = []
+    for selected in (PLAIN | stages, options):
+        with support.started(
+            support.config(layout=layout, options=selected, model=model, **adapter)
+        ) as group:
+            actual.append(trained(group))
             counts = group.run(under_way)
     assert max(counts) >= buckets
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-5)
 
 
 def fails_on_one_rank(output: Any, micro_batch: Any) -> Any:

@@ -45,8 +45,8 @@ def stage_of(model: PreTrainedModel, config: MegatronConfig, rank: int) -> Packe
     try:
         parallel_state.join_groups(world, config.layout, 1)
         with cpu_shim.building(), torch.device("meta"):
-            found, grouped = transformer_config(config, model.config), groups_experts(config, model.config)
-            chunk = build_chunk(found, model, config.model.head, None, grouped=grouped)
+            actual, grouped = transformer_config(config, model.config), groups_experts(config, model.config)
+            chunk = build_chunk(actual, model, config.model.head, None, grouped=grouped)
         chunk.bfloat16()
         return chunk
     finally:

@@ -27,8 +27,8 @@ def run(
 ) -> Curve:
     """The curve of three steps."""
     short = ["rollout.prompts_per_step=8", "eval_samples=1", "steps=3"]
-    chosen = [] if model is None else [f"model.path={model}"]
-    overrides = support.overrides_for(start, engine, *short, *chosen, *more)
+    selected = [] if model is None else [f"model.path={model}"]
+    overrides = support.overrides_for(start, engine, *short, *selected, *more)
     return curve_of(support.recipe_of(recipe), overrides, output)
 
 

@@ -23,11 +23,11 @@ def test_boxes_cover_a_range_once(start: int, stop: int, columns: tuple[int, ...
     expected = {"q": values.view(shape)[:3], "k": values.view(shape)[3:5]}
     seen = 0
     for box in (replace(box, offsets=box.offsets[: len(shape)]) for box in BOXES):
-        found = list(box.cut(shape, flat))
-        assert len(found) <= 3
-        for offsets, part in found:
-            own = [offset - first for offset, first in zip(offsets, box.offsets, strict=True)]
-            region = tuple(slice(at, at + size) for at, size in zip(own, part.shape, strict=True))
+        actual = list(box.cut(shape, flat))
+        assert len(actual) <= 3
+        for offsets, part in actual:
+            local = [offset - first for offset, first in zip(offsets, box.offsets, strict=True)]
+            region = tuple(slice(at, at + size) for at, size in zip(local, part.shape, strict=True))
             torch.testing.assert_close(part, expected[box.name][region], rtol=0, atol=0)
             assert part.untyped_storage().data_ptr() == flat.values.untyped_storage().data_ptr()
             seen += part.numel()

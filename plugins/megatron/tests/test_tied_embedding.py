@@ -29,11 +29,11 @@ def test_tied_copies_count_once_across_stages() -> None:
         weights = group.named_tensors("master")[NAME]
     layout, spread = {"dp": 2, "pp": 2}, {"distributed_optimizer": True}
     with support.started(support.config(layout=layout, options=spread, model=LARGE)) as group:
-        found = group.train_batch(support.batch(), LOSS, CUT)
+        actual = group.train_batch(support.batch(), LOSS, CUT)
         slices = group.run(slices_of_embedding)
         torch.testing.assert_close(group.named_tensors("master")[NAME], weights, rtol=1e-4, atol=1e-6)
     for first, last in zip(slices[:2], slices[2:], strict=True):
         assert {replica for replica, *_ in first} == {0}
         assert last == [(1, offsets, shape) for _, offsets, shape in first]
     assert slices[0] != slices[1]
-    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)

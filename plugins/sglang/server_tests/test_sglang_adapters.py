@@ -27,23 +27,25 @@ def adapter(engine: InferenceEngine, seed: int) -> LowRank:
     """One as ``engine`` takes them."""
     lora = engine.config.model.lora
     assert lora is not None
-    whole = TinyAdapter(
+    complete = TinyAdapter(
         model=TinyModel(family="llama"), rank=lora.rank, alpha=lora.alpha, rslora=True, seed=seed
     ).low_rank()
-    kept = {
-        name: value for name, value in whole.factors.items() if name.rsplit(".", 3)[-3] in lora.target_modules
+    retained = {
+        name: value
+        for name, value in complete.factors.items()
+        if name.rsplit(".", 3)[-3] in lora.target_modules
     }
-    return LowRank(factors=kept, scaling=whole.scaling)
+    return LowRank(factors=retained, scaling=complete.scaling)
 
 
 def give(engine: InferenceEngine, low_rank: LowRank, version: int, tmp_path: Path) -> None:
     meta = WeightUpdateMeta(method="lora", version=version, path=str(tmp_path / "meet"), verify=True)
     lora = engine.config.model.lora
     assert lora is not None
-    said = AdapterMetadata(
+    message = AdapterMetadata(
         rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, base=backend_of(engine).model.digest
     )
-    sent(engine, meta, written(low_rank.factors), said)
+    sent(engine, meta, written(low_rank.factors), message)
 
 
 def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tensor:
@@ -51,8 +53,8 @@ def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tens
     oracle = Oracle(Path(model), "lm", low_rank)
     with torch.no_grad():
         logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]
-    chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
-    return torch.cat([torch.zeros(1, dtype=chosen.dtype), chosen]).float()
+    selected = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1, dtype=selected.dtype), selected]).float()
 
 
 def require_scores(engine: InferenceEngine, model: str, low_rank: LowRank | None) -> None:
@@ -64,13 +66,13 @@ def require_scores(engine: InferenceEngine, model: str, low_rank: LowRank | None
 def test_request_keeps_its_adapter(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     model, sides = tiny_model(root), {1: adapter(adapted, 1), 2: adapter(adapted, 2)}
     give(adapted, sides[1], 1, tmp_path)
-    found = asked(adapted, 12, lambda: give(adapted, sides[2], 2, tmp_path))
-    found += asked(adapted, 2)
-    assert {version for response in found for version in response.versions} == {1, 2}
-    for response in found:
+    actual = asked(adapted, 12, lambda: give(adapted, sides[2], 2, tmp_path))
+    actual += asked(adapted, 2)
+    assert {version for response in actual for version in response.versions} == {1, 2}
+    for response in actual:
         (version,) = set(response.versions)
-        whole = logprobs(model, sides[version], [*response.input_ids, *response.output_ids])
-        drawn = whole[-len(response.output_ids) :]
+        complete = logprobs(model, sides[version], [*response.input_ids, *response.output_ids])
+        drawn = complete[-len(response.output_ids) :]
         torch.testing.assert_close(torch.tensor(response.logprobs), drawn, atol=5e-5, rtol=0)
 
 
@@ -86,9 +88,9 @@ def test_memory_comes_back_with_the_adapter(adapted: InferenceEngine, root: Path
 def test_replacement_server_gets_adapter_first(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served, before = adapter(adapted, 4), pid_of(adapted)
     give(adapted, served, 5, tmp_path)
-    found = asked(adapted, 12, lambda: os.kill(before, signal.SIGKILL))
-    assert {(len(response.output_ids), response.stop_reason) for response in found} == {(40, "length")}
-    assert {version for response in found for version in response.versions} == {5}
+    actual = asked(adapted, 12, lambda: os.kill(before, signal.SIGKILL))
+    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(40, "length")}
+    assert {version for response in actual for version in response.versions} == {5}
     assert pid_of(adapted) != before
     assert not processes(before)
     require_scores(adapted, tiny_model(root), served)
@@ -98,16 +100,16 @@ def test_refused_adapter_changes_nothing(adapted: InferenceEngine, root: Path, t
     served = adapter(adapted, 6)
     give(adapted, served, 6, tmp_path)
     address = backend_of(adapted).servers[0].address
-    other = build(
+    second = build(
         tiny_model(root),
         lora={**ADAPTERS, "rank": 5},
         addresses=(address,),
         api_key=API_KEY,
     )
-    other.initialize()
+    second.initialize()
     try:
         with pytest.raises(WeightsError, match="version 1 was refused.*rank 5 is incompatible"):
-            give(other, adapter(other, 1), 1, tmp_path)
-        assert other.get_version() == 0
+            give(second, adapter(second, 1), 1, tmp_path)
+        assert second.get_version() == 0
     finally:
-        other.destroy()
+        second.destroy()

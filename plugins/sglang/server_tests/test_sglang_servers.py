@@ -42,22 +42,22 @@ def pid_of(engine: InferenceEngine) -> int:
 
 def processes(group: int) -> list[str]:
     """The running processes of a process group."""
-    found = []
+    actual = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _, own = file.read_text().rpartition(")")[2].split()[:3]
+            state, _, local = file.read_text().rpartition(")")[2].split()[:3]
         except OSError:
             continue
-        if int(own) == group and state != "Z":
-            found.append(file.parent.name)
-    return found
+        if int(local) == group and state != "Z":
+            actual.append(file.parent.name)
+    return actual
 
 
 def _logits(oracle: Oracle, row: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]
-    chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
-    return torch.cat([torch.zeros(1, dtype=chosen.dtype), chosen])
+    selected = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+    return torch.cat([torch.zeros(1, dtype=selected.dtype), selected])
 
 
 def require_serves(engine: InferenceEngine, model: str) -> None:
@@ -106,10 +106,10 @@ def test_killed_server_recovers_broadcast_weights(
     arrival.result(60)
     require_serves(engine, new)
     before = pid_of(engine)
-    found = asked(engine, 16, lambda: os.kill(before, signal.SIGKILL))
-    assert len({response.rid for response in found}) == 16
-    assert {(len(response.output_ids), response.stop_reason) for response in found} == {(40, "length")}
-    assert {version for response in found for version in response.versions} == {4}
+    actual = asked(engine, 16, lambda: os.kill(before, signal.SIGKILL))
+    assert len({response.rid for response in actual}) == 16
+    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(40, "length")}
+    assert {version for response in actual for version in response.versions} == {4}
     assert pid_of(engine) != before
     assert not processes(before)
     require_serves(engine, new)
@@ -240,7 +240,7 @@ def test_sglang_unpickles_gpu_bucket() -> None:
     counter = (False, b"counter", 0, b"event", True)
     memory = DeviceMemory((torch.Tensor, flat.size(), (1,), 0, *storage, *counter))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run(
+    actual = subprocess.run(
         [os.environ[PYTHON_VARIABLE], "-c", UNPICKLE, str(SCRIPT)],
         input=base64.b64encode(flattened_bucket(bucket, Opened(memory))).decode(),
         env={**environment, "SGLANG_USE_CPU_ENGINE": "1"},
@@ -249,6 +249,6 @@ def test_sglang_unpickles_gpu_bucket() -> None:
         timeout=300,
         check=False,
     )
-    storage_found, metadata = found.stdout.splitlines()[-2:]
-    assert "torch.uint8, 'a UUID as a number', b'handle', 128, 0)" in storage_found, found.stderr[-2000:]
+    storage_found, metadata = actual.stdout.splitlines()[-2:]
+    assert "torch.uint8, 'a UUID as a number', b'handle', 128, 0)" in storage_found, actual.stderr[-2000:]
     assert metadata == "[('a', 0, 8), ('b', 64, 72)]"

@@ -44,13 +44,13 @@ def start(root: Path, tmp_path: Path) -> Path:
 
 
 def values(start: Path, output: Path, sglang: dict[str, Any], **rollout: Any) -> dict[str, Any]:
-    chosen = {"engine": "sglang", "sync": "tensor", "prompts_per_step": PROMPTS, "group_size": GROUP}
+    selected = {"engine": "sglang", "sync": "tensor", "prompts_per_step": PROMPTS, "group_size": GROUP}
     return support.recipe_values(
         start,
         output,
         engine="fsdp",
         engines={"sglang": sglang},
-        rollout=chosen | {"max_new_tokens": 4, **rollout},
+        rollout=selected | {"max_new_tokens": 4, **rollout},
         algorithm={"type_": "ppo_actor", "args": {"kl_coef": 0.0}},
         steps=STEPS,
     )
@@ -89,9 +89,9 @@ def each_score(engine: InferenceEngine, batch: SequenceBatch) -> Iterator[Tensor
     """The scores of ``batch`` by each server; asserts that all are ready."""
     servers = backend_of(engine).servers
     assert all(server.ready for server in servers)
-    for chosen in servers:
+    for selected in servers:
         for server in servers:
-            server.ready = server is chosen
+            server.ready = server is selected
         yield engine.score(batch)
     for server in servers:
         server.ready = True
@@ -100,15 +100,15 @@ def each_score(engine: InferenceEngine, batch: SequenceBatch) -> Iterator[Tensor
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
     """The comparisons after each sync of the run."""
-    found = Published(tmp_path)
+    actual = Published(tmp_path)
     publish = OnlineLearner.sync
 
     def verified(loop: OnlineLearner, version: int) -> None:
         publish(loop, version)
-        found.verify(loop._roles, version)
+        actual.verify(loop._roles, version)
 
     monkeypatch.setattr(OnlineLearner, "sync", verified)
-    return found
+    return actual
 
 
 @pytest.fixture

@@ -101,16 +101,16 @@ class Stub(ServerStub):
 
     async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """The usual response token by token, then as a whole; waits before the last token while ``hold`` is set."""
-        whole = self.generated(body)
+        full = self.generated(body)
         response = web.StreamResponse()
         await response.prepare(request)
-        for count in range(1, len(whole["output_ids"])):
-            pairs = whole["meta_info"]["output_token_logprobs"][:count]
+        for count in range(1, len(full["output_ids"])):
+            pairs = full["meta_info"]["output_token_logprobs"][:count]
             event = {"meta_info": {"finish_reason": None, "output_token_logprobs": pairs}}
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
         while self.hold:
             await asyncio.sleep(0.01)
-        await response.write(f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n".encode())
+        await response.write(f"data: {json.dumps(full)}\n\ndata: [DONE]\n\n".encode())
         return response
 
     def _in_group(self, path: str, body: dict[str, Any]) -> web.Response:

@@ -40,10 +40,10 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
 def test_broken_connection_is_retried_once(stub: Stub) -> None:
     stub.faults["/generate"] = first(2, drop)
     with connected([stub]) as engine:
-        (found,) = complete(engine, request())
-    assert found.output_ids == (7,) * 4
-    asked = [body["rid"] for body in generations(stub)]
-    assert len(asked) == len(set(asked)) == 3, "each attempt has a name of its own"
+        (actual,) = complete(engine, request())
+    assert actual.output_ids == (7,) * 4
+    requested = [body["rid"] for body in generations(stub)]
+    assert len(requested) == len(set(requested)) == 3, "each attempt has a name of its own"
 
 
 def test_attempts_end(stub: Stub) -> None:
@@ -133,8 +133,8 @@ def test_recovered_server_gets_weights_first(stub: Stub, tmp_path: Path) -> None
         stub.model_path = "what it was started with"
         stub.start()
         before = len(stub.bodies)
-        (found,) = complete(engine, request())
-        assert found.versions == (5,) * 4
+        (actual,) = complete(engine, request())
+        assert actual.versions == (5,) * 4
         assert stub.model_path == served
         seen = [path for path, _ in stub.bodies[before:]]
         # The first request finds the new process with foreign weights, and its response is not used.
@@ -144,8 +144,8 @@ def test_recovered_server_gets_weights_first(stub: Stub, tmp_path: Path) -> None
 def test_second_server_takes_over(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made, start_timeout_s=1.0) as engine:
         made[0].stop()
-        found = complete(engine, *(request(1, 2, number) for number in range(20)))
-        assert [response.stop_reason for response in found] == ["length"] * 20
+        actual = complete(engine, *(request(1, 2, number) for number in range(20)))
+        assert [response.stop_reason for response in actual] == ["length"] * 20
         assert len(generations(made[1])) == 20
         wait_for(lambda: made[0].address in str(backend_of(engine).servers[0].failure))
         made[0].start()
@@ -212,13 +212,13 @@ def test_refused_pause_leaves_no_server_paused(tmp_path: Path) -> None:
 
 async def streamed(engine: InferenceEngine, count: int | None = None) -> list[PartialResponse | LLMResponse]:
     """The parts of a streamed response, or the first ``count`` of them."""
-    found: list[PartialResponse | LLMResponse] = []
+    actual: list[PartialResponse | LLMResponse] = []
     async with aclosing(engine.astream(request(max_new_tokens=9))) as parts:
         async for part in parts:
-            found.append(part)
-            if len(found) == count:
+            actual.append(part)
+            if len(actual) == count:
                 break
-    return found
+    return actual
 
 
 def test_streamed_chunks_equal_full_response(stub: Stub) -> None:

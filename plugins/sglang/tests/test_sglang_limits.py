@@ -69,7 +69,7 @@ def test_more_requests_than_files_are_all_answered(tmp_path: Path) -> None:
             stub.address,
             *(str(Path(file).parent) for file in (__file__, server_stub.__file__)),
         ]
-        found = subprocess.run(
+        actual = subprocess.run(
             [sys.executable, "-c", CLIENT, *arguments],
             capture_output=True,
             text=True,
@@ -79,7 +79,7 @@ def test_more_requests_than_files_are_all_answered(tmp_path: Path) -> None:
     finally:
         stub.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert found.stdout == f"{REQUESTS} responses\n", found.stderr[-2000:]
+    assert actual.stdout == f"{REQUESTS} responses\n", actual.stderr[-2000:]
     assert 512 < most[1] < FILES
 
 
@@ -103,11 +103,11 @@ def test_too_many_open_files_are_no_lost_server(tmp_path: Path, monkeypatch: pyt
 
 
 def config(model: str, **fields: Any) -> SglangConfig:
-    found = parse_config(
+    actual = parse_config(
         load_config(get_spec("sglang")), {"model": {"path": model}, "device": "cpu", **fields}
     )
-    assert isinstance(found, SglangConfig)
-    return found
+    assert isinstance(actual, SglangConfig)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -125,21 +125,21 @@ def test_each_server_has_accelerators_of_its_own(
     tmp_path: Path, fields: dict[str, Any], number: int, expected: list[str]
 ) -> None:
     path = tiny_model(tmp_path)
-    found = config(path, **fields)
-    model = served_model(found.model, 0)
-    arguments = arguments_of(found.of_server(number), model, 1234, "cuda")
+    actual = config(path, **fields)
+    model = served_model(actual.model, 0)
+    arguments = arguments_of(actual.of_server(number), model, 1234, "cuda")
     names = ("--base-gpu-id", "--gpu-id-step", "--mem-fraction-static")
-    own = [pair for pair in pairwise(arguments) if pair[0] in names]
-    assert [part for pair in own for part in pair] == expected
+    local = [pair for pair in pairwise(arguments) if pair[0] in names]
+    assert [part for pair in local for part in pair] == expected
     assert "--enable-memory-saver" in arguments
-    assert not set(names) & set(arguments_of(found.of_server(number), model, 1234, "cpu"))
+    assert not set(names) & set(arguments_of(actual.of_server(number), model, 1234, "cpu"))
 
 
 @pytest.mark.parametrize("devices", [[3, 1], [0, 1, 3, 6][1:], [1, 1]])
 def test_unsupported_accelerators_are_refused(tmp_path: Path, devices: list[int]) -> None:
-    found = config(tiny_model(tmp_path), layout={"tp": len(devices)}, devices=devices)
+    actual = config(tiny_model(tmp_path), layout={"tp": len(devices)}, devices=devices)
     with pytest.raises(ConfigError, match="SGLang takes devices that rise in equal steps"):
-        found.of_server(0)
+        actual.of_server(0)
 
 
 def test_colocated_server_needs_memory_fraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,15 +67,15 @@ def test_adapter_is_written_with_fused_layers(tmp_path: Path) -> None:
     assert "torch_native" not in form.arguments("cuda")
     factors = {name: torch.ones(shape) for name, shape in form.shapes.items()}
     form.write(factors, tmp_path)
-    found = load_file(tmp_path / "adapter_model.safetensors")
+    actual = load_file(tmp_path / "adapter_model.safetensors")
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == pytest.approx(6 / 2**0.5), "SGLang knows no rsLoRA"
     layer = "base_model.model.model.layers.0."
-    assert not found[f"{layer}self_attn.q_proj.lora_B.weight"].any()
-    assert not found[f"{layer}self_attn.v_proj.lora_A.weight"].any()
-    assert found[f"{layer}self_attn.k_proj.lora_A.weight"].all()
-    padded, whole = (found[f"{layer}mlp.down_proj.lora_A.weight"], f"{layer}mlp.down_proj.lora_A.weight")
-    inner = form.shapes[whole][1]
+    assert not actual[f"{layer}self_attn.q_proj.lora_B.weight"].any()
+    assert not actual[f"{layer}self_attn.v_proj.lora_A.weight"].any()
+    assert actual[f"{layer}self_attn.k_proj.lora_A.weight"].all()
+    padded, complete = (actual[f"{layer}mlp.down_proj.lora_A.weight"], f"{layer}mlp.down_proj.lora_A.weight")
+    inner = form.shapes[complete][1]
     assert padded.shape[1] % 32 == 0 < inner % 32
     assert padded[:, :inner].all()
     assert not padded[:, inner:].any()
@@ -91,24 +91,24 @@ def test_unsupported_adapter_layers_are_named(tmp_path: Path) -> None:
 
 
 def test_adapter_stays_while_requests_use_it(stub: Stub, tmp_path: Path) -> None:
-    asked, proceed = threading.Event(), threading.Event()
+    requested, proceed = threading.Event(), threading.Event()
 
     async def held(_request: web.Request, _body: dict[str, Any]) -> None:
-        asked.set()
+        requested.set()
         await asyncio.to_thread(proceed.wait, 20)
 
     with connected([stub], LORA) as engine:
         give(engine, 1, tmp_path)
         stub.faults["/generate"] = held
-        found: list[LLMResponse] = []
-        asking = threading.Thread(target=lambda: found.append(asyncio.run(ask(engine))))
+        actual: list[LLMResponse] = []
+        asking = threading.Thread(target=lambda: actual.append(asyncio.run(ask(engine))))
         asking.start()
-        assert asked.wait(20)
+        assert requested.wait(20)
         give(engine, 2, tmp_path)
         assert not stub.calls["/unload_lora_adapter"]
         proceed.set()
         asking.join(20)
-        assert found[0].versions == (1,) * 4, "the server says 2, and its adapter was that of version 1"
+        assert actual[0].versions == (1,) * 4, "the server says 2, and its adapter was that of version 1"
         assert asyncio.run(ask(engine)).versions == (2,) * 4
         give(engine, 3, tmp_path)
     names = bodies(stub, "/load_lora_adapter", "lora_name")

@@ -150,9 +150,9 @@ def test_server_environment_names_libraries_and_gpus(tmp_path: Path, monkeypatch
     process = start(config.of_server(1), served_model(config.model), 1, None)
     try:
         wait_for(lambda: process.cuda() is not None)
-        found = process.cuda()
+        actual = process.cuda()
     finally:
         process.stop()
     expected = frozenset({"gpu-0", "gpu-1", "gpu-2"})
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    assert found == CudaEnvironment(torch=version, nccl=(2, 28, 9), gpus=("gpu-1",), visible=expected)
+    assert actual == CudaEnvironment(torch=version, nccl=(2, 28, 9), gpus=("gpu-1",), visible=expected)

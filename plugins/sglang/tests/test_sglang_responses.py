@@ -30,7 +30,7 @@ def generated(ids: list[int], finish: dict[str, Any], versions: Any = None) -> d
 
 
 @pytest.mark.parametrize(
-    ("sampling", "ids", "finish", "kept", "reason"),
+    ("sampling", "ids", "finish", "retained", "reason"),
     [
         ({}, [7, 8, 9], "length", [7, 8, 9], "length"),
         ({}, [7, 2], "stop", [7, 2], "stop"),
@@ -43,12 +43,12 @@ def generated(ids: list[int], finish: dict[str, Any], versions: Any = None) -> d
     ],
 )
 def test_answers_end_as_the_contract_says(
-    sampling: dict[str, Any], ids: list[int], finish: str, kept: list[int], reason: str
+    sampling: dict[str, Any], ids: list[int], finish: str, retained: list[int], reason: str
 ) -> None:
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(**sampling))
-    found = to_response(request, generated(ids, {"type": finish}), EOS, "here:1")
-    assert (list(found.output_ids), found.stop_reason) == (kept, reason)
-    assert len(found.logprobs) == len(found.versions) == len(kept)
+    actual = to_response(request, generated(ids, {"type": finish}), EOS, "here:1")
+    assert (list(actual.output_ids), actual.stop_reason) == (retained, reason)
+    assert len(actual.logprobs) == len(actual.versions) == len(retained)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_requests_stop_at_all_end_tokens(sampling: dict[str, Any], sent: list[in
 
 
 def test_request_aborted_in_queue_has_no_tokens() -> None:
-    found = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
-    assert to_response(LLMRequest(input_ids=(1,)), found, EOS, "here:1").stop_reason == "abort"
+    actual = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
+    assert to_response(LLMRequest(input_ids=(1,)), actual, EOS, "here:1").stop_reason == "abort"
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))
@@ -72,8 +72,8 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
         start += length
     finish = {"type": "length" if start else "abort"}
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=30, ignore_eos=True))
-    found = to_response(request, generated([7] * start, finish, spans), EOS, "here:1")
-    assert list(found.versions) == [v for v, length in enumerate(lengths) for _ in range(length)]
+    actual = to_response(request, generated([7] * start, finish, spans), EOS, "here:1")
+    assert list(actual.versions) == [v for v, length in enumerate(lengths) for _ in range(length)]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_request_sets_every_generation_option() -> None:
 
 def test_optional_sampling_has_the_names_of_the_server() -> None:
     options: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5}
-    chosen = SamplingParams(**options, logit_bias=((7, 2.0), (3, -1.0)))
-    sampling = generation_body(LLMRequest(input_ids=(1,), sampling=chosen), "n")["sampling_params"]
+    selected = SamplingParams(**options, logit_bias=((7, 2.0), (3, -1.0)))
+    sampling = generation_body(LLMRequest(input_ids=(1,), sampling=selected), "n")["sampling_params"]
     assert {name: sampling[name] for name in options} == options
     assert sampling["logit_bias"] == {"3": -1.0, "7": 2.0}
 
@@ -115,9 +115,9 @@ def test_optional_sampling_has_the_names_of_the_server() -> None:
 )
 def test_single_candidate_token_keeps_temperature(temperature: float, top_k: int | None, sent: int) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k)
-    found = generation_body(LLMRequest(input_ids=(1,), sampling=sampling), "n")["sampling_params"]
-    assert found["top_k"] == sent
-    assert (found["top_p"] < 1e-6) == (top_k == 1 and temperature > 0)
+    actual = generation_body(LLMRequest(input_ids=(1,), sampling=sampling), "n")["sampling_params"]
+    assert actual["top_k"] == sent
+    assert (actual["top_p"] < 1e-6) == (top_k == 1 and temperature > 0)
 
 
 def test_conversation_turns_keep_their_server() -> None:
@@ -134,6 +134,6 @@ def test_a_lost_server_is_forgotten() -> None:
     router = PrefixRouter()
     home = router.pick([1] * 40, {"a": 0, "b": 0})
     router.forget(home)
-    other = "b" if home == "a" else "a"
-    assert router.pick([1] * 40, {home: 1, other: 0}) == other
+    second = "b" if home == "a" else "a"
+    assert router.pick([1] * 40, {home: 1, second: 0}) == second
     assert router.pick([1] * 40, {home: 0}) == home, "the only one that is there"

@@ -114,11 +114,11 @@ def unpickled(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """The tensors of one bucket, as SGLang's ``FlattenedTensorBucket`` makes them."""
     assert body["load_format"] == "flattened_bucket"
     (payload,) = body["serialized_named_tensors"]
-    found = pickle.loads(base64.b64decode(payload))
-    flat = found["flattened_tensor"]
+    actual = pickle.loads(base64.b64decode(payload))
+    flat = actual["flattened_tensor"]
     return [
         (part.name, flat[part.start_idx : part.end_idx].view(part.dtype).reshape(part.shape))
-        for part in found["metadata"]
+        for part in actual["metadata"]
     ]
 
 
@@ -245,8 +245,8 @@ def paths(stub: Stub, start: int) -> list[str]:
 
 def versions(stub: Stub, start: int) -> list[str]:
     """The versions that it was given from the call with the number ``start`` on."""
-    given = [body.get("new_version", body.get("weight_version")) for _, body in stub.bodies[start:]]
-    return [version for version in given if version is not None]
+    arguments = [body.get("new_version", body.get("weight_version")) for _, body in stub.bodies[start:]]
+    return [version for version in arguments if version is not None]
 
 
 def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
@@ -324,13 +324,13 @@ def test_late_servers_read_bucket_copies(
     """The second server is lost after some buckets, when the trainer's buffers are gone."""
     tensors = tensors_of(Path(tiny_model(tmp_path, seed=1)))
     monkeypatch.setattr(Server, "cuda", lambda self: environment())
-    found: dict[str, list[tuple[str, torch.Tensor]]] = {"opened": [], "shared": []}
+    actual: dict[str, list[tuple[str, torch.Tensor]]] = {"opened": [], "shared": []}
 
     def load(server: int, body: dict[str, Any]) -> None:
         (payload,) = body["serialized_named_tensors"]
         bucket = unpickled(body)
         if server == 1:
-            found["opened" if OWN.encode() in base64.b64decode(payload) else "shared"] += bucket
+            actual["opened" if OWN.encode() in base64.b64decode(payload) else "shared"] += bucket
 
     with stubs(tmp_path, 2) as made, connected(made) as engine:
 
@@ -350,11 +350,11 @@ def test_late_servers_read_bucket_copies(
         arrival.result(20)
         assert [stub.version for stub in made] == ["3", "3"]
     assert gpu.alive == 0
-    opened = [name for name, _ in found["opened"]]
+    opened = [name for name, _ in actual["opened"]]
     assert 0 < len(opened) < len(tensors)
     assert opened == list(tensors)[: len(opened)]
-    assert [name for name, _ in found["shared"]] == list(tensors), "all of them again, when it is back"
-    for name, value in (*found["opened"], *found["shared"]):
+    assert [name for name, _ in actual["shared"]] == list(tensors), "all of them again, when it is back"
+    for name, value in (*actual["opened"], *actual["shared"]):
         assert torch.equal(value, tensors[name])
 
 

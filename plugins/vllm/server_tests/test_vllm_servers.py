@@ -37,8 +37,8 @@ def require_serves(engine: InferenceEngine, model: str) -> None:
     """The log-probs of ``BATCH`` are those of ``model``."""
     expected = []
     for row in (row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)):
-        chosen = logprobs_of(model, row).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
-        expected += [torch.zeros(1, dtype=chosen.dtype), chosen]
+        selected = logprobs_of(model, row).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
+        expected += [torch.zeros(1, dtype=selected.dtype), selected]
     torch.testing.assert_close(engine.score(BATCH), torch.cat(expected).float(), atol=TOLERANCE, rtol=0)
 
 
@@ -115,23 +115,23 @@ def test_tokens_carry_their_weight_version(
     )
 
     async def drawn() -> list[LLMResponse]:
-        found = [await engine.agenerate(LLMRequest(input_ids=(1, 2), sampling=LONG))]
+        actual = [await engine.agenerate(LLMRequest(input_ids=(1, 2), sampling=LONG))]
         arrival = engine.update_weights(meta)
 
         async def until_it_is_there(number: int) -> None:
             while not arrival.done():
-                found.append(await engine.agenerate(LLMRequest(input_ids=(1, 2, number), sampling=LONG)))
+                actual.append(await engine.agenerate(LLMRequest(input_ids=(1, 2, number), sampling=LONG)))
 
         running = asyncio.gather(*map(until_it_is_there, range(4)))
         if method != "disk":
             await asyncio.to_thread(weight_update(meta).send, iter(tensors_of(Path(new)).items()))
         await asyncio.wrap_future(arrival)
         await running
-        return found
+        return actual
 
-    found = asyncio.run(drawn())
-    assert any(set(response.versions) == {old, version} for response in found), "the update missed them all"
-    for response in found:
+    actual = asyncio.run(drawn())
+    assert any(set(response.versions) == {old, version} for response in actual), "the update missed them all"
+    for response in actual:
         assert set(response.versions) <= {old, version}
         change = response.versions.index(version) if version in response.versions else 40
         require_drawn_by(before, response, 0, change, 1.0)
@@ -170,9 +170,9 @@ def test_killed_server_recovers_all_requests(engine: InferenceEngine, root: Path
         os.kill(process.pid, signal.SIGKILL)
         return list(await running)
 
-    found = asyncio.run(drawn())
-    assert {(len(response.output_ids), response.stop_reason) for response in found} == {(40, "length")}
-    assert {drawn for response in found for drawn in response.versions} == {version}
+    actual = asyncio.run(drawn())
+    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(40, "length")}
+    assert {drawn for response in actual for drawn in response.versions} == {version}
     require_serves(engine, tiny_model(root, seed=version))
 
 

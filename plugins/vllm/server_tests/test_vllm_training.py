@@ -30,13 +30,13 @@ def start(root: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("sync", ["tensor", "distributed", "disk"])
 def test_trained_weights_are_served(engine: InferenceEngine, start: Path, tmp_path: Path, sync: str) -> None:
     vllm = {"options": {"addresses": [backend_of(engine).servers[0].address]}}
-    chosen: dict[str, Any] = {"engine": "vllm", "sync": sync, "prompts_per_step": 6, "group_size": 3}
+    selected: dict[str, Any] = {"engine": "vllm", "sync": sync, "prompts_per_step": 6, "group_size": 3}
     values = support.recipe_values(
         start,
         tmp_path / "out",
         engine="fsdp",
         engines={"vllm": vllm},
-        rollout={**chosen, "max_new_tokens": 4},
+        rollout={**selected, "max_new_tokens": 4},
         algorithm={"type_": "ppo_actor", "args": {"kl_coef": 0.0}},
         steps=STEPS,
     )

@@ -49,8 +49,8 @@ async def slow(_request: web.Request, _body: Any) -> None:
 def test_lost_server_gives_single_response(stub: VllmStub, fault: Any) -> None:
     stub.faults[GENERATE] = first(2, fault)
     with connected([stub]) as engine:
-        (found,) = complete(engine, request())
-    assert found.output_ids == (7,) * 4
+        (actual,) = complete(engine, request())
+    assert actual.output_ids == (7,) * 4
     names = [body["request_id"] for body in stub.asked]
     assert len(names) == len(set(names)) == 3, "each attempt has a name of its own"
 
@@ -79,15 +79,15 @@ def test_restarted_server_gets_weights_first(stub: VllmStub, tmp_path: Path) -> 
         stub.stop()
         stub.model_path = "what it was started with"
         stub.start()
-        (found,) = complete(engine, request())
-    assert (found.versions, stub.model_path) == ((5,) * 4, served)
+        (actual,) = complete(engine, request())
+    assert (actual.versions, stub.model_path) == ((5,) * 4, served)
 
 
 def test_second_server_takes_over(tmp_path: Path) -> None:
     with stubs(tmp_path, 2) as made, connected(made, start_timeout_s=1.0) as engine:
         made[0].stop()
-        found = complete(engine, *(request(1, 2, number) for number in range(20)))
-        assert [response.stop_reason for response in found] == ["length"] * 20
+        actual = complete(engine, *(request(1, 2, number) for number in range(20)))
+        assert [response.stop_reason for response in actual] == ["length"] * 20
         assert len(made[1].asked) == 20
         made[0].start()
 
@@ -113,16 +113,16 @@ def test_no_token_is_drawn_during_an_update(stub: VllmStub, tmp_path: Path) -> N
     with connected([stub]) as engine:
         before = len(stub.bodies)
         sent(engine, tiny_model(tmp_path, seed=1), streamed_update(tmp_path))
-        (found,) = complete(engine, request())
+        (actual,) = complete(engine, request())
     calls = [path for path, _ in stub.bodies[before:]]
-    first_one, *others, last = (call for call in calls if call != "/update_weights")
+    first_one, *rest, last = (call for call in calls if call != "/update_weights")
     assert (first_one, last) == ("/pause", GENERATE)
     expected = ["/start_weight_update", "/finish_weight_update", "/reset_prefix_cache"]
-    assert others == [*expected, "/update_weight_version", "/resume"]
+    assert rest == [*expected, "/update_weight_version", "/resume"]
     buckets = [body["update_info"] for path, body in stub.bodies if path == "/update_weights"]
     names = [name for (bucket,) in buckets for name, *_ in bucket["tensors"]]
     assert sorted(names) == sorted(tensors_of(Path(tiny_model(tmp_path))))
-    assert found.versions == (3,) * 4
+    assert actual.versions == (3,) * 4
 
 
 def test_interrupted_update_is_undone(stub: VllmStub, tmp_path: Path) -> None:
@@ -156,8 +156,8 @@ def test_abandoned_update_makes_way(stub: VllmStub, tmp_path: Path) -> None:
 
 def test_streamed_chunks_equal_full_response(stub: VllmStub) -> None:
     async def parts(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
-        async with aclosing(engine.astream(request(max_new_tokens=5))) as found:
-            return [part async for part in found]
+        async with aclosing(engine.astream(request(max_new_tokens=5))) as actual:
+            return [part async for part in actual]
 
     with connected([stub]) as engine:
         *parts_of, response = asyncio.run(parts(engine))

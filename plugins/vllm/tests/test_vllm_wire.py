@@ -37,8 +37,8 @@ def test_tokens_have_their_logprobs_and_versions() -> None:
 
 
 def test_an_aborted_request_may_have_no_tokens() -> None:
-    found = choice(token_ids=[], finish_reason="abort", logprobs={"content": []}, weight_versions=[])
-    assert WIRE.response(REQUEST, found, (), "vLLM server s").stop_reason == "abort"
+    actual = choice(token_ids=[], finish_reason="abort", logprobs={"content": []}, weight_versions=[])
+    assert WIRE.response(REQUEST, actual, (), "vLLM server s").stop_reason == "abort"
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_only_greedy_requests_have_no_temperature(temperature: float, sent: floa
 
 def test_a_stream_ends_with_all_tokens() -> None:
     read = WIRE.stream_reader(REQUEST, (), "vLLM server s")
-    whole = choice()["choices"][0]
-    first, last = whole["logprobs"]["content"]
+    complete = choice()["choices"][0]
+    first, last = complete["logprobs"]["content"]
     part = read({"choices": [{"token_ids": [7], "logprobs": {"content": [first]}}]})
     assert part.output_ids == (7,)
-    response = read({"choices": [{**whole, "token_ids": [8], "logprobs": {"content": [last]}}]})
+    response = read({"choices": [{**complete, "token_ids": [8], "logprobs": {"content": [last]}}]})
     assert response == WIRE.response(REQUEST, choice(), (), "vLLM server s")
 
 

@@ -107,15 +107,15 @@ class VllmStub(ServerStub):
 
     async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """The usual completion token by token; waits before the last one while ``hold`` is set."""
-        whole = self.choice(body)
-        part = {"token_ids": [7], "logprobs": {"content": whole["logprobs"]["content"][:1]}}
+        full = self.choice(body)
+        part = {"token_ids": [7], "logprobs": {"content": full["logprobs"]["content"][:1]}}
         response = web.StreamResponse()
         await response.prepare(request)
-        for _ in whole["token_ids"][1:]:
+        for _ in full["token_ids"][1:]:
             await response.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
         while self.hold:
             await asyncio.sleep(0.01)
-        last = {"choices": [{**whole, **part}]}
+        last = {"choices": [{**full, **part}]}
         await response.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
         return response
 
