@@ -198,8 +198,8 @@ def test_staying_agents_serve_the_next_driver(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(first, "_launch", launch)
     try:
         with first:
-            assert first._reception is not None
-            port = int(first._reception.endpoint.rpartition(":")[2])
+            assert first._listener is not None
+            port = int(first._listener.endpoint.rpartition(":")[2])
             pid = first.found[0].pid
         with AttachHosts(1, port=port, address="127.0.0.1") as second:
             assert second.found[0].pid == pid

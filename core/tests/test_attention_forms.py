@@ -40,9 +40,7 @@ def explicit(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, wi
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("with_sinks", [True, False])
-def test_sinks_windows_and_narrow_values_match_an_explicit_softmax(
-    with_sinks: bool, window: int | None
-) -> None:
+def test_sinks_and_windows_match_explicit_softmax(with_sinks: bool, window: int | None) -> None:
     query, key, value, sinks = inputs()
     s_aux = sinks if with_sinks else None
     actual, _ = packed_attention(
@@ -70,7 +68,7 @@ def test_sinks_windows_and_narrow_values_match_an_explicit_softmax(
         ({"segments": None}, "gets no 'segments'"),
     ],
 )
-def test_what_is_not_computed_is_refused(keywords: dict[str, Any], message: str) -> None:
+def test_unsupported_attention_is_refused(keywords: dict[str, Any], message: str) -> None:
     query, key, value, _ = inputs()
     arguments = {"attention_mask": None, "segments": SEGMENTS, **keywords}
     with pytest.raises(UnsupportedCapability, match=message):

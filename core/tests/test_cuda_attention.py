@@ -81,7 +81,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("width", "value_width"), [(10, 10), (6, 3), (64, 64), (192, 128)])
-def test_the_kernel_for_packed_sequences_gets_what_it_takes(
+def test_varlen_kernel_gets_supported_arguments(
     width: int, value_width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = inputs(torch.bfloat16, width, value_width)
@@ -100,7 +100,7 @@ def test_the_kernel_for_packed_sequences_gets_what_it_takes(
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("setting", [{"softcap": 30.0}, {"dropout": 0.5}, {"s_aux": torch.zeros(HEADS)}])
-def test_what_the_kernel_does_not_know_is_computed_without_it(
+def test_unsupported_attention_bypasses_the_kernel(
     setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
@@ -109,13 +109,13 @@ def test_what_the_kernel_does_not_know_is_computed_without_it(
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_heads_wider_than_the_kernels_are_computed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_heads_bypass_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch.nn.attention.varlen.varlen_attn")
     attend(inputs(torch.bfloat16, 264, 264), None)
 
 
 @pytest.mark.usefixtures("on_cuda")
-def test_float32_never_needs_the_kernel_that_keeps_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_avoids_kernel_with_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, float32 with fewer heads of keys than of queries is served by no other."""
     parts = inputs(torch.float32, 6, 6)
     plain = attend([part.double() for part in parts], 3)
@@ -139,7 +139,7 @@ def test_flash_attention_3_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch)
     assert requested == ["FA3"], "torch's own needs nothing"
 
 
-def test_flash_attention_3_that_is_not_installed_is_refused() -> None:
+def test_missing_flash_attention_3_is_refused() -> None:
     if importlib.util.find_spec("flash_attn_interface") is not None:
         pytest.skip("it is installed here")
     with pytest.raises(MissingPackage, match=r"torch cannot use FlashAttention 3 .*, or choose version 2"):

@@ -34,7 +34,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_logits_and_the_gradient_of_the_head_are_float32_sums(
+def test_logits_and_head_gradient_sum_in_float32(
     with_entropy: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("core_rl.toolkit.cuda.on_cuda", lambda tensor: True)
@@ -49,7 +49,7 @@ def test_logits_and_the_gradient_of_the_head_are_float32_sums(
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_chunks_in_half_precision_have_one_product_for_the_head(with_entropy: bool) -> None:
+def test_half_precision_chunks_share_a_head_product(with_entropy: bool) -> None:
     """Each would write as much as the head has, and read and write twice as much where it adds to a float32 sum."""
     products = products_of(torch.device("cpu"), with_entropy, chunk=ROWS // 3)
     outputs = Counter(shape for _, _, shape in products)

@@ -41,7 +41,7 @@ REFUSED = {
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("case", REFUSED)
-def test_ranks_that_nccl_refuses_are_refused_before_they_join(tmp_path: Path, case: str) -> None:
+def test_incompatible_nccl_ranks_are_refused_before_joining(tmp_path: Path, case: str) -> None:
     server, message = REFUSED[case]
     meta = WeightUpdateMeta(method="distributed", version=1, path=str(tmp_path / "meet"))
     ranks = ReceiverRanks(count=1, cuda=(environment(), server))
@@ -60,11 +60,11 @@ def test_ranks_that_nccl_refuses_are_refused_before_they_join(tmp_path: Path, ca
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("servers", [(), (environment(),), (environment(None),)])
-def test_ranks_of_the_same_or_an_unknown_version_join(servers: tuple[CudaEnvironment, ...]) -> None:
+def test_ranks_of_same_or_unknown_version_join(servers: tuple[CudaEnvironment, ...]) -> None:
     require_nccl(servers, CUDA)
 
 
-def test_ranks_on_the_cpu_join_a_sender_on_cuda_by_gloo() -> None:
+def test_cpu_ranks_join_cuda_sender_by_gloo() -> None:
     server = environment(gpus=(OWN,))
     rendezvous = RendezvousServer(ReceiverRanks(count=1, on_cpu=True, cuda=(server,)), CUDA)
     assert rendezvous.address.backend == "gloo"
@@ -83,9 +83,7 @@ def test_ranks_on_the_cpu_join_a_sender_on_cuda_by_gloo() -> None:
         ([environment(), environment(visible=())], False),
     ],
 )
-def test_servers_open_memory_of_a_gpu_that_they_see_with_no_older_torch(
-    servers: list[CudaEnvironment], expected: bool
-) -> None:
+def test_servers_open_visible_gpus_with_recent_torch(servers: list[CudaEnvironment], expected: bool) -> None:
     assert can_open(servers, CUDA) is expected
 
 
@@ -129,7 +127,7 @@ def require_same(actual: Bucket, expected: Bucket) -> None:
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(actual, expected, strict=True))
 
 
-def test_each_rank_of_a_server_opens_each_bucket_on_the_gpu(tmp_path: Path, gpu: FakeGpu) -> None:
+def test_server_ranks_open_each_gpu_bucket(tmp_path: Path, gpu: FakeGpu) -> None:
     server = environment(gpus=("another", OWN))
     actual = sent(tmp_path, ReceiverRanks(count=4, cuda=(server, server)), gpu)
     assert len(actual) > 3
@@ -154,7 +152,7 @@ def test_each_rank_of_a_server_opens_each_bucket_on_the_gpu(tmp_path: Path, gpu:
         ReceiverRanks(count=1),
     ],
 )
-def test_servers_that_cannot_open_a_gpu_read_shared_memory(
+def test_servers_without_gpu_access_read_shared_memory(
     tmp_path: Path, gpu: FakeGpu, ranks: ReceiverRanks
 ) -> None:
     actual = sent(tmp_path, ranks, gpu)
@@ -174,7 +172,7 @@ def test_memory_is_opened_where_it_is_unpickled(gpu: FakeGpu) -> None:
     assert not gpu.open
 
 
-def test_a_buffer_that_others_open_is_outside_of_expandable_segments(
+def test_shared_buffers_avoid_expandable_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings, local, seen = torch._C._accelerator_getAllocatorSettings, torch.empty, list[str]()
@@ -192,7 +190,7 @@ def test_a_buffer_that_others_open_is_outside_of_expandable_segments(
     assert seen == ["expandable_segments:False"] * 2
 
 
-def test_the_runtime_version_of_nccl_is_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_version_comes_from_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch tells the version that it was built with, and environments replace the library."""
 
     class Library:

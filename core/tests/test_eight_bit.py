@@ -57,7 +57,7 @@ def test_the_plan_counts_the_moments_of_each_optimizer(kind: str, expected: floa
 
 
 @needs_torchao
-def test_large_parameters_have_codes_and_others_do_not() -> None:
+def test_only_large_parameters_have_codes() -> None:
     selected = parameters()
     optimizer = build_optimizer(selected, CONFIG)
     coded = [is_eight_bit(optimizer.state[parameter]["exp_avg"]) for parameter in selected]
@@ -72,7 +72,7 @@ def test_large_parameters_have_codes_and_others_do_not() -> None:
 
 
 @needs_torchao
-def test_moments_are_rounded_again_only_where_they_were_changed() -> None:
+def test_only_changed_moments_are_rounded_again() -> None:
     selected = parameters()
     optimizer = build_optimizer(selected, CONFIG)
     optimizer.step()
@@ -90,7 +90,7 @@ def test_moments_are_rounded_again_only_where_they_were_changed() -> None:
 @needs_torchao
 @pytest.mark.parametrize("saved", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("loaded", ["adamw", "adamw_8bit"])
-def test_checkpoints_go_from_one_precision_to_the_other(tmp_path: Path, saved: str, loaded: str) -> None:
+def test_checkpoints_convert_between_precisions(tmp_path: Path, saved: str, loaded: str) -> None:
     def start(kind: str) -> TrainEngine:
         optimizer = OptimizerConfig.model_validate({"type": kind, "lr": 1e-2})
         model = ModelConfig(config={**support.TINY, "vocab_size": 1024})

@@ -88,14 +88,14 @@ def test_grouped_products_give_the_gradients_of_the_loop() -> None:
     assert 0 < len(idle) < EXPERTS
 
 
-def test_sizes_that_no_grouped_product_takes_are_computed_one_by_one() -> None:
+def test_unaligned_experts_are_computed_one_by_one() -> None:
     assert _gradients("grouped", 7, SequenceBatch.from_sequences([[5, 9, 3]]))[0] == "eager"
 
 
 # ------------------------------------------------------------------ dispatch
 
 
-def test_of_padding_one_row_is_computed_and_none_is_returned() -> None:
+def test_single_padding_row_is_computed_and_dropped() -> None:
     """Of three tokens where another rank has five; the result is no view, on which FSDP's hook could be lost."""
     seen: list[Tensor] = []
 
@@ -121,7 +121,7 @@ def _routing(length: int, seed: int, experts: int = 5, k: int = 2) -> Routing:
     return Routing(logits, logits.topk(k).indices)
 
 
-def test_an_even_routing_is_one_for_each_token_and_a_collapsed_one_all_experts() -> None:
+def test_balance_loss_of_even_and_collapsed_routing() -> None:
     bounds = torch.tensor([0, 4])
     even = Routing(torch.zeros(4, 4), torch.arange(4)[:, None])
     assert balance_loss([even], bounds) == 4.0
@@ -169,7 +169,7 @@ def test_wrong_routing_is_refused(message: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.int32, torch.int64])
-def test_routing_takes_two_bytes_and_is_replayed_from_any_integers(dtype: torch.dtype) -> None:
+def test_routing_is_int16_and_replays_any_integers(dtype: torch.dtype) -> None:
     made, data = engine(), support.batch()
     before = made.forward(data, ONE, ("logprobs", "routing"))
     assert before["routing"].dtype == torch.int16
@@ -220,7 +220,7 @@ REFUSALS: dict[str, tuple[type[CoreRLError], Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("message", REFUSALS)
-def test_what_cannot_be_done_is_refused(message: str) -> None:
+def test_unsupported_expert_layouts_are_refused(message: str) -> None:
     kind, action = REFUSALS[message]
     with pytest.raises(kind, match=message):
         action()

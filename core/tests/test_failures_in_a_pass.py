@@ -36,7 +36,7 @@ def group(ranks: EngineGroup) -> EngineGroup:
     return ranks
 
 
-def test_a_loss_that_raises_on_one_rank_raises_on_all(group: EngineGroup) -> None:
+def test_loss_error_raises_on_all_ranks(group: EngineGroup) -> None:
     answers = group.run(support.pass_and_step, broken(BATCH, BREAKS_LOSS))
     for of_pass, of_step in answers:
         assert of_pass.startswith("LossError: ") and "a weight is negative" in of_pass
@@ -46,9 +46,7 @@ def test_a_loss_that_raises_on_one_rank_raises_on_all(group: EngineGroup) -> Non
 
 
 @pytest.mark.parametrize("method", ["forward_backward", "train_batch", "eval_batch"])
-def test_after_a_loss_that_raised_it_trains_as_if_nothing_had_happened(
-    group: EngineGroup, method: str
-) -> None:
+def test_training_continues_after_loss_raises(group: EngineGroup, method: str) -> None:
     with pytest.raises(LossError, match="a weight is negative"):
         getattr(group, method)(broken(BATCH, BREAKS_LOSS), LOSS, ONE)
     group.optimizer_zero_grad()
@@ -61,7 +59,7 @@ def test_after_a_loss_that_raised_it_trains_as_if_nothing_had_happened(
     assert all(torch.equal(tensor, untouched[1][name]) for name, tensor in after[1].items())
 
 
-def test_a_pass_that_runs_out_of_memory_names_the_micro_batch_and_the_field() -> None:
+def test_out_of_memory_names_micro_batch_and_field() -> None:
     lone = spec(RunsOutOfMemory)
     engine = load_engine(lone, engine_support.config())
     assert isinstance(engine, TrainEngine)
@@ -80,7 +78,7 @@ def test_a_pass_that_runs_out_of_memory_names_the_micro_batch_and_the_field() ->
     engine.destroy()
 
 
-def test_a_backend_that_raises_alone_fails_the_engine(ranks: EngineGroup) -> None:
+def test_backend_raising_on_single_rank_fails_engine(ranks: EngineGroup) -> None:
     patience, ranks.timeout_s = ranks.timeout_s, LIMIT_S
     ranks.initialize()
     ranks.timeout_s = patience

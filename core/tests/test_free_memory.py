@@ -35,11 +35,11 @@ def context(device: torch.device = CUDA, **fields: Any) -> BuildContext[TrainEng
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_device_that_another_process_fills_is_named_with_what_is_needed() -> None:
+def test_full_device_is_named_with_needed_memory() -> None:
     model = nn.Linear(2**15, 2**16, bias=False, device="meta")
     message = (
         r"cuda:1 has 20\.0 GiB free of 80\.0 GiB, and weights, gradients and moments of a rank need 32\.0 GiB; .*"
-        r"placement.*CUDA_VISIBLE_DEVICES.*layout"
+        r"CUDA_VISIBLE_DEVICES.*layout"
     )
     with pytest.raises(OutOfDeviceMemory, match=message):
         require_device_memory(context(), model)
@@ -55,11 +55,11 @@ def test_a_device_that_another_process_fills_is_named_with_what_is_needed() -> N
         {"device": torch.device("cpu")},
     ],
 )
-def test_what_fits_is_built(fits: dict[str, Any]) -> None:
+def test_fitting_model_is_built(fits: dict[str, Any]) -> None:
     require_device_memory(context(**fits), nn.Linear(2**15, 2**16, bias=False, device="meta"))
 
 
-def test_memory_that_torch_keeps_for_this_process_is_free(memory: dict[str, int]) -> None:
+def test_reserved_memory_of_this_process_is_free(memory: dict[str, int]) -> None:
     model = nn.Linear(2**15, 2**16, bias=False, device="meta")
     memory |= {"free": 10 * GIB, "reserved": 30 * GIB, "allocated": 5 * GIB}
     require_device_memory(context(), model)

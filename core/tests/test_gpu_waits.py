@@ -137,7 +137,7 @@ def spread_experts(model: PackedModel) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_experts_of_other_ranks_are_waited_for_by_nobody(
+def test_host_never_waits_for_remote_experts(
     family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Collectives have no kernels on the meta device, and what they give has the shape of what they get."""
@@ -168,7 +168,7 @@ def test_loads_of_experts_are_balanced_without_waiting() -> None:
     actual["aux_loss"].backward()
 
 
-def test_weights_of_micro_batches_are_counted_on_the_cpu() -> None:
+def test_micro_batch_weights_are_counted_on_cpu() -> None:
     real = MicroBatches(batch(), [[0, 1], [], [2]], META).real()
     assert [(count_tokens(part), count_sequences(part)) for part in real] == [(3.0, 1.0), (2.0, 1.0)]
 
@@ -193,7 +193,7 @@ def test_metrics_of_a_pass_are_copied_together(monkeypatch: pytest.MonkeyPatch) 
     assert copies == [(3,)]
 
 
-def test_what_is_in_blocks_is_seen() -> None:
+def test_waits_inside_blocks_are_detected() -> None:
     """Of a copy and a tensor that is made in a block, and of none outside."""
 
     class Makes(nn.Module):
@@ -207,7 +207,7 @@ def test_what_is_in_blocks_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss_mask", "not_first", "position_ids"])
-def test_what_a_moved_batch_knows_is_computed_once_and_forgotten_with_what_it_follows_from(name: str) -> None:
+def test_moved_batches_cache_derived_values(name: str) -> None:
     original = batch()
     moved = original.to(META)
     assert getattr(moved, name) is getattr(moved, name)

@@ -47,7 +47,7 @@ def batch_of(*lengths: int) -> SequenceBatch:
     return SequenceBatch.from_sequences([torch.arange(n) + 100 * i for i, n in enumerate(lengths)])
 
 
-def test_a_forward_pass_gets_the_fields_that_it_may_look_at(group: EngineGroup) -> None:
+def test_forward_pass_gets_only_forward_fields(group: EngineGroup) -> None:
     """And a hook gets all of them."""
     batch = batch_of(3, 2).with_tokens(advantages=torch.zeros(5), routing=torch.zeros(5, 1, 2).long())
     batch = batch.with_tokens(loss_mask=torch.ones(5, dtype=torch.bool)).with_sequences(reward=torch.ones(2))
@@ -90,9 +90,7 @@ def test_forward_restores_the_order(group: EngineGroup, lengths: list[int], temp
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(1, 7), min_size=1, max_size=9))
-def test_hooks_see_parts_and_the_caller_gets_sequences_in_order(
-    group: EngineGroup, lengths: list[int]
-) -> None:
+def test_hook_results_return_in_caller_order(group: EngineGroup, lengths: list[int]) -> None:
     batch = batch_of(*lengths)
     doubled = group.forward(batch, MB, post_hook=support.double_tokens)
     assert torch.equal(doubled, batch.input_ids * 2)
@@ -115,7 +113,7 @@ def test_total_weight_needs_the_global_scope(group: EngineGroup) -> None:
         )
 
 
-def test_a_batch_error_tells_how_sequences_were_dealt_out(group: EngineGroup) -> None:
+def test_batch_error_lists_sequences_of_each_rank(group: EngineGroup) -> None:
     batch = SequenceBatch.from_sequences([torch.tensor([1, 2, 3]), torch.tensor([1000])])
     with pytest.raises(BatchError, match="outside the vocabulary") as caught:
         group.forward(batch, MB)
@@ -124,7 +122,7 @@ def test_a_batch_error_tells_how_sequences_were_dealt_out(group: EngineGroup) ->
     assert group.run(support.whoami)  # nothing is lost
 
 
-def test_named_tensors_come_from_one_writer(group: EngineGroup) -> None:
+def test_named_tensors_come_from_the_writer(group: EngineGroup) -> None:
     tensors = group.named_tensors("params")
     assert list(tensors) == ["a", "b"]
     assert tensors["b"].tolist() == [1.0, 1.0]  # rank 1: the output rank of data-parallel rank 0
@@ -173,7 +171,7 @@ def test_ranks_may_have_children(group: EngineGroup) -> None:
     assert group.run(support.child_process) == [42] * 4
 
 
-def test_another_layout_keeps_the_processes() -> None:
+def test_new_layout_keeps_the_processes() -> None:
     with support.echo_group(support.SPEC, support.config(dp=2)) as group:
         first = group.pids
         assert len(first) == 2
@@ -197,7 +195,7 @@ def test_a_refused_config_changes_nothing(group: EngineGroup) -> None:
     assert len(group.run(support.whoami)) == 4
 
 
-def test_a_real_process_group_meets_in_the_store_of_the_first_rank() -> None:
+def test_process_group_meets_in_first_ranks_store() -> None:
     with support.echo_group(support.SPEC, support.config(dp=2)) as group:
         for world in (2, 1, 3):
             group.initialize(config=support.config(dp=world))
@@ -262,7 +260,7 @@ def test_a_config_is_made_of_its_fields() -> None:
         group.close()
 
 
-def test_a_context_that_cannot_build_its_engine_leaves_no_process() -> None:
+def test_failed_context_leaves_no_process() -> None:
     group = support.echo_group(support.SPEC, support.config(support.FAILING_SEED, dp=1))
     pids = group.pids
     with pytest.raises(RankFailed, match="no memory for the model"), group:
@@ -278,7 +276,7 @@ def test_before_initialize_there_is_no_engine() -> None:
             assert group.run(support.whoami) == [(0,)]
 
 
-def test_all_groups_are_forked_from_one_server() -> None:
+def test_all_groups_share_a_fork_server() -> None:
     """The expensive imports happen in the server, and a second group waits for none."""
     servers: set[int] = set()
     for size in (1, 2):

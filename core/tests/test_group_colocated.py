@@ -52,7 +52,7 @@ def pair() -> Iterator[Pair]:
 # ------------------------------------------------------------------ one set of processes
 
 
-def test_each_group_has_an_engine_of_its_own_in_the_same_processes(pair: Pair) -> None:
+def test_colocated_groups_have_separate_engines(pair: Pair) -> None:
     host, guest = pair
     assert host.pids == guest.pids
     host.onload()
@@ -78,7 +78,7 @@ def test_processes_end_with_the_last_group(pair: Pair, first: int) -> None:
     assert not support.survivors(pids, within_s=0)
 
 
-def test_a_rank_that_dies_ends_all_groups_with_one_error(pair: Pair) -> None:
+def test_dead_rank_ends_all_colocated_groups(pair: Pair) -> None:
     host, guest = pair
     pids = host.pids
     os.kill(pids[1], signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_ends_all_groups_with_one_error(pair: Pair) -> None:
     assert not support.survivors(pids, within_s=0)
 
 
-def test_a_restart_is_one_of_all_groups(pair: Pair) -> None:
+def test_restart_covers_all_colocated_groups(pair: Pair) -> None:
     host, guest = pair
     pids = host.pids
     guest.restart()
@@ -109,7 +109,7 @@ def test_a_restart_is_one_of_all_groups(pair: Pair) -> None:
     assert guest.run(support.whoami) == [(0,), (1,)]
 
 
-def test_all_groups_take_one_call_at_a_time_together(pair: Pair, tmp_path: Path) -> None:
+def test_colocated_groups_refuse_concurrent_calls(pair: Pair, tmp_path: Path) -> None:
     host, guest = pair
     thread = threading.Thread(target=host.run, args=(support.arrive_and_wait, str(tmp_path)))
     thread.start()
@@ -123,7 +123,7 @@ def test_all_groups_take_one_call_at_a_time_together(pair: Pair, tmp_path: Path)
     assert guest.run(support.whoami) == [(0,), (1,)]
 
 
-def test_an_engine_that_fails_leaves_the_others_alone(pair: Pair) -> None:
+def test_failed_engine_leaves_colocated_engines_alone(pair: Pair) -> None:
     host, guest = pair
     with pytest.raises(RankFailed, match="no memory for the model"):
         guest.initialize(config=support.config(support.FAILING_SEED, dp=2))
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_leaves_the_others_alone(pair: Pair) -> None:
     ],
     ids=["devices", "threads", "ranks"],
 )
-def test_what_belongs_to_the_processes_cannot_differ(
+def test_colocated_groups_refuse_process_settings(
     pair: Pair, settings: dict[str, Any], error: type[CoreRLError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
@@ -158,7 +158,7 @@ def test_what_belongs_to_the_processes_cannot_differ(
     assert pair[1].run(support.whoami) == [(0,), (1,)]
 
 
-def test_a_world_of_another_size_waits_for_the_others_to_be_destroyed(pair: Pair) -> None:
+def test_new_world_size_needs_destroyed_peers(pair: Pair) -> None:
     host, guest = pair
     with pytest.raises(EngineStateError, match=r"needs 1 ranks, .* has 2; destroy\(\) that one first"):
         host.initialize(config=support.config(dp=1))
@@ -189,7 +189,7 @@ def state(group: EngineGroup) -> dict[str, Tensor]:
     return {f"{kind}/{name}": t for kind in kinds for name, t in group.named_tensors(kind).items()}
 
 
-def test_an_engine_computes_what_it_computes_alone() -> None:
+def test_colocated_engine_computes_as_if_alone() -> None:
     """With dropout, and in host memory while the other one works."""
     alone = []
     with EngineGroup("reference", dropping(0), timeout_s=120, threads_per_rank=1) as host:

@@ -85,7 +85,7 @@ def test_training_is_the_engines(group: EngineGroup, engine: TrainEngine) -> Non
     assert group.get_scheduling_config() == engine.get_scheduling_config()
 
 
-def test_a_step_in_pieces_is_one_step(group: EngineGroup, engine: TrainEngine) -> None:
+def test_step_in_pieces_equals_train_batch(group: EngineGroup, engine: TrainEngine) -> None:
     first, second = support.batch(1), support.batch(2)
     complete = LOSS.weight(first) + LOSS.weight(second)
     for target in (group, engine):

@@ -81,7 +81,7 @@ def test_an_error_of_ours_keeps_its_type(shared: EngineGroup, ranks: tuple[int, 
     assert len(shared.run(support.whoami)) == 2
 
 
-def test_a_foreign_error_becomes_rank_failed_with_its_cause(shared: EngineGroup) -> None:
+def test_foreign_error_becomes_rank_failed_with_cause(shared: EngineGroup) -> None:
     with pytest.raises(RankFailed, match="rank 1 of 2 failed: KeyError: 'lost'") as caught:
         shared.run(support.fail, (1,), KeyError("lost"))
     assert caught.value.rank == 1
@@ -90,13 +90,13 @@ def test_a_foreign_error_becomes_rank_failed_with_its_cause(shared: EngineGroup)
     assert len(shared.run(support.whoami)) == 2
 
 
-def test_an_error_beside_exception_does_not_end_the_rank(shared: EngineGroup) -> None:
+def test_base_exception_does_not_end_the_rank(shared: EngineGroup) -> None:
     with pytest.raises(RankFailed, match="GeneratorExit: of a test framework, say"):
         shared.run(support.fail, (0, 1), GeneratorExit("of a test framework, say"))
     assert len(shared.run(support.whoami)) == 2
 
 
-def test_an_error_that_cannot_be_restored_is_told_in_words(shared: EngineGroup) -> None:
+def test_unpicklable_error_is_reported_as_text(shared: EngineGroup) -> None:
     with pytest.raises(RankFailed, match=r"rank \d of 2 failed: group_support.OddError: oddity") as caught:
         shared.run(support.fail_oddly)
     assert "in fail_oddly" in caught.value.traceback
@@ -110,7 +110,7 @@ def test_an_error_that_cannot_be_restored_is_told_in_words(shared: EngineGroup) 
         (support.poison, "the result of a rank cannot be restored in the driver: restored away from home"),
     ],
 )
-def test_results_that_do_not_travel(shared: EngineGroup, fn: Callable[..., Any], message: str) -> None:
+def test_unpicklable_results_are_refused(shared: EngineGroup, fn: Callable[..., Any], message: str) -> None:
     with pytest.raises(GroupError, match=message):
         shared.run(fn)
     assert len(shared.run(support.whoami)) == 2
@@ -120,7 +120,7 @@ def test_results_that_do_not_travel(shared: EngineGroup, fn: Callable[..., Any],
     ("fn", "args"),
     [(lambda engine: None, ()), (support.echo, (threading.Lock(),)), (support.echo, (lambda: 0,))],
 )
-def test_calls_that_do_not_travel(
+def test_unpicklable_calls_are_refused(
     shared: EngineGroup, fn: Callable[..., Any], args: tuple[object, ...]
 ) -> None:
     with pytest.raises(GroupError, match="cannot be sent to the ranks: .*importable module"):
@@ -128,13 +128,13 @@ def test_calls_that_do_not_travel(
     assert len(shared.run(support.whoami)) == 2
 
 
-def test_calls_that_do_not_arrive(shared: EngineGroup) -> None:
+def test_unrestorable_calls_are_refused(shared: EngineGroup) -> None:
     with pytest.raises(GroupError, match="cannot be restored in the rank: restored away from home"):
         shared.run(support.echo, support.Poison())
     assert len(shared.run(support.whoami)) == 2
 
 
-def test_initialize_that_fails_can_be_repeated(shared: EngineGroup) -> None:
+def test_failed_initialize_can_be_repeated(shared: EngineGroup) -> None:
     with pytest.raises(RankFailed, match="no memory for the model"):
         shared.initialize(config=support.config(seed=support.FAILING_SEED, dp=2))
     shared.initialize(config=support.config(dp=2))
@@ -145,7 +145,7 @@ def test_initialize_that_fails_can_be_repeated(shared: EngineGroup) -> None:
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_a_failure_that_leaves_others_waiting(group: EngineGroup) -> None:
+def test_failure_with_waiting_ranks_ends_group(group: EngineGroup) -> None:
     pids, started = group.pids, time.monotonic()
     with pytest.raises(BatchError, match="bad shard") as caught:
         group.run(support.fail_beside_hang, BatchError("bad shard"))
@@ -204,7 +204,7 @@ def test_a_death_between_calls(group: EngineGroup) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "by_name"), [((0, 1), r"\[0, 1\]"), ((1,), r"\[1\]")])
-def test_a_hang_ends_in_time_and_shows_the_stack(
+def test_hanging_rank_times_out_with_stack(
     group: EngineGroup, ranks: tuple[int, ...], by_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "DUMP_WAIT_S", 30.0)
@@ -219,14 +219,14 @@ def test_a_hang_ends_in_time_and_shows_the_stack(
 
 
 @pytest.mark.parametrize("fn", [support.stop_self, support.hold_interpreter_lock])
-def test_a_rank_that_cannot_react_is_ended(group: EngineGroup, fn: Callable[..., Any]) -> None:
+def test_unresponsive_rank_is_killed(group: EngineGroup, fn: Callable[..., Any]) -> None:
     pids = group.pids
     with impatient(group), pytest.raises(RankTimeout):
         group.run(fn)
     assert_ended(group, pids, "RankTimeout")
 
 
-def test_a_stopped_rank_that_takes_no_arguments(group: EngineGroup) -> None:
+def test_stopped_rank_times_out_on_arguments(group: EngineGroup) -> None:
     pids = group.pids
     os.kill(pids[1], signal.SIGSTOP)
     message = rf"rank 1 did not take the arguments of echo in time\. .*{LIMIT}"
@@ -264,7 +264,7 @@ def test_an_interrupt_inside_a_call_ends_the_group(group: EngineGroup, tmp_path:
     assert_ended(group, pids, "arrive_and_wait failed with KeyboardInterrupt")
 
 
-def test_one_call_at_a_time(group: EngineGroup, tmp_path: Path) -> None:
+def test_concurrent_calls_are_refused(group: EngineGroup, tmp_path: Path) -> None:
     thread = threading.Thread(target=group.run, args=(support.arrive_and_wait, str(tmp_path)))
     thread.start()
     support.await_arrival(tmp_path)
@@ -275,7 +275,7 @@ def test_one_call_at_a_time(group: EngineGroup, tmp_path: Path) -> None:
     assert len(group.run(support.whoami)) == 2
 
 
-def test_close_ends_a_call_in_another_thread(group: EngineGroup, tmp_path: Path) -> None:
+def test_close_ends_running_calls(group: EngineGroup, tmp_path: Path) -> None:
     errors: list[GroupError] = []
 
     def call() -> None:

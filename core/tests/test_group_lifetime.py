@@ -124,7 +124,7 @@ def test_children_of_ranks_end_with_a_killed_driver(drive: Drive) -> None:
     assert not support.survivors(driver.pids + children)
 
 
-def test_a_forked_child_of_the_driver_keeps_no_rank_alive(drive: Drive) -> None:
+def test_forked_driver_child_keeps_no_rank_alive(drive: Drive) -> None:
     body = """
 group = start()
 if os.fork() == 0:

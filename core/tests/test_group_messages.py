@@ -48,7 +48,7 @@ def test_parts_of_messages_arrive_in_order(messages: list[list[bytes]]) -> None:
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(100, 1), (JOINED_BYTES, 3)])
-def test_small_messages_are_sent_in_one_piece(
+def test_small_messages_are_sent_at_once(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, size: int, pieces: int
 ) -> None:
     sent: list[int] = []
@@ -76,7 +76,7 @@ def test_a_large_message_passes_a_small_buffer(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0", HEADER.pack(10), HEADER.pack(10) + b"12345"])
-def test_receive_gives_up_at_the_deadline_and_at_the_end(ends: Ends, sent: bytes) -> None:
+def test_receive_fails_at_deadline_and_end(ends: Ends, sent: bytes) -> None:
     ends[0].sendall(sent)
     started = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -101,6 +101,6 @@ def test_send_to_a_closed_end_fails(ends: Ends) -> None:
         Channel(ends[0]).send(b"hello", time.monotonic() + 60)
 
 
-def test_a_deadline_that_has_passed_is_a_timeout(ends: Ends) -> None:
+def test_passed_deadline_is_a_timeout(ends: Ends) -> None:
     with pytest.raises(TimeoutError):
         Channel(ends[1]).receive(time.monotonic() - 1)

@@ -84,7 +84,7 @@ def saved(engine: TrainEngine, path: Path) -> SaveLoadMeta:
     return meta
 
 
-def test_kinds_have_the_names_and_shapes_that_they_announce(engine: TrainEngine, build: Build) -> None:
+def test_kinds_match_announced_names_and_shapes(engine: TrainEngine, build: Build) -> None:
     engine.forward_backward(support.batch(), NLL, ONE)
     for kind in ("params", "master", "grads", "exp_avg", "exp_avg_sq", "adapter"):
         actual = {name: tuple(value.shape) for name, value in tensors(engine, kind).items()}
@@ -130,9 +130,7 @@ def test_a_tokenizer_comes_with_the_adapter(engine: TrainEngine, tmp_path: Path,
         engine.save(replace(meta, tokenizer_path=str(tmp_path / "empty")))
 
 
-def test_another_base_of_the_same_shape_is_told_apart(
-    engine: TrainEngine, tmp_path: Path, build: Build
-) -> None:
+def test_different_base_of_same_shape_is_detected(engine: TrainEngine, tmp_path: Path, build: Build) -> None:
     meta = saved(engine, tmp_path / "adapter")
     same, second = build(seed=0), build(seed=1)
     same.load(meta)
@@ -149,7 +147,7 @@ def squared_values(output: ModelOutput, data: SequenceBatch) -> tuple[torch.Tens
     return output["values"].square().sum(), {}
 
 
-def test_a_head_is_loaded_with_its_adapter_over_the_same_base(tmp_path: Path) -> None:
+def test_head_loads_with_its_adapter(tmp_path: Path) -> None:
     """A trained head does not make another base."""
     settings = support.config(lora=LORA, head="value")
     with ExitStack() as stack:
@@ -162,7 +160,7 @@ def test_a_head_is_loaded_with_its_adapter_over_the_same_base(tmp_path: Path) ->
     assert all(torch.equal(value, actual[name]) for name, value in expected.items())
 
 
-def test_an_adapter_without_a_manifest_is_taken_by_its_shapes(
+def test_adapter_without_manifest_is_matched_by_shapes(
     engine: TrainEngine, tmp_path: Path, build: Build
 ) -> None:
     path = Path(saved(engine, tmp_path / "adapter").path)
@@ -174,7 +172,7 @@ def test_an_adapter_without_a_manifest_is_taken_by_its_shapes(
 
 
 @pytest.mark.parametrize("form", ["sharded", "portable"])
-def test_checkpoints_of_another_adapter_are_refused(
+def test_checkpoints_of_different_adapter_are_refused(
     engine: TrainEngine, tmp_path: Path, form: Any, build: Build
 ) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "saved"), format=form)
@@ -271,7 +269,7 @@ def test_a_spoiled_adapter_is_refused_and_nothing_changes(
     assert engine.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1
 
 
-def test_a_start_from_a_missing_adapter_leaves_a_new_engine(tmp_path: Path) -> None:
+def test_missing_adapter_leaves_engine_new(tmp_path: Path) -> None:
     engine = load_engine(SPEC, support.config(lora=LoraConfig(path=str(tmp_path / "nothing"))))
     with pytest.raises(CheckpointNotFound, match="there is no checkpoint at this place"):
         engine.initialize()
@@ -279,9 +277,7 @@ def test_a_start_from_a_missing_adapter_leaves_a_new_engine(tmp_path: Path) -> N
         engine.forward(support.batch(), ONE)
 
 
-def test_a_missing_peft_is_named_with_the_line_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, build: Build
-) -> None:
+def test_missing_peft_error_names_install_command(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(
         ConfigError, match=r"model.lora needs the package peft.*pip install 'core-rl\[peft\]'"
@@ -302,7 +298,7 @@ BAD_TARGETS: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("message", BAD_TARGETS)
-def test_targets_that_match_nothing_are_refused(message: str, build: Build) -> None:
+def test_unmatched_targets_are_refused(message: str, build: Build) -> None:
     with pytest.raises(ConfigError, match=message):
         build(LoraConfig(target_modules=BAD_TARGETS[message]))
 
@@ -357,7 +353,7 @@ def test_misuse_is_refused_and_the_engine_goes_on(
     assert engine.train_batch(support.batch(), NLL, ONE)["update_successful"] == 1
 
 
-def test_nested_contexts_switch_the_adapter_on_after_the_outermost(engine: TrainEngine) -> None:
+def test_outermost_context_restores_the_adapter(engine: TrainEngine) -> None:
     logprobs = engine.forward(support.batch(), ONE)["logprobs"]
     with engine.disable_adapter():
         base = engine.forward(support.batch(), ONE)["logprobs"]
@@ -379,22 +375,20 @@ def test_an_engine_without_an_adapter_says_so(tmp_path: Path, build: Build) -> N
             act()
 
 
-def test_an_engine_that_declares_no_lora_refuses_the_config() -> None:
+def test_undeclared_lora_config_is_refused() -> None:
     spec = replace(SPEC, capabilities=SPEC.capabilities - {Capability.LORA})
     with pytest.raises(UnsupportedCapability, match="a config with lora: .* does not declare 'lora'"):
         load_engine(spec, support.config(lora=LORA))
 
 
-def test_digest_of_a_base_counts_all_parts_of_a_tensor() -> None:
+def test_base_digest_covers_all_tensor_slices() -> None:
     """Queries, keys and values that an engine has group by group are several parts of each tensor on one rank."""
     value = torch.randn(6, 4)
     parts = [("q", value[:2]), ("k", value), ("q", value[2:])]
     assert digest_of_parts(Comm(), parts) == digest_of_parts(Comm(), [("q", value), ("k", value)])
 
 
-def test_an_adapter_of_36_layers_is_one_file_that_peft_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peft_reads_adapter_of_36_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its size: ``peft`` and servers read no index."""
     config = AutoConfig.for_model(**support.TINY | {"num_hidden_layers": 36})
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")

@@ -92,7 +92,7 @@ def same(left: PreTrainedModel, right: PreTrainedModel) -> bool:
 
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_it_is_the_model_that_transformers_loads(name: str, head: Head, tmp_path: Path) -> None:
+def test_meta_build_equals_transformers_load(name: str, head: Head, tmp_path: Path) -> None:
     model = ModelConfig(path=str(written(name, tmp_path)), head=head)
     built = from_meta(model)
     assert built is not None
@@ -151,7 +151,7 @@ def change(directory: Path, edit: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_a_matrix_that_is_written_twice(name: str, tmp_path: Path) -> None:
+def test_matrix_written_twice(name: str, tmp_path: Path) -> None:
     written(name, tmp_path)
     change(
         tmp_path,
@@ -163,7 +163,7 @@ def test_a_matrix_that_is_written_twice(name: str, tmp_path: Path) -> None:
     assert same(built, build_model(model, seed=3, attn_implementation="eager"))
 
 
-def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
+def test_tied_matrix_under_its_alias(tmp_path: Path) -> None:
     written("qwen3", tmp_path)
     change(
         tmp_path, lambda stored: stored.update({"lm_head.weight": stored.pop("model.embed_tokens.weight")})
@@ -174,7 +174,7 @@ def test_a_tied_matrix_under_its_other_name(tmp_path: Path) -> None:
     assert same(built, build_model(model, seed=3, attn_implementation="eager"))
 
 
-def test_transformers_loads_what_only_it_understands(tmp_path: Path) -> None:
+def test_unmapped_files_are_loaded_by_transformers(tmp_path: Path) -> None:
     assert from_meta(ModelConfig(config=MODELS["qwen3"])) is None
     untied = written("qwen3", tmp_path / "untied")
     change(untied, lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"] + 1}))
@@ -195,9 +195,7 @@ def shorten(stored: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("damage", "message"), [(drop, "missing"), (shorten, "misshapen")])
-def test_weights_that_do_not_fit_are_a_config_error_of_both_ways(
-    damage: Any, message: str, tmp_path: Path
-) -> None:
+def test_misfit_weights_raise_config_error(damage: Any, message: str, tmp_path: Path) -> None:
     model = ModelConfig(path=str(written("qwen3", tmp_path)))
     change(tmp_path, damage)
     with pytest.raises(ConfigError, match=rf"do not fit their config: .*{message} \['model\.norm\.weight'\]"):
@@ -206,7 +204,7 @@ def test_weights_that_do_not_fit_are_a_config_error_of_both_ways(
         build_model(model, seed=3, attn_implementation="eager")
 
 
-def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_damaged_file_is_named(tmp_path: Path) -> None:
     file = written("qwen3", tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(ConfigError, match=r"cannot be built: .*model\.safetensors"):

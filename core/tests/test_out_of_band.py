@@ -78,7 +78,7 @@ def test_the_stream_of_a_message_exports_no_buffer() -> None:
     assert isinstance(stream.obj, bytes)
 
 
-def test_a_view_travels_without_what_is_around_it_and_a_tensor_once() -> None:
+def test_views_are_sent_without_their_base() -> None:
     row = torch.randn(100, LARGE)[7]
     parts = packed([row, row])
     assert [memoryview(part).nbytes for part in parts[1:]] == [row.nbytes]
@@ -106,7 +106,7 @@ SPECIAL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_other_tensors_travel_as_torch_pickles_them(name: str) -> None:
+def test_unusual_tensors_are_pickled_by_torch(name: str) -> None:
     tensor: Tensor = SPECIAL[name]
     actual = unpacked(sent(packed(tensor)))
     assert type(actual) is type(tensor) and actual.requires_grad == tensor.requires_grad

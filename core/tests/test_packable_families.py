@@ -21,12 +21,12 @@ from core_rl.errors import UnsupportedCapability
         ("electra", "'electra' has a head"),
     ],
 )
-def test_a_model_that_cannot_be_packed_is_refused_by_name(family: str, message: str, tmp_path: Path) -> None:
+def test_unpackable_model_is_refused_by_name(family: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCapability, match=message):
         packed_model(family, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "granite", "cohere", "gemma2"])
-def test_heads_that_scale_or_cap_logits_are_accepted(family: str, tmp_path: Path) -> None:
+def test_scaling_and_capping_heads_are_accepted(family: str, tmp_path: Path) -> None:
     """That they are computed right is for `nox -s families`; here the check of the head passes."""
     packed_model(family, tmp_path)

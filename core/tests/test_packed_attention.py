@@ -26,5 +26,5 @@ def _elements_of_step(length: int, settings: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("settings", [{}, {"sliding_window": 2}, {"softcap": 20.0}])
-def test_backward_does_not_grow_with_the_number_of_segments(settings: dict[str, Any]) -> None:
+def test_backward_memory_is_independent_of_segments(settings: dict[str, Any]) -> None:
     assert _elements_of_step(4, settings) < 1.5 * _elements_of_step(32, settings)

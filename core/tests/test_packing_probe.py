@@ -31,7 +31,7 @@ def let_state_leak(model: PackedModel) -> None:
 
 
 @pytest.mark.parametrize("head", ["lm", "value", "reward"])
-def test_the_probe_finds_state_that_crosses_a_boundary(head: Head, tmp_path: Path) -> None:
+def test_probe_detects_state_across_boundaries(head: Head, tmp_path: Path) -> None:
     model = packed_model("qwen3_next" if head == "lm" else "jamba", tmp_path, head)
     check_packing(model, "float32")
     let_state_leak(model)
@@ -61,9 +61,7 @@ class PacksHybridsAndLeaks(PacksHybrids):
 
 
 @pytest.mark.parametrize("backend", [PacksHybrids, PacksHybridsAndLeaks])
-def test_each_engine_of_the_toolkit_is_probed_when_it_is_built(
-    backend: type[PacksHybrids], tmp_path: Path
-) -> None:
+def test_toolkit_engines_are_probed_at_build(backend: type[PacksHybrids], tmp_path: Path) -> None:
     tiny_model("qwen3_next").save_pretrained(tmp_path)
     spec = replace(SPEC, factory=f"{__name__}:{backend.__name__}", conformance=None)
     engine = load_engine(spec, ReferenceConfig(model=ModelConfig(path=str(tmp_path))))

@@ -105,13 +105,13 @@ def _engine(
 
 
 @pytest.mark.parametrize("frozen", [(), ("model.embed_tokens.*",)])
-def test_a_pattern_that_matches_nothing_trained_is_refused(frozen: tuple[str, ...]) -> None:
+def test_unmatched_rule_pattern_is_refused(frozen: tuple[str, ...]) -> None:
     pattern = "model.embed_tokens.*" if frozen else "model.embedding.*"
     with pytest.raises(ConfigError, match=re.escape(f"the pattern '{pattern}' matches no trained parameter")):
         _engine({"rules": [{"pattern": pattern, "lr_factor": 0.1}]}, frozen=frozen)
 
 
-def test_parts_of_one_parameter_have_one_rule() -> None:
+def test_fused_parameters_need_a_common_rule() -> None:
     """Experts are one parameter in memory."""
     model = support.TINY | {
         "model_type": "qwen3_moe",
@@ -138,7 +138,7 @@ def test_parts_of_one_parameter_have_one_rule() -> None:
         (Capability.OPTIMIZER_RULES, {"rules": [{"pattern": QUERIES, "lr_factor": 0.5}]}),
     ],
 )
-def test_an_engine_that_declares_neither_refuses(capability: Capability, optimizer: dict[str, Any]) -> None:
+def test_undeclared_rules_and_muon_are_refused(capability: Capability, optimizer: dict[str, Any]) -> None:
     spec = replace(SPEC, capabilities=SPEC.capabilities - {capability})
     with pytest.raises(UnsupportedCapability, match=capability.value):
         load_engine(spec, support.config(OptimizerConfig(**optimizer)))
@@ -175,7 +175,7 @@ def test_muon_takes_the_steps_of_torch(muon: dict[str, Any]) -> None:
         torch.testing.assert_close(moved[name], parameter.detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_different_optimizer_is_refused(tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"), format="portable")
     engine = _engine({})
     engine.save(meta)

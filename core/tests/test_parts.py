@@ -72,7 +72,7 @@ def test_parts_arrive_as_the_batches_of_a_split(
     assert torch.equal(batch.input_ids, torch.arange(sum(lengths)))
 
 
-def test_a_batch_that_is_one_part_is_not_copied() -> None:
+def test_single_part_batch_is_not_copied() -> None:
     batch = batch_of([SMALLEST_BYTES, 3])
     _, ids, *_ = packed(cut(batch, [[0, 1]])[0])
     assert torch.frombuffer(ids, dtype=torch.long).data_ptr() == batch.input_ids.data_ptr()
@@ -91,7 +91,7 @@ class Counted:
         return Counted, ()
 
 
-def test_what_all_ranks_get_is_pickled_once() -> None:
+def test_shared_arguments_are_pickled_once() -> None:
     with support.echo_group(support.SPEC, support.config(dp=2), timeout_s=120) as group:
         Counted.times = 0
         assert group.run_each(Counted(), [(10,), (20,)]) == [10, 21]

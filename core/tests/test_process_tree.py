@@ -47,7 +47,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_children_that_a_process_has_left_are_killed() -> None:
+def test_orphaned_children_are_killed() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LEAVES_A_CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -70,7 +70,7 @@ def test_a_running_process_is_killed(bystander: subprocess.Popen[bytes]) -> None
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_a_process_that_has_the_id_later_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
+def test_later_process_with_same_id_survives(bystander: subprocess.Popen[bytes]) -> None:
     ended = subprocess.Popen(["/bin/true"], start_new_session=True)
     tree = ProcessTree(ended.pid)
     ended.wait()

@@ -12,7 +12,7 @@ from core_rl.distributed.channel import Channel
 from core_rl.launch.pool import Watch
 
 
-def test_answers_and_ends_are_told_apart_and_dropped_ranks_not_told() -> None:
+def test_watch_separates_replies_from_ends() -> None:
     ranks: list[Any] = []
     far, ends = [], []
     for number in range(4):

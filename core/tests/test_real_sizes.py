@@ -92,7 +92,7 @@ def header_bytes(shapes: dict[str, tuple[int, ...]], itemsize: int) -> int:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_names_and_shapes_are_those_of_the_published_checkpoint(name: str) -> None:
+def test_names_and_shapes_match_published_checkpoint(name: str) -> None:
     shapes = checkpoint_shapes(name)
     assert len(shapes) == MODELS[name].tensors
     assert sum(map(math.prod, shapes.values())) == MODELS[name].parameters
@@ -143,7 +143,7 @@ def test_shards_of_rows_tile_every_tensor(name: str) -> None:
         *(pytest.param(name, marks=pytest.mark.nightly) for name in MODELS if name != "gpt-oss-120b"),
     ],
 )
-def test_an_adapter_of_all_linear_layers_is_one_readable_file(name: str) -> None:
+def test_all_linear_adapter_is_readable(name: str) -> None:
     shapes = adapter_shapes(AutoConfig.for_model(**MODELS[name].config), LoraConfig(rank=1))
     assert len(shapes) == 2 * MODELS[name].adapted
     assert header_bytes(shapes, 4) < HEADER_LIMIT

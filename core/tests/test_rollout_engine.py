@@ -81,7 +81,7 @@ def ask(engine: InferenceEngine, request: LLMRequest = REQUEST) -> LLMResponse:
         (InferenceEngineConfig(model=ModelConfig(path="x", head="value")), ConfigError, "head = 'value'"),
     ],
 )
-def test_a_config_that_the_engine_cannot_serve_is_refused(
+def test_unservable_config_is_refused(
     config: InferenceEngineConfig, error: type[CoreRLError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -105,7 +105,7 @@ def test_methods_need_an_initialized_engine(engine: InferenceEngine, backend: To
         ask(engine)
 
 
-def test_addresses_are_one_or_several() -> None:
+def test_addresses_are_string_or_list() -> None:
     for addr, expected in ((None, ()), ("a:1", ("a:1",)), (["a:1", "b:2"], ("a:1", "b:2"))):
         backend = ToyBackend()
         made = toy_engine(backend)
@@ -137,7 +137,7 @@ def test_an_answer_comes_back_with_its_latency(engine: InferenceEngine) -> None:
         ),
     ],
 )
-def test_a_request_that_the_model_cannot_take_never_reaches_it(
+def test_invalid_request_never_reaches_backend(
     engine: InferenceEngine, backend: ToyBackend, request_: LLMRequest, message: str
 ) -> None:
     backend.answer = lambda request, response: pytest.fail("it reached the engine")
@@ -145,7 +145,7 @@ def test_a_request_that_the_model_cannot_take_never_reaches_it(
         ask(engine, request_)
 
 
-def test_the_longest_request_that_fits_is_taken(engine: InferenceEngine) -> None:
+def test_longest_fitting_request_is_accepted(engine: InferenceEngine) -> None:
     assert len(ask(engine, LLMRequest(input_ids=(1,) * (CONTEXT - 3), sampling=SHORT)).output_ids) == 3
 
 
@@ -177,7 +177,7 @@ def longer(response: LLMResponse) -> LLMResponse:
         (lambda r: replace(r, versions=(None,) * 3), r"versions \[None\]"),
     ],
 )
-def test_an_answer_that_breaks_the_contract_is_refused(
+def test_invalid_response_is_refused(
     engine: InferenceEngine, backend: ToyBackend, spoil: Any, message: str
 ) -> None:
     backend.answer = lambda request, response: spoil(response)
@@ -185,7 +185,7 @@ def test_an_answer_that_breaks_the_contract_is_refused(
         ask(engine)
 
 
-def test_versions_may_rise_along_an_answer_and_not_fall(engine: InferenceEngine, backend: ToyBackend) -> None:
+def test_versions_rise_along_a_response(engine: InferenceEngine, backend: ToyBackend) -> None:
     def update(response: LLMResponse, versions: tuple[int, ...]) -> LLMResponse:
         engine.update_weights(WeightUpdateMeta(path="/x", version=2)).result()
         return replace(response, versions=versions)
@@ -198,9 +198,7 @@ def test_versions_may_rise_along_an_answer_and_not_fall(engine: InferenceEngine,
         ask(engine)
 
 
-def test_an_answer_may_carry_the_version_of_an_update_that_is_about_to_end(
-    engine: InferenceEngine, backend: ToyBackend
-) -> None:
+def test_response_may_have_incoming_version(engine: InferenceEngine, backend: ToyBackend) -> None:
     installed, finish = threading.Event(), threading.Event()
 
     def update(meta: WeightUpdateMeta) -> None:
@@ -233,7 +231,7 @@ class Sender:
         weight_update(meta).send(iter([("a", torch.ones(3))]))
 
 
-def test_the_error_of_an_engine_that_fails_before_it_listens_reaches_the_sender_at_once(
+def test_early_receiver_error_reaches_sender(
     backend: ToyBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "CONNECT_S", 5.0)
@@ -264,7 +262,7 @@ def test_the_error_of_an_engine_that_fails_before_it_listens_reaches_the_sender_
         (WeightUpdateMeta(method="tensor", version=4), UnsupportedCapability, "weight sync by 'tensor'"),
     ],
 )
-def test_updates_that_cannot_be_are_refused_at_once(
+def test_invalid_updates_are_refused_at_once(
     engine: InferenceEngine, meta: WeightUpdateMeta, error: type[CoreRLError], message: str
 ) -> None:
     engine.set_version(3)
@@ -281,7 +279,7 @@ def adapted(**lora: Any) -> InferenceEngine:
     return InferenceEngine(ADAPTED, InferenceEngineConfig.model_validate({"model": model}), ToyBackend())
 
 
-def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else(tmp_path: Path) -> None:
+def test_adapter_engine_takes_only_adapters(tmp_path: Path) -> None:
     with_one, without = adapted(), toy_engine(spec=ADAPTED)
     file, methods = str(tmp_path / "rendezvous"), ("lora", "tensor")
     for engine, method in zip((with_one, without), methods, strict=True):
@@ -295,7 +293,7 @@ def test_an_engine_with_an_adapter_takes_adapters_and_nothing_else(tmp_path: Pat
         engine.destroy()
 
 
-def test_adapters_of_inference_engines_are_declared_and_come_later() -> None:
+def test_inference_adapters_are_declared_and_synced() -> None:
     model = adapted().config.model
     with pytest.raises(UnsupportedCapability, match="does not declare 'sync_lora'"):
         InferenceEngine(toy_spec(), InferenceEngineConfig(model=model), ToyBackend())
@@ -332,7 +330,7 @@ def test_scores_are_checked(engine: InferenceEngine) -> None:
         (torch.tensor([0, float("nan"), -1, 0, -1.0]), "NaN"),
     ],
 )
-def test_scores_that_break_the_contract_are_refused(
+def test_invalid_scores_are_refused(
     engine: InferenceEngine, backend: ToyBackend, values: Any, message: str
 ) -> None:
     backend.score = lambda batch, temperature: values  # type: ignore[method-assign]
@@ -340,7 +338,7 @@ def test_scores_that_break_the_contract_are_refused(
         engine.score(BATCH)
 
 
-def test_top_ids_that_break_the_contract_are_refused(engine: InferenceEngine, backend: ToyBackend) -> None:
+def test_invalid_top_ids_are_refused(engine: InferenceEngine, backend: ToyBackend) -> None:
     top = TopLogprobs(ids=torch.zeros(5, 2), logprobs=torch.zeros(5, 2))
     backend.top_logprobs = lambda batch, k, temperature: top  # type: ignore[method-assign]
     with pytest.raises(EngineContractError, match=r"float32 \[5, 2\]"):
@@ -370,7 +368,7 @@ def test_servers_are_launched_before_initialize(engine: InferenceEngine) -> None
         engine.launch_server()
 
 
-def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the_others(
+def test_cancelled_request_keeps_paused_requests_waiting(
     engine: InferenceEngine,
     backend: ToyBackend,
 ) -> None:
@@ -392,7 +390,7 @@ def test_generation_waits_while_paused_and_a_cancelled_request_does_not_wake_the
     assert backend.calls == ["pause", "resume"]
 
 
-def test_an_engine_whose_backend_cannot_pause_serves_on(engine: InferenceEngine, backend: ToyBackend) -> None:
+def test_failed_pause_keeps_serving(engine: InferenceEngine, backend: ToyBackend) -> None:
     def pause() -> None:
         raise RolloutError("no server reacts")
 
@@ -408,7 +406,7 @@ def test_an_engine_whose_backend_cannot_pause_serves_on(engine: InferenceEngine,
     assert backend.calls == ["pause"], "a later pause reaches the backend"
 
 
-def test_a_request_that_waits_when_the_engine_goes_is_told(engine: InferenceEngine) -> None:
+def test_waiting_request_fails_on_destroy(engine: InferenceEngine) -> None:
     async def scene() -> None:
         engine.pause()
         request = asyncio.ensure_future(engine.agenerate(REQUEST))
@@ -457,7 +455,7 @@ def test_a_rollout_without_accepted_samples_says_so(engine: InferenceEngine) -> 
         engine.rollout(keys(0, 1), gated, timeout=60)
 
 
-def test_new_weights_start_what_waited_for_them() -> None:
+def test_new_weights_start_waiting_episodes() -> None:
     engine = toy_engine(consumer_batch_size=2)
     engine.initialize()
     gated = GatedWorkflow()
@@ -489,7 +487,7 @@ def test_destroy_cancels_episodes_and_leaves_no_thread() -> None:
 STREAMED = toy_spec(ALL | {Capability.SYNC_TENSOR})
 
 
-def test_destroy_fails_an_update_that_waits_for_its_sender(backend: ToyBackend, tmp_path: Path) -> None:
+def test_destroy_fails_waiting_update(backend: ToyBackend, tmp_path: Path) -> None:
     waiting = threading.Event()
 
     def receive(meta: WeightUpdateMeta) -> None:
@@ -511,9 +509,7 @@ def test_destroy_fails_an_update_that_waits_for_its_sender(backend: ToyBackend, 
         update.result(0)
 
 
-def test_destroy_does_not_wait_for_a_server_that_does_not_answer(
-    backend: ToyBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_destroy_ignores_unresponsive_server(backend: ToyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync, "CLOSE_WAIT_S", 0.1)
     loading, gone = threading.Event(), threading.Event()
 
@@ -538,7 +534,7 @@ def test_a_subclass_of_the_final_engine_raises() -> None:
         type("Mine", (InferenceEngine,), {})
 
 
-def test_a_failed_build_is_torn_down_and_ends_the_engine(backend: ToyBackend) -> None:
+def test_failed_build_tears_down_the_engine(backend: ToyBackend) -> None:
     def fail(*_arguments: Any) -> None:
         raise ConfigError("no such model")
 
@@ -553,7 +549,7 @@ def test_a_failed_build_is_torn_down_and_ends_the_engine(backend: ToyBackend) ->
     assert backend.calls == ["teardown"]
 
 
-def test_limits_of_another_type_are_refused(backend: ToyBackend) -> None:
+def test_limits_of_wrong_type_are_refused(backend: ToyBackend) -> None:
     backend.build = lambda *_arguments: 50  # type: ignore[assignment,method-assign]
     with pytest.raises(EngineContractError, match=r"build\(\) returned 50"):
         toy_engine(backend).initialize()
@@ -573,7 +569,7 @@ async def streamed(engine: InferenceEngine) -> list[PartialResponse | LLMRespons
     return [part async for part in engine.astream(REQUEST)]
 
 
-def test_a_rid_that_is_in_flight_is_refused_and_free_after_that() -> None:
+def test_rid_in_flight_is_refused() -> None:
     engine = toy_engine(StreamingBackend())
     engine.initialize()
 

@@ -87,7 +87,7 @@ def test_a_wrong_schedule_function_is_named(code: str, tmp_path: Path) -> None:
         ScheduleFunction.of(config, 9)
 
 
-def test_a_schedule_function_replaces_the_other_fields() -> None:
+def test_schedule_function_replaces_remaining_fields() -> None:
     with pytest.raises(ConfigError, match="'function' replaces type, warmup_steps"):
         parse_config(ScheduleConfig, {"function": "m:f", "type": "linear", "warmup_steps": 3})
 
@@ -113,7 +113,7 @@ def test_metrics_are_reduced_by_their_kind() -> None:
     assert math.isnan((Metric.max(1.0) + Metric.max(math.nan)).result())
 
 
-def test_a_metric_that_is_no_metric_or_changes_kind_is_refused() -> None:
+def test_invalid_metrics_are_refused() -> None:
     with pytest.raises(LossError, match="metric 'kl' is a float"):
         merge_metrics([{"kl": 0.1}])  # type: ignore[dict-item]
     with pytest.raises(LossError, match="is a mean in one micro-batch and a sum in another"):
@@ -126,7 +126,7 @@ def test_the_norm_is_accumulated_in_float64() -> None:
     assert global_grad_norm([LocalSlice("w", (0,), grad)], Comm()) == pytest.approx(exact, rel=1e-12)
 
 
-def test_cuda_takes_the_norms_of_all_gradients_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_norms_use_a_single_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(0)]
     slices = [LocalSlice(str(number), (0,) * grad.dim(), grad) for number, grad in enumerate(grads)]
     monkeypatch.setattr("core_rl.state.store._on_cuda", lambda tensors: True)

@@ -26,7 +26,7 @@ def weighted(values: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2", "minimax", "rwkv"])
-def test_packed_sequences_are_those_of_the_plain_model(family: str, tmp_path: Path) -> None:
+def test_packed_sequences_equal_the_plain_model(family: str, tmp_path: Path) -> None:
     """Log-probs and all gradients, with activations computed again in the backward pass."""
     plain = tiny_model(family)
     plain.save_pretrained(tmp_path)
@@ -47,7 +47,7 @@ def test_packed_sequences_are_those_of_the_plain_model(family: str, tmp_path: Pa
             )
 
 
-def test_an_adapter_in_a_layer_with_a_state_gets_its_gradient(tmp_path: Path) -> None:
+def test_adapter_in_stateful_layer_gets_gradient(tmp_path: Path) -> None:
     tiny_model("qwen3_5_text").save_pretrained(tmp_path)
     register_packed_attention()
     selected = ModelConfig(
@@ -81,7 +81,7 @@ class Sums(nn.Module):
         return hidden.cumsum(1), hidden.sum(1)
 
 
-def test_sequences_of_similar_length_are_one_call() -> None:
+def test_similar_lengths_share_a_call() -> None:
     trunk = nn.ModuleDict({"layer": Sums()})
     layer = trunk["layer"]
     StatefulLayers(trunk).begin(Segments((0, 3, 7, 8, 16)), torch.device("cpu"))
@@ -93,14 +93,14 @@ def test_sequences_of_similar_length_are_one_call() -> None:
     assert layer.calls == [(1, 1, 1), (2, 4, 1), (1, 8, 1)]
 
 
-def test_an_argument_without_an_entry_for_each_token_is_refused() -> None:
+def test_argument_without_token_entries_is_refused() -> None:
     trunk = nn.ModuleDict({"layer": Sums()})
     StatefulLayers(trunk).begin(Segments((0, 3, 7)), torch.device("cpu"))
     with pytest.raises(UnsupportedCapability, match=r"layer layer gets a tensor of shape \(1, 5\)"):
         trunk["layer"](torch.zeros(1, 7, 1), torch.zeros(1, 5))
 
 
-def test_the_outer_one_of_two_layers_with_a_state_is_taken() -> None:
+def test_outer_stateful_layer_is_taken() -> None:
     outer = nn.Module()
     outer.conv = nn.Conv1d(2, 2, 2)
     outer.inner = Sums()

@@ -78,7 +78,7 @@ def test_no_rows_give_zero_gradients_and_stay_connected() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_a_token_of_probability_zero_keeps_the_entropy_finite() -> None:
+def test_zero_probability_keeps_entropy_finite() -> None:
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [-1e30], [0.0]], requires_grad=True)
     logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0]), with_entropy=True)

@@ -68,7 +68,7 @@ def test_a_step_reports_and_changes_every_parameter(engine: TrainEngine) -> None
     assert changed(before, tensors(engine)) == list(before)
 
 
-def test_two_calls_with_the_total_weight_equal_one(engine: TrainEngine) -> None:
+def test_calls_with_total_weight_equal_single_call(engine: TrainEngine) -> None:
     batch = support.batch()
     engine.forward_backward(batch, NLL, ONE)
     complete = tensors(engine, "grads")
@@ -80,7 +80,7 @@ def test_two_calls_with_the_total_weight_equal_one(engine: TrainEngine) -> None:
         torch.testing.assert_close(grad, complete[name], rtol=1e-4, atol=1e-6)
 
 
-def test_gradients_are_normalised_by_what_the_loss_counts(engine: TrainEngine) -> None:
+def test_gradients_are_normalised_by_loss_weight(engine: TrainEngine) -> None:
     batch = support.batch()
     engine.forward_backward(batch, NLL, ONE)
     by_token = tensors(engine, "grads")
@@ -91,7 +91,7 @@ def test_gradients_are_normalised_by_what_the_loss_counts(engine: TrainEngine) -
         torch.testing.assert_close(grad, by_token[name] * ratio, rtol=1e-4, atol=1e-6)
 
 
-def test_the_learning_rate_is_the_schedule_at_the_counted_steps() -> None:
+def test_learning_rate_follows_counted_steps() -> None:
     schedule = ScheduleConfig(type="linear")
     engine = load_engine(SPEC, support.config(OptimizerConfig(lr=1.0, schedule=schedule)))
     engine.initialize(ft_spec=FinetuneSpec(total_train_epochs=1, dataset_size=4, train_batch_size=1))
@@ -105,7 +105,7 @@ def test_the_learning_rate_is_the_schedule_at_the_counted_steps() -> None:
 # -------------------------------------------------------------- skipped steps
 
 
-def test_a_nan_loss_skips_the_step_and_changes_nothing(engine: TrainEngine) -> None:
+def test_nan_loss_skips_the_step(engine: TrainEngine) -> None:
     engine.train_batch(support.batch(), NLL, ONE)
     before = [tensors(engine, kind) for kind in ("master", "exp_avg", "exp_avg_sq")]
     metrics = engine.train_batch(support.batch(1), LossSpec(fn=support.nan_loss), TWO)
@@ -173,14 +173,12 @@ def test_post_hook_and_aggregate(engine: TrainEngine) -> None:
         engine.forward(batch, ONE, output_seqlens=[3] * 4, post_hook=last_logprob)
 
 
-def test_one_output_length_for_each_sequence(engine: TrainEngine) -> None:
+def test_output_lengths_match_sequences(engine: TrainEngine) -> None:
     with pytest.raises(BatchError, match="output_seqlens has 1 entries for 2 sequences"):
         engine.forward(support.batch(lengths=(3, 2)), ONE, output_seqlens=[1], post_hook=last_logprob)
 
 
-def test_rows_of_a_post_hook_are_cut_by_lengths_that_are_listed_once(
-    engine: TrainEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_post_hook_rows_follow_output_seqlens(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     listed: list[int] = []
 
     def lengths(batch: SequenceBatch) -> list[int]:
@@ -311,7 +309,7 @@ BAD: list[tuple[Callable[[TrainEngine], None], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("act", "error", "message"), BAD, ids=[act.__name__ for act, _, _ in BAD])
-def test_bad_input_raises_one_clear_error_and_loses_nothing(
+def test_bad_input_raises_clear_error(
     engine: TrainEngine, act: Callable[[TrainEngine], None], error: type[Exception], message: str
 ) -> None:
     before = tensors(engine)
@@ -328,7 +326,7 @@ def test_weights_are_uploaded_to_a_url(engine: TrainEngine) -> None:
     files.store.clear()
 
 
-def test_a_layout_that_does_not_fit_is_refused() -> None:
+def test_misfit_layout_is_refused() -> None:
     with pytest.raises(
         LayoutError, match="layout tp2 needs tensor_parallel, which the engine 'reference' does"
     ):
@@ -357,20 +355,20 @@ def test_an_engine_without_an_optimizer_only_runs_forward() -> None:
         ({"config": {"model_type": "no-such-model"}}, "transformers refuses the model config"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_named(model: dict[str, Any], message: str) -> None:
+def test_unbuildable_model_is_named(model: dict[str, Any], message: str) -> None:
     engine = load_engine(SPEC, ReferenceConfig(model=ModelConfig(**model)))
     with pytest.raises(ConfigError, match=message):
         engine.initialize()
     assert not torch.distributed.is_initialized()
 
 
-def test_a_pattern_that_freezes_nothing_is_refused() -> None:
+def test_unmatched_frozen_pattern_is_refused() -> None:
     engine = load_engine(SPEC, support.config(frozen=("model.embed.*",)))
     with pytest.raises(ConfigError, match=r"\['model.embed.\*'\] match no parameter"):
         engine.initialize()
 
 
-def test_frozen_parameters_do_not_move_and_have_no_moments() -> None:
+def test_frozen_parameters_have_no_moments() -> None:
     engine = support.engine(support.config(frozen=("model.embed_tokens.*",)))
     before = tensors(engine)
     engine.train_batch(support.batch(), NLL, ONE)
@@ -387,7 +385,7 @@ def dropping(seed: int) -> TrainEngine:
     return support.engine(ReferenceConfig(model=model, optimizer=support.OPTIMIZER, seed=seed))
 
 
-def test_draws_depend_on_the_seed_and_on_nothing_else_in_the_process() -> None:
+def test_draws_depend_on_seed_alone() -> None:
     losses: dict[str, list[float]] = {}
     for name, seed in (("alone", 0), ("again", 0), ("beside another", 0), ("another seed", 1)):
         engine, second = dropping(seed), dropping(5)
@@ -414,7 +412,7 @@ def test_the_process_group_goes_with_the_last_engine(engine: TrainEngine) -> Non
     assert not torch.distributed.is_initialized()
 
 
-def test_an_engine_of_another_world_is_refused(engine: TrainEngine) -> None:
+def test_engine_of_different_world_is_refused(engine: TrainEngine) -> None:
     store = open_store("127.0.0.1")
     meeting = Meeting(host="127.0.0.1", port=store.port, name="another")
     address = RankAddress(rank=0, world_size=1, meeting=meeting)
@@ -430,9 +428,7 @@ def test_an_engine_of_another_world_is_refused(engine: TrainEngine) -> None:
     third.destroy()
 
 
-def test_an_engine_that_fails_after_it_is_built_gives_up_its_place(
-    engine: TrainEngine, tmp_path: Path
-) -> None:
+def test_failed_engine_leaves_its_process_group(engine: TrainEngine, tmp_path: Path) -> None:
     lora = {"rank": 2, "path": str(tmp_path / "no adapter")}
     backend = CountsTeardowns()
     failing = TrainEngine(SPEC, support.config(lora=LoraConfig.model_validate(lora)), backend)
@@ -453,7 +449,7 @@ class CountsTeardowns(ReferenceBackend):
 
 
 @pytest.mark.parametrize("stage", ["groups", "build", "hf_config"])
-def test_what_fails_to_build_is_torn_down(stage: str) -> None:
+def test_failed_build_is_torn_down(stage: str) -> None:
     backend = CountsTeardowns()
     failing = TrainEngine(SPEC, support.config(), backend)
     with (
@@ -470,7 +466,7 @@ class FailsInTeardown(ReferenceBackend):
         raise OSError("the device is gone")
 
 
-def test_an_engine_leaves_the_process_group_although_its_teardown_raises() -> None:
+def test_failing_teardown_leaves_the_process_group() -> None:
     built = TrainEngine(SPEC, support.config(), FailsInTeardown())
     built.initialize()
     with pytest.raises(OSError, match="the device is gone"):
@@ -506,7 +502,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("broken", "message"), BROKEN)
-def test_a_backend_that_breaks_the_contract_is_caught(broken: type[ReferenceBackend], message: str) -> None:
+def test_backend_contract_violations_are_reported(broken: type[ReferenceBackend], message: str) -> None:
     engine = TrainEngine(SPEC, support.config(), broken())
     engine.initialize()
     with pytest.raises(EngineContractError, match=message):
@@ -514,7 +510,7 @@ def test_a_backend_that_breaks_the_contract_is_caught(broken: type[ReferenceBack
     engine.destroy()
 
 
-def test_weights_of_files_are_aligned_as_after_an_offload(tmp_path: Path) -> None:
+def test_file_weights_are_aligned(tmp_path: Path) -> None:
     """Kernels round by alignment: resuming would not be bitwise after an offload."""
     first = support.engine()
     first.save(SaveLoadMeta(path=str(tmp_path / "model"), format="hf"))

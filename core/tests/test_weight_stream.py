@@ -161,7 +161,7 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
             arrival.result(20)
 
 
-def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path) -> None:
+def test_dead_receivers_error_reaches_sender(tmp_path: Path) -> None:
     """It has closed its end before the sender's next message."""
     subject = meta(tmp_path)
 
@@ -180,7 +180,7 @@ def test_the_error_of_a_receiver_that_is_gone_reaches_the_sender(tmp_path: Path)
             weight_update(subject).send(stream())
 
 
-def test_the_error_of_a_receiver_that_waits_no_longer_reaches_a_late_sender(
+def test_timed_out_receivers_error_reaches_late_sender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "CONNECT_S", 5.0)
@@ -214,7 +214,7 @@ def die_after_two(subject: WeightUpdateMeta) -> None:
     weight_update(subject).send(dying())
 
 
-def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
+def test_killed_sender_raises(tmp_path: Path) -> None:
     subject = meta(tmp_path, bucket_bytes=1)
     process = multiprocessing.get_context("spawn").Process(target=die_after_two, args=(subject,))
     process.start()
@@ -223,7 +223,7 @@ def test_a_sender_that_is_killed_is_an_error(tmp_path: Path) -> None:
     process.join()
 
 
-def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: Path) -> None:
+def test_slow_receiver_opens_replaced_bucket(tmp_path: Path) -> None:
     subject, replaced = meta(tmp_path, bucket_bytes=1), threading.Event()
 
     def stream() -> Iterator[tuple[str, Tensor]]:
@@ -244,9 +244,7 @@ def test_a_slow_receiver_opens_a_bucket_that_the_sender_has_replaced(tmp_path: P
 
 
 @pytest.mark.parametrize("received", [True, False])
-def test_no_rank_begins_to_stream_before_the_writer_has_met_the_receiver(
-    tmp_path: Path, received: bool
-) -> None:
+def test_ranks_stream_after_the_writer_connects(tmp_path: Path, received: bool) -> None:
     """On an accelerator, a rank that waits in the stream's collective would be taken for hanging."""
     subject, began, met = meta(tmp_path), list[bool](), threading.Event()
 
@@ -273,9 +271,7 @@ def test_no_rank_begins_to_stream_before_the_writer_has_met_the_receiver(
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="only Linux has a limit of its own")
-def test_too_little_shared_memory_is_an_error_and_no_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_shared_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = meta(tmp_path)
 
     def receive() -> None:
@@ -297,7 +293,7 @@ def test_too_little_shared_memory_is_an_error_and_no_signal(
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="files of shared memory are listed on Linux alone")
-def test_a_bucket_of_a_sender_that_is_gone_is_an_error() -> None:
+def test_bucket_of_dead_sender_raises() -> None:
     """The manager of shared memory removes what a dead process has left, perhaps before it is opened."""
     ours, theirs = socket.socketpair()
     with shared_by_name():
@@ -349,7 +345,7 @@ def test_versions_must_agree(tmp_path: Path) -> None:
             arrival.result(20)
 
 
-def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_have_time_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "CONNECT_S", 0.2)
     with pytest.raises(WeightsError, match="no train engine sent weights of version 3"):
         collect(meta(tmp_path), 0.2)
@@ -360,7 +356,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         collect(meta(tmp_path, path=None))
 
 
-def test_a_rendezvous_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+def test_writable_rendezvous_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
     (tmp_path / "meet").chmod(0o666)
     with pytest.raises(
@@ -369,23 +365,21 @@ def test_a_rendezvous_file_that_others_may_write_is_refused(tmp_path: Path) -> N
         weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
-def test_a_rendezvous_file_of_another_user_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_rendezvous_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
     monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "meet").stat().st_uid + 1)
     with pytest.raises(WeightsError, match=r"belongs to the user \d+, and this process to \d+"):
         weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
-def test_a_rendezvous_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+def test_linked_rendezvous_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
     (tmp_path / "meet").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WeightsError, match="cannot be read"):
         weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
-def test_the_receiver_writes_a_file_that_nobody_else_may_write(tmp_path: Path) -> None:
+def test_receiver_writes_a_private_file(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         assert passed([("a", torch.ones(2))], meta(tmp_path))
@@ -394,9 +388,7 @@ def test_the_receiver_writes_a_file_that_nobody_else_may_write(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="this system does not tell the user of a peer")
-def test_nothing_is_unpickled_from_a_process_of_another_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_users_messages_are_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Credentials of the process at the other end, whatever the file says."""
     unpickled: list[bytes] = []
     monkeypatch.setattr(pickle, "loads", unpickled.append)
@@ -435,7 +427,7 @@ def collect_grouped(subject: WeightUpdateMeta, leave_after: int) -> tuple[list[B
 
 
 @pytest.mark.parametrize("leave_after", [99, 2])
-def test_a_group_carries_the_buckets_and_memory_what_it_cannot(tmp_path: Path, leave_after: int) -> None:
+def test_broken_group_falls_back_to_memory(tmp_path: Path, leave_after: int) -> None:
     tensors = [(f"t{n}", torch.full((200_000,), float(n))) for n in range(12)]
     subject = grouped(tmp_path, verify=True)
     with ThreadPoolExecutor(1) as pool:
@@ -449,7 +441,7 @@ def test_a_group_carries_the_buckets_and_memory_what_it_cannot(tmp_path: Path, l
     assert flags[-1] == (leave_after == 99)
 
 
-def test_a_group_that_nobody_joins_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unjoined_group_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "JOIN_S", 0.5)
 
     def stay_away() -> list[tuple[int, bool]]:
@@ -520,7 +512,7 @@ def test_files_are_written_before_the_receiver_pauses(
     assert events == expected
 
 
-def test_a_sender_that_never_starts_leaves_no_receiver_waiting(tmp_path: Path) -> None:
+def test_missing_sender_leaves_no_receiver_waiting(tmp_path: Path) -> None:
     receiver: Any = Receiver()
     with pytest.raises(RuntimeError, match="out of memory"):
         sync_weights(Sender(RuntimeError("out of memory")), receiver, meta(tmp_path), 20)
@@ -528,7 +520,7 @@ def test_a_sender_that_never_starts_leaves_no_receiver_waiting(tmp_path: Path) -
     abandon(meta(tmp_path))  # nobody is there, and that is fine
 
 
-def test_an_interrupted_sync_does_not_wait_for_a_server_that_does_not_answer(
+def test_interrupted_sync_ignores_unresponsive_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sync, "INTERRUPT_WAIT_S", 0.0)
@@ -547,9 +539,7 @@ def test_an_interrupted_sync_does_not_wait_for_a_server_that_does_not_answer(
 
 @pytest.mark.parametrize("method", ["tensor", "distributed", "lora"])
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 28])
-def test_buckets_go_to_another_machine_over_tcp(
-    tmp_path: Path, method: SyncMethod, bucket_bytes: int
-) -> None:
+def test_remote_buckets_are_sent_over_tcp(tmp_path: Path, method: SyncMethod, bucket_bytes: int) -> None:
     tensors = [(f"t{n}", torch.randn(n, 5).mul(9).to(dtype)) for n, dtype in enumerate(DTYPES)]
     subject = meta(tmp_path, method=method, host="127.0.0.1", bucket_bytes=bucket_bytes, verify=True)
     adapter = AdapterMetadata(rank=1, alpha=1, rslora=False) if method == "lora" else None
@@ -586,7 +576,7 @@ def read_record(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
-def test_an_error_of_a_receiver_on_another_machine_reaches_the_sender(tmp_path: Path) -> None:
+def test_remote_receiver_error_reaches_sender(tmp_path: Path) -> None:
     subject = meta(tmp_path, host="127.0.0.1")
 
     def fail() -> None:
