@@ -42,7 +42,7 @@ class LossSpec:
     fn: LossFn
     """``fn(output, batch) -> (total, metrics)``; ``total`` is a scalar **sum** over what the loss counts."""
     weight_fn: WeightFn = count_tokens
-    """How much ``fn`` counts in this batch. Gradients are those of (sum of totals) / (sum of weights)."""
+    """Weight of this batch. Gradients are of (sum of totals) / (sum of weights)."""
     outputs: tuple[OutputName, ...] = ("logprobs",)
     temperature: float = 1.0
     """Applied to log-probs, entropy and logits, never to values."""

@@ -68,7 +68,7 @@ class MicroBatches:
         return number
 
     def reached(self) -> str:
-        """How far a pass came that ran out of memory."""
+        """Progress of a pass that ran out of memory."""
         started = len(self.items) - len(self._index)
         following = self.items[min(started, len(self.items) - 1)]
         largest = max(item.num_tokens for item in self.items)
@@ -187,7 +187,7 @@ class CollectStep(_Step):
         output_seqlens: Sequence[int] | None,
         aggregate_fn: AggregateFn | None,
     ) -> Any:
-        """What the output rank ``collected`` for each micro-batch, in the order of ``batch``."""
+        """Outputs that the output rank ``collected`` for each micro-batch, in the order of ``batch``."""
         plan = self._micro_batches.plan
         numbers = [number for number, part in enumerate(plan) if part]
         parts, values = [plan[number] for number in numbers], [collected[number] for number in numbers]

@@ -55,7 +55,7 @@ class LocalSlice:
 class ShardedState(Protocol):
     """Names, shapes and local slices of every kind of tensor; see `core_rl.backend.meta.TensorKind`.
 
-    Names and shapes are those of the checkpoint that `save_pretrained` writes; a tied weight appears once. A backend
+    Names and shapes are as `save_pretrained` writes them; a tied weight appears once. A backend
     that holds several checkpoint tensors in one parameter, or a flat range of one, splits it into boxes. Slices with
     ``replica`` 0 tile each tensor exactly once over all ranks. Different kinds of a tensor may be on different ranks.
     A kind that the model or the engine lacks, such as ``adapter``, is empty.

@@ -72,8 +72,8 @@ class BuildContext(Generic[C]):
 class TrainBackend(ABC, Generic[C]):
     """One rank of a sharded model that is trained. Constructed without arguments.
 
-    Attributes that ``build`` creates belong to the backend; the core uses the methods below, and those of the
-    protocols in `core_rl.backend.protocols`, and nothing else.
+    Attributes that ``build`` creates belong to the backend; the core uses the methods below, and the
+    protocols of `core_rl.backend.protocols`, and nothing else.
     """
 
     micro_batch_multiple: int = 1

@@ -107,7 +107,7 @@ def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[st
 
 
 def check_response(request: LLMRequest, response: LLMResponse, limits: ModelLimits, weights: range) -> None:
-    """Raise `EngineContractError` unless ``response`` belongs to ``request`` and versions are those of ``weights``."""
+    """Raise `EngineContractError` unless ``response`` belongs to ``request`` and its versions are in ``weights``."""
     if not isinstance(response, LLMResponse):
         raise EngineContractError(
             f"agenerate() returned a {type(response).__name__}; it returns an LLMResponse"
@@ -184,7 +184,7 @@ class RequestGate:
         """Done when the engine resumes; None while it is not paused."""
         self._in_flight = 0
         self._rids: set[str] = set()
-        """Of the requests that wait or are in flight."""
+        """Names of waiting requests and of requests in flight."""
         self._released = False
 
     @property

@@ -145,7 +145,7 @@ class TrainEngine:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's number among those that see other sequences."""
+        """Data-parallel rank: each sees different sequences."""
         return self._parts.runtime.groups.data_parallel.rank
 
     @property
@@ -305,7 +305,7 @@ class TrainEngine:
         return shard(batch, self.data_parallel_size)[self.data_parallel_rank]
 
     def unshard_data(self, output: ModelOutput, batch: SequenceBatch) -> ModelOutput:
-        """The inverse for outputs: those of all ranks in the order of the full ``batch``."""
+        """The inverse for outputs: outputs of all ranks in the order of the full ``batch``."""
         parts = self.data_parallel_group.gather(output)
         return unshard_output(parts, batch, shard_plan(batch, self.data_parallel_size))
 

@@ -16,7 +16,7 @@ import sys
 from contextlib import suppress
 
 COMMAND = re.compile(r"main\(\d+, (?P<alive>\d+),")
-"""How `multiprocessing` calls the fork server, with the read end of a pipe whose write end only the parent holds."""
+"""Command line of `multiprocessing`'s fork server, with the read end of a pipe that only the parent writes to."""
 MODULES = (
     "torch",
     "torch.distributed.fsdp",

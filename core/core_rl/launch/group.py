@@ -68,10 +68,10 @@ class EngineGroup(EngineRanks):
 
     ``timeout_s`` limits each call. ``threads_per_rank`` is for kernels on the CPU; by default the ranks
     share the cores equally. ``devices`` are the numbers of the accelerators, one for each rank; by default
-    those from 0 on.
+    from 0 on.
 
-    ``hosts`` say where ranks run, by default `LocalHosts`: on this machine. With several machines, ranks fill those of
-    ``machines`` one after the other, by default all in order, and ``devices`` are those of each of them.
+    ``hosts`` start the ranks, by default `LocalHosts` on this machine. With several machines, ranks fill ``machines``
+    in turn, by default all in order, and ``devices`` are numbered on each machine.
 
     When a rank fails, its error is raised here: the same type if it is one of `core_rl.errors`, with
     the rank and its traceback in a note, else `RankFailed`. A rank that ends raises `RankDied`, one
@@ -79,12 +79,12 @@ class EngineGroup(EngineRanks):
     has answered the group can be used again. After any other, and after Ctrl-C inside a call, the group has
     ended: no process is left, and calls raise `GroupError` until `restart`.
 
-    ``colocate_with=group`` starts no processes: the engine lives in those of another group, in the same
-    world of the same number of ranks, and computes what it would compute alone. Colocated groups take one
+    ``colocate_with=group`` starts no processes: the engine lives in the processes of another group, in the
+    same world of the same number of ranks, and computes as if it were alone. Colocated groups take one
     call at a time together. A rank that ends, ends them all, each with the same error. The processes end when
     the last of the groups is closed, and `restart` replaces them for all.
 
-    Methods such as ``save = _on_all_ranks(TrainEngine.save)`` are those of `TrainEngine`, with its arguments.
+    Methods such as ``save = _on_all_ranks(TrainEngine.save)`` have the arguments of `TrainEngine`.
     """
 
     # ---------------------------------- methods of the engine, on all ranks alike
@@ -125,7 +125,7 @@ class EngineGroup(EngineRanks):
     ) -> dict[str, float]:
         """Accumulate gradients; see `TrainEngine.forward_backward`.
 
-        ``total_weight`` and ``total_tokens`` are those of all calls of one step, over whole batches. The
+        ``total_weight`` and ``total_tokens`` cover all calls of one step, over whole batches. The
         first needs a loss of ``normalize_scope="global"``, since it would differ from rank to rank for ``"dp"``.
         """
         if total_weight is not None and loss.normalize_scope != "global":

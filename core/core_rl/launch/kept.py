@@ -17,12 +17,12 @@ from core_rl.errors import GroupError
 __all__ = ["KeptMessage", "Reference", "can_keep"]
 
 ALIGNMENT = 64
-"""Of each buffer, as kernels like it."""
+"""Alignment of each buffer in bytes."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a rank finds a message that a process of its machine keeps."""
+    """Location of a message in memory of another process on the machine."""
 
     path: str
     sizes: tuple[int, ...]

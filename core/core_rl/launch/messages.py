@@ -1,4 +1,4 @@
-"""What travels between the driver and its ranks: a `Call`, its reply, and the tensors in both.
+"""Messages between the driver and its ranks: a `Call`, its reply, and the tensors in both.
 
 Pickle's protocol 5 (PEP 574) leaves buffers out of its stream, so that tensors are sent and received without a copy;
 torch's way to pickle a tensor copies it, into the stream and out of it, and takes the whole storage behind a view.
@@ -65,12 +65,12 @@ FUNCTION_CALLS = ("run", "run_alone")
 
 
 def pack_call(call: Call) -> list[Buffer]:
-    """What all ranks get of ``call``; raises `GroupError` if a part of it cannot be pickled."""
+    """The part of ``call`` for all ranks; raises `GroupError` if it cannot be pickled."""
     return _sendable(call.name, call)
 
 
 def pack_arguments(name: str, arguments: tuple[Any, ...]) -> list[Buffer]:
-    """What a rank gets after `pack_call`; raises as that."""
+    """The part of a call for a single rank, sent after `pack_call`; raises `GroupError` as well."""
     return _sendable(name, arguments)
 
 

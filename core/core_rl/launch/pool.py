@@ -26,7 +26,7 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 """Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective."""
 KEPT_BYTES = 2**20
-"""From this size on, a message for several ranks of a machine is sent there once."""
+"""Smallest message that is sent once to a machine with several ranks."""
 START = "the start"
 IF_SLOW = "If the call is only slow, raise the time limit of the group's calls (timeout_s)"
 
@@ -196,7 +196,7 @@ class RankPool:
 
 
 def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, messages: ExitStack) -> Sequence[Buffer]:
-    """What each rank of a machine gets instead of ``payload``, which is sent there by way of ``rank``."""
+    """Reference for each rank of a machine to ``payload``, which is sent there through ``rank``."""
     try:
         message = rank.keep(payload, deadline)
     except TimeoutError:

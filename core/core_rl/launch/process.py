@@ -151,7 +151,7 @@ class RankProcess:
             self._process.close()
 
     def stacks(self, ask: bool = False) -> str:
-        """The stacks of the rank's threads: those of a crash, or with ``ask`` those of this moment."""
+        """The stacks of the rank's threads at a crash, or with ``ask`` at this moment."""
         size = os.fstat(self._stacks.fileno()).st_size
         if ask:
             self._tree.send(DUMP_SIGNAL)

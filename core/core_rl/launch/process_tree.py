@@ -43,7 +43,7 @@ class ProcessTree:
                     os.kill(self._pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its children, also those that it has left. Does not wait."""
+        """Kill the process and its children, orphans included. Does not wait."""
         with self._lock:
             self.send(signal.SIGKILL)
             if self._closed or self._sent(signal.SIGKILL, PIDFD_SIGNAL_PROCESS_GROUP):

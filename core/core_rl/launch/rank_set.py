@@ -38,7 +38,7 @@ class RankSet:
         self._engines: dict[int, list[RankInfo]] = {}
         """For each registered group the ranks of its engine, none while it has no engine."""
         self._store_port: int | None = None
-        """Of the store that the first rank keeps."""
+        """Port of the first rank's store."""
         self._meeting: Meeting | None = None
 
     def register(self, group: object) -> int:
@@ -87,7 +87,7 @@ class RankSet:
         return self._hosts.slots(count, self._machines, self._devices)
 
     def threads(self, slots: Sequence[Slot]) -> list[int]:
-        """Threads of each rank: those that were given, or its share of the cores of its machine."""
+        """Threads of each rank: ``threads_per_rank``, or its share of the cores of its machine."""
         if self.threads_per_rank is not None:
             return [self.threads_per_rank] * len(slots)
         neighbours = Counter(slot.machine for slot in slots)
@@ -123,7 +123,7 @@ class RankSet:
             )
 
     def meeting(self, engine_id: int, machine: int, timeout_s: float) -> Meeting:
-        """Where the ranks of the present world meet, or those of a new one: on the first rank's ``machine``."""
+        """Rendezvous of the present world, or of a new world, on the first rank's ``machine``."""
         host = self._hosts.address_of(machine)
         if self._store_port is None:
             (self._store_port,) = self.pool.call(Call(engine_id, "open_store", (host,)), [()], timeout_s)

@@ -78,7 +78,7 @@ class EngineRanks:
                 )
             self.rank_set = colocate_with._shared_ranks(self.config)
         self.engine_id = self.rank_set.register(self)
-        """Number of this group's engine among those of the processes."""
+        """Number of this group's engine in the shared processes."""
         self._start()
 
     def __enter__(self) -> Self:

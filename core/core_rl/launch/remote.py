@@ -73,7 +73,7 @@ class RankState:
         self._engine: TrainEngine | None = None
         self._next_engine: TrainEngine | None = None
         self._store: object = None
-        """Where the ranks meet, on the rank that keeps it."""
+        """The rendezvous store, on the rank that serves it."""
 
     def present_engine(self) -> TrainEngine:
         """The engine; raises `EngineStateError` before `initialize`."""

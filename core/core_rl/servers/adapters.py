@@ -102,7 +102,7 @@ def require_taken(names: Iterable[str], product: str) -> None:
     foreign = sorted(adapted_modules(names) - TAKEN)
     if foreign:
         raise ConfigError(
-            f"model.lora: the adapter is on {', '.join(foreign)}, and {product} supports those of "
+            f"model.lora: the adapter is on {', '.join(foreign)}, and {product} supports only "
             f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
             "weights with the adapter merged into them"
         )
@@ -136,7 +136,7 @@ class ServedDirectory:
 
     def __init__(self, directory: Path, *, temporary: bool) -> None:
         self.name = str(directory)
-        """Its name, or that of a link to it where servers would take the name for a pattern."""
+        """Path for servers: the directory, or a link to it where servers would read the path as a pattern."""
         self._removed = [directory] if temporary else []
         if glob.escape(self.name) != self.name:
             link = Path(tempfile.mkdtemp(prefix="core-rl-served-")) / "weights"
@@ -167,7 +167,7 @@ class ServedAdapter:
         self.path = "" if self._directory is None else self._directory.name
         """The directory that servers load it from."""
         self.name = None if directory is None else f"core-rl-{uuid4().hex}"
-        """Its name on servers; no two adapters of any engines share one."""
+        """Unique name on servers; None without an adapter."""
 
     @staticmethod
     def written(form: AdapterForm, factors: Mapping[str, Tensor], meta: WeightUpdateMeta) -> ServedAdapter:

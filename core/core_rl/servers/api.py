@@ -53,7 +53,7 @@ class Api:
         self.address = address
         self.product = product
         self.name = f"{product} server {address}"
-        """What messages call it."""
+        """Name in messages."""
         self._session = session
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 

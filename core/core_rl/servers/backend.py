@@ -47,15 +47,15 @@ class ServerBackend(InferenceBackend[C]):
     """Calls servers over HTTP, on one event loop in a thread of its own."""
 
     product: str
-    """What the servers are called in messages."""
+    """Name of the servers in messages."""
     wire: Wire
     server_class: type[Server]
     servers: tuple[Server, ...] = ()
-    """The servers that the engine is connected to; before `build`, those that it has launched."""
+    """The servers that the engine is connected to; before `build`, the launched servers."""
 
     def __init__(self) -> None:
         self.cleanup = ExitStack()
-        """What `teardown` closes."""
+        """Resources that `teardown` closes."""
 
     @abstractmethod
     def served_model(self, config: C) -> ServedModel:
@@ -176,7 +176,7 @@ class ServerBackend(InferenceBackend[C]):
             self._receive_tensors(meta)
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
-        """Write the adapter to files, which servers read in addition to those of the adapter before."""
+        """Write the adapter to files, which servers load in addition to the previous adapter."""
         form = self.model.adapter
         assert form is not None  # the core checks it
         with weight_update(meta).receive(self.fleet.update_timeout_s) as received:

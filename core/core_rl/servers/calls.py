@@ -180,7 +180,7 @@ class Scorer:
     async def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         """Log-probs, float32 ``[T]``.
 
-        Servers give those of a prompt at temperature 1 only; others are made from the whole distribution. Raises
+        Servers give log-probs of a prompt at temperature 1 only; others come from the whole distribution. Raises
         `RolloutError` where that is too much to fetch.
         """
         rows = _rows(batch)

@@ -18,7 +18,7 @@ from core_rl.errors import ConfigError
 __all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback", "refuse_taken"]
 
 Interrupt: TypeAlias = Literal["continue", "abort"]
-"""What becomes of requests in flight: they wait and continue, or end as they are."""
+"""Effect of a pause on requests in flight: they wait and continue, or end as they are."""
 
 
 def is_loopback(host: str) -> bool:
@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 class ServerOptions(Config):
-    """Where the servers of an engine are, how they are launched, and how long calls may take."""
+    """Addresses, launching and time limits of the servers of an engine."""
 
     addresses: tuple[str, ...] = ()
     """Servers that run already, as ``host:port``; they serve ``model.path``, or load its weights when the engine
@@ -44,7 +44,7 @@ class ServerOptions(Config):
     ports: tuple[int, ...] = ()
     """The ports of launched servers; by default any free ones."""
     api_key: SecretReference | None = None
-    """The key that servers require of clients, launched ones and those that run already: ``${env:NAME}`` with the name
+    """The key that launched and running servers require of clients: ``${env:NAME}`` with the name
     of the environment variable that holds it, never the key itself."""
     memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The part of an accelerator's memory that a launched server takes for weights and cache; by default the server
@@ -52,7 +52,7 @@ class ServerOptions(Config):
     max_running_requests: int | None = Field(default=None, ge=1)
     """Requests that one launched server computes at one time; by default the server decides."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments of a launched server's command line; those that have a field are refused."""
+    """Further arguments of a launched server's command line; arguments with a field are refused."""
     log_path: str | None = None
     """A directory for the logs of launched servers; by default they are kept until the engine is destroyed."""
     start_timeout_s: float = Field(default=900.0, gt=0)

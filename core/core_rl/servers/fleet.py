@@ -85,7 +85,7 @@ class Fleet:
     # --------------------------------------------------------------- weights
 
     async def install(self, weights: Weights) -> None:
-        """Have all servers serve ``weights``; those that are lost on the way get them when they are back.
+        """Have all servers serve ``weights``; servers that are lost on the way get them when they are back.
 
         Raises `WeightsError` when a server refuses them; then all have what they had before.
         """

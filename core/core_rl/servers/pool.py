@@ -166,7 +166,7 @@ class PrefixRouter:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, str] = OrderedDict()
-        """By the hash of a prefix, the server that has seen it last."""
+        """The last server for each prefix, by its hash."""
 
     def pick(self, ids: Sequence[int], loads: Mapping[str, int]) -> str:
         """The name of one of the servers in ``loads``, which says how many requests each has in flight."""

@@ -30,13 +30,13 @@ __all__ = [
 
 GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
-"""What the script of a server begins with; the environment variable CORE_RL_SERVER_SIDE names it there."""
+"""First part of a server's script, which finds it in the environment variable CORE_RL_SERVER_SIDE."""
 LIMIT_S = 60.0
 HAS_MODULE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 
 def server_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a server's process: those of this one and ``added``, without paths of this environment."""
+    """Environment variables of a server's process: this process's and ``added``, without paths of this environment."""
     environment = {**os.environ, **added}
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         environment.pop(name, None)
@@ -112,7 +112,7 @@ class ServerProcess:
     ) -> None:
         """Run ``script``, which calls `server_side.begin`, for the `ServerEngineConfig.of_server` of one server.
 
-        ``key`` is the one that clients need, or None; ``environment`` has variables besides those of this process.
+        ``key`` is the API key, or None; ``environment`` has additional variables.
         """
         self._key, self._config = key, config
         self._log = _log_file(config.options.log_path, f"{config.product.lower()}-{port}.log")

@@ -66,9 +66,9 @@ class Server(ABC):
         self._pausing = asyncio.Lock()
         """Held by a pause and its opposite: the one that is called later has the last effect."""
         self.ranks = 1
-        """Its tensor-parallel degree."""
+        """Tensor-parallel degree."""
         self.device = ""
-        """Where it computes: ``cpu`` or ``cuda``."""
+        """Device type: ``cpu`` or ``cuda``."""
         self.failure: BaseException | None = None
         """The error after which it will not come back."""
         self.recovery: asyncio.Task[None] | None = None
@@ -225,7 +225,7 @@ class LoadsAdapters(Protocol):
     """Loads adapters over its weights; for ``sync_lora``."""
 
     async def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Load ``adapter`` in addition to those that are loaded."""
+        """Load ``adapter`` in addition to the loaded adapters."""
 
     async def unload_adapter(self, adapter: ServedAdapter) -> None:
         """Unload ``adapter``, which no request needs; a server that cannot do it has lost it before."""

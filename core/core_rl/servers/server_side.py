@@ -1,4 +1,4 @@
-"""What the script of a server begins with, in the server's own Python, which has no core-rl.
+"""First part of a server's script, in the server's own Python, which has no core-rl.
 
 Standard input is a pipe from the process that started it. Its first line is the API key, or empty; its second the file
 that `write_environment` writes. When that process ends, however it ends, so does the server with all its children.

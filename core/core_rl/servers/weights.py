@@ -183,7 +183,7 @@ class TensorWeights:
 
 
 def first_ranks(servers: Sequence[Server], start: int) -> dict[Server, int]:
-    """The number of each server's first rank, where those of all are counted from ``start`` on."""
+    """The number of each server's first rank, counted over all servers from ``start`` on."""
     numbers = accumulate((server.ranks for server in servers), initial=start)
     return dict(zip(servers, numbers, strict=False))
 

@@ -63,7 +63,7 @@ class Wire(ABC):
     """The request that draws tokens, and scores them, on servers of one kind."""
 
     path: str
-    """Where it is posted."""
+    """Path of the request."""
     ids: str
     """The field of the prompt's token ids."""
     rid: str

@@ -131,7 +131,7 @@ def packed_attention(
 
 
 def _own_sinks(sinks: Tensor | None, segments: Segments) -> Tensor | None:
-    """Those of the heads that this rank computes; it has all of them, and in a backward pass the gradient of these."""
+    """Sinks of this rank's heads; in a backward pass only these have gradients."""
     for comm in (segments.tensor, segments.context):
         if sinks is not None and comm is not None:
             sinks = sinks.chunk(comm.size)[comm.rank]

@@ -1,6 +1,6 @@
 """Checkpoint layout of a model: transformers 5 has fused expert weights in memory and writes each expert.
 
-Checkpoint names and shapes are those of ``save_pretrained``. They are taken from transformers' own conversion, which
+Checkpoint names and shapes match ``save_pretrained``. They come from transformers' own conversion, which
 is run on tensors without memory, so that no table of model families is kept here.
 """
 

@@ -49,7 +49,7 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """The float32 ``total`` plus ``left [N, K] @ right [K, M]``, in place, with sums as those of `product`."""
+    """The float32 ``total`` plus ``left [N, K] @ right [K, M]``, in place, with sums as in `product`."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif on_cuda(left):

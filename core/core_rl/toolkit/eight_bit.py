@@ -64,7 +64,7 @@ def memory_of(moment: Tensor) -> dict[str, Tensor]:
 
 @contextmanager
 def as_float32(moment: Any) -> Iterator[Tensor]:
-    """The values of ``moment``; those that are changed in the context are quantized at its end."""
+    """The values of ``moment``; changed values are quantized at the end of the context."""
     values: Tensor = moment.dequantize()
     yield values
     # Codes of codes may be others: what is only read is not quantized again.

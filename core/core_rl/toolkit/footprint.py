@@ -73,7 +73,7 @@ def _outside(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _widths(config: PretrainedConfig) -> tuple[int, int]:
-    """Of all queries, and of all keys; configs that lack a name have its usual value."""
+    """Widths of all queries and of all keys; missing fields have their usual value."""
     heads = int(config.num_attention_heads)
     width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
     width = width or config.hidden_size // heads

@@ -233,7 +233,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
 
     @torch.no_grad()
     def load_opaque_state(self, state: Mapping[str, Tensor]) -> None:
-        """Set them; those of another sharding set nothing, and moments stay as `ShardedState` has set them."""
+        """Set them. State of another sharding is ignored: moments stay as `ShardedState` has set them."""
         local = self.opaque_state()
         if {name: tensor.shape for name, tensor in local.items()} == {
             name: v.shape for name, v in state.items()

@@ -30,7 +30,7 @@ class HFShardedState:
 
     ``owned`` gives the parameters that the optimizer has, by name: the module's own ones, or this rank's parts of them
     in the same memory. The constructor is collective: ranks with the same box number its replicas. ``optimizer`` has
-    its moments already; a rank may have those of some parameters only (ZeRO-1), and parameters may have moments of
+    its moments already; a rank may have moments of some parameters only (ZeRO-1), and parameters may have moments of
     different kinds. ``layout`` is `checkpoint_layout` of ``model``, where it is known.
     """
 
@@ -69,7 +69,7 @@ class HFShardedState:
         return self._kinds
 
     def names(self, parameter: str) -> list[str]:
-        """The checkpoint names of the parameter ``parameter``, in-memory and without those of an adapter."""
+        """The checkpoint names of the parameter ``parameter``, in-memory and without adapters."""
         return self._layout.names(parameter)
 
     def shapes(self, kind: str) -> dict[str, Shape]:
@@ -124,7 +124,7 @@ class HFShardedState:
 
 
 def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
-    """The checkpoint layout of ``model`` under the checkpoint names of its parameters, without those of an adapter."""
+    """The checkpoint layout of ``model`` under the checkpoint names of its parameters, without adapters."""
     parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     shapes = {
         name: tuple(p.shape) for name, p in parameters.items() if has_kind(name, "params", trained=False)

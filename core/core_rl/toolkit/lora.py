@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) in a Hugging Face model: adding one, its names, merging, switching it off.
 
-The adapter layers are those of ``peft``, an optional dependency that is imported where it is needed.
+``peft``, an optional dependency, has the adapter layers; it is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 ADAPTER_PREFIX = "base_model.model."
-"""What ``peft`` writes before the names of an adapter's tensors."""
+"""Prefix of an adapter's tensors in ``peft``."""
 NAME = "default"
 """The name under which ``peft`` keeps the only adapter; it is not in what is written."""
 SEED_OFFSET = 1 << 40

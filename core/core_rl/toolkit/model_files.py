@@ -160,7 +160,7 @@ def _planned(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _held_names(built: PreTrainedModel) -> set[str]:
-    """In-memory names of parameters and persistent buffers, tied ones under each name, without those of an adapter."""
+    """In-memory names of parameters and persistent buffers, tied tensors under each name, without adapters."""
     return {checkpoint_name(name) for name in built.state_dict()}
 
 

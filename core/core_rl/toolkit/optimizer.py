@@ -36,9 +36,9 @@ __all__ = [
 MOMENTUM = "momentum"
 """The kind of Muon's running mean of the gradients."""
 GRADIENT_BYTES = 64 * 2**20
-"""Of gradients of 0 that `create_moments` has at one time."""
+"""Limit of the zero gradients of `create_moments` at one time."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration ``a X + b (X X^T) X + c (X X^T)^2 X``."""
+"""Coefficients of the quintic iteration ``a X + b (X X^T) X + c (X X^T)^2 X``."""
 EPS = 1e-7
 """The smallest norm that a matrix is divided by."""
 
@@ -94,7 +94,7 @@ def build_optimizer(
 
 
 class _AdamWNextToOthers(torch.optim.AdamW):
-    """AdamW, whose `step` leaves out the groups of Muon, and gives those of `AdamW8Bit` to it."""
+    """AdamW, whose `step` leaves out the groups of Muon, and passes 8-bit groups to `AdamW8Bit`."""
 
     eight_bit: AdamW8Bit | None = None
 
@@ -122,7 +122,7 @@ def create_moments(optimizer: torch.optim.Optimizer) -> None:
 
     It takes steps with a learning rate of 0 and gradients of 0, which change no weight, as torch's own distributed
     checkpoints do; an optimizer that has state already keeps it. Each step is of a few parameters, so that gradients
-    take `GRADIENT_BYTES` at most, or those of one parameter.
+    take `GRADIENT_BYTES` at most, or one parameter.
     """
     if optimizer.state:
         return

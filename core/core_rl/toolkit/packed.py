@@ -207,7 +207,7 @@ class PackedModel(nn.Module):
         return computed
 
     def _whole_routing(self, routing: Routing, length: int) -> Routing:
-        """Of all ``length`` tokens, without padding, on every rank that sees some of them."""
+        """Routing of all ``length`` tokens, without padding, on every rank that sees some of them."""
         logits = gather(routing.logits, self.shards.context, 0, partial=False)
         experts = gather(routing.experts, self.shards.context, 0, partial=False)
         return Routing(logits[:length], experts[:length])
@@ -215,7 +215,7 @@ class PackedModel(nn.Module):
     def _token_outputs(
         self, states: PackedStates, names: Sequence[OutputName], temperature: float, trained_only: bool
     ) -> dict[str, Tensor]:
-        """What the language-model head gives, computed as its forward pass: a wrapper may gather it for that alone."""
+        """Outputs of the language-model head, computed inside its forward pass, for which a wrapper may gather it."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
             raise ConfigError(

@@ -38,7 +38,7 @@ class VocabularyShard:
         return list(flat.split([len(part) for part in tensors]))
 
     def locate(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Rows of ``ids`` here (0 for those of other ranks), and whether they are here; both ``[N]``."""
+        """Local rows of ``ids`` (0 for rows of other ranks), and whether they are local; both ``[N]``."""
         index = ids - self.start
         is_local = (index >= 0) & (index < rows)
         return torch.where(is_local, index, 0), is_local

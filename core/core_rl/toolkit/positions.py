@@ -1,7 +1,7 @@
 """Positions: rotary embeddings whose frequencies depend on the length of a sequence, and learned absolute ones.
 
 transformers takes the longest position of a forward pass for that length (`dynamic_rope_update`): in a packed batch a
-short sequence would get the frequencies of its longest neighbour, and with ``dynamic`` those of an earlier pass.
+short sequence would get the frequencies of its longest neighbour, and with ``dynamic`` of an earlier pass.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def frequencies_change(model: nn.Module, first: int, last: int) -> bool:
 
 
 def make_rotary_stateless(model: nn.Module) -> None:
-    """Let each forward pass start from the frequencies of the config: ``dynamic`` keeps those of a longer pass."""
+    """Let each forward pass start from the frequencies of the config: ``dynamic`` keeps a longer pass's."""
     for module in rotary_modules(model):
         module.register_forward_pre_hook(_reset)
 

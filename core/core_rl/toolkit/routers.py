@@ -139,7 +139,7 @@ class Routers:
 
 
 def _gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
-    """The gates ``[T, k]`` of chosen ``experts``, as the router computes those of its own choice."""
+    """The gates ``[T, k]`` of chosen ``experts``, as the router computes gates of its own choice."""
     gates = F.softmax(logits, dim=-1, dtype=torch.float32).gather(1, experts)
     if router.norm_topk_prob:
         gates = gates / gates.sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Layers with a state (recurrences, causal convolutions, linear attention) that restart at each packed sequence.
 
 transformers computes them over a whole row: a state or a convolution then crosses from one sequence to the next
-(transformers #46093). Here such a layer gets the sequences one by one: those of similar length as the rows of one
+(transformers #46093). Here such a layer gets the sequences one by one, with sequences of similar length as rows of one
 padded batch. It is causal, so what stands after the end of a sequence changes nothing before it.
 """
 
@@ -134,7 +134,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What all layers with a state share in the pass over one micro-batch."""
+    """Shared data of all stateful layers in the pass over one micro-batch."""
 
     context: Comm | None
     length: int

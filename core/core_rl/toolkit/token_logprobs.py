@@ -71,7 +71,7 @@ class HeadMap:
         return logits if factor == 1.0 else logits.mul_(factor)
 
     def derivative(self, logits: Tensor) -> Tensor | float:
-        """Of this map's result ``logits`` by the raw product."""
+        """Derivative of this map's result ``logits`` by the raw product."""
         factor = self.scale / self.temperature
         if self.softcap is None:
             return factor
@@ -262,7 +262,7 @@ class _LogitGradients:
         self._rounded: Tensor | None = None
 
     def of(self, group: slice) -> Tensor:
-        """Of the rows ``group``, in the dtype of the products; valid until the next group."""
+        """Gradients of the rows ``group``, in the dtype of the products; valid until the next group."""
         if self._weight.dtype == torch.float32:
             return self._chunk(group)
         size = group.stop - group.start

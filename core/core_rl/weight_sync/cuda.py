@@ -103,7 +103,7 @@ class DeviceMemory:
     """
 
     arguments: tuple[Any, ...]
-    """Those of torch's ``rebuild_cuda_tensor``, with the GPU's UUID for its number, which other processes may not
+    """Arguments of torch's ``rebuild_cuda_tensor``, with the GPU's UUID for its number, which other processes may not
     share; SGLang's workers take either."""
 
 

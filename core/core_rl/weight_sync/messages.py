@@ -62,7 +62,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ReceiverRanks:
-    """The receiver's ranks: by ``distributed`` those that join the group."""
+    """Ranks of the receiver, which join the group by ``distributed``."""
 
     count: int
     """Ranks other than the sender's."""

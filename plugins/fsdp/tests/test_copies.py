@@ -1,4 +1,4 @@
-"""What a pass copies and what a rank stores: no gradient twice on one rank, no frozen weight in more than its files."""
+"""Copies of a pass and storage of a rank: no gradient twice, no frozen weight larger than in its files."""
 
 from __future__ import annotations
 

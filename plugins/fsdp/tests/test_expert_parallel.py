@@ -325,7 +325,7 @@ def prefetched(engine: TrainEngine) -> None:
 
 
 def test_prefetched_experts_give_the_same_gradients(group: EngineGroup) -> None:
-    """As on CUDA."""
+    """Prefetch as on CUDA."""
     actual = []
     for prefetch in (False, True):
         group.initialize(config=config_of("dp4ep2"))

@@ -111,7 +111,7 @@ def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: st
 
 
 def group_without(group: EngineGroup, path: Path, batch: SequenceBatch) -> torch.Tensor:
-    """Log-probs without the adapter, which equal those of an engine that never had one."""
+    """Log-probs without the adapter equal an engine without adapters."""
     with group.disable_adapter():
         off: torch.Tensor = group.forward(batch, BUDGET)["logprobs"]
     group.initialize(config=config_of(path, lora=None))

@@ -159,7 +159,7 @@ def test_the_head_is_gathered_when_it_is_needed(group: EngineGroup) -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "uneven"])
 def test_prefetched_weights_give_the_same_gradients(group: EngineGroup, model: str) -> None:
-    """As on CUDA, where each part gathers the next one's weights."""
+    """Prefetch as on CUDA, where each part gathers the next part's weights."""
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
     required = group.named_tensors("grads")
@@ -264,7 +264,7 @@ def test_each_rank_knows_where_its_parts_lie(group: EngineGroup, case: str) -> N
 
 
 def held_bytes(engine: TrainEngine) -> tuple[int, int]:
-    """Of weights and of moments on this rank."""
+    """Bytes of weights and of moments on this rank."""
     backend = engine.backend
     assert isinstance(backend, FSDPBackend) and backend.optimizer is not None
     parameters = [weight for part in backend.optimizer.param_groups for weight in part["params"]]
@@ -324,7 +324,7 @@ def test_forward_only_weights_use_compute_dtype(group: EngineGroup, head: Any) -
     ids=str,
 )
 def test_plan_lists_gathered_weights(changes: dict[str, Any], expected: float) -> None:
-    """Of a model with 40 weights in embeddings and head, and 20 in each of three layers."""
+    """Model with 40 weights in embeddings and head, and 20 in each of three layers."""
     config = support.fsdp_config(**{"layout": 2, **changes})
     assert config.gathered_bytes(100, 40, 3) == expected
 
@@ -339,7 +339,7 @@ def losses(group: EngineGroup) -> Tensor:
 
 @pytest.mark.nightly
 def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
-    """As close as runs whose weights began one unit in the last place apart, four times over."""
+    """Tolerance: four times the distance of runs whose weights differ by one unit in the last place."""
     group.initialize(config=support.fsdp_config(1))
     start = group.named_tensors("master")
     straight = losses(group)
@@ -362,7 +362,7 @@ def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
 
 
 def test_unsharded_attention_refuses_sequence_parallelism() -> None:
-    """Its latent projections see the tokens of one rank: DeepSeek's plan cuts the MLPs alone."""
+    """DeepSeek's plan cuts the MLPs alone, so latent projections see the tokens of one rank."""
     model = build(TinyModel(family="deepseek_v3"))
     with pytest.raises(LayoutError, match=r"DeepseekV3ForCausalLM leaves layers\.0\.self_attn whole"):
         check_sequence_parallel(model)

@@ -46,7 +46,7 @@ MMAP_THRESHOLD = -3
 FILE_BYTES = 64 * 2**20
 """`tensor_files.MAX_FILE_BYTES` in these tests: a quarter of the model, and more than any tensor of it."""
 SLACK = 0.1
-"""Of the full model: python objects, the process group, what the allocator keeps."""
+"""Overhead in the size of a full model: python objects, the process group, the allocator's cache."""
 
 
 @pytest.fixture(scope="module")

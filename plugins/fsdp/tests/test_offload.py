@@ -75,7 +75,7 @@ def test_state_on_the_host_changes_no_bit(
 
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:
-    """Of parameters and of moments, by what their storages hold now."""
+    """Bytes of parameters and of moments in their storages."""
     backend = engine.backend
     assert isinstance(backend, FSDPBackend) and backend.optimizer is not None
     moments = [value for state in backend.optimizer.state.values() for value in state.values()]

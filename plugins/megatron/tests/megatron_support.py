@@ -38,7 +38,7 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 16,
     "tie_word_embeddings": False,
 }
-"""What makes a mixture of experts of `TINY`."""
+"""Fields of a mixture of experts over `TINY`."""
 OPTIMIZER: dict[str, Any] = {
     "lr": 1e-2,
     "weight_decay": 0.1,

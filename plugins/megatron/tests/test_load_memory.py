@@ -1,4 +1,4 @@
-"""What a rank takes while it loads a model, next to what it keeps."""
+"""Memory of a rank during and after loading a model."""
 
 from __future__ import annotations
 

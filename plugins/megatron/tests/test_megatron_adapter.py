@@ -121,7 +121,7 @@ def weight_bytes(engine: TrainEngine) -> int:
 
 
 def test_ranks_without_cuda_start_without_inductor(group: EngineGroup) -> None:
-    """Its import would be three quarters of a rank's start; nothing that Megatron compiles runs on the CPU."""
+    """Skip inductor, whose import would be three quarters of a rank's start."""
     assert group.run(support.has_imported, "torch._inductor.compile_fx") == [False, False]
 
 

@@ -1,4 +1,4 @@
-"""One training run, moved between layouts and engines: its losses are those of a run that stays."""
+"""One training run, moved between layouts and engines: its losses equal an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_recomputation_changes_nothing() -> None:
     "layout", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=["one", "tp", "pp"]
 )
 def test_padding_token_gets_no_gradient(layout: dict[str, Any]) -> None:
-    """As transformers does it (``padding_idx``), also where an answer contains it."""
+    """Match transformers (``padding_idx``), also where a response contains the token."""
     data = support.batch()
     assert bool((data.input_ids == PADDING).any())
     actual = []

@@ -1,4 +1,4 @@
-"""What the engine leaves to Megatron on CUDA, and does itself on gloo."""
+"""Messages between stages: Megatron's on CUDA, and the engine's on gloo."""
 
 from __future__ import annotations
 

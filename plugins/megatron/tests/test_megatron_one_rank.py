@@ -104,7 +104,7 @@ def test_a_destroyed_engine_leaves_no_model_in_memory(config: TrainEngineConfig)
 
 
 def test_destroyed_engines_leave_no_threads(tmp_path: Path) -> None:
-    """Megatron makes 17 process groups for an engine; those of all ranks may be another engine's or torchrun's."""
+    """Destroy the 17 process groups of an engine; groups of all ranks may belong to another engine or torchrun."""
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:

@@ -115,7 +115,7 @@ def test_fused_norm_equals_plain_norm(dtype: torch.dtype) -> None:
 
 
 def test_tokens_are_turned_by_their_angles() -> None:
-    """As transformers turns them."""
+    """Match the rotation of transformers."""
     angles = torch.rand(7, 3).repeat(1, 2)
     value = torch.randn(7, 1, 4, 6)
     expected, _ = apply_rotary_pos_emb(

@@ -92,7 +92,7 @@ def fails_on_one_rank(output: Any, micro_batch: Any) -> Any:
 
 
 def test_loss_failure_leaves_no_pending_work() -> None:
-    """Its ranks have begun to add up gradients when they hear of it."""
+    """Fail after ranks began to add up gradients."""
     with support.started(support.config(layout={"dp": 2}, options=SPREAD)) as group:
         expected = group.train_batch(support.batch(), LOSS, CUT)
         group.initialize()

@@ -49,7 +49,7 @@ def give(engine: InferenceEngine, low_rank: LowRank, version: int, tmp_path: Pat
 
 
 def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tensor:
-    """Of the tokens of ``row``, 0 for the first."""
+    """Log-probs of the tokens of ``row``, 0 for the first."""
     oracle = Oracle(Path(model), "lm", low_rank)
     with torch.no_grad():
         logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]

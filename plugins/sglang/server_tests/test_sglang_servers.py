@@ -233,7 +233,7 @@ print([(part.name, part.start_idx, part.end_idx) for part in found["metadata"]])
 
 
 def test_sglang_unpickles_gpu_bucket() -> None:
-    """Its unpickler refuses most names; it finds the GPU by its UUID. Nothing is opened here."""
+    """Find the GPU by its UUID in SGLang's unpickler, which refuses most names. Nothing is opened here."""
     flat = torch.zeros(128, dtype=torch.uint8)
     bucket = [("a", flat[:8].view(torch.float32)), ("b", flat[64:72].view(torch.bfloat16))]
     storage = (torch.storage.TypedStorage, torch.uint8, "a UUID", b"handle", 128, 0)

@@ -55,14 +55,14 @@ __all__ = [
 
 os.environ["CORE_RL_TEST_SGLANG_KEY"] = "a secret"
 API_KEY = "${env:CORE_RL_TEST_SGLANG_KEY}"
-"""Of the server that tests on real ones share."""
+"""Model of the server that tests on real servers share."""
 ADAPTERS: dict[str, Any] = {
     "rank": 3,
     "alpha": 7,
     "rslora": True,
     "target_modules": ["k_proj", "up_proj", "o_proj"],
 }
-"""Of the server that takes some: on layers that SGLang fuses with others which have none."""
+"""Adapter of a server, on layers that SGLang fuses with layers without an adapter."""
 GROUP_CALLS = (
     "/init_weights_update_group",
     "/destroy_weights_update_group",
@@ -77,7 +77,7 @@ class Stub(ServerStub):
         super().__init__(model_path)
         self.group: WeightGroup | None = None
         self.broadcast: dict[str, Tensor] = {}
-        """What came by a process group, by name."""
+        """Tensors from a process group, by name."""
 
     def stop(self) -> None:
         super().stop()

@@ -50,7 +50,7 @@ engine.destroy()
 
 
 def test_more_requests_than_files_are_all_answered(tmp_path: Path) -> None:
-    """From a process that may open 1,024 files; its soft limit is lower still, as a shell's often is."""
+    """Requests of a process that may open 1,024 files, with a lower soft limit as in many shells."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4 * FILES), hard))
     stub, most = Stub(tiny_model(tmp_path)), [0, 0]

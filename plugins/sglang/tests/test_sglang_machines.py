@@ -62,7 +62,7 @@ def hosts() -> Iterator[RehearsalHosts]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """What a launched server is."""
+    """Attributes of a launched server."""
     file, code = tmp_path / "server.sh", tmp_path / "server.py"
     code.write_text(SERVER)
     file.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')

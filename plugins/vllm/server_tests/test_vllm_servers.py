@@ -27,7 +27,7 @@ TOLERANCE = 5e-5
 
 
 def logprobs_of(model: str, row: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """By the oracle: log-probs of all tokens at the positions after the first, ``[L - 1, V]``."""
+    """Log-probs of the oracle for all tokens at positions after the first, ``[L - 1, V]``."""
     with torch.no_grad():
         logits = Oracle(Path(model)).model(input_ids=torch.tensor([row])).logits[0, :-1]
     return torch.log_softmax(logits / temperature, -1)

@@ -1,4 +1,4 @@
-"""What tests of the vLLM engine share: a stub of a server, a tiny model, and engines."""
+"""Helpers for tests of the vLLM engine: a stub of a server, a tiny model, and engines."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class HostCopy:
     def __init__(self, values: Tensor, device: torch.device, previous: HostCopy | None) -> None:
         self.values = values
         self.device = device
-        """Where the tensor was."""
+        """Device of the tensor."""
         self.previous = previous
         self.arrival: tuple[Tensor, Any] | None = None
         """The tensor on its way back, and the event of its arrival."""

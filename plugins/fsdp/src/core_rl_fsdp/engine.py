@@ -171,7 +171,7 @@ def _check_layout(model: PreTrainedModel, layout: ParallelLayout) -> None:
 
 
 def _hold(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Keep all weights in ``dtype``, but for those of a scalar head, which computes in float32."""
+    """Keep all weights in ``dtype`` but the scalar head's, which computes in float32."""
     for name, parameter in model.named_parameters():
         if not is_float32_head(checkpoint_name(name)):
             parameter.data = parameter.data.to(dtype)

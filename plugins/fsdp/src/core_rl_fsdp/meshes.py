@@ -110,7 +110,7 @@ class Meshes:
 
     @cached_property
     def _with_experts(self) -> DeviceMesh:
-        """The same ranks as in `weights`, with those that have different experts next to each other."""
+        """The ranks of `weights`, with ranks of different experts next to each other."""
         shard = self._ranks_of_one_copy // self.layout.ep
         return self._mesh({REPLICATE: self.replicas, SHARD: shard, EXPERT: self.layout.ep})
 

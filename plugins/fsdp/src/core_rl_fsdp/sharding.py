@@ -189,6 +189,6 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPoli
 
 
 def _placement(ranks: int, parameter: nn.Parameter) -> Shard:
-    """By whole experts, or where these do not divide by their rows, so that every rank holds as much."""
+    """Shard by experts, or by their rows where experts do not divide evenly over ranks."""
     experts, *sizes = own_part(parameter).shape
     return Shard(1) if experts % ranks and sizes and sizes[0] % ranks == 0 else Shard(0)

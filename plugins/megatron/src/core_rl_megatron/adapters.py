@@ -38,7 +38,7 @@ def add_adapters(
 ) -> dict[nn.Parameter, tuple[RowBox, ...]]:
     """Add its adapters to ``chunk``, whose parameters have ``boxes``; return the boxes of their factors.
 
-    ``products`` are those of the whole model, by the checkpoint name of the weight. The factors have no values yet.
+    ``products`` cover the whole model, by the checkpoint name of the weight. The factors have no values yet.
     """
     factor_boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
     for layer in [*chunk.modules()]:
@@ -70,7 +70,7 @@ class Projection(nn.Module):
         self.scaling = scaling
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Both factors. Megatron's hooks of a module that is called wait for its weights (``overlap_param_gather``)."""
+        """Return A and B. Megatron's forward hooks wait for the weights of a module (``overlap_param_gather``)."""
         return self.lora_A, self.lora_B
 
 
@@ -98,7 +98,7 @@ class LinearAdapter(nn.Module):
         self._numbers = []
         """Which projection of a group each of `projections` belongs to."""
         self.boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
-        """Of the factors."""
+        """Boxes of the factors."""
         for number, name in enumerate(names):
             if (product := products.get(name)) is None:
                 continue

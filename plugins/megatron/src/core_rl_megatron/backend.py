@@ -213,7 +213,7 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         self.buckets.gather()
 
     def abort(self) -> None:
-        """Gradients stay: those of earlier passes are whole, and the core drops the others."""
+        """Keep gradients: earlier passes are complete, and the core drops the rest."""
         self.schedule.abort()
         self.buckets.abandon()
 
@@ -241,7 +241,7 @@ def _planned(
     """The Hugging Face model, without memory if its files allow it; its checkpoint tensors, and their values."""
     config = context.config.model
     _check_router_aux(context.config)
-    # It computes nothing, and every model has this attention: those that Megatron lacks are refused by name, below.
+    # It computes nothing, and every model has this attention: models that Megatron lacks are refused by name, below.
     unloaded = build_on_meta(config, seed=context.seed, attn_implementation="eager")
     model = (
         unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="eager")

@@ -37,8 +37,8 @@ class MegatronOptions(Config):
     """SwiGLU that keeps its input alone, rotary embeddings, and torch's fused norm; the first two are compiled on CUDA
     (`torch.compile`), in the first steps. None is yes on CUDA, where there are triton and a C compiler."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose linear layers and norms: Megatron's own, or those of TransformerEngine, which must be installed and runs on
-    CUDA alone. Attention, router and experts are the same with both. That of TransformerEngine was never run by the
+    """Implementation of linear layers and norms: Megatron's, or TransformerEngine's, which must be installed; it needs
+    CUDA. Attention, router and experts are the same with both. TransformerEngine's was never run by the
     tests of this plugin: certify it first (``pytest --engine=megatron conformance/``)."""
 
 

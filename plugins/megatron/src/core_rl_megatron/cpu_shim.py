@@ -153,7 +153,7 @@ def _is_no_move_of_the_cpu_state(record: logging.LogRecord) -> bool:
 
 
 def _leave_uncompiled() -> None:
-    """What `jit_fuser` compiles at its first call (fused_bias_swiglu.py) takes 12 s of a C++ compiler on the CPU."""
+    """Undo `jit_fuser` (fused_bias_swiglu.py), whose first call takes 12 s of a C++ compiler on the CPU."""
     fusions = importlib.import_module("megatron.core.fusions.fused_bias_swiglu")
     for name, function in list(vars(fusions).items()):
         fusions.__dict__[name] = getattr(function, "_torchdynamo_orig_callable", function)

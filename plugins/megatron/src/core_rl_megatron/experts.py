@@ -124,6 +124,6 @@ class GroupedLinear(nn.Module):
         self._experts = experts
 
     def forward(self, tokens: Tensor, ends: Tensor) -> Tensor:
-        """``[L, out]`` of ``tokens [L, in]``; those of expert ``i`` end before ``ends[i]``, int32."""
+        """``[L, out]`` of ``tokens [L, in]``; tokens of expert ``i`` end before ``ends[i]``, int32."""
         weights = self.weight.unflatten(0, (self._experts, -1)).transpose(1, 2)
         return F.grouped_mm(tokens, weights, offs=ends)

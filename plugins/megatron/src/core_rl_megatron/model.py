@@ -45,7 +45,7 @@ def build_stage(
 ) -> StageModel:
     """This rank's layers of ``model``, of which the checkpoint tensors ``trained`` have gradients. Collective.
 
-    ``products`` are those of its adapter, by the checkpoint name of the weight.
+    ``products`` belong to its adapter, by the checkpoint name of the weight.
 
     Raises on all ranks what `transformer_config` raises, and `ConfigError` where a part of a fused parameter is frozen.
     """
@@ -101,7 +101,7 @@ def _freeze(boxes: dict[nn.Parameter, tuple[RowBox, ...]], trained: frozenset[st
 
 
 class Buckets:
-    """The buckets of ``chunks``, of those that Megatron's DistributedDataParallel wraps."""
+    """The buckets of ``chunks`` in Megatron's DistributedDataParallel."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         self._chunks: list[Any] = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
@@ -143,7 +143,7 @@ class Buckets:
                 group.start_grad_sync()
 
     def forget_weights(self) -> None:
-        """They have changed on the ranks that own them, and are gathered when they are needed."""
+        """Mark weights as changed on their owners; they are gathered when they are needed."""
         for group in self._groups:
             group.param_gather_dispatched = False
 
@@ -161,7 +161,7 @@ class Buckets:
                 group.grad_reduce_handle.wait()
 
     def forget_gradients(self) -> None:
-        """Those that a pass left, and what it began with them."""
+        """Drop gradients of earlier passes, and wait for their reductions."""
         self.wait()
         for group in self._groups:
             group.grad_reduce_handle = None

@@ -43,12 +43,12 @@ class _PackedParams(PackedSeqParams):  # type: ignore[misc]
 
     segments: Segments | None = None
     cos: Tensor | None = None
-    """Of the rotary angles of each token, ``[L, 1, 1, D]``, and the sines, in the compute dtype."""
+    """Cosines of the rotary angles of each token, ``[L, 1, 1, D]``, in the compute dtype."""
     sin: Tensor | None = None
 
 
 class RMSNorm(nn.Module):
-    """As transformers computes it, or by torch's fused kernel. Megatron's local norm refuses sequence parallelism
+    """Norm of transformers, or torch's fused kernel. Megatron's local norm refuses sequence parallelism
     (torch_norm.py), where the gradient of each rank is of its own tokens: the mark lets Megatron add them up.
     """
 
@@ -236,8 +236,8 @@ def build_chunk(
 def _block_spec(
     config: TransformerConfig, virtual_stage: int | None, *, grouped: bool
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layers with the norms of this package, or those of TransformerEngine; and in either the
-    attention, the router and the experts of this package. No test has run those of TransformerEngine.
+    """Megatron's local layers with the norms of this package, or TransformerEngine's layers; and in either the
+    attention, the router and the experts of this package. No test has run TransformerEngine's layers.
     """
     theirs = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(

@@ -73,7 +73,7 @@ NAMES: dict[str, tuple[str, int | None]] = {
     "router": ("gate", None),
     "linear_fc2": ("down_proj", 1),
 }
-"""By Megatron's module, inside of a layer or an MLP: transformers' module, and the dimension that tensor parallel ranks
+"""For Megatron's module in a layer or an MLP: transformers' module, and the dimension that tensor parallel ranks
 divide. The fused modules are in `_parts`."""
 GROUPED = {"experts.linear_fc1": ("gate_proj", "up_proj"), "experts.linear_fc2": ("down_proj",)}
 """Modules of `GroupedExperts`, and the projections of each expert in their weights."""
@@ -142,7 +142,7 @@ def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tupl
 
 
 def _expert_count(config: TransformerConfig) -> int:
-    """Of one rank."""
+    """Experts of one rank."""
     return int(config.num_moe_experts or 0) // int(config.expert_model_parallel_size)
 
 

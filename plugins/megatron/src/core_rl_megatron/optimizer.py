@@ -72,7 +72,7 @@ class ShardedOptimizer:
         chained = isinstance(self._optimizer, ChainedOptimizer)
         parts = self._optimizer.chained_optimizers if chained else [self._optimizer]
         self._parts = [part for part in parts if not part.is_stub_optimizer]
-        """Dense parameters, and those of experts."""
+        """Optimizers of dense parameters and of experts."""
         for part in self._parts:
             # One pass over the memory, and no temporary as large as the weights.
             for group in part.optimizer.param_groups:

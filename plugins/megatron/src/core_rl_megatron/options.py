@@ -85,7 +85,7 @@ def _fusion_problems(config: MegatronConfig) -> Iterator[str]:
 
 
 def _missing_for_compiling() -> list[str]:
-    """What `torch.compile` needs for CUDA, and this machine lacks."""
+    """Requirements of `torch.compile` for CUDA that this machine lacks."""
     missing = [] if importlib.util.find_spec("triton") else ["triton (pip install triton)"]
     compilers = (os.environ.get("CC"), "cc", "gcc", "clang")
     return missing if any(map(shutil.which, filter(None, compilers))) else [*missing, "C compiler (gcc)"]

@@ -55,7 +55,7 @@ class _Present:
 
 
 def join_groups(world: Comm, layout: ParallelLayout, virtual_stages: int) -> None:
-    """Create Megatron's process groups, or share those of another engine of this process. Collective.
+    """Create Megatron's process groups, or share the groups of another engine of this process. Collective.
 
     Megatron-Core keeps one set of groups in a process, so its engines have the same degrees; each calls
     `leave_groups`. Raises `LayoutError` for virtual stages without a pipeline, and `EngineStateError` where the process
@@ -182,7 +182,7 @@ class MegatronRngState:
         self.states: dict[str, Tensor] = tracker.get_states()
 
     def load(self, states: Mapping[str, Tensor]) -> None:
-        """Set those of ``states`` that this engine has."""
+        """Set this engine's states from ``states``."""
         self.states |= {name: states[name] for name in self.states if name in states}
 
     @contextmanager

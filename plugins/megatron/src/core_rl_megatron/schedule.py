@@ -35,7 +35,7 @@ __all__ = ["Schedule"]
 GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
 """Process groups that a schedule takes."""
 DIMENSIONS = 3
-"""Of activations: ``[L, 1, H]``."""
+"""Number of dimensions of activations, ``[L, 1, H]``."""
 
 
 class Schedule:

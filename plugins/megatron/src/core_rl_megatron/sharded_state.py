@@ -33,9 +33,9 @@ class CheckpointTensors:
     shapes: Mapping[str, Shape]
     trained: frozenset[str]
     layout: CheckpointLayout
-    """Of the parameters under their `checkpoint_name`."""
+    """Layout of the parameters under their `checkpoint_name`."""
     carried: TensorSource | None
-    """Those in the model's files that Megatron does not hold."""
+    """Tensors of the model's files that Megatron does not have."""
 
     @staticmethod
     def of(model: PreTrainedModel, config: ModelConfig) -> CheckpointTensors:

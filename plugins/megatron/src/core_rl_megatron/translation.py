@@ -1,4 +1,4 @@
-"""From a transformers config to Megatron's, or a clear refusal."""
+"""Translation of a transformers config to Megatron's, or a clear refusal."""
 
 from __future__ import annotations
 

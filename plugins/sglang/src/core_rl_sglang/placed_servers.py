@@ -46,7 +46,7 @@ class PlacedServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, and can be asked."""
+        """Whether the server runs, on a machine that can be reached."""
         try:
             return bool(self._process.call(server_alive))
         except GroupError:

@@ -13,9 +13,9 @@ from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_
 __all__ = ["PREFIX", "VllmWire"]
 
 PREFIX = "generate-tokens-"
-"""What vLLM puts before the name of a request."""
+"""Prefix of vLLM's names of requests."""
 NO_LOGPROB = -9999.0
-"""What vLLM sends for a log-prob that is not a number."""
+"""Value of vLLM for a log-prob that is not a number."""
 LOWEST = 2e-5
 """The lowest temperature: vLLM draws the most likely token below half of it, and reports it untempered. No log-prob in
 float32 tells it from lower ones, except for tokens whose logits are as good as equal."""

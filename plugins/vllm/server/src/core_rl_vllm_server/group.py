@@ -22,7 +22,7 @@ BROADCAST_S = 300.0
 
 @dataclass
 class GroupAddress:
-    """Where the group is, and who its ranks are."""
+    """Address and ranks of a group."""
 
     name: str
     host: str
