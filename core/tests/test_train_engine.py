@@ -532,11 +532,11 @@ def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
     [
         (
             lambda: SaveLoadMeta(path="a", format=cast("Any", "huggingface")),
-            r"SaveLoadMeta\.format = 'huggingface'; it is one of 'hf', 'sharded', 'portable', 'adapter'",
+            r"SaveLoadMeta\.format = 'huggingface'; choose from 'hf', 'sharded', 'portable', 'adapter'",
         ),
         (
             lambda: WeightUpdateMeta(version=1, path="a", method=cast("Any", "nccl")),
-            r"WeightUpdateMeta\.method = 'nccl'; it is one of 'disk', 'tensor', 'distributed', 'lora'",
+            r"WeightUpdateMeta\.method = 'nccl'; choose from 'disk', 'tensor', 'distributed', 'lora'",
         ),
     ],
     ids=["format", "method"],

@@ -90,7 +90,7 @@ class SupportsLaunchServer(Protocol):
 
 
 class MachineProcess(Protocol):
-    """A process on a machine of a cluster, for one server; what it starts ends with it. Any thread may call it."""
+    """A process on a machine of a cluster, for one server; its children end with it. Any thread may call it."""
 
     machine: int
     """The number of the machine."""
@@ -99,16 +99,16 @@ class MachineProcess(Protocol):
 
     @property
     def address(self) -> str:
-        """The address under which other machines reach this one. Raises `GroupError` for one that is lost."""
+        """The address under which other machines reach this one. Raises `GroupError` for a lost machine."""
 
     def start(self) -> None:
-        """Have a process, a new one where the one before is gone. Raises `GroupError`."""
+        """Start the process, again where it is gone. Raises `GroupError`."""
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """``fn(*args)`` in the process; ``fn`` is a function of a module. Raises its error, and `GroupError`."""
 
     def close(self) -> None:
-        """End the process and what it has started. Further calls do nothing."""
+        """End the process and its children. Further calls do nothing."""
 
 
 @runtime_checkable

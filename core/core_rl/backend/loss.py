@@ -40,7 +40,7 @@ class LossSpec:
     """
 
     fn: LossFn
-    """``fn(output, batch) -> (total, metrics)``; ``total`` is a scalar **sum** over what the loss counts."""
+    """``fn(output, batch) -> (total, metrics)``; ``total`` is a scalar **sum** over counted tokens or sequences."""
     weight_fn: WeightFn = count_tokens
     """Weight of this batch. Gradients are of (sum of totals) / (sum of weights)."""
     outputs: tuple[OutputName, ...] = ("logprobs",)
@@ -53,7 +53,9 @@ class LossSpec:
         if not self.temperature > 0:
             raise LossError(f"LossSpec.temperature = {self.temperature}; it must be positive")
         if not self.outputs:
-            raise LossError("LossSpec.outputs is empty; name what the loss needs, such as ('logprobs',)")
+            raise LossError(
+                "LossSpec.outputs is empty; name the outputs that the loss needs, such as ('logprobs',)"
+            )
 
     def weight(self, batch: SequenceBatch) -> float:
         """``weight_fn(batch)``, checked: finite and not negative."""

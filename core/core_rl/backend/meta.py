@@ -33,7 +33,7 @@ SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
 
 def _require_one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ConfigError(f"{field} = {value!r}; it is one of {', '.join(map(repr, known))}")
+        raise ConfigError(f"{field} = {value!r}; choose from {', '.join(map(repr, known))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class SaveLoadMeta:
     tokenizer_path: str | None = None
     """For ``hf`` and ``adapter``: a directory whose tokenizer files are copied into the export."""
     asynchronous: bool = False
-    """``save`` returns when what is saved can no longer change, and the rest is done in the background; see
+    """``save`` returns when the saved state can no longer change, and the rest is done in the background; see
     `TrainEngine.save`. ``load`` ignores it. Until it is complete, ``hf`` and ``portable`` take twice the disk space:
     each rank writes its slices, which rank 0 then joins."""
 
@@ -91,7 +91,7 @@ class WeightUpdateMeta:
     """For all but ``disk``: the address of the receiver's machine towards a sender on another one, to which the buckets
     then go over TCP. Null: both are on one machine."""
     verify: bool = False
-    """Compare digests of what arrived with what was sent; for ``lora`` also of the weights below the adapter. Without
+    """Compare digests of received and sent tensors; for ``lora`` also of the weights below the adapter. Without
     it, ``disk`` compares the sizes of files."""
     bucket_bytes: int = 256 * 2**20
     """For all but ``disk``: the largest piece in flight, in bytes, or one tensor if that is larger."""

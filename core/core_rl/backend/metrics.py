@@ -19,7 +19,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A partial value of a metric; build it with one of the four constructors."""
+    """A partial value of a metric; build it with the four constructors."""
 
     reduction: Reduction
     value: float | Tensor
@@ -72,7 +72,7 @@ class Metric:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Reduce equal names over ``parts``; a part may lack a name, and then says nothing about it."""
+    """Reduce equal names over ``parts``; a part may lack a name."""
     metrics = [(name, metric) for part in parts for name, metric in part.items()]
     for name, metric in metrics:
         if not isinstance(metric, Metric):

@@ -1,4 +1,4 @@
-"""Protocols of a train backend: what is optional, and what replaces a default of the core.
+"""Protocols of a train backend: optional methods, and replacements of the core's defaults.
 
 A backend implements a protocol of `TRAIN_PROTOCOLS` by declaring its capability and having its methods. The protocols
 of `NAMED_PROTOCOLS` serve no capability: a backend implements them as base classes. A method of the same name in any
@@ -151,7 +151,7 @@ TRAIN_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = {
     Capability.LORA: (SupportsLora,),
     Capability.OFFLOAD: (SupportsOffload, SupportsOwnOffload),
 }
-"""Capabilities that have methods: one of these protocols is implemented."""
+"""Protocols of capabilities with methods, of which a backend implements at least one."""
 NAMED_PROTOCOLS: tuple[type, ...] = (
     SupportsRngState,
     SupportsOpaqueState,

@@ -30,7 +30,7 @@ def box_region(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...
 
 @dataclass(frozen=True)
 class LocalSlice:
-    """One box of one checkpoint tensor: this rank's part, or one of several."""
+    """A box of a checkpoint tensor: all or a part of this rank's share."""
 
     name: str
     """As `save_pretrained` writes it."""
@@ -39,7 +39,7 @@ class LocalSlice:
     tensor: Tensor
     """A writable view of live memory, in the shape of the box; see `ShardedState.local` for copies."""
     replica: int = 0
-    """0 on exactly one of the ranks that hold this box, and above 0 on all others."""
+    """0 on exactly one rank with this box, and above 0 on all others."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,8 +79,8 @@ class ShardedState(Protocol):
     def local(self, kind: str) -> Iterator[LocalSlice]:
         """This rank's slices of ``kind``, in any order. No collective.
 
-        What is held in another form, such as moments of 8 bits, comes as a float32 copy, and goes back into its form
-        when the iterator moves on: a caller that writes does so slice by slice.
+        Tensors stored in another form, such as moments of 8 bits, come as float32 copies, and go back into their form
+        when the iterator advances: a caller writes slice by slice.
         """
 
 
@@ -90,7 +90,7 @@ until the next item."""
 
 
 class TensorSource(Protocol):
-    """Random access to named tensors, so that a rank reads only what it owns."""
+    """Random access to named tensors, so that a rank reads only its slices."""
 
     def names(self) -> list[str]:
         """All names."""

@@ -1,6 +1,6 @@
 """`TrainBackend`: the interface that a train plugin implements behind `TrainEngine`.
 
-The core calls its methods in states and with arguments that it has checked. All are collective, unless they say
+The core calls its methods in states and with arguments that it has checked. All are collective, unless documented
 otherwise: every rank of the engine's world is in the same method.
 """
 
@@ -95,7 +95,7 @@ class TrainBackend(ABC, Generic[C]):
 
     @abstractmethod
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
-        """For each micro-batch: forward, ``step(output, micro_batch)``, and backward on what it returns.
+        """For each micro-batch: forward, ``step(output, micro_batch)``, and backward on its result.
 
         Gradients accumulate. Nothing is divided: the core has scaled the loss. With ``"forward"`` no graph is
         recorded and nothing runs backward.
@@ -113,8 +113,8 @@ class TrainBackend(ABC, Generic[C]):
     def reduce_grads(self) -> None:
         """Leave in each gradient the **sum** over data-parallel ranks, never the mean.
 
-        Called once before a step, a norm or an export, however many passes accumulated. Finishes what a pass with
-        mode ``"last"`` began.
+        Called once before a step, a norm or an export, however many passes accumulated. Finishes reductions that a
+        pass with mode ``"last"`` started.
         """
 
     @abstractmethod
@@ -126,7 +126,7 @@ class TrainBackend(ABC, Generic[C]):
 
     @abstractmethod
     def after_load(self, kinds: frozenset[str]) -> None:
-        """Refresh what is derived from tensors of ``kinds`` that were set, such as compute copies of the weights."""
+        """Refresh tensors derived from ``kinds`` that were set, such as compute copies of the weights."""
 
     # ------------------------------------------------------ with a default
 

@@ -94,7 +94,7 @@ def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig
 
 
 def _expert_count(model: PretrainedConfig) -> int:
-    """Experts of each router, 0 without routers; each family of transformers has one of a few names for it."""
+    """Experts of each router, 0 without routers; families of transformers have different names for it."""
     text = model.get_text_config()
     return next((count for name in EXPERT_COUNTS if (count := getattr(text, name, None))), 0)
 

@@ -94,7 +94,7 @@ class InferenceEngine:
         self._state = "ready"
 
     def destroy(self) -> None:
-        """Cancel what is in flight, free the model and stop launched servers; the engine cannot be used again.
+        """Cancel requests in flight, free the model and stop launched servers; the engine cannot be used again.
 
         An update that waits for its sender fails. One that a server does not end in time fails when the servers go.
         """
@@ -233,7 +233,7 @@ class InferenceEngine:
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Receive the weights that a train engine uploads; the engine has ``meta.version`` when the future is done.
 
-        Updates run one after another. A failed one leaves the old weights and their version, and its
+        Updates run in order. A failed update leaves the old weights and their version, and its
         error is the future's. Raises `UnsupportedCapability` for a method that is not declared, and
         `EngineStateError` for a version older than the current one. An engine with ``model.lora`` receives adapters
         over its model, by ``lora``; one without receives whole weights, by any other method.

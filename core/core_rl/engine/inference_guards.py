@@ -35,7 +35,7 @@ __all__ = ["InferenceComponents", "RequestGate"]
 
 
 def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
-    """Raise `LayoutError`, `UnsupportedCapability` or `ConfigError` for what the engine does not declare."""
+    """Raise `LayoutError`, `UnsupportedCapability` or `ConfigError` for settings that the engine does not declare."""
     check_layout(spec, config.layout)
     if config.dtype == "bfloat16":
         require_capability(spec, Capability.BFLOAT16, "dtype = 'bfloat16'")
@@ -61,9 +61,9 @@ def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
 
 
 def check_sync(config: InferenceEngineConfig, method: SyncMethod) -> None:
-    """Raise `EngineStateError` unless what comes by ``method`` is what an engine with ``config`` serves.
+    """Raise `EngineStateError` unless an engine with ``config`` takes updates by ``method``.
 
-    With ``model.lora`` that is the model of ``config`` under an adapter, and else a model of its own.
+    With ``model.lora`` it takes adapters over the model of ``config``, and else whole models.
     """
     if method == "lora":
         require_adapter(config, "update_weights() by 'lora'")

@@ -102,7 +102,7 @@ def load_engine(spec: EngineSpec | str, config: EngineConfig) -> TrainEngine | I
 def load_engine(spec: EngineSpec | str, config: Any) -> TrainEngine | InferenceEngine:
     """Make the engine of ``spec``, or of the engine with this name, for ``config``; not initialized yet.
 
-    Raises as `load_backend` does, and what the engine raises for a config that it does not declare.
+    Raises as `load_backend` does, and the engine's errors for a config that it does not declare.
     """
     spec = get_spec(spec) if isinstance(spec, str) else spec
     backend: Any = load_backend(spec)

@@ -24,7 +24,7 @@ __all__ = ["Runtime"]
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """One rank of a train engine: what does not change from `TrainEngine.initialize` to `TrainEngine.destroy`."""
+    """Constants of one rank of a train engine from `TrainEngine.initialize` to `TrainEngine.destroy`."""
 
     spec: EngineSpec
     config: TrainEngineConfig

@@ -169,7 +169,7 @@ class TrainStep:
             step.require_all()
 
     def _abort(self, error: BaseException) -> None:
-        """Free what the pass left. Where that fails, or other ranks wait for this one, the engine has failed."""
+        """Free leftovers of the pass. Where that fails, or peers wait for this rank, the engine has failed."""
         run = self.runtime
         self._fail(error)
         try:

@@ -1,6 +1,6 @@
 """`sync_weights`: weights from a train engine to an inference engine, by any method that both have.
 
-`WeightUpdates` is the inference engine's side: its updates, one after another, in a thread of their own.
+`WeightUpdates` is the inference engine's side: its updates, in order, in a thread of their own.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class WeightUpdates:
             self._install(meta)
 
     def close(self) -> None:
-        """Cancel queued updates, and fail one that waits for its sender.
+        """Cancel queued updates, and fail a waiting update.
 
         Any other ends by itself. After `CLOSE_WAIT_S` seconds this returns without it: it may wait much longer for a
         server that does not answer, until the backend is torn down.

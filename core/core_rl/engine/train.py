@@ -286,7 +286,7 @@ class TrainEngine:
         )
 
     def optimizer_zero_grad(self) -> None:
-        """Drop what has accumulated."""
+        """Drop accumulated gradients."""
         self._ready("optimizer_zero_grad()").step.zero_grad()
 
     def optimizer_step(self) -> dict[str, float]:
@@ -334,9 +334,9 @@ class TrainEngine:
         self._ready("load_named_tensors()").persistence.load_named_tensors(kind, source)
 
     def save(self, meta: SaveLoadMeta) -> None:
-        """Write a checkpoint, atomically; `CheckpointError` leaves what was there untouched.
+        """Write a checkpoint, atomically; `CheckpointError` leaves the previous checkpoint untouched.
 
-        With ``meta.asynchronous`` it returns when what is saved can no longer change: each rank has copied
+        With ``meta.asynchronous`` it returns when the saved state can no longer change: each rank has copied
         its slices to host memory (a backend with a format of its own has written its files by then).
         Files, digests, flushing and the renaming into place follow while training continues.
         `wait_for_saves` waits for that, and so do the next ``save``, ``load`` and ``destroy``; whichever

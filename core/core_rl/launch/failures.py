@@ -32,7 +32,7 @@ class Failure:
         )
 
     def to_error(self, rank: int, world_size: int, place: str = "") -> CoreRLError:
-        """The exception to raise in the driver: the rank's own if it is one of ours, else `RankFailed`.
+        """The exception to raise in the driver: the rank's own `CoreRLError`, else `RankFailed`.
 
         ``place`` is a phrase about the rank's machine.
         """

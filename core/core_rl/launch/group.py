@@ -73,7 +73,7 @@ class EngineGroup(EngineRanks):
     ``hosts`` start the ranks, by default `LocalHosts` on this machine. With several machines, ranks fill ``machines``
     in turn, by default all in order, and ``devices`` are numbered on each machine.
 
-    When a rank fails, its error is raised here: the same type if it is one of `core_rl.errors`, with
+    When a rank fails, its error is raised here: the same type for errors of `core_rl.errors`, with
     the rank and its traceback in a note, else `RankFailed`. A rank that ends raises `RankDied`, one
     that does not answer within ``timeout_s`` seconds `RankTimeout`. After an error that every rank
     has answered the group can be used again. After any other, and after Ctrl-C inside a call, the group has

@@ -28,7 +28,7 @@ class Reference:
     sizes: tuple[int, ...]
 
     def open(self) -> list[memoryview]:
-        """The buffers of the message. What the rank writes there is seen by nobody else.
+        """The buffers of the message, copied on write.
 
         Raises `GroupError` where the memory cannot be reached.
         """

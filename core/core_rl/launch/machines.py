@@ -63,7 +63,7 @@ def server_processes(
 
 
 class ServerProcess:
-    """A process on a machine, for one server; what it starts ends with it. Its methods may be called by any thread."""
+    """A process on a machine, for one server; its children end with it. Any thread may call it."""
 
     def __init__(self, hosts: Hosts, slots: Sequence[Slot]) -> None:
         self.machine = slots[0].machine
@@ -76,11 +76,11 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """The address under which other machines reach this one. Raises `GroupError` for one that is lost."""
+        """The address under which other machines reach this one. Raises `GroupError` for a lost machine."""
         return self._hosts.address_of(self.machine)
 
     def start(self) -> None:
-        """Have a process, a new one where the one before is gone. Raises `GroupError`."""
+        """Start the process, again where it is gone. Raises `GroupError`."""
         with self._calling:
             if self._pool is not None and self._pool.is_idle:
                 return
@@ -95,7 +95,7 @@ class ServerProcess:
             return self._pool.call(Call(0, "run_alone", (fn, args)), [()], CALL_S)[0]
 
     def close(self) -> None:
-        """End the process and what it has started. Further calls do nothing."""
+        """End the process and its children. Further calls do nothing."""
         with self._calling:
             pool, self._pool = self._pool, None
             if pool is not None:

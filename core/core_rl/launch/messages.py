@@ -129,7 +129,7 @@ def unpack_reply(parts: Sequence[Buffer]) -> Any:
 def packed(value: object) -> list[Buffer]:
     """The pickle of ``value``, and the buffers that it refers to: they are to be sent before the tensors change.
 
-    Raises what `pickle` raises for what it cannot take.
+    Raises `pickle`'s errors for unsupported objects.
     """
     buffers: list[Buffer] = []
 

@@ -81,7 +81,7 @@ class RankPool:
         Returns the results in rank order.
 
         Raises the error of the first rank that failed. When every rank has answered, the ranks can be
-        called again; else they are ended, and every further call says why.
+        called again; else they are ended, and every further call raises the reason.
         """
         # Ranks that are given the same tuple share its bytes.
         different = {id(args): args for args in per_rank}
@@ -105,7 +105,7 @@ class RankPool:
         """End the ranks, which may take ``wait_s`` seconds to end by themselves."""
         if not self._busy.acquire(blocking=False):
             # Another thread, or the frame that a signal handler interrupted, is in a call: it fails
-            # with `RankDied` now, and frees what is left.
+            # with `RankDied` now, and frees the ranks.
             self._ended = self._ended or "it was closed during a call"
             _kill_all(self._ranks)
             return
@@ -129,7 +129,7 @@ class RankPool:
         """One at a time; whatever interrupts it, Ctrl-C included, leaves ranks in an unknown state and ends them."""
         if not self._busy.acquire(blocking=False):
             raise GroupError(
-                f"{name}: another call on this group is running, or on one that shares its processes; make one call at "
+                f"{name}: another call on this group is running, or on a colocated group; make one call at "
                 "a time"
             )
         self.caller = caller
@@ -153,7 +153,7 @@ class RankPool:
         deadline: float,
         messages: ExitStack,
     ) -> None:
-        """Send ``payload`` to ``ranks`` of one machine; what the machine keeps for them is freed by ``messages``."""
+        """Send ``payload`` to ``ranks`` of one machine; ``messages`` frees copies on the machine."""
         size = sum(memoryview(part).nbytes for part in payload)
         rank = ranks[0]
         try:
@@ -225,7 +225,7 @@ def _death(rank: Rank, name: str, replies: Mapping[int, Any]) -> RankDied:
 def _silence(
     silent: Sequence[Rank], ranks: Sequence[Rank], name: str, timeout_s: float, replies: Mapping[int, Any]
 ) -> CoreRLError:
-    """The error for the ``silent`` ones of ``ranks``: that of the first failure, if there was one."""
+    """The error for ``silent`` ranks: the first failure, or a timeout."""
     numbers = [rank.rank for rank in silent]
     places = {rank.rank: rank.place for rank in ranks}
     for number, failure in _failures(replies).items():

@@ -62,7 +62,7 @@ def end_fork_server() -> None:
 def end_if_rank_imports_script() -> None:
     """End a rank that imports the driver's script and comes to something that only the driver does.
 
-    The script has no ``if __name__ == "__main__":`` then. The driver says so when the rank is gone; without this, the
+    The script has no ``if __name__ == "__main__":`` then. The driver reports it when the rank is gone; otherwise the
     rank would first print an error that comes from running the script twice.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as in multiprocessing's own check
@@ -96,7 +96,7 @@ def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
 
 
 class RankProcess:
-    """The process of one rank, a child of this one. Starts at construction; the rank then says hello."""
+    """The process of one rank, a child of this one. Starts at construction; the rank then sends a hello."""
 
     def __init__(self, rank: int, sock: socket.socket, environ: Mapping[str, str]) -> None:
         """``sock`` leads to the driver, and is closed here. Raises `GroupError` if the process cannot be started."""

@@ -1,4 +1,4 @@
-"""`ProcessTree`: a process and its children, for signals that reach nobody else."""
+"""`ProcessTree`: a process and its children, for signals to them alone."""
 
 from __future__ import annotations
 

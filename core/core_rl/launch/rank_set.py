@@ -107,7 +107,7 @@ class RankSet:
         return ranks
 
     def set_engine(self, engine_id: int, ranks: list[RankInfo]) -> None:
-        """Record the ranks of an engine that has joined the world; an empty list for one that left it."""
+        """Record the ranks of an engine that has joined the world; an empty list for an engine that left it."""
         if engine_id in self._engines:
             self._engines[engine_id] = ranks
         if not any(self._engines.values()):
@@ -118,7 +118,7 @@ class RankSet:
         sizes = {len(ranks) for other_id, ranks in self._engines.items() if ranks and other_id != engine_id}
         if sizes - {size}:
             raise EngineStateError(
-                f"this engine needs {size} ranks, and the one that is colocated with it has {sizes.pop()}; destroy() "
+                f"this engine needs {size} ranks, and the colocated engine has {sizes.pop()}; destroy() "
                 "that one first, or start this group without colocate_with"
             )
 

@@ -244,7 +244,7 @@ class EngineRanks:
 def _config(
     spec: EngineSpec, config: TrainEngineConfig | None, fields: Mapping[str, object]
 ) -> TrainEngineConfig:
-    """``config``, or one of the engine's own class with ``fields``."""
+    """``config``, or a config of the engine's class with ``fields``."""
     if config is not None and fields:
         raise ConfigError(
             f"a config and its fields ({', '.join(fields)}) for {spec.name!r}; give either, or put the fields into "

@@ -66,7 +66,7 @@ class RankInfo:
 class RankState:
     """State of a rank between the calls of one group; each colocated group has its own.
 
-    Its methods are calls of the group; a call of any other method is one of the engine.
+    Its methods are calls of the group; all other methods belong to the engine.
     """
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
 
 
 def _reason(content: bytes) -> str:
-    """The message of an error, under one of the names that servers use."""
+    """The message of an error, under the names that servers use."""
     try:
         body = json.loads(content)
     except ValueError:

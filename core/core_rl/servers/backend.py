@@ -237,6 +237,6 @@ class ServerBackend(InferenceBackend[C]):
 
 
 async def _session() -> aiohttp.ClientSession:
-    """A session of the running loop. `Requests` limits what is in flight; each has a time limit of its own."""
+    """A session of the running loop. `Requests` limits requests in flight; each has its own time limit."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

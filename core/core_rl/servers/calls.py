@@ -47,7 +47,7 @@ class Requests:
     def __init__(self, pool: ServerPool, wire: Wire, at_one_time: int) -> None:
         self._pool = pool
         self._wire = wire
-        # Not a limit of the session: the call that pauses the servers must not wait for what it is to interrupt.
+        # Not a limit of the session: the call that pauses the servers must not wait for requests that it interrupts.
         self._free = asyncio.Semaphore(at_one_time)
         self._timeout_s = pool.options.request_timeout_s
 

@@ -36,8 +36,8 @@ class ServerOptions(Config):
     """Servers that run already, as ``host:port``; they serve ``model.path``, or load its weights when the engine
     connects. Without any, the engine launches ``layout.dp`` servers of its own."""
     python: str | None = None
-    """The Python of the environment that the servers are installed in. By default what the engine's environment
-    variable names (docs/install.md), and else the Python of this process."""
+    """The Python of the environment that the servers are installed in. By default the engine's environment
+    variable names it (docs/install.md), and else the Python of this process."""
     host: str = "127.0.0.1"
     """The address that launched servers listen on. Another one than the loopback needs ``api_key``: whoever reaches a
     server without a key can run code on it."""
@@ -48,7 +48,7 @@ class ServerOptions(Config):
     of the environment variable that holds it, never the key itself."""
     memory_fraction: float | None = Field(default=None, gt=0.0, lt=1.0)
     """The part of an accelerator's memory that a launched server takes for weights and cache; by default the server
-    decides, as if nobody else used it. Needed where an engine that trains is on the same accelerator."""
+    decides, as if it were the only user. Needed where an engine that trains is on the same accelerator."""
     max_running_requests: int | None = Field(default=None, ge=1)
     """Requests that one launched server computes at one time; by default the server decides."""
     extra_args: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class ServerEngineConfig(InferenceEngineConfig):
 
 
 def refuse_taken(arguments: Sequence[str], fields: Mapping[str, str]) -> None:
-    """Raise `ValueError` for command-line ``arguments`` that have one of the ``fields``, by argument."""
+    """Raise `ValueError` for command-line ``arguments`` that set ``fields``, by argument."""
     names = [part.partition("=")[0].replace("_", "-") for part in arguments if part.startswith("--")]
     taken = [field for field in fields if any(len(name) > 2 and field.startswith(name) for name in names)]
     if taken:

@@ -73,7 +73,7 @@ class Fleet:
                 self.pool.mark_lost(server, error)
 
     async def close(self) -> None:
-        """Abandon what is in flight; connections and processes are not ended here."""
+        """Abandon requests in flight; connections and processes are not ended here."""
         self.pool.close()
         adapters = [*self._replaced, self._adapter]
         # A server unloads no adapter that a request still needs.
@@ -87,7 +87,7 @@ class Fleet:
     async def install(self, weights: Weights) -> None:
         """Have all servers serve ``weights``; servers that are lost on the way get them when they are back.
 
-        Raises `WeightsError` when a server refuses them; then all have what they had before.
+        Raises `WeightsError` when a server refuses them; then all have the previous weights.
         """
         await self.pool.wait_recovered()
         async with self._weights_lock:
@@ -195,7 +195,7 @@ class Fleet:
     # ------------------------------------------------------- pause and memory
 
     async def pause(self) -> None:
-        """Interrupt what is in flight; where a server refuses, all continue."""
+        """Interrupt requests in flight; where a server refuses, all continue."""
         self._paused = True
         try:
             await self.pool.post(lambda server: server.pause("continue"))
@@ -204,7 +204,7 @@ class Fleet:
             raise
 
     async def resume(self) -> None:
-        """Continue what `pause` has interrupted; servers that are receiving weights do when they have all of them."""
+        """Continue interrupted requests; servers that are receiving weights do when they have all of them."""
         self._paused = False
         await self.pool.post(Server.continue_generation)
 

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 BLOCK = 16
 """Prefixes are remembered at multiples of so many tokens."""
 REMEMBERED = 100_000
-"""Prefixes; the ones that were not used for longest are forgotten."""
+"""Limit of remembered prefixes; the least recently used are forgotten."""
 SLACK = 16
-"""A server may have so many requests more than the idlest one before it loses a prompt that it knows."""
+"""Additional requests of a server over the idlest server before it loses a known prompt."""
 
 
 Failures = dict[Server, BaseException]
@@ -91,7 +91,7 @@ class ServerPool:
             task.add_done_callback(self._aborts.discard)
 
     async def post(self, call: Callable[[Server], Awaitable[None]]) -> None:
-        """Call all ready servers; one that cannot be reached is lost, and is restored when it is back."""
+        """Call all ready servers; unreachable servers are lost, and restored when they are back."""
 
         async def one(server: Server) -> None:
             try:
@@ -143,7 +143,7 @@ class ServerPool:
                 self._changed.notify_all()
 
     async def _revive(self, server: Server) -> None:
-        """Wait for the server, or start a new process for one that has ended."""
+        """Wait for the server, or restart an ended process."""
         if server.process is not None and server.start is not None:
             # Its connections break before its process has ended.
             for _ in range(20):
@@ -169,7 +169,7 @@ class PrefixRouter:
         """The last server for each prefix, by its hash."""
 
     def pick(self, ids: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The name of one of the servers in ``loads``, which says how many requests each has in flight."""
+        """The name of a server in ``loads``, the requests in flight of each server."""
         prefixes = _prefixes(ids)
         idlest = min(loads, key=lambda name: loads[name])
         known = next((self._seen[key] for key in reversed(prefixes) if self._seen.get(key) in loads), idlest)

@@ -44,7 +44,7 @@ def server_environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def reserve_ports(options: ServerOptions, count: int, until: ExitStack) -> tuple[int, ...]:
-    """The ports of ``count`` servers, which nobody else gets before ``until`` closes.
+    """The ports of ``count`` servers, reserved until ``until`` closes.
 
     A port that is only looked up may be gone when a server listens on it, many seconds later: each process
     group listens on several. Raises `ConfigError` for ``options.ports`` that do not suffice or are taken.
@@ -56,7 +56,7 @@ def reserve_ports(options: ServerOptions, count: int, until: ExitStack) -> tuple
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket on ``port`` of ``host`` that does not listen, so that a server may; nobody else is given the port.
+    """A socket on ``port`` of ``host`` that does not listen, so that a server may; the port stays reserved.
 
     Raises `ConfigError` for a port that is taken.
     """

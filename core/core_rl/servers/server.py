@@ -55,7 +55,7 @@ class Server(ABC):
         self.host = api.address.rpartition(":")[0].strip("[]")
         self.update_timeout_s = update_timeout_s
         self.start = start
-        """Starts it again on the same port; None for a server that somebody else started."""
+        """Starts it again on the same port; None for a server started elsewhere."""
         self.process = None if start is None else start()
         self.in_flight = 0
         self.ready = False
@@ -64,7 +64,7 @@ class Server(ABC):
         self.weights_intact = True
         """False from the beginning of a weight update until its success: the server must not compute."""
         self._pausing = asyncio.Lock()
-        """Held by a pause and its opposite: the one that is called later has the last effect."""
+        """Lock of pausing and continuing: the later call has the last effect."""
         self.ranks = 1
         """Tensor-parallel degree."""
         self.device = ""
@@ -88,11 +88,11 @@ class Server(ABC):
             adapter.in_flight -= 1
 
     def cuda(self) -> CudaEnvironment | None:
-        """The CUDA environment of its ranks; None without CUDA, and where somebody else started it."""
+        """The CUDA environment of its ranks; None without CUDA, and for a server started elsewhere."""
         return None if self.process is None else self.process.cuda()
 
     def stop(self) -> None:
-        """End its process, if it is one of this engine."""
+        """End its process, if this engine started it."""
         if self.process is not None:
             self.process.stop()
 

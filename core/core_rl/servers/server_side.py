@@ -18,7 +18,7 @@ __all__ = ["begin", "die_with_parent", "nccl_version", "write_environment"]
 
 
 def begin() -> str:
-    """Read standard input, and do as it says; returns the API key."""
+    """Read the API key and the file for `write_environment` from standard input; returns the key."""
     api_key, environment_file = _line(), _line()
     die_with_parent()
     write_environment(environment_file)

@@ -85,7 +85,7 @@ def _link(source: str, target: str) -> str:
 
 
 class TensorWeights:
-    """Weights in buckets of shared memory, which arrive one after another while servers load them."""
+    """Weights in buckets of shared memory, which arrive while servers load them."""
 
     origin = ""
     """No model path has these weights."""
@@ -219,7 +219,7 @@ Weights: TypeAlias = DiskWeights | TensorWeights
 class BroadcastWeights(TensorWeights):
     """Buckets that the trainer's rank broadcasts to servers; this process keeps a copy.
 
-    A server that was lost, and one whose group broke, gets them from this process, in a group of their own: it may be
+    Lost servers, and servers whose group broke, get them from this process, in a group of their own: it may be
     on another machine.
     """
 

@@ -97,7 +97,7 @@ def packed_attention(
     Args:
         module: the attention layer that calls.
         query: ``[1, heads, T, D]``; ``key`` and ``value`` are ``[1, kv_heads, T, D]``.
-        attention_mask: None; transformers makes none for `PACKED_ATTENTION`, and one of a model's own is refused.
+        attention_mask: None; transformers makes none for `PACKED_ATTENTION`, and a model's own is refused.
         segments: the sequences. Where they are spread over ranks, the arguments hold this rank's tokens and all
             heads; inside, each rank has all tokens and some heads.
         scaling: of the scores, by default ``D ** -0.5``.

@@ -1,4 +1,4 @@
-"""Building a Hugging Face model with one of the three heads, from a directory or from a config."""
+"""Building a Hugging Face model with any of the three heads, from a directory or from a config."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def build_model(
     Weights that no file gives (all of them for ``model.config``, the head for a new value model)
     are drawn from ``seed`` without touching the global random state. Raises `ConfigError` for
     missing or misshapen weights, and `UnsupportedCapability` for a model whose written form is no cut
-    of what it holds.
+    of its parameters.
     """
     config = read_config(model)
     if model.path is not None:
@@ -136,7 +136,7 @@ def model_family(model: ModelConfig) -> Any:
 def finished(
     built: PreTrainedModel, model: ModelConfig, *, seed: int, experts: ExpertsKernel
 ) -> PreTrainedModel:
-    """A model that has just been made, with what ``model`` says beyond its weights, in evaluation mode."""
+    """A new model with the settings of ``model`` beyond its weights, in evaluation mode."""
     require_text_model(built)
     require_causal(built, model)
     use_experts_kernel(built, experts)
@@ -150,7 +150,7 @@ def finished(
 
 
 def freeze(model: PreTrainedModel, patterns: tuple[str, ...]) -> None:
-    """Turn gradients off for the parameters that match one of the glob ``patterns``.
+    """Turn gradients off for the parameters that match the glob ``patterns``.
 
     A pattern matches in-memory names or checkpoint names. Raises `ConfigError` for a
     pattern that matches nothing, and for patterns that match a part of a fused parameter.
@@ -181,7 +181,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 def _quiet() -> Iterator[None]:
     """Keep transformers from writing bars and a report of every load, on every rank, to the caller's terminal.
 
-    What is wrong in the report is an error of ours.
+    Problems in the report become our errors.
     """
     shown, verbosity = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()

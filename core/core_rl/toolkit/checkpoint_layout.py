@@ -80,7 +80,7 @@ class CheckpointLayout:
         incomplete = [name for name in names if not _complete(pieces[name], shapes[name])]
         if incomplete:
             raise UnsupportedCapability(
-                f"{type(model).__name__} writes {incomplete[:3]} in a form that is no cut of what it holds"
+                f"{type(model).__name__} writes {incomplete[:3]} in a form that is no cut of its parameters"
             )
         return CheckpointLayout({name: tuple(slices) for name, slices in pieces.items()})
 
@@ -118,7 +118,7 @@ class CheckpointLayout:
 
 
 def _imaginary(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
-    """Tensors without memory, one behind another in one storage: where a view begins tells whose it is."""
+    """Tensors without memory, in one storage: the start of a view identifies its tensor."""
     sizes = [max(1, math.prod(shape)) for shape in shapes.values()]
     memory = torch.empty(sum(sizes), device="meta")
     starts = accumulate(sizes, initial=0)
@@ -129,7 +129,7 @@ def _imaginary(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Lets views pass, takes copies for what they copy, and refuses every operation that computes."""
+    """Lets views pass, takes copies for their sources, and refuses every operation that computes."""
 
     def __init__(self, model: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ class AdamW8Bit:
 
 
 def is_eight_bit(moment: Tensor) -> bool:
-    """Whether ``moment`` is held in 8 bits."""
+    """Whether ``moment`` is stored in 8 bits."""
     return all(hasattr(moment, name) for name in HELD)
 
 

@@ -19,7 +19,7 @@ __all__ = ["ExpertDispatch", "check_expert_parallel", "dispatch_experts", "exper
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The weighted sum ``[N, H]`` over the experts of this rank, of hidden states ``[N, H]``, chosen experts ``[N, k]`` and
-gates ``[N, k]``. Number ``count`` of ``count`` experts stands for one of another rank, which is not computed."""
+gates ``[N, k]``. Number ``count`` of ``count`` experts stands for an expert of another rank, which is not computed."""
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -74,9 +74,9 @@ class ExpertDispatch:
     """Dispatch of tokens to experts over ``ranks``, each of which has an equal number of consecutive experts.
 
     Every rank gets the tokens of all, computes its own experts for them, and the results are added up on the rank that
-    each token came from. No size depends on what a router chose, so the host never waits for a device to learn it, and
+    each token came from. No size depends on a router's choices, so the host never waits for a device to learn it, and
     kernels queue ahead. Of ``T`` tokens on each of ``ep`` ranks, ``ep T H`` numbers travel either way; an all-to-all
-    exchange of the chosen ones sends ``k T H``, no less where ``ep <= k``. What it costs is memory: there are
+    exchange of the chosen ones sends ``k T H``, no less where ``ep <= k``. The cost is memory: there are
     ``ep T k`` rows for the tokens and their choices, of which products compute about ``T k``, and the rest are masked.
     """
 
@@ -93,7 +93,7 @@ class ExpertDispatch:
     def __call__(
         self, hidden: Tensor, experts: Tensor, gates: Tensor, count: int, compute: Compute
     ) -> Tensor:
-        """The weighted sum ``[T, H]`` over the chosen ones of ``count`` experts, which all ranks have together.
+        """The weighted sum ``[T, H]`` over the chosen experts of ``count``, which all ranks have together.
 
         ``hidden [T, H]``, ``chosen [T, k]`` and ``gates [T, k]`` are of this rank's tokens. Collective, as is the
         backward pass.

@@ -13,7 +13,7 @@ __all__ = ["import_extra"]
 def import_extra(module: str, need: str) -> Any:
     """The ``module``, whose first part is also the name of the extra.
 
-    Raises `MissingPackage` where it cannot be imported; ``need`` says in its message what needs which package.
+    Raises `MissingPackage` where it cannot be imported; ``need`` begins its message.
     """
     try:
         return importlib.import_module(module)

@@ -34,7 +34,7 @@ class Footprint:
     inner: int
     """Numbers that a layer keeps of each token inside its attention and its MLP until the backward pass: queries, keys
     and values, the attention's result twice (as the attention and as the next product need it), and four inside a
-    gated MLP. Of each expert that a token goes to, these four, and what goes in and comes out."""
+    gated MLP. Of each expert that a token goes to, these four, and its inputs and outputs."""
     routed: int
     """The part of `inner` that experts keep of the tokens that were routed to them; 0 for other models."""
     normed: int

@@ -39,7 +39,7 @@ class PackedStates:
     shards: ModelShards
 
     def rows(self, *, partial: bool) -> Tensor:
-        """All rows of ``hidden``; ``partial`` says that each rank will use a part of the head on them."""
+        """All rows of ``hidden``; with ``partial`` each rank will use a part of the head on them."""
         if not self.shards.sequence_parallel:
             return self.hidden
         return gather(self.hidden, self.shards.tensor, 0, partial=partial)
@@ -60,7 +60,7 @@ class LanguageModelHead:
 
     @staticmethod
     def of(config: PretrainedConfig) -> LanguageModelHead:
-        """The head of a model with ``config``, as far as the fields that are known say."""
+        """The head of a model with ``config``, by the known fields."""
         text = config.get_text_config()
         scale = math.prod(float(getattr(text, name, None) or 1.0) for name in FACTORS)
         divisor = math.prod(float(getattr(text, name, None) or 1.0) for name in DIVISORS)

@@ -65,7 +65,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     ) -> None:
         """Take a model whose parameters are final (sharded, on their device); collective.
 
-        Without an ``optimizer``, the one of the config is built over this rank's parts as plain tensors, whatever type
+        Without an ``optimizer``, the config's is built over this rank's parts as plain tensors, whatever type
         the module's parameters have. One that is given has the module's own parameters, the settings that
         ``context.parameter_rules`` has for them, and the moments in its ``state``, perhaps of some parameters only
         (ZeRO-1). A wrapper of another optimizer returns that one's ``state``. `step` sets the learning rate of its

@@ -36,7 +36,7 @@ __all__ = [
 ADAPTER_PREFIX = "base_model.model."
 """Prefix of an adapter's tensors in ``peft``."""
 NAME = "default"
-"""The name under which ``peft`` keeps the only adapter; it is not in what is written."""
+"""The name under which ``peft`` keeps the only adapter; it is not in exported names."""
 SEED_OFFSET = 1 << 40
 """The adapter is not drawn from the stream of random numbers that a drawn base model comes from."""
 
@@ -45,7 +45,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, head: Head, seed: in
     """Put adapter layers into ``model``, in place; only they and a scalar head are trained from then on.
 
     ``A`` is drawn from ``seed`` without touching the global random state, the same on every rank, and
-    ``B`` is 0: the outputs stay what they are. On the meta device neither has values; see
+    ``B`` is 0: the outputs stay the same. On the meta device neither has values; see
     `fresh_adapter`. Class and modules of the model stay as well, so that what runs it need not know.
 
     Raises `ConfigError` without ``peft``, and for target modules that match nothing.
@@ -100,8 +100,8 @@ def adapter_config(
 def checkpoint_name(name: str) -> str:
     """The name under which the parameter ``name`` of a model with an adapter is written.
 
-    A base parameter has the name that it has without the adapter, and a part of the adapter the one that
-    ``peft`` writes.
+    A base parameter has the name that it has without the adapter, and a part of the adapter its
+    name in ``peft``.
     """
     if ".lora_A." in name or ".lora_B." in name:
         return ADAPTER_PREFIX + name.replace(f".{NAME}.", ".")
@@ -109,7 +109,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def has_kind(name: str, kind: str, *, trained: bool) -> bool:
-    """Whether the tensor with the checkpoint name ``name`` is one of ``kind``: values, or gradients and moments.
+    """Whether the tensor with the checkpoint name ``name`` belongs to ``kind``: values, or gradients and moments.
 
     An adapter has its factors, and the scalar head if there is one.
     """

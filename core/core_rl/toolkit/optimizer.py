@@ -191,7 +191,7 @@ class _Part:
 class Muon:
     """The update of all parameters of ``state`` that have a momentum, float32. Making one is collective.
 
-    Each matrix is gathered on one rank, which orthogonalizes it and sends it to all; ranks take turns.
+    Each matrix is gathered on one rank, which orthogonalizes it and sends it to all, rank after rank.
     """
 
     def __init__(self, state: ShardedState, rules: ParameterRules, world: Comm) -> None:
@@ -228,7 +228,7 @@ class Muon:
     def _updates(
         self, names: Sequence[str], parts: Mapping[str, Sequence[_Part]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The whole orthogonalized matrices ``names``, at most one for each rank, one after another on all ranks."""
+        """The whole orthogonalized matrices ``names``, at most one for each rank, in the same order on all ranks."""
         gathered = [self._gathered(name, parts.get(name, ()), rank) for rank, name in enumerate(names)]
         updates = [
             None if matrix is None else orthogonalize(matrix, self._config.ns_steps) for matrix in gathered

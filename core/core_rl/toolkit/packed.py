@@ -88,7 +88,7 @@ def _refused(model: PreTrainedModel, feature: str) -> UnsupportedCapability:
 
 
 def check_head(model: PreTrainedModel, head: LanguageModelHead) -> None:
-    """Raise `UnsupportedCapability` unless ``head`` makes of hidden states what the forward pass of ``model`` does.
+    """Raise `UnsupportedCapability` unless ``head`` maps hidden states as the forward pass of ``model`` does.
 
     Both get the same few states and a small matrix in the place of the model's, so this needs no weights.
     """

@@ -1,6 +1,6 @@
-"""A probe of a packed model, when its engine is built: what one sequence gets must not depend on its neighbours.
+"""A probe of a packed model, when its engine is built: outputs of a sequence must not depend on its neighbours.
 
-The rules of `core_rl.toolkit.packed` know the layers of today; this finds what they do not know.
+The rules of `core_rl.toolkit.packed` know the layers of today; this probe covers unknown layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["check_packing"]
 SHORT, LONG = 7, 12
 """Tokens of the two sequences that are compared."""
 BETWEEN, WINDOW = 8, 4
-"""Lengths while the probe runs: one that the long sequence alone exceeds, and a window that both exceed."""
+"""Lengths while the probe runs: the long sequence alone exceeds the first, and both exceed the window."""
 THRESHOLDS = {
     "original_max_position_embeddings": BETWEEN,
     "original_max_seq_len": BETWEEN,
@@ -40,7 +40,7 @@ OUTPUT: dict[Head, OutputName] = {"lm": "logprobs", "value": "values", "reward":
 
 
 def check_packing(packed: PackedModel, dtype: DType) -> None:
-    """Raise `UnsupportedCapability` where a sequence's outputs depend on what it is packed with; collective.
+    """Raise `UnsupportedCapability` where a sequence's outputs depend on its neighbours; collective.
 
     Two forward passes of 38 tokens without a graph. One has copies of a short sequence and three neighbours; the other
     copies of the short sequence and of a long one, which is longer than the model's `THRESHOLDS`, scaled down for the

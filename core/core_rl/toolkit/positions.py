@@ -63,7 +63,7 @@ def _regime(module: Any, layer_type: str | None, length: int) -> int:
 
 
 def frequencies_change(model: nn.Module, first: int, last: int) -> bool:
-    """Whether a sequence of ``last`` tokens has other rotary frequencies than one of ``first``."""
+    """Whether a sequence of ``last`` tokens has other rotary frequencies than ``first`` tokens."""
     return any(
         _regime(module, layer_type, first) != _regime(module, layer_type, last)
         for module in rotary_modules(model)

@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: what they chose, how balanced that is, and choosing again as recorded."""
+"""Routers of a mixture of experts: recorded choices, their balance, and replay."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
 class Routers:
     """Listens to the routers of ``model``, and makes them choose as recorded.
 
-    The routers are softmax ones that take the ``k`` likeliest experts; other kinds are not known.
+    Only softmax routers over the ``k`` likeliest experts are known.
     Recorded choices stay in force until the next `watch`: a block that activation checkpointing computes
     again in the backward pass must choose as it did before.
     """

@@ -85,7 +85,7 @@ class _Call:
     def joined(self, results: list[Any]) -> Any:
         """The result for this rank's tokens: ``[rows, L, ...]`` becomes ``[1, T, ...]``.
 
-        Of a tuple, what has no entry for each token becomes None: the state after the last one.
+        In a tuple, tensors without an entry for each token become None: the state after the last token.
         """
         if isinstance(results[0], tuple):
             first, *extras = zip(*results, strict=True)
@@ -108,7 +108,7 @@ class _Call:
         )
 
     def _whole(self, value: Tensor) -> Tensor:
-        """``value`` of all tokens, from this rank's; what has no entry for each token is refused."""
+        """``value`` of all tokens, from this rank's; tensors without an entry for each token are refused."""
         if value.dim() < 2 or value.shape[:2] != (1, self.length):
             raise UnsupportedCapability(
                 f"the layer {self.name} gets a tensor of shape {tuple(value.shape)}, which has no entry for each of "

@@ -101,7 +101,7 @@ def token_logprobs(
         vocabulary: where ``weight`` and ``bias`` hold only some rows of the head. Results are those over
             the whole vocabulary; the gradient of ``hidden`` is this rank's part of it, and the
             caller adds the parts up.
-        chunk: rows whose logits are made at once; by default as many as `chunk_rows` says.
+        chunk: rows whose logits are made at once; by default `chunk_rows`.
         keep_bytes: the logits are kept for the backward pass where all of them take at most this.
 
     Returns:
@@ -201,7 +201,7 @@ class _TokenLogprobs(torch.autograd.Function):
             p = torch.exp(logits, out=logits if plan.exponentials else exponential[: len(logits)])
             total[rows] = p.sum(dim=1)
             if plan.with_entropy:
-                # The backward pass clamps as well, and makes p again; the slope of a soft cap needs what is below.
+                # The backward pass clamps as well, and makes p again; the slope of a soft cap needs lower values.
                 capped = plan.keep and plan.head.softcap is not None
                 finite = torch.clamp(logits, min=LOWEST, out=None if capped else logits)
                 mean[rows] = p.mul_(finite).sum(dim=1)

@@ -1,4 +1,4 @@
-"""CUDA at both ends of a weight sync: what has to agree, and memory of the sender that others open by CUDA IPC."""
+"""CUDA at both ends of a weight sync: matching versions, and memory of the sender opened by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CudaEnvironment:
 
 
 def nccl_version() -> Version:
-    """The version of NCCL that this process runs: that of the library, as torch tells the one it was built with."""
+    """The version of NCCL that this process runs: of the library, since torch reports its build's version."""
     try:
         library = ctypes.CDLL(NCCL_LIBRARY)  # torch has loaded it
     except OSError:  # a part of torch
@@ -71,7 +71,7 @@ def require_nccl(servers: Sequence[CudaEnvironment], device: torch.device) -> No
 def can_open(servers: Sequence[CudaEnvironment], device: torch.device) -> bool:
     """Whether all ``servers`` can open memory of the CUDA ``device``: their processes see it, with no older torch.
 
-    A handle of CUDA IPC has the version of its format, and torch refuses what a later torch wrote.
+    A handle of CUDA IPC has the version of its format, and torch refuses handles of a later torch.
     """
     torch_version = tuple(map(int, torch.__version__.split(".")[:2]))
     uuid = gpu_uuid(device)

@@ -216,7 +216,7 @@ def _store(address: GroupAddress, listener: int | None) -> TCPStore:
 def _group(
     address: GroupAddress, store: Store, rank: int
 ) -> Any:  # torch's stubs leave out a backend's collectives
-    """The group under the keys that `torch.distributed` would use for one of that name.
+    """The group under the keys that `torch.distributed` would use for its name.
 
     Servers make it through ``_new_process_group_helper`` (SGLang's ``init_custom_process_group``, which OpenRLHF
     began), and find this rank there. Made directly it is not registered anywhere, nor does it need a default group.

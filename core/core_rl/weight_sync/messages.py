@@ -67,9 +67,9 @@ class ReceiverRanks:
     count: int
     """Ranks other than the sender's."""
     host: str = "127.0.0.1"
-    """The address of one of them: the sender listens where its machine sends from to get there."""
+    """The address of a rank: the sender listens where its machine sends from to get there."""
     on_cpu: bool = False
-    """Whether they receive on the CPU, so that the group is one of gloo whatever the sender's device."""
+    """Whether they receive on the CPU, so that the group uses gloo whatever the sender's device."""
     cuda: tuple[CudaEnvironment, ...] = ()
     """CUDA environments of the servers whose ranks they are, as far as they are known."""
 

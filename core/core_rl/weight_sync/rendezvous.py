@@ -166,7 +166,7 @@ def abandon(meta: WeightUpdateMeta) -> None:
 
 
 def _met(meta: WeightUpdateMeta, record: _Record) -> Channel | None:
-    """A connection to the receiver behind ``record``; None where nobody listens, or not yet."""
+    """A connection to the receiver behind ``record``; None without a listener."""
     if record.socket is not None:
         connection = _connected(record.socket)
         return None if connection is None else _channel(connection, "receiver")
@@ -188,13 +188,13 @@ def _met(meta: WeightUpdateMeta, record: _Record) -> Channel | None:
 
 
 def _remote(connection: socket.socket) -> RemoteChannel:
-    """A channel to somebody who has not shown the key yet."""
+    """A channel to a peer before it has proven the key."""
     set_lease(connection, LEASE_S)
     return RemoteChannel(connection, HANDSHAKE_BYTES)
 
 
 def _connected(name: str) -> socket.socket | None:
-    """A connection to the socket ``name``; None where nobody listens."""
+    """A connection to the socket ``name``; None without a listener."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(name)
@@ -261,7 +261,7 @@ def _require_private(file: Path, status: os.stat_result) -> None:
 
 
 def _channel(connection: socket.socket, peer: str) -> Channel:
-    """A channel to a process of the same user; raises `WeightsError` for one of another user."""
+    """A channel to a process of the same user; raises `WeightsError` for another user's process."""
     user = _user_of_peer(connection)
     if user is not None and user != os.geteuid():
         connection.close()
@@ -273,7 +273,7 @@ def _channel(connection: socket.socket, peer: str) -> Channel:
 
 
 def _user_of_peer(connection: socket.socket) -> int | None:
-    """The user of the process at the other end; None where the system does not tell, as macOS."""
+    """The user of the process at the other end; None on systems without peer credentials, such as macOS."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)

@@ -1,7 +1,7 @@
 """An update by ``tensor``: `TensorUpdate`, whose `send` is the train engine's and `receive` the inference engine's.
 
 The rank that writes exports connects to the receiver through the file `WeightUpdateMeta.path`, and sends the tensors in
-buckets of shared memory; at most two are in flight. Neither side depends on what the other one is.
+buckets of shared memory; at most two are in flight. Neither side depends on the kind of the other.
 
 A sender on a GPU also gives each bucket to ranks of servers on this machine that can open its memory (CUDA IPC). Shared
 memory then has the copy for servers that come later. Where the meta names a ``host``, the receiver is on another
@@ -95,8 +95,8 @@ class TensorUpdate:
         """The weights of a sender; leaving the context reports them as installed.
 
         ``ranks()`` is called when the sender has connected: the ranks that may open memory of its GPU, or by
-        ``distributed`` join its group; with None the weights come through shared memory alone. An error in the context,
-        and one before a sender has connected, is reported to the sender. Raises `WeightsError` when no sender connects
+        ``distributed`` join its group; with None the weights come through shared memory alone. Errors in the context,
+        and before a sender has connected, are reported to the sender. Raises `WeightsError` when no sender connects
         within ``timeout_s``.
         """
         with expecting(self.meta), accepted(self.meta, timeout_s) as channel:

@@ -11,7 +11,7 @@ __all__ = ["weight_update"]
 
 
 def weight_update(meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None) -> TensorUpdate:
-    """The update of ``meta`` by any method but ``disk``; ``adapter`` describes what a sender sends by ``lora``."""
+    """The update of ``meta`` by any method but ``disk``; ``adapter`` describes a sender's adapter by ``lora``."""
     if meta.method == "lora":
         return LoraUpdate(meta, adapter)
     return (DistributedUpdate if meta.method == "distributed" else TensorUpdate)(meta)

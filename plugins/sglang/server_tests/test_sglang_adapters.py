@@ -1,4 +1,4 @@
-"""Adapters on a real server: the one that serves a request, and their return after a crash or a sleep."""
+"""Adapters on a real server: the adapter of a request, and their return after a crash or a sleep."""
 
 from __future__ import annotations
 

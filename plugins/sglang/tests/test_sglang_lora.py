@@ -85,7 +85,7 @@ def test_unsupported_adapter_layers_are_named(tmp_path: Path) -> None:
     gpt2 = str(ModelStore(tmp_path).directory(TinyModel(family="gpt2")))
     engine = build(gpt2, lora={"rank": 2})
     with pytest.raises(
-        ConfigError, match="the adapter is on c_attn, c_fc, c_proj, and SGLang supports those of"
+        ConfigError, match="the adapter is on c_attn, c_fc, c_proj, and SGLang supports only "
     ):
         engine.launch_server()
 

@@ -19,7 +19,7 @@ SMALLEST_BYTES = 1024
 
 
 class HostCopy:
-    """A copy of a tensor in host memory, and the one that was made before it."""
+    """A copy of a tensor in host memory, and the previous copy."""
 
     def __init__(self, values: Tensor, device: torch.device, previous: HostCopy | None) -> None:
         self.values = values
@@ -97,7 +97,7 @@ class ActivationOffload:
     """Copies what autograd saves to host memory, pinned for CUDA, until it is needed; nothing waits for it.
 
     Weights stay: they are there in any case, and a sharded module gathers them again itself. With
-    gradient checkpointing, what is saved is the input of each block, and that is what moves. The
+    gradient checkpointing, only the inputs of blocks are saved and moved. The
     values, and so the gradients, are the same bit for bit. (`torch.autograd.graph.save_on_cpu` would
     copy the gathered weights as well, and nothing at all on the CPU.)
     """

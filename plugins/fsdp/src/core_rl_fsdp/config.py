@@ -66,7 +66,7 @@ class FSDPConfig(TrainEngineConfig):
 
     @property
     def recomputes(self) -> bool:
-        """As `options.gradient_checkpointing` says."""
+        """Value of `options.gradient_checkpointing`."""
         return self.options.gradient_checkpointing
 
     @property

@@ -152,7 +152,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
 
 
 def _check_layout(model: PreTrainedModel, layout: ParallelLayout) -> None:
-    """Refuse what the model cannot take, before anything is moved or cut."""
+    """Refuse layouts that the model does not support, before anything is moved or cut."""
     if layout.tp > 1:
         check_tensor_parallel(model, layout.tp)
     if layout.ep > 1:

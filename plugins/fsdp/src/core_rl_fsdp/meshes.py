@@ -31,13 +31,13 @@ def check_copies(layout: ParallelLayout, replicas: int) -> None:
     if layout.dp % replicas:
         raise LayoutError(
             f"options.replicas={replicas} must divide dp={layout.dp}: each copy of the weights is sharded over "
-            "dp / replicas ranks; change one of them"
+            "dp / replicas ranks; change either"
         )
     ranks = layout.dp // replicas * layout.cp
     if ranks % layout.ep:
         raise LayoutError(
             f"ep={layout.ep} must divide dp / replicas * cp = {ranks}: experts are spread over the ranks that share "
-            "one copy of the weights; change one of them"
+            "one copy of the weights; change either"
         )
 
 

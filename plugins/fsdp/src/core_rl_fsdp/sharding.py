@@ -142,7 +142,7 @@ def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks, by the class names that transformers says not to split."""
+    """The transformer blocks, by transformers' class names of unsplit modules."""
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
@@ -151,7 +151,7 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def reset_pass(root: FSDPModule) -> None:
-    """Undo what a pass that raised has left: gathered weights, gradients that are not reduced yet. No collective."""
+    """Free gathered weights and unreduced gradients after a pass that raised. No collective."""
     if root._get_fsdp_state()._is_root is None:
         return  # the first pass has not begun
     root.reset_iter_state()

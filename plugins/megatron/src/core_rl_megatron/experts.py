@@ -35,12 +35,12 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     def gating(self, input: Tensor) -> Tensor:  # noqa: A002  Megatron's name
         """Logits, float32, of states ``[L, 1, H]``. Megatron's own needs TransformerEngine (moe_utils.py:
-        ``router_gating_linear`` of 0.16.1 names what it did not import).
+        ``router_gating_linear`` of 0.16.1 uses a name without its import).
         """
         return F.linear(input.float(), self.weight.float())
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """Gates ``[L, E]``, 0 where not chosen, and what is chosen, bool ``[L, E]``."""
+        """Gates ``[L, E]``, 0 for other experts, and choices, bool ``[L, E]``."""
         logits = logits.view(-1, self.config.num_moe_experts)
         probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
         experts = probabilities.topk(self.topk, dim=-1).indices if self.replay is None else self.replay.long()
@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         """``[L, H]`` of tokens ``[L, H]``, expert after expert, of which each has ``tokens_per_expert [E]``.
 
-        ``gates [L]`` multiply what each token gets.
+        ``gates [L]`` multiply each token's output.
         """
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
         inner, weights = self.linear_fc1(tokens, ends), gates.unsqueeze(-1)

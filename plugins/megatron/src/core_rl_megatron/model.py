@@ -137,7 +137,7 @@ class Buckets:
             yield
 
     def reduce(self) -> None:
-        """Start what no pass has started; `finalize_model_grads` waits for all. Collective."""
+        """Start missing reductions; `finalize_model_grads` waits for all. Collective."""
         for group in self._groups:
             if group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
                 group.start_grad_sync()
@@ -167,7 +167,7 @@ class Buckets:
             group.grad_reduce_handle = None
 
     def abandon(self) -> None:
-        """Forget what a failed pass began. A lone rank waits for it; others may never come to it."""
+        """Forget collectives of a failed pass. A lone rank waits for them; peers may never reach them."""
         for group in self._groups:
             for handle in (group.grad_reduce_handle, group.param_gather_handle):
                 if handle is not None and _is_alone(group):

@@ -171,7 +171,7 @@ def _has_options(
 
 
 def _owned_by(part: Any) -> Iterator[_Owned]:
-    """Parameters of one of Megatron's optimizers, which has all of each or, if it is the distributed one, a range."""
+    """Parameters of an optimizer of Megatron, which has all of each or, if distributed, a range."""
     state = part.optimizer.state
     if not isinstance(part, DistributedOptimizer):
         copied = {model.main_param: model for model in chain(*getattr(part, "float16_groups", ()))}

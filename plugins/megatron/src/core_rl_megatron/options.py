@@ -1,4 +1,4 @@
-"""Which of the options apply to a model: refused together, with what each lacks, or decided."""
+"""Checks and defaults of options for a model, whose violations are raised together."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _comm(world: Comm, size: int, group: Callable[[], Any]) -> Comm:
 class MegatronRngState:
     """States of the tracker by name, uint8. A process has one tracker, and each engine swaps its states in.
 
-    Tensor parallel ranks drop different elements of what they share out, and the same ones of what each has whole.
+    Tensor parallel ranks drop different elements of sharded tensors, and the same elements of replicated ones.
     Ranks with other sequences, tokens or layers drop others of everything.
     """
 

@@ -74,7 +74,7 @@ class Schedule:
         self._forget_routings()
 
     def abort(self) -> None:
-        """Drop what a failed pass left: recorded routings with their graphs, and messages between stages."""
+        """Drop recorded routings with their graphs, and messages between stages, after a failed pass."""
         self._forget_routings()
         self._messages.abandon()
 
@@ -170,7 +170,7 @@ class StageMessages(P2PCommunicator):  # type: ignore[misc]
         self._under_way.clear()
 
     def abandon(self) -> None:
-        """Forget what was sent, after a failed pass."""
+        """Forget sent messages, after a failed pass."""
         self._under_way.clear()
 
     def _communicate_shapes(

@@ -39,7 +39,7 @@ def family_of(model: PretrainedConfig) -> dict[str, bool]:
     if model.model_type not in FAMILIES:
         raise UnsupportedCapability(
             f"the engine 'megatron' has no mapping for the model family {model.model_type!r}; "
-            f"it knows {', '.join(sorted(FAMILIES))}: use one of these, or the engine 'fsdp'"
+            f"it knows {', '.join(sorted(FAMILIES))}: use these, or the engine 'fsdp'"
         )
     raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _variants(model))
     return FAMILIES[model.model_type]

@@ -95,7 +95,7 @@ class _Here:
 
     server: ServerProcess | None = None
     port: socket.socket | None = None
-    """Bound to the server's port, and never listening: nobody else gets the port, and the server may listen on it."""
+    """Bound to the server's port, and never listening: the port stays reserved, and the server may listen on it."""
 
     def require(self) -> ServerProcess:
         if self.server is None:

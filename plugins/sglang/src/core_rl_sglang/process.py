@@ -24,7 +24,7 @@ CONTEXT_MARGIN = 8
 
 
 def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) -> ServerProcess:
-    """Start a server of ``model`` for its `SglangConfig.of_server`; ``key`` is the one that clients need, or None."""
+    """Start a server of ``model`` for its `SglangConfig.of_server`; ``key`` is the API key, or None."""
     device = device_type(config.device)
     environment = {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

@@ -1,7 +1,7 @@
 """Script that starts an SGLang server in the server's own Python, which has no core-rl.
 
-``python serve.py --model-path ... --port ...`` takes the arguments of ``sglang.launch_server``. `server_side` says what
-standard input is.
+``python serve.py --model-path ... --port ...`` takes the arguments of ``sglang.launch_server``. `server_side` documents
+standard input.
 
 Without CUDA, three workarounds come before the import of SGLang: two for a plain ``pip install``, one for adapters.
 SGLang spawns its workers, which run the top of this file again, and so get them too.

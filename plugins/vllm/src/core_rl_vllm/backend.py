@@ -42,7 +42,7 @@ class VllmBackend(ServerBackend[VllmConfig]):
 
 
 def start(config: VllmConfig, model: ServedModel, port: int, key: str | None) -> ServerProcess:
-    """Start a server of ``model`` for its `VllmConfig.of_server`; ``key`` is the one that clients need, or None."""
+    """Start a server of ``model`` for its `VllmConfig.of_server`; ``key`` is the API key, or None."""
     device = device_type(config.device)
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of weights

@@ -1,6 +1,6 @@
 """Script that starts a vLLM server in the server's own Python, which has no core-rl.
 
-``python serve.py --model ... --port ...`` takes the arguments of ``vllm serve``. `server_side` says what comes before.
+``python serve.py --model ... --port ...`` takes the arguments of ``vllm serve``; see `server_side` for standard input.
 """
 
 from __future__ import annotations

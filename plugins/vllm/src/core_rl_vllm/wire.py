@@ -18,7 +18,7 @@ NO_LOGPROB = -9999.0
 """Value of vLLM for a log-prob that is not a number."""
 LOWEST = 2e-5
 """The lowest temperature: vLLM draws the most likely token below half of it, and reports it untempered. No log-prob in
-float32 tells it from lower ones, except for tokens whose logits are as good as equal."""
+float32 differs from lower temperatures, except for tokens of almost equal logits."""
 DEAD = ("EngineCore encountered an issue", "EngineDeadError")
 """In responses of a server whose engine has ended."""
 

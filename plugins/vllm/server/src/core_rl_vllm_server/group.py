@@ -35,7 +35,7 @@ class GroupAddress:
 
 
 class Group:
-    """One rank of the group, under the keys that `torch.distributed` would use for one of that name."""
+    """One rank of the group, under the keys that `torch.distributed` would use for its name."""
 
     def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
         """``rank`` is counted from that of the server's first process; returns when all ranks have joined."""

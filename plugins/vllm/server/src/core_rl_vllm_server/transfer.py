@@ -49,7 +49,7 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
     group: Group | None = None
 
     def init_transfer_engine(self, init_info: Join) -> None:
-        """Join a group, and leave the one before."""
+        """Join a group, and leave the previous group."""
         self.shutdown()
         self.group = Group(init_info, self.parallel_config.rank, self.device)
 
@@ -58,7 +58,7 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one bucket; after an error, what is left of an update that broke off is removed."""
+        """Load one bucket; after an error, leftovers of a broken update are removed."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
@@ -79,7 +79,7 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
             yield name, self.group.receive(shape, getattr(torch, dtype))
 
     def finish_weight_update(self) -> None:
-        """Process layers that are not whole yet; those that got nothing keep what they have."""
+        """Process incomplete layers; layers without new weights keep theirs."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -90,7 +90,7 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
 
 
 def _in_memory(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``bucket``. Its memory stays open as long as one of them is needed."""
+    """The tensors of ``bucket``. Its memory stays open as long as any is needed."""
     storage = rebuild_storage_filename(
         torch.UntypedStorage, bucket.manager.encode(), bucket.handle.encode(), bucket.size
     )
