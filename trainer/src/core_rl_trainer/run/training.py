@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from core_rl.backend.meta import FinetuneSpec
-from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.engine.schedule import schedule_length
 from core_rl.errors import BatchError, CoreRLError
 from core_rl.launch.hosts import Hosts
@@ -60,8 +59,7 @@ def run_plan(
     with open_run_directory(plan.files, plan.identity()) as directory:
         log.open(directory.log)
         result = directory.result()
-        checkpoint = directory.checkpoint()
-        if result is None or _has_more(plan, result, checkpoint):
+        if result is None or _has_more(plan, result, directory):
             with callbacks:
                 result = _train_with_restarts(plan, directory, console, signals, callbacks)
         else:
@@ -73,11 +71,14 @@ def run_plan(
     return result
 
 
-def _has_more(plan: RunPlan, result: dict[str, Any], checkpoint: RunCheckpoint | None) -> bool:
+def _has_more(plan: RunPlan, result: dict[str, Any], directory: RunDirectory) -> bool:
     """Whether a finished run has steps left now, or lacks a part of its last checkpoint."""
     schedule = plan.schedule
     portable = schedule.save_portable_every > 0
-    if checkpoint is None or (result["steps"] == schedule.steps and not portable):
+    if result["steps"] == schedule.steps and not portable:
+        return False
+    checkpoint = directory.checkpoint()
+    if checkpoint is None:
         return False
     specs = {name: engine.spec for name, engine in plan.trained.items()}
     return checkpoint.step < schedule.steps or (portable and not has_portable(checkpoint, specs))
