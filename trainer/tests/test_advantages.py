@@ -166,7 +166,7 @@ def test_gae_is_the_recurrence_over_trained_tokens(
     assert bool((found[hidden] == 0).all())
 
 
-def test_gae_without_discount_is_the_return_minus_the_value() -> None:
+def test_gae_without_discount_is_return_minus_value() -> None:
     batch = ragged_batch(LENGTHS)
     earned = token_rewards(batch["rewards"], batch).double()
     values = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -177,9 +177,7 @@ def test_gae_without_discount_is_the_return_minus_the_value() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=lengths_strategy, prompt=st.integers(0, 4), seed=st.integers(0, 99))
-def test_token_rewards_put_the_reward_last_and_the_penalty_everywhere(
-    lengths: list[int], prompt: int, seed: int
-) -> None:
+def test_token_rewards_add_penalties_and_final_reward(lengths: list[int], prompt: int, seed: int) -> None:
     batch = ragged_batch(lengths, seed, prompt)
     penalties = batch["advantages"].masked_fill(~batch.loss_mask, math.nan)
     found = token_rewards(batch["rewards"], batch, penalties)
@@ -201,7 +199,7 @@ def test_the_overlong_penalty_falls_inside_the_buffer() -> None:
         overlong_penalty(batch, max_length=10, buffer=11)
 
 
-def test_groups_with_signal_are_those_whose_rewards_differ() -> None:
+def test_groups_with_signal_have_differing_rewards() -> None:
     rewards, group = torch.tensor([1.0, 1.0, 0.0, 1.0, 2.0]), torch.tensor([7, 7, 3, 3, 9])
     assert groups_with_signal(rewards, group).tolist() == [False, False, True, True, False]
     assert groups_with_signal(rewards[:0], group[:0]).tolist() == []

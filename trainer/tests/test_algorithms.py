@@ -83,7 +83,7 @@ def test_estimators_expect_the_divergence(estimator: KLEstimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_estimators_have_the_gradient_that_their_docstring_names(estimator: KLEstimator) -> None:
+def test_kl_estimators_have_documented_gradients(estimator: KLEstimator) -> None:
     """The expectation over tokens of the gradient, not the gradient of the expectation."""
     logits, log_p = two_policies()
     log_q = logits.log_softmax(-1)
@@ -100,7 +100,7 @@ def test_estimators_have_the_gradient_that_their_docstring_names(estimator: KLEs
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_only_k3_is_held_where_policies_are_far_apart() -> None:
+def test_only_k3_is_clamped_for_distant_policies() -> None:
     """Its ratio would overflow; k1 and k2 are the formula, and pull back however far a token has drifted."""
     own = torch.tensor([-90.0, -0.1, -30.0], requires_grad=True)
     reference = torch.tensor([-1.0, -60.0, -29.0])
@@ -190,7 +190,7 @@ def test_policy_loss_has_the_formulas_gradient(loss: PolicyLoss) -> None:
         assert float(found[t]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
 
 
-def test_cispo_gives_every_token_a_gradient_with_a_clipped_weight() -> None:
+def test_cispo_clips_weights_and_keeps_gradients() -> None:
     batch = ragged_batch(LENGTHS)
     output = policy_output(batch)
     total, metrics = CISPO_LOSS(output, batch)
@@ -207,7 +207,7 @@ def test_cispo_gives_every_token_a_gradient_with_a_clipped_weight() -> None:
     assert 0 < metrics["clip_fraction"].result() < 1
 
 
-def test_gspo_takes_the_mean_of_all_log_ratios_however_large_one_is() -> None:
+def test_gspo_averages_log_ratios_before_clamping() -> None:
     """One token is 45 nats less likely than it was and another 44 more, in an answer of ten."""
     batch = drop_tokens(ragged_batch([11]), "prox_logprobs", "advantages")
     change = torch.zeros(11, dtype=torch.float64)
@@ -299,14 +299,14 @@ def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
     ("loss", "needed"),
     [(PolicyLoss(), False), (PolicyLoss(log_entropy=True), True), (PolicyLoss(entropy_coef=0.1), True)],
 )
-def test_the_entropy_is_computed_only_where_somebody_needs_it(loss: PolicyLoss, needed: bool) -> None:
+def test_entropy_is_computed_only_on_request(loss: PolicyLoss, needed: bool) -> None:
     assert loss.spec(1.0).outputs == (("logprobs", "entropy") if needed else ("logprobs",))
     _, metrics = loss(policy_output(ragged_batch(LENGTHS)), ragged_batch(LENGTHS))
     assert ("entropy" in metrics) is needed
 
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)
-def test_what_stands_at_masked_positions_does_not_matter(loss: Any) -> None:
+def test_values_at_masked_positions_are_ignored(loss: Any) -> None:
     batch = ragged_batch(LENGTHS)
     hidden = ~batch.loss_mask
     for fill in (0.0, float("nan"), float("inf"), 1e30):
@@ -337,7 +337,7 @@ def test_a_huge_ratio_gives_a_finite_gradient() -> None:
     assert bool(torch.isfinite(logprobs.grad).all())
 
 
-def test_the_ratio_is_to_the_behaviour_policy_without_a_proximal_one() -> None:
+def test_ratio_falls_back_to_behaviour_policy() -> None:
     batch = drop_tokens(ragged_batch(LENGTHS), "prox_logprobs")
     output = policy_output(batch)
     total, _ = PolicyLoss()(output, batch)
@@ -365,7 +365,7 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(how: Aggregation) -> None:
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(2, 9), min_size=2, max_size=7), count=st.integers(2, 5))
-def test_gradients_and_metrics_do_not_depend_on_the_cut(loss: Any, lengths: list[int], count: int) -> None:
+def test_micro_batches_leave_gradients_and_metrics_equal(loss: Any, lengths: list[int], count: int) -> None:
     spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
     engine = BigramEngine()
     with torch.no_grad():
@@ -388,6 +388,6 @@ def test_gradients_and_metrics_do_not_depend_on_the_cut(loss: Any, lengths: list
 
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss()], ids=ids)
-def test_losses_travel_to_other_processes(loss: Any) -> None:
+def test_losses_can_be_pickled(loss: Any) -> None:
     spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
     assert pickle.loads(pickle.dumps(spec)) == spec

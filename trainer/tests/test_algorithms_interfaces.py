@@ -133,7 +133,7 @@ def test_a_bad_name_or_setting_is_named(type_: str, args: dict[str, Any], messag
         make_interface(ModelInterfaceAbstraction(type_, args))
 
 
-def test_an_interface_that_leaves_out_a_step_cannot_be_built() -> None:
+def test_incomplete_interface_cannot_be_instantiated() -> None:
     class Half(ModelInterface[SFTConfig]):
         config_class = SFTConfig
 
@@ -170,7 +170,7 @@ def test_ppo_raises_the_log_probs_of_rewarded_sequences() -> None:
     assert min(per_sequence[0], per_sequence[3]) > max(per_sequence[1], per_sequence[2])
 
 
-def test_advantages_come_from_the_global_batch_and_travel_with_the_sequences() -> None:
+def test_advantages_use_global_batch() -> None:
     engine = BigramEngine()
     actor = PPOActorInterface(PPOActorConfig(recompute_logprobs=False, minibatches=2, epochs=3))
     batch = drop_tokens(ragged_batch(LENGTHS), "prox_logprobs", "advantages")
@@ -196,7 +196,7 @@ def test_metrics_of_several_updates_are_means_and_extremes() -> None:
     assert both["ratio_min"] == min(first["ratio_min"], second["ratio_min"])
 
 
-def test_inference_replaces_the_log_probs_at_the_temperature_of_the_rollouts() -> None:
+def test_inference_logprobs_use_rollout_temperature() -> None:
     engine, batch = BigramEngine(), ragged_batch(LENGTHS)
     with torch.no_grad():
         engine.weights += torch.randn(engine.weights.shape, generator=torch.Generator().manual_seed(0))
@@ -214,7 +214,7 @@ def test_inference_replaces_the_log_probs_at_the_temperature_of_the_rollouts() -
         ({"kl_coef": 0.1}, {"prox_logprobs", "ref_logprobs"}),
     ],
 )
-def test_the_actor_says_which_fields_it_wants(chosen: dict[str, Any], wanted: set[str]) -> None:
+def test_actor_lists_wanted_fields(chosen: dict[str, Any], wanted: set[str]) -> None:
     actor = PPOActorInterface(PPOActorConfig(**chosen))
     assert actor.wanted_fields == wanted
     for name in wanted:
@@ -248,7 +248,7 @@ def test_each_named_algorithm_trains(name: str) -> None:
         assert ("importance_ess" in metrics) == bool(extra)
 
 
-def test_a_section_without_type_changes_single_fields_of_the_default() -> None:
+def test_section_without_type_overrides_default_fields() -> None:
     made = make_interface(
         ModelInterfaceAbstraction("dr_grpo", {"loss": {"aggregation": {"fixed_length": 5}}})
     )
@@ -257,7 +257,7 @@ def test_a_section_without_type_changes_single_fields_of_the_default() -> None:
     assert made.config.loss == GSPO(clip_high=0.1)
 
 
-def test_kl_in_the_reward_reaches_the_advantages_and_not_the_loss() -> None:
+def test_kl_in_reward_changes_only_advantages() -> None:
     config = PPOActorConfig(
         advantage=RLOO(), kl_coef=0.3, kl_in="reward", kl_estimator="k1", recompute_logprobs=False
     )
@@ -270,7 +270,7 @@ def test_kl_in_the_reward_reaches_the_advantages_and_not_the_loss() -> None:
     assert actor.loss().kl_coef == 0
 
 
-def test_gae_gives_advantages_and_returns_before_they_are_whitened() -> None:
+def test_gae_returns_use_unwhitened_advantages() -> None:
     actor = make_interface(
         ModelInterfaceAbstraction("ppo", {"advantage": {"type": "gae", "gamma": 0.9, "lam": 0.8}})
     )
@@ -302,7 +302,7 @@ def test_truncated_answers_go_on_with_the_critics_value() -> None:
     assert float(found[0][-1]) == pytest.approx(rewards[0])
 
 
-def test_the_updates_end_once_the_policy_has_moved_too_far() -> None:
+def test_updates_end_above_max_kl() -> None:
     def updates(max_kl: float | None) -> dict[str, float]:
         actor = PPOActorInterface(PPOActorConfig(recompute_logprobs=False, epochs=5, max_kl=max_kl))
         engine = BigramEngine(lr=2.0)
@@ -314,7 +314,7 @@ def test_the_updates_end_once_the_policy_has_moved_too_far() -> None:
     assert updates(1e-6)["updates"] == 2  # the second sees what the first has done
 
 
-def test_the_kl_coefficient_adapts_and_is_part_of_the_state() -> None:
+def test_adaptive_kl_coefficient_is_saved_in_state() -> None:
     config = PPOActorConfig(kl_coef=0.1, kl_target=1e-3, kl_horizon=100)
     actor, batch = PPOActorInterface(config), rollout_batch()
     batch = batch.with_tokens(ref_logprobs=batch["prox_logprobs"] - 0.5)
@@ -369,7 +369,7 @@ def test_equal_rewards_train_nothing_but_break_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_stops_the_step_and_is_named(bad: float) -> None:
+def test_step_with_nonfinite_reward_raises(bad: float) -> None:
     batch = rollout_batch()
     rewards = batch["rewards"].clone()
     rewards[3] = bad

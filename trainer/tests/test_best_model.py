@@ -54,7 +54,7 @@ def test_the_best_is_kept(
     assert state is not None and (state["step"], state["value"]) == (expected, values[expected])
 
 
-def test_a_run_that_goes_on_has_the_model_that_its_checkpoint_knows(tmp_path: Path) -> None:
+def test_resumed_run_has_best_model_of_checkpoint(tmp_path: Path) -> None:
     best = keep(tmp_path)
     offer(best, 2, 0.5)
     best.prune()
@@ -68,13 +68,13 @@ def test_a_run_that_goes_on_has_the_model_that_its_checkpoint_knows(tmp_path: Pa
     assert again.state_dict() == state
 
 
-def test_a_run_that_starts_over_has_none(tmp_path: Path) -> None:
+def test_fresh_run_has_no_best_model(tmp_path: Path) -> None:
     offer(keep(tmp_path), 0, 0.5)
     assert keep(tmp_path).state_dict() is None
     assert kept(tmp_path) == [] and not (tmp_path / "best_model").is_symlink()
 
 
-def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
+def test_unknown_metric_is_named(tmp_path: Path) -> None:
     rule = KeepBest(metric="eval_rewards", mode="max")
     best = BestModel(rule, tmp_path / "best", tmp_path / "best_model", None)
     with pytest.raises(ConfigError, match="'eval_rewards'.*evaluations of this run have eval_reward"):

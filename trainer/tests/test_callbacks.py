@@ -103,7 +103,7 @@ def test_callbacks_get_all_events_in_order(start: Path, tmp_path: Path) -> None:
     ],  # a checkpoint is there after the next step
     ids=["start", "step", "save"],
 )
-def test_a_run_that_a_callback_stops_goes_on_bit_for_bit(
+def test_run_stopped_by_callback_resumes_exactly(
     start: Path, tmp_path: Path, unbroken: Path, kind: type[Event], step: int, last: int
 ) -> None:
     recipe, log = values(start, tmp_path / "out"), StringIO()
@@ -125,7 +125,7 @@ def unbroken(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_an_error_of_a_callback_names_it_and_reaches_the_others(
+def test_callback_error_names_callback_and_reaches_all(
     start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     events: list[Event] = []
@@ -154,7 +154,7 @@ NO_CALLBACKS: list[tuple[Callable[[Path], str], str]] = [
 
 
 @pytest.mark.parametrize(("name", "message"), NO_CALLBACKS)
-def test_what_is_no_callback_is_refused_by_its_name(
+def test_invalid_callback_is_refused_by_name(
     start: Path, tmp_path: Path, name: Callable[[Path], str], message: str
 ) -> None:
     recipe = load_recipe(values(start, tmp_path / "out", callbacks=[name(start)]))
@@ -175,7 +175,7 @@ def test_a_class_is_no_callback(start: Path, tmp_path: Path) -> None:
 # ----------------------------------------------------------------------- recipes as objects
 
 
-def test_a_recipe_built_in_python_is_that_of_the_file(start: Path, tmp_path: Path) -> None:
+def test_python_recipe_equals_yaml_recipe(start: Path, tmp_path: Path) -> None:
     plain = values(start, tmp_path / "{engine}-{seed}")
     expected = load_recipe(support.write_recipe(tmp_path / "r.yaml", plain), ["seed=3", "optimizer.lr=0.5"])
     paths = plain | {
@@ -200,7 +200,7 @@ def test_a_recipe_built_in_python_is_that_of_the_file(start: Path, tmp_path: Pat
         ({"wandb": {"api_key": "k"}}, r"field 'wandb.api_key' = \*\*\*"),
     ],
 )
-def test_what_is_wrong_in_a_mapping_is_named(
+def test_errors_of_recipe_mapping_are_named(
     start: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -211,9 +211,7 @@ def test_what_is_wrong_in_a_mapping_is_named(
 
 
 @pytest.mark.parametrize(("found", "bar"), [(object(), True), (None, False)], ids=["widgets", "no widgets"])
-def test_a_notebook_has_a_bar_where_it_has_widgets(
-    monkeypatch: pytest.MonkeyPatch, found: object, bar: bool
-) -> None:
+def test_notebook_bar_needs_widgets(monkeypatch: pytest.MonkeyPatch, found: object, bar: bool) -> None:
     monkeypatch.setattr("core_rl_trainer.logs.progress.find_spec", lambda name: found)
     console = Console(file=StringIO(), force_jupyter=True, record=True)
     progress = TrainingProgress(console, total=1, done=0)
@@ -223,7 +221,7 @@ def test_a_notebook_has_a_bar_where_it_has_widgets(
 
 
 @pytest.mark.nightly
-def test_a_script_without_a_main_guard_is_one_error(start: Path, tmp_path: Path) -> None:
+def test_script_without_main_guard_raises_once(start: Path, tmp_path: Path) -> None:
     recipe = support.write_recipe(tmp_path / "r.yaml", values(start, tmp_path / "out"))
     script = tmp_path / "script.py"
     script.write_text(f"from core_rl_trainer import train\ntrain({str(recipe)!r})\n")

@@ -26,7 +26,7 @@ def copied(store: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_whose_directory_is_gone_continues_from_the_url(start: Path, tmp_path: Path) -> None:
+def test_run_without_directory_resumes_from_url(start: Path, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     values = support.supervised_values(start, out, "sft", steps=3, save_every=1, keep=2)
     run(support.write_recipe(tmp_path / "plain.yaml", values | {"output_dir": str(tmp_path / "unbroken")}))
@@ -45,7 +45,7 @@ def test_a_run_whose_directory_is_gone_continues_from_the_url(start: Path, tmp_p
     assert copied(store) == ["step-00000001"]
 
 
-def test_an_upload_that_fails_ends_the_run_which_continues_from_its_directory(
+def test_run_with_failed_upload_resumes_from_directory(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
@@ -65,7 +65,7 @@ def test_an_upload_that_fails_ends_the_run_which_continues_from_its_directory(
     assert copied(store) == ["step-00000002"]  # what was left of step 1 is gone
 
 
-def test_what_is_no_url_is_refused(start: Path, tmp_path: Path) -> None:
+def test_invalid_checkpoint_url_is_refused(start: Path, tmp_path: Path) -> None:
     values = support.supervised_values(start, tmp_path / "out", "sft", checkpoint_url="runs/a")
     with pytest.raises(ConfigError, match="checkpoint_url"):
         run(support.write_recipe(tmp_path / "r.yaml", values))

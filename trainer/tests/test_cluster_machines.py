@@ -75,7 +75,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("case", LACKING)
-def test_machines_that_lack_something_are_named(
+def test_machines_with_missing_files_are_named(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     pytest.importorskip("core_rl_fsdp")
@@ -94,7 +94,7 @@ def test_machines_that_lack_something_are_named(
     assert not list(recipe.directory.iterdir())
 
 
-def test_one_machine_needs_no_check(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_machine_needs_no_check(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "call_on_machines", None)
     recipe = load_recipe(support.recipe_values(start, tmp_path / "out"))
     check_machines(LocalHosts(), resolve(recipe).trainers, recipe.directory)

@@ -58,7 +58,7 @@ def test_a_wrong_cluster_section_is_named(values: dict[str, Any], message: str) 
         cluster(**values)
 
 
-def test_defaults_that_a_run_wrote_down_are_read_again() -> None:
+def test_written_defaults_are_read_again() -> None:
     for section in (cluster(restarts=2), cluster(**SLURM, restarts=1, layouts={1: {"dp": 2}})):
         assert cluster(**section.model_dump(mode="json")) == section
 
@@ -77,7 +77,7 @@ PLACED = [
 
 
 @pytest.mark.parametrize(("ranks", "chosen", "slots", "text"), PLACED)
-def test_ranks_fill_one_machine_after_the_other(
+def test_ranks_fill_machines_in_order(
     ranks: int, chosen: dict[str, Any] | None, slots: list[tuple[int, int]], text: str
 ) -> None:
     placement = None if chosen is None else RolePlacement(**chosen)
@@ -99,9 +99,7 @@ MISPLACED = [
 
 
 @pytest.mark.parametrize(("ranks", "chosen", "message"), MISPLACED)
-def test_a_placement_that_does_not_fit_is_named(
-    ranks: int, chosen: dict[str, Any] | None, message: str
-) -> None:
+def test_impossible_placement_is_named(ranks: int, chosen: dict[str, Any] | None, message: str) -> None:
     placement = None if chosen is None else RolePlacement(**chosen)
     assert message in "\n".join(placement_problems(ranks, placement, cluster(**SLURM)))
 
@@ -122,7 +120,7 @@ def test_all_placement_problems_come_at_once(start: Path, tmp_path: Path) -> Non
     assert "rollout = machines [1]" in text
 
 
-def test_a_supervised_run_that_does_not_fit_is_refused(start: Path, tmp_path: Path) -> None:
+def test_oversized_supervised_run_is_refused(start: Path, tmp_path: Path) -> None:
     pytest.importorskip("core_rl_fsdp")
     changes = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 8}}}, "cluster": SLURM}
     values = support.supervised_values(start, tmp_path / "out", "sft", **changes)
@@ -165,7 +163,7 @@ def test_plan_on_fewer_machines_has_their_layout(start: Path, tmp_path: Path) ->
         ({"dp": 4}, {}, "critic: it has 4 ranks, and there is room for 2"),
     ],
 )
-def test_a_layout_for_fewer_machines_is_checked_before_anything_starts(
+def test_layout_for_fewer_machines_is_checked_early(
     start: Path, tmp_path: Path, layout: dict[str, int], placement: dict[str, Any], message: str
 ) -> None:
     algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05}}
@@ -174,7 +172,7 @@ def test_a_layout_for_fewer_machines_is_checked_before_anything_starts(
         dry_run(recipe(start, tmp_path / "out", **changes, **fewer()))
 
 
-def test_a_layout_that_reads_no_checkpoint_is_refused(
+def test_layout_unable_to_read_checkpoint_is_refused(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsdp = pytest.importorskip("core_rl_fsdp")

@@ -58,7 +58,7 @@ def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
 
 
 @pytest.mark.parametrize("sync", ["distributed", "disk"])
-def test_rollouts_on_two_machines_give_the_curve_of_one(
+def test_rollouts_on_two_machines_leave_curve_equal(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:
     hosts: list[str | None] = []

@@ -35,7 +35,7 @@ def run_command(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("algorithm", TRAINED)
-def test_a_recipe_of_every_algorithm_is_checked_and_says_what_comes_next(
+def test_init_recipe_of_every_algorithm_is_valid(
     start: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -78,7 +78,7 @@ def test_an_existing_recipe_is_kept_without_force(
     assert load_recipe(output).algorithm.type_ == "sft"
 
 
-def test_columns_of_other_names_are_written(
+def test_init_writes_renamed_columns(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -110,7 +110,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("algorithm", "changes", "message"), BAD)
-def test_what_is_wrong_is_one_error_and_nothing_is_written(
+def test_init_errors_write_nothing(
     start: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

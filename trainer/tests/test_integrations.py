@@ -44,7 +44,7 @@ def guess(tokenizer: Any) -> VerifiersEnvironment:
     return make(tokenizer)  # type: ignore[no-any-return]
 
 
-def test_a_rubric_is_summed_at_the_end_of_an_episode(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_rubric_is_summed_at_episode_end(tokenizer: PreTrainedTokenizerFast) -> None:
     (row,) = verifiers_examples([{"question": "2+3=", "answer": "005"}])
     data = row | {"prompt_ids": tokenizer("2+3=")["input_ids"]}
     right, wrong = (tokenizer.encode(text, add_special_tokens=False) for text in ("5", "4"))
@@ -65,7 +65,7 @@ def test_replies_follow_the_end_of_the_turn(end: list[int], reply: str) -> None:
     assert tokenizer.decode(list(observation.ids)) == reply
 
 
-def test_a_rubric_that_fails_names_its_function(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_failing_rubric_names_function(tokenizer: PreTrainedTokenizerFast) -> None:
     data = {"prompt": "2+3=", "answer": "five", "prompt_ids": [5]}
     with pytest.raises((RolloutError, ValueError), match="five"):
         asyncio.run(played(guess(tokenizer), data, [[5], [5]]))
@@ -124,7 +124,7 @@ def test_math_verify_compares_expressions(completion: str, answer: Any, reward: 
         ),
     ],
 )
-def test_a_missing_library_is_an_error_with_its_pip_line(
+def test_missing_library_error_names_pip_command(
     monkeypatch: pytest.MonkeyPatch, module: str, missing: str, extra: str
 ) -> None:
     import sys

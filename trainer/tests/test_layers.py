@@ -29,7 +29,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("package", BELOW, ids=[str(path.relative_to(ROOT)) for path in BELOW])
-def test_nothing_below_imports_the_trainer_or_what_it_needs(package: Path) -> None:
+def test_lower_packages_import_no_trainer_dependencies(package: Path) -> None:
     modules = sorted(package.rglob("*.py"))
     assert modules
     found = {str(path.relative_to(ROOT)): OF_THE_TRAINER & set(imported(path)) for path in modules}

@@ -58,7 +58,7 @@ def trained(rows: list[Tokens]) -> Tokens:
 
 @settings(deadline=None)
 @given(RAGGED)
-def test_mismatch_is_what_its_formulas_say(rows: list[Tokens]) -> None:
+def test_mismatch_equals_formulas(rows: list[Tokens]) -> None:
     trainer, batch = make(rows)
     found = mismatch_of(trainer, batch)
     if trained(rows):

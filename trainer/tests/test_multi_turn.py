@@ -98,7 +98,7 @@ def play(workflow: MultiTurnWorkflow, data: Mapping[str, Any], engine: Counter, 
     return asyncio.run(workflow.arun_episode(engine, data, episode))
 
 
-def test_a_transcript_holds_the_tokens_that_were_drawn_and_trains_no_others(made: list[Script]) -> None:
+def test_transcript_trains_only_generated_tokens(made: list[Script]) -> None:
     engine = Counter()
     batch = play(MultiTurnWorkflow(environment=Script), TALK, engine)
     assert batch.input_ids.tolist() == [1, 2, 100, 101, 50, 51, 102, 103, 104, 105]
@@ -116,7 +116,7 @@ def test_a_transcript_holds_the_tokens_that_were_drawn_and_trains_no_others(made
     assert made[0].closed == 1
 
 
-def test_each_member_of_a_group_has_an_environment_and_seeds_of_its_own(made: list[Script]) -> None:
+def test_group_members_have_separate_environments_and_seeds(made: list[Script]) -> None:
     engine = Counter()
     workflow = MultiTurnWorkflow(environment=Script, group_size=3, sampling=SamplingParams(seed=5))
     batch = play(workflow, TALK, engine)
@@ -177,7 +177,7 @@ def test_a_reward_function_scores_the_last_response(reward: Any) -> None:
         ([says(reward=math.nan)], "turn 0: the environment Script returned nan; rewards are finite"),
     ],
 )
-def test_an_environment_that_fails_names_sample_answer_and_turn(
+def test_failing_environment_names_sample_and_turn(
     made: list[Script], script: list[Any], message: str
 ) -> None:
     workflow = MultiTurnWorkflow(environment=Script, step_timeout_s=0.1, group_size=2)
@@ -219,7 +219,7 @@ def test_an_aborted_answer_goes_on_from_its_tokens(aborts: list[int], limit: int
         assert len(asked.input_ids) + asked.sampling.max_new_tokens == 2 + limit
 
 
-def test_an_aborted_answer_whose_sampling_reads_it_begins_anew() -> None:
+def test_aborted_penalised_completion_starts_again() -> None:
     engine = Counter(per_answer=3, abort_after=[2])
     sampling = SamplingParams(max_new_tokens=5, presence_penalty=1.0)
     response = asyncio.run(generate_whole(engine, LLMRequest(input_ids=(1, 2), sampling=sampling)))
@@ -227,7 +227,7 @@ def test_an_aborted_answer_whose_sampling_reads_it_begins_anew() -> None:
     assert [asked.input_ids for asked in engine.requests] == [(1, 2)] * 2
 
 
-def test_an_engine_that_only_aborts_is_an_error() -> None:
+def test_engine_with_only_aborts_raises() -> None:
     engine = Counter(abort_after=[1] + [0] * MAX_ABORTS)
     with pytest.raises(RolloutError, match="was aborted 8 times in a row without a new token"):
         asyncio.run(generate_whole(engine, LLMRequest(input_ids=(1,))))

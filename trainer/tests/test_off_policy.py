@@ -75,7 +75,7 @@ def test_weights_and_metrics_are_the_papers(correction: Correction, lengths: lis
     assert metrics == pytest.approx(expected, rel=1e-9)
 
 
-def test_equal_policies_have_weight_one() -> None:
+def test_equal_policies_have_unit_weights() -> None:
     batch = ragged_batch([5, 2, 9])
     batch = batch.with_tokens(prox_logprobs=batch["logprobs"])
     for correction in CORRECTIONS:
@@ -84,7 +84,7 @@ def test_equal_policies_have_weight_one() -> None:
         assert (metrics["importance_ess"], metrics["importance_limited"]) == (1.0, 0.0)
 
 
-def test_a_policy_that_has_drifted_far_gives_finite_weights() -> None:
+def test_distant_policy_gives_finite_weights() -> None:
     batch = ragged_batch([50])
     batch = batch.with_tokens(prox_logprobs=batch["logprobs"] + 300.0)
     for correction in CORRECTIONS:

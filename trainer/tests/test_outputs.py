@@ -50,7 +50,7 @@ def write_recipe(start: Path, directory: Path, **changes: Any) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_a_run_leaves_an_adapter_and_any_checkpoint_is_exported(
+def test_run_writes_adapter_and_exports_checkpoints(
     start: Path, tmp_path: Path, algorithm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = support.recipe_values if algorithm == "grpo" else support.supervised_values
@@ -86,7 +86,7 @@ def test_a_run_leaves_an_adapter_and_any_checkpoint_is_exported(
 
 
 @pytest.mark.nightly
-def test_a_sharded_checkpoint_is_exported_from_another_layout(start: Path, tmp_path: Path) -> None:
+def test_sharded_checkpoint_exports_from_changed_layout(start: Path, tmp_path: Path) -> None:
     recipe = write_recipe(start, tmp_path, engine="fsdp", engines={"fsdp": {"layout": {"dp": 2}}})
     train(recipe, [], console=Console(file=io.StringIO()))
     out = tmp_path / "out"
@@ -109,7 +109,7 @@ def test_a_sharded_checkpoint_is_exported_from_another_layout(start: Path, tmp_p
         (["out", "lr=1"], r"unknown field 'lr'"),
     ],
 )
-def test_what_cannot_be_exported_is_named(
+def test_impossible_exports_are_named(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ def push(recipe: Recipe, directory: Path, api: HfApi) -> str | None:
     return push_run(recipe.push_to_hub, directory, card, api)
 
 
-def test_a_complete_run_is_uploaded_once_with_a_card(
+def test_complete_run_uploads_once_with_card(
     start: Path, tmp_path: Path, hub: tuple[HfApi, type[FakeHub]]
 ) -> None:
     api, handler = hub
@@ -241,7 +241,7 @@ def test_a_failed_upload_is_named_and_tried_again(
         ({"push_to_hub": PUSH}, "there is no token; log in with `hf auth login`, or set HF_TOKEN"),
     ],
 )
-def test_an_upload_that_is_bound_to_fail_is_refused_at_the_start(
+def test_impossible_upload_is_refused_early(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
@@ -251,7 +251,7 @@ def test_an_upload_that_is_bound_to_fail_is_refused_at_the_start(
         )
 
 
-def test_an_upload_while_the_hub_is_offline_is_refused(
+def test_upload_to_offline_hub_is_refused(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)

@@ -115,9 +115,7 @@ def test_the_reward_loss_is_bradley_terry(center: float, margin: bool, lengths: 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.variant}-{loss.label_smoothing}")
 @settings(max_examples=15, deadline=None)
 @given(lengths=pairs_strategy, budget=st.integers(18, 60))
-def test_gradients_do_not_depend_on_the_cut_and_pairs_stay_together(
-    loss: DPOLoss, lengths: list[int], budget: int
-) -> None:
+def test_micro_batches_keep_pairs_and_gradients(loss: DPOLoss, lengths: list[int], budget: int) -> None:
     batch, engine = pair_batch(lengths), BigramEngine()
     whole = engine.gradient(batch, loss.spec(), ONE)
     expected = engine.weights.grad
@@ -139,7 +137,7 @@ def test_masked_positions_do_not_matter() -> None:
         assert float(found) == float(clean)
 
 
-def test_losses_travel_to_other_processes() -> None:
+def test_losses_can_be_pickled() -> None:
     for spec in (DPOLoss().spec(), RewardLoss().spec()):
         assert pickle.loads(pickle.dumps(spec)) == spec
 
@@ -169,7 +167,7 @@ def unit_of(*numbers: int) -> Callable[[SequenceBatch], SequenceBatch]:
         (lambda batch: ragged_batch([3, 3]), r"need \['unit', 'chosen'\]"),
     ],
 )
-def test_what_is_no_pair_is_named(change: Callable[[SequenceBatch], SequenceBatch], message: str) -> None:
+def test_invalid_pairs_are_named(change: Callable[[SequenceBatch], SequenceBatch], message: str) -> None:
     batch = change(pair_batch([5, 3, 4, 2]))
     with pytest.raises(BatchError, match=message):
         check_pairs(batch)

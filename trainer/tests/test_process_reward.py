@@ -83,7 +83,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_rewards_come_from_other_processes_which_are_used_again(pool: ProcessReward, tmp_path: Path) -> None:
+def test_reward_processes_are_reused(pool: ProcessReward, tmp_path: Path) -> None:
     assert [ask(pool, "", tmp_path) for _ in range(4)] == [21.0] * 4
     assert os.getpid() not in pids(tmp_path)
     assert len(set(pids(tmp_path))) <= 2
@@ -104,7 +104,7 @@ def test_a_coroutine_function_runs_there_too(tmp_path: Path) -> None:
         ("exit", r"raised SystemExit: 3 \(test_process_reward.py:45\)\nfix: return a number"),
     ],
 )
-def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
+def test_process_reward_recovers_after_failure(
     pool: ProcessReward, tmp_path: Path, do: str, message: str
 ) -> None:
     with pytest.raises(RolloutError, match=f"sample 7, completion 1: the reward function score: {message}"):
@@ -113,7 +113,7 @@ def test_a_reward_that_fails_names_the_sample_and_the_next_one_is_fine(
 
 
 @pytest.mark.parametrize("do", ["hang", "child"])
-def test_a_reward_that_hangs_is_killed_with_its_children(tmp_path: Path, do: str) -> None:
+def test_hanging_reward_is_killed_with_children(tmp_path: Path, do: str) -> None:
     with ProcessReward(score, timeout_s=1.5) as reward:
         ask(reward, "", tmp_path)
         line = {"hang": "3[56]", "child": "41"}[do]
@@ -149,7 +149,7 @@ def test_waiting_for_a_free_process_does_not_count(tmp_path: Path) -> None:
         assert asyncio.run(all_at_once(reward)) == [float(n) for n in range(200)]
 
 
-def test_close_ends_what_is_at_work(tmp_path: Path) -> None:
+def test_close_kills_working_processes(tmp_path: Path) -> None:
     reward = ProcessReward(score, timeout_s=600)
 
     async def close_while_it_hangs() -> None:
@@ -184,7 +184,7 @@ def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
     eventually(lambda: all(gone(pid) for pid in pids(tmp_path)))
 
 
-def test_a_function_that_cannot_travel_is_refused(tmp_path: Path) -> None:
+def test_unpicklable_function_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be sent to another process"):
         ProcessReward(lambda *args: 0.0, timeout_s=1)
     with pytest.raises(ConfigError, match="both must be positive"):

@@ -22,9 +22,7 @@ ENGINES = "engines: {sglang: {options: {api_key: %s}}}"
         ("", [f"engines.sglang.options.api_key={KEY}"]),
     ],
 )
-def test_a_key_in_a_recipe_or_an_override_is_refused_and_not_repeated(
-    tmp_path: Path, text: str, overrides: list[str]
-) -> None:
+def test_secret_in_recipe_is_refused_and_hidden(tmp_path: Path, text: str, overrides: list[str]) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     message = r"'engines.sglang.options.api_key' = \*\*\*: .* write '\$\{env:NAME\}'"
     with pytest.raises(ConfigError, match=message) as caught:
@@ -39,7 +37,7 @@ def test_a_reference_is_no_error_of_its_own(tmp_path: Path) -> None:
     assert "api_key" not in str(caught.value)
 
 
-def test_the_key_of_an_earlier_run_is_not_repeated() -> None:
+def test_secret_of_earlier_run_is_hidden() -> None:
     old, new = ({"options": {"api_key": key}} for key in (KEY, "${env:SGLANG_KEY}"))
     assert differing_fields(old, new) == {
         "options.api_key": "options.api_key: '***' then, '${env:SGLANG_KEY}' now"

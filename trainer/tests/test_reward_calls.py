@@ -98,7 +98,7 @@ def test_errors_name_function_and_line(loop: LoopThread, where: str, do: str) ->
         ("loop", "block", "ENDED.wait()", 1),
     ],
 )
-def test_what_hangs_is_named_with_its_line_and_its_limit(
+def test_hanging_call_names_line_and_limit(
     loop: LoopThread, where: str, do: str, line: str, nth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = (

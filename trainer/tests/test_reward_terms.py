@@ -31,7 +31,7 @@ def wrong(prompt_ids: Any, output_ids: Any, data: Any) -> float:
     raise ValueError("no")
 
 
-def test_the_sum_is_weighted_and_each_term_is_logged() -> None:
+def test_terms_are_weighted_and_logged() -> None:
     terms = (
         RewardTerm(name="length", function=length, weight=0.5),
         RewardTerm(name="odd", function=first, weight=-1.0),
@@ -51,7 +51,7 @@ def test_the_sum_is_weighted_and_each_term_is_logged() -> None:
     }
 
 
-def test_a_term_that_fails_is_named() -> None:
+def test_failing_term_is_named() -> None:
     terms = tuple(RewardTerm(name=f.__name__, function=f) for f in (length, wrong))
     workflow = SingleTurnWorkflow(reward=WeightedRewards(terms), sampling=SamplingParams(max_new_tokens=3))
     with pytest.raises(
@@ -126,7 +126,7 @@ MODULE = "core_rl_trainer.rewards.text"
         ({"reward": None}, "reward = null needs"),
     ],
 )
-def test_rewards_that_cannot_be_are_named(
+def test_invalid_rewards_are_named(
     start: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     recipe = support.write_recipe(
@@ -169,7 +169,7 @@ def test_a_written_recipe_can_be_read_again(start: Path, tmp_path: Path) -> None
         ({"n": 8}, ConfigError, "unknown field 'rollout.n'"),
     ],
 )
-def test_sampling_that_an_engine_or_the_training_does_not_take_is_refused(
+def test_unsupported_sampling_is_refused(
     start: Path, tmp_path: Path, rollout: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     values = support.recipe_values(start, tmp_path / "out")
@@ -178,9 +178,7 @@ def test_sampling_that_an_engine_or_the_training_does_not_take_is_refused(
         resolve(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
 
 
-def test_other_distributions_are_accepted_with_a_warning(
-    start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changed_distributions_warn(start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     values = support.recipe_values(start, tmp_path / "out")
     values["rollout"] |= {"repetition_penalty": 1.1, "off_distribution": "warn", "stop_token_ids": [4]}
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))

@@ -93,7 +93,7 @@ def test_an_episode_holds_prompts_answers_and_rewards(reward: RewardFn) -> None:
     assert batch.unit is None
 
 
-def test_the_group_runs_at_once_with_seeds_of_its_own() -> None:
+def test_group_runs_concurrently_with_separate_seeds() -> None:
     echo = Echo()
     workflow = SingleTurnWorkflow(reward=by_length, group_size=4, sampling=SamplingParams(seed=11))
     for episode in (0, 1):
@@ -159,14 +159,14 @@ def gives(value: Any) -> RewardFn:
         ),
     ],
 )
-def test_a_reward_that_fails_names_the_sample(reward: RewardFn, message: str) -> None:
+def test_failing_reward_names_sample(reward: RewardFn, message: str) -> None:
     workflow = SingleTurnWorkflow(reward=reward, reward_timeout_s=60)
     with pytest.raises(RolloutError, match=f"sample 12, completion 0: {message}"):
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 12))
 
 
 @pytest.mark.parametrize("kind", ["thread", "coroutine"])
-def test_a_reward_that_hangs_is_given_up(kind: str) -> None:
+def test_hanging_reward_times_out(kind: str) -> None:
     free = threading.Event()
 
     def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
@@ -193,7 +193,7 @@ def test_seeds_differ_and_stay_in_range(seed: int, paths: list[tuple[int, int]])
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=6))
-def test_packing_ragged_responses_puts_every_value_at_its_token(shapes: list[tuple[int, int]]) -> None:
+def test_packed_ragged_responses_keep_token_values(shapes: list[tuple[int, int]]) -> None:
     responses = [
         LLMResponse(
             rid="r",
@@ -226,7 +226,7 @@ def our_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "core-rl" in thread.name]
 
 
-def test_a_reward_that_hangs_ends_the_rollout_and_not_the_engine() -> None:
+def test_hanging_reward_ends_only_rollout() -> None:
     engine = InferenceEngine(toy_spec(), toy_config(), ToyBackend())
     engine.initialize()
     free = threading.Event()

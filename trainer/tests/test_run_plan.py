@@ -42,7 +42,7 @@ def plan(directory: Path, values: dict[str, Any], *overrides: str) -> PlanReport
     return found
 
 
-def test_a_plan_counts_what_the_run_will_do(start: Path, tmp_path: Path) -> None:
+def test_plan_counts_work_of_run(start: Path, tmp_path: Path) -> None:
     algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05, "minibatches": 2, "epochs": 2}}
     values = support.recipe_values(start, tmp_path / "out", algorithm=algorithm, critic={})
     found = plan(tmp_path, values, "steps=8", "micro_batch_tokens=20")
@@ -117,7 +117,7 @@ class Started(Exception):
 @pytest.mark.parametrize(
     "values", [support.recipe_values, partial(support.supervised_values, algorithm="sft")]
 )
-def test_calls_of_train_engines_have_the_time_limit_of_the_recipe(
+def test_train_engine_calls_have_recipe_timeout(
     start: Path, tmp_path: Path, values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start_group(*plan: object, timeout_s: float, **settings: object) -> None:
@@ -153,7 +153,7 @@ TWO_BY_TWO = {"actor": [0, 1], "critic": [2, 3], "reference": [3, 2]}
     ],
     ids=["all", "no turns", "a device of its own", "two on one device", "two ranks", "layout", "order"],
 )
-def test_a_plan_says_which_roles_share_processes_and_devices(
+def test_plan_shows_colocated_roles(
     start: Path,
     tmp_path: Path,
     changes: dict[str, Any],
@@ -174,7 +174,7 @@ def test_a_plan_says_which_roles_share_processes_and_devices(
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
-def test_runs_on_data_have_one_model(start: Path, tmp_path: Path, algorithm: str) -> None:
+def test_supervised_runs_have_single_model(start: Path, tmp_path: Path, algorithm: str) -> None:
     found = plan(tmp_path, support.supervised_values(start, tmp_path / "out", algorithm))
     (role,) = found.roles
     assert role.memory.moments == 2 * role.memory.weights
@@ -194,7 +194,7 @@ def test_a_plan_is_printed_in_full(start: Path, tmp_path: Path) -> None:
         assert words in text
 
 
-def test_a_layout_that_an_engine_lacks_is_named_before_anything_starts(start: Path, tmp_path: Path) -> None:
+def test_unsupported_layout_is_named_early(start: Path, tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="layout dp2 needs data_parallel"):
         plan(tmp_path, support.recipe_values(start, tmp_path / "out"), "engines.reference.layout.dp=2")
 
@@ -231,7 +231,7 @@ QWEN3 = Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=True)
 MOE = Qwen3MoeConfig(**SHAPE, num_experts=16, num_experts_per_tok=8, moe_intermediate_size=48)
 
 
-def test_a_footprint_counts_what_the_shape_says() -> None:
+def test_footprint_follows_model_shape() -> None:
     llama, qwen3 = (footprint_of(ModelConfig(config=shape.to_dict())) for shape in (LLAMA, QWEN3))
     mlp, norms = 3 * 64 * 172, 2 * 64
     assert llama.parameters == 2 * 32 * 64 + 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + mlp + norms)
@@ -248,7 +248,7 @@ def test_a_footprint_counts_what_the_shape_says() -> None:
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN3, MOE], ids=["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_about_what_autograd_keeps(dtype: str, shape: PretrainedConfig) -> None:
+def test_activation_estimate_is_close_to_autograd(dtype: str, shape: PretrainedConfig) -> None:
     """For a model of transformers, within a tenth."""
     model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
     use_experts_kernel(model, "grouped")
@@ -270,7 +270,7 @@ def test_activations_are_about_what_autograd_keeps(dtype: str, shape: Pretrained
     assert estimate_memory(config, footprint, tokens).activations == pytest.approx(measured, rel=0.1)
 
 
-def test_a_state_is_spread_over_the_ranks_that_share_a_copy(start: Path) -> None:
+def test_state_is_sharded_over_replica_ranks(start: Path) -> None:
     footprint = footprint_of(ModelConfig(path=str(start / "model")))
     whole = estimate_memory(_config(ParallelLayout()), footprint, 100)
     spread = estimate_memory(_config(ParallelLayout(dp=2, tp=2, pp=2)), footprint, 100)
@@ -285,13 +285,13 @@ def test_a_state_is_spread_over_the_ranks_that_share_a_copy(start: Path) -> None
     assert OptimizerConfig() == _config(ParallelLayout()).optimizer
 
 
-def test_the_most_at_one_time_is_in_a_pass_or_in_a_step() -> None:
+def test_peak_memory_is_in_pass_or_step() -> None:
     found = MemoryEstimate(weights=4, gradients=4, moments=8, transient=1, activations=2, logits=3)
     assert found.total == 16 + 6
     assert replace(found, activations=0, logits=0).total == 16 + 4  # a step takes half of the moments again
 
 
-def test_a_gradient_of_the_head_comes_on_top_of_those_that_are_kept() -> None:
+def test_head_gradient_adds_to_footprint() -> None:
     footprint = footprint_of(ModelConfig(config=LLAMA.to_dict()))
     assert estimate_memory(_config(ParallelLayout()), footprint, 100).transient == 4 * 32 * 64
     assert estimate_memory(_config(ParallelLayout(), optimizer=None), footprint, 100).transient == 0
@@ -306,7 +306,7 @@ def test_every_rank_has_a_place_of_its_own(dp: int, tp: int, pp: int, cp: int) -
 
 
 @pytest.mark.parametrize(("budget", "fits"), [(8, False), (9, True)])
-def test_completions_that_no_micro_batch_takes_are_refused_before_a_run(
+def test_oversized_completions_are_refused_early(
     start: Path, tmp_path: Path, budget: int, fits: bool
 ) -> None:
     """Prompts have up to five tokens and completions four; the plan is refused with both numbers."""
@@ -318,7 +318,7 @@ def test_completions_that_no_micro_batch_takes_are_refused_before_a_run(
         plan(tmp_path, values, f"micro_batch_tokens={budget}")
 
 
-def test_a_pair_has_to_fit_into_one_micro_batch(start: Path, tmp_path: Path) -> None:
+def test_pair_must_fit_into_micro_batch(start: Path, tmp_path: Path) -> None:
     values = support.supervised_values(start, tmp_path / "out", "dpo")
     workload = plan(tmp_path, values).workload
     assert workload.longest < workload.largest_unit <= 2 * workload.longest

@@ -57,9 +57,7 @@ def rates(output: Path) -> list[float]:
     return [row["lr"] for row in support.curve(output)[1:]]
 
 
-def test_a_moved_run_is_extended_and_its_learning_rate_never_jumps(
-    copied: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_extended_moved_run_keeps_schedule(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = run(copied / "recipe.yaml")
     assert before["model"] == str(copied / "model") and before["steps"] == 2
     with caplog.at_level(logging.WARNING):
@@ -92,7 +90,7 @@ def test_a_moved_run_is_extended_and_its_learning_rate_never_jumps(
         (["resume_from={run}", "output_dir=new", "steps=1"], "is of step 2, from which the run counts on"),
     ],
 )
-def test_what_may_not_change_is_named_with_the_reason(
+def test_forbidden_changes_are_named_with_reason(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -115,7 +113,7 @@ def test_data_files_count_by_their_content(start: Path, copied: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-def test_a_run_starts_from_another_one_under_another_layout_and_engine(start: Path, tmp_path: Path) -> None:
+def test_run_resumes_from_changed_layout_and_engine(start: Path, tmp_path: Path) -> None:
     two = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}, "optimizer": LINEAR}
     first = sft(start, tmp_path, **two)
     run(first, "steps=2")
@@ -137,7 +135,7 @@ def test_a_run_starts_from_another_one_under_another_layout_and_engine(start: Pa
     assert source.exists() and kept.exists()
 
 
-def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_another(
+def test_run_failed_before_first_step_frees_directory(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = sft(start, tmp_path, steps=1, save_every=1)
@@ -154,7 +152,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_directory_to_another
         run(recipe, "seed=2")
 
 
-def test_sigterm_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
+def test_run_resumes_exactly_after_sigterm(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = sft(start, tmp_path, steps=3, save_every=9)
@@ -185,7 +183,7 @@ def test_sigterm_saves_a_checkpoint_and_the_run_goes_on_bit_for_bit(
         pytest.param("draw", 9, 3, id="after the choice not to save"),
     ],
 )
-def test_a_signal_at_any_place_of_a_step_ends_the_run_with_a_checkpoint_of_it(
+def test_signal_within_step_saves_checkpoint(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, save_every: int, last: int
 ) -> None:
     """``method`` of the records is called at that place of each step with an evaluation, which step 2 is."""
@@ -222,9 +220,7 @@ def test_a_second_signal_ends_the_run_at_once(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_every_process_of_the_job_stops_the_run_in_order(
-    start: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_signal_to_all_processes_stops_run(start: Path, tmp_path: Path, number: signal.Signals) -> None:
     """As Slurm sends it: to the driver, to the fork server, and to the ranks."""
     recipe = sft(start, tmp_path, steps=500, engine="fsdp", engines={"fsdp": {"layout": {"dp": 2}}})
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
@@ -259,7 +255,7 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def test_weights_that_are_not_finite_are_blamed_on_their_file(start: Path, tmp_path: Path) -> None:
+def test_nonfinite_weights_name_file(start: Path, tmp_path: Path) -> None:
     shutil.copytree(start / "model", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -273,7 +269,7 @@ def test_weights_that_are_not_finite_are_blamed_on_their_file(start: Path, tmp_p
         run(support.write_recipe(tmp_path / "rl.yaml", values))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_the_checkpoint_before(
+def test_nonfinite_loss_keeps_previous_checkpoint(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = SupervisedLearner.update

@@ -74,7 +74,7 @@ def saver(tmp_path: Path, engine: Engine, saved: list[tuple[int, str]]) -> RunSa
     return RunSaver(checkpoints, engine.wait, lambda step, path: saved.append((step, path.name)))
 
 
-def test_a_checkpoint_is_in_place_when_nobody_writes_any_more(
+def test_checkpoint_is_complete_after_background_write(
     saver: RunSaver, engine: Engine, saved: list[Any]
 ) -> None:
     saver.begin(1, {"model": engine.begin}, {})
@@ -86,9 +86,7 @@ def test_a_checkpoint_is_in_place_when_nobody_writes_any_more(
     assert saved == [(1, "step-00000001")]
 
 
-def test_the_next_save_and_the_end_wait_for_the_one_before(
-    saver: RunSaver, engine: Engine, saved: list[Any]
-) -> None:
+def test_saves_wait_for_previous_save(saver: RunSaver, engine: Engine, saved: list[Any]) -> None:
     with saver.completed():
         saver.begin(1, {"model": engine.begin}, {})
         saver.begin(2, {"model": engine.begin}, {})
@@ -100,7 +98,7 @@ ERRORS: list[Callable[[], BaseException]] = [lambda: GroupError("rank 1 is gone"
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=["error", "interrupt"])
-def test_a_run_that_fails_keeps_the_checkpoint_on_its_way(
+def test_failed_run_keeps_pending_checkpoint(
     saver: RunSaver, engine: Engine, saved: list[Any], error: Callable[[], BaseException]
 ) -> None:
     saver.begin(1, {"model": engine.begin}, {})
@@ -109,7 +107,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_on_its_way(
     assert [step for step, _ in saved] == [1]
 
 
-def test_what_the_background_could_not_write_is_an_error_and_hides_no_other(
+def test_background_write_error_is_raised(
     saver: RunSaver, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.error = CheckpointError("No space left on device")

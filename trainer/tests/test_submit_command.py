@@ -61,7 +61,7 @@ def options(record: Path) -> dict[str, str]:
     return dict(word.removeprefix("--").partition("=")[::2] for word in words)
 
 
-def test_submit_asks_for_what_the_recipe_says(
+def test_submit_requests_resources_of_recipe(
     start: Path, tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduling = {
@@ -127,7 +127,7 @@ def prepared_request(recipe: Recipe) -> Any:
     return machine_request(plan, recipe.device)
 
 
-def test_engines_say_what_a_machine_needs(
+def test_engines_declare_machine_resources(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsdp = pytest.importorskip("core_rl_fsdp.engine")
@@ -143,12 +143,12 @@ def test_engines_say_what_a_machine_needs(
     assert (request.cpu, request.gpu, request.memory_mib) == (2 * 3 + 1, 2, 200)
 
 
-def test_gpus_are_asked_for_where_this_machine_has_none(start: Path, tmp_path: Path) -> None:
+def test_submit_requests_gpus_from_cpu_machine(start: Path, tmp_path: Path) -> None:
     request = prepared_request(load_recipe(values(start, tmp_path / "out") | {"device": "cuda"}))
     assert request.gpu == 2
 
 
-def test_submit_makes_the_cluster_one_of_slurm(start: Path, tmp_path: Path, sbatch: Path) -> None:
+def test_submit_sets_cluster_type_slurm(start: Path, tmp_path: Path, sbatch: Path) -> None:
     chosen = values(start, tmp_path / "out")
     del chosen["cluster"]
     recipe = support.write_recipe(tmp_path / "r.yaml", chosen)
@@ -180,7 +180,7 @@ def test_a_wrong_recipe_is_not_submitted(
     assert not sbatch.exists() and not (tmp_path / "out").exists()
 
 
-def test_what_sbatch_refuses_is_shown(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_error_is_shown(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, 'echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
     recipe = support.write_recipe(tmp_path / "r.yaml", values(start, tmp_path / "out", partition="x"))
     with pytest.raises(ConfigError, match=r"invalid partition specified: x\nfix: change cluster.scheduling"):

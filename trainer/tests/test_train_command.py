@@ -53,9 +53,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str,
         ("model.path=nowhere", "model.path = 'nowhere': no such directory"),
     ],
 )
-def test_a_wrong_recipe_is_refused_before_torch_is_imported(
-    tmp_path: Path, override: str, message: str
-) -> None:
+def test_invalid_recipe_is_refused_without_torch(tmp_path: Path, override: str, message: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "data.jsonl").write_text("{}")
@@ -90,9 +88,7 @@ def test_train_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert json.loads(capsys.readouterr().out) == {"reward": 0.5}
 
 
-def test_train_dry_run_prints_the_plan_and_runs_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_plan_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = support.make_start(tmp_path)
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     capsys.readouterr()  # what saving the model printed
@@ -135,7 +131,7 @@ def test_exit_codes(
     assert captured.out == ""
 
 
-def test_what_core_rl_does_not_raise_on_purpose_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_keeps_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, ZeroDivisionError("a bug"))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         main(["train", "recipe.yaml"])

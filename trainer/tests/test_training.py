@@ -83,7 +83,7 @@ def test_a_wrong_recipe_names_field_value_and_fix(
         (["reward=core_rl_trainer.rewards.text:nothing"], "no attribute 'nothing'"),
     ],
 )
-def test_what_a_recipe_names_is_checked_before_anything_starts(
+def test_names_in_recipe_are_checked_early(
     start: Path, tmp_path: Path, overrides: list[str], message: str
 ) -> None:
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
@@ -92,7 +92,7 @@ def test_what_a_recipe_names_is_checked_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_prompt_file_is_named_before_anything_starts(start: Path, tmp_path: Path) -> None:
+def test_damaged_prompt_file_is_named_early(start: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1="}\n{"prompt"\n')
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     with pytest.raises(CoreRLError, match=r"bad.jsonl: line 2 is not JSON"):
@@ -100,7 +100,7 @@ def test_a_damaged_prompt_file_is_named_before_anything_starts(start: Path, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_the_output_directory_is_named_after_engine_and_seed(start: Path, tmp_path: Path) -> None:
+def test_output_directory_has_engine_and_seed(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(start, tmp_path / "{engine}-{seed}")
     loaded = load_recipe(support.write_recipe(tmp_path / "r.yaml", values), ["seed=7"])
     assert loaded.directory == tmp_path / "reference-7"
@@ -119,7 +119,7 @@ def test_differing_fields_are_dotted_and_show_both_values() -> None:
 # ------------------------------------------------------------------- whole runs
 
 
-def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path) -> None:
+def test_run_writes_metrics_picture_and_model(unbroken: Path, start: Path) -> None:
     rows = support.curve(unbroken)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["step"] for row in rows if "eval_reward" in row] == [0, 3, 4]
@@ -152,14 +152,14 @@ def test_a_run_leaves_metrics_a_picture_and_a_model(unbroken: Path, start: Path)
     assert AutoTokenizer.from_pretrained(unbroken / "model")("1+2=")["input_ids"][0] == support.BOS
 
 
-def test_trainer_and_rollout_agree_on_the_log_probs_after_every_sync(unbroken: Path) -> None:
+def test_trainer_and_rollout_logprobs_agree_after_sync(unbroken: Path) -> None:
     for row in support.curve(unbroken)[1:]:
         assert row["mismatch_max"] < 1e-5
         assert abs(row["mismatch_k1"]) < 1e-5
         assert 0 <= row["mismatch_k3"] < 1e-9
 
 
-def test_the_divergence_from_the_reference_starts_at_zero_and_grows(unbroken: Path) -> None:
+def test_reference_kl_grows_from_zero(unbroken: Path) -> None:
     first, *_, last = (row["kl_k3"] for row in support.curve(unbroken)[1:])
     # The second minibatch of the first step sees weights that one update has moved.
     assert first < last
@@ -181,9 +181,7 @@ def test_a_complete_run_is_only_reported(unbroken: Path, start: Path, tmp_path: 
     assert support.curve(unbroken) == before
 
 
-def test_a_changed_recipe_is_refused_in_the_same_directory(
-    unbroken: Path, start: Path, tmp_path: Path
-) -> None:
+def test_changed_recipe_is_refused_in_run_directory(unbroken: Path, start: Path, tmp_path: Path) -> None:
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, unbroken))
     with pytest.raises(ConfigError, match="seed: 0 then, 1 now"):
         run(recipe, "seed=1")
@@ -192,7 +190,7 @@ def test_a_changed_recipe_is_refused_in_the_same_directory(
 @pytest.mark.parametrize(
     "stop_at", [pytest.param(1, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)]
 )
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(
+def test_interrupted_run_resumes_exactly(
     unbroken: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
 ) -> None:
     """Step 1 has no checkpoint behind it, step 3 has step 2's, and in step 4 the weights are half way out."""
@@ -228,7 +226,7 @@ def test_evaluations_do_not_disturb_the_training(unbroken: Path, start: Path, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [(3,), pytest.param((1, 3, 4), marks=pytest.mark.nightly)], ids=["1", "3"])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+def test_killed_run_resumes_exactly(
     unbroken: Path, start: Path, tmp_path: Path, rows: tuple[int, ...]
 ) -> None:
     """``kill -9`` of the driver's process at a drawn moment, or at three; each time the same command resumes."""

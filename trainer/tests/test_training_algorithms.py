@@ -67,7 +67,7 @@ def test_ppo_trains_actor_and_critic(ppo: Path) -> None:
     assert coefficients[1] == pytest.approx(0.05 * (1 - 0.2 * 18 / 100))
 
 
-def test_ppo_goes_on_after_an_interruption_as_if_nothing_had_happened(
+def test_interrupted_ppo_run_resumes_exactly(
     ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Actor, critic, KL coefficient and data order are all those of the checkpoint."""
@@ -88,7 +88,7 @@ def test_ppo_goes_on_after_an_interruption_as_if_nothing_had_happened(
 
 
 @pytest.mark.nightly
-def test_ppo_goes_on_after_kills_as_if_nothing_had_happened(ppo: Path, start: Path, tmp_path: Path) -> None:
+def test_killed_ppo_run_resumes_exactly(ppo: Path, start: Path, tmp_path: Path) -> None:
     """``kill -9`` at drawn moments, also between the actor's part of a checkpoint and the critic's."""
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, save_every=1)
     recipe = support.write_recipe(tmp_path / "r.yaml", values)
@@ -153,7 +153,7 @@ def offloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
     ids=["critic", "all"],
 )
-def test_roles_on_devices_of_their_own_give_the_same_curve_and_stay(
+def test_separate_devices_leave_curve_equal(
     ppo: Path,
     start: Path,
     tmp_path: Path,
@@ -199,7 +199,7 @@ def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Pat
 
 
 @pytest.mark.parametrize("sync", ["disk", "lora"])
-def test_the_reference_of_an_adapter_is_the_model_without_it(start: Path, tmp_path: Path, sync: str) -> None:
+def test_adapter_reference_is_base_model(start: Path, tmp_path: Path, sync: str) -> None:
     """And answers are drawn by both, whether the adapter is merged into weights that are sent or sent alone."""
     lora = {"path": str(start / "model"), "lora": {"rank": 4, "alpha": 8}}
     values = support.recipe_values(start, tmp_path / "out", model=lora, steps=2)
@@ -265,7 +265,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
     ],
 )
-def test_what_does_not_fit_together_is_named_before_anything_starts(
+def test_conflicting_settings_are_named_early(
     start: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -281,9 +281,7 @@ def test_reward_filter_without_rewards_is_refused(start: Path, tmp_path: Path) -
         run(tmp_path, values)
 
 
-def test_a_sync_that_takes_too_long_names_its_time_limit(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_sync_names_time_limit(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(sender: object, receiver: object, meta: object, timeout_s: float, receiving: object) -> None:
         raise TimeoutError
 
@@ -295,7 +293,7 @@ def test_a_sync_that_takes_too_long_names_its_time_limit(
         run(tmp_path, values)
 
 
-def test_shared_memory_that_is_too_small_is_named_before_anything_starts(
+def test_small_shared_memory_is_named_early(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, statvfs = SimpleNamespace(f_bavail=1, f_blocks=64, f_frsize=1024), os.statvfs
@@ -320,7 +318,7 @@ def test_shared_memory_that_is_too_small_is_named_before_anything_starts(
         ),
     ],
 )
-def test_settings_for_another_kind_of_training_are_said(
+def test_unused_settings_are_reported(
     start: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -339,7 +337,7 @@ def test_settings_for_another_kind_of_training_are_said(
     assert not caplog.text
 
 
-def test_prompts_longer_than_the_context_are_named_or_dropped(
+def test_overlong_prompts_are_named_or_dropped(
     start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "1+1=", "answer": 2}] * 6 + [{"prompt": "1+" * 14 + "=", "answer": 14}]
@@ -389,7 +387,7 @@ def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.nightly), "dpo"])
-def test_an_interrupted_run_on_data_goes_on_as_if_nothing_had_happened(
+def test_interrupted_supervised_run_resumes_exactly(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     rule = {"metric": "eval_loss", "mode": "min"}

@@ -80,7 +80,7 @@ def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["reference-rollout", "stepwise-rollout"])
-def test_an_asynchronous_run_trains_on_each_prompt_once_and_never_too_late(
+def test_async_run_bounds_staleness_of_each_prompt(
     recipe: Path, trained: list[tuple[int, list[int]]], engine: str
 ) -> None:
     rows = run(recipe, *ASYNC, f"rollout.engine={engine}")
@@ -104,14 +104,14 @@ def test_a_synchronous_run_has_no_lag(recipe: Path, trained: list[tuple[int, lis
     assert all(names | {f"{name}_lag0" for name in names} <= row.keys() for row in rows)
 
 
-def test_weights_through_memory_or_a_group_give_the_same_run(recipe: Path, tmp_path: Path) -> None:
+def test_sync_methods_give_equal_runs(recipe: Path, tmp_path: Path) -> None:
     runs = [run(recipe, f"rollout.sync={sync}", "fresh=true") for sync in ("disk", "tensor", "distributed")]
     timeless = [[{name: row[name] for name in row if "_s" not in name} for row in rows] for rows in runs]
     assert timeless[0] == timeless[1] == timeless[2]
     assert not list((tmp_path / "out").glob("*.rendezvous"))
 
 
-def test_a_way_for_weights_that_an_engine_lacks_is_refused_before_it_starts(recipe: Path) -> None:
+def test_unsupported_sync_method_is_refused_early(recipe: Path) -> None:
     lacking = replace(
         stepwise_rollout.SPEC, capabilities=stepwise_rollout.SPEC.capabilities - {Capability.SYNC_TENSOR}
     )
@@ -122,14 +122,14 @@ def test_a_way_for_weights_that_an_engine_lacks_is_refused_before_it_starts(reci
         run(recipe, "rollout.engine=stepwise-rollout", "rollout.sync=tensor")
 
 
-def test_an_adapter_that_is_not_there_cannot_be_sent(recipe: Path) -> None:
+def test_missing_adapter_cannot_be_sent(recipe: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"rollout.sync = 'lora' sends an adapter, and model.lora is not set"
     ):
         run(recipe, "rollout.sync=lora")
 
 
-def test_the_mismatch_is_reported_where_the_algorithm_does_not_recompute(recipe: Path) -> None:
+def test_mismatch_is_reported_without_recomputed_logprobs(recipe: Path) -> None:
     with register_engine(SHIFTED):
         rows = run(
             recipe, "algorithm.args.recompute_logprobs=false", "steps=2", "rollout.engine=shifted-rollout"
@@ -266,7 +266,7 @@ def test_the_filter_for_a_signal() -> None:
         assert rewards_differ(batch) is accepted
 
 
-def test_prompts_without_room_for_an_answer_are_named_or_left_out(
+def test_prompts_without_completion_room_are_named(
     recipe: Path, start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "1+" * n + "1=", "answer": 1} for n in (1, 12, 14, 1, 1, 1, 1, 1)]
@@ -326,7 +326,7 @@ def test_a_recipe_may_name_an_environment(
     assert all(row["reward"] > 0 for row in rows)
 
 
-def test_rewards_may_come_from_processes_and_one_that_hangs_is_named(recipe: Path, tmp_path: Path) -> None:
+def test_process_rewards_of_run_and_hanging_reward(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\n\n\ndef slow(answer, sample):\n"
         "    if sample['_number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"

@@ -54,16 +54,14 @@ def run(directory: Path, values: dict[str, Any], *overrides: str) -> None:
 # ------------------------------------------------------------------ in the middle of a run
 
 
-def test_a_reward_that_is_not_finite_stops_the_run_and_its_prompt_is_named(
-    start: Path, tmp_path: Path
-) -> None:
+def test_nonfinite_reward_names_prompt(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(start, tmp_path / "out", reward=f"{start}/rewards.py:nan_of_one", steps=9)
     with pytest.raises(RolloutError, match=r"prompt '2\+3=': .*nan_of_one returned nan; rewards are finite"):
         run(tmp_path, values)
     assert "nan_of_one returned nan" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_equal_rewards_are_said_once_and_end_the_run_where_the_recipe_says_so(
+def test_equal_rewards_warn_once_or_end_run(
     start: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reward = f"{start}/rewards.py:constant"
@@ -92,7 +90,7 @@ def test_equal_rewards_are_said_once_and_end_the_run_where_the_recipe_says_so(
     assert "stop_on.no_signal" in (tmp_path / "out" / "index.html").read_text()
 
 
-def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -> None:
+def test_filter_rejecting_everything_ends_run(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(
         start, tmp_path / "out", reward=f"{start}/rewards.py:constant", algorithm=GRPO
     )
@@ -115,7 +113,7 @@ def test_a_filter_that_takes_nothing_ends_the_run(start: Path, tmp_path: Path) -
         ("blocks", r"the reward function blocks gave no result in 3 s \(rewards.py:\d+\)"),
     ],
 )
-def test_a_reward_that_ends_or_blocks_the_program_is_two_lines(
+def test_exiting_or_blocking_reward_prints_two_lines(
     start: Path, tmp_path: Path, reward: str, cause: str
 ) -> None:
     values = support.recipe_values(start, tmp_path / "out", reward=f"{start}/rewards.py:{reward}")
@@ -193,7 +191,7 @@ def test_bad_data_is_named_before_anything_starts(
     ],
     ids=str,
 )
-def test_settings_of_another_algorithm_are_named_before_anything_starts(
+def test_settings_of_wrong_algorithm_are_named_early(
     start: Path, tmp_path: Path, algorithm: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CoreRLError, match=message):

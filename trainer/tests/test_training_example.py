@@ -53,7 +53,7 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
     assert reward(prompt, ids[len(prompt) : -2], {"answer": problem.answer}) == 0.0
 
 
-def test_the_calculator_makes_the_transcripts_that_the_model_was_warmed_up_on(example: ModuleType) -> None:
+def test_calculator_makes_warm_up_transcripts(example: ModuleType) -> None:
     """Played by an engine that writes what the warm-up says: the tokens and their mask are the same."""
     calculator = load_callable(
         "rollout.environment", f"{EXAMPLES}/arithmetic/prepare.py:calculator_environment"
@@ -152,7 +152,7 @@ def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path,
     assert Path(result["model"], "model.safetensors").is_file()
 
 
-def test_prepare_writes_what_the_recipe_reads_and_only_once(example: ModuleType, tmp_path: Path) -> None:
+def test_prepare_writes_recipe_inputs_once(example: ModuleType, tmp_path: Path) -> None:
     settings = example.Settings(engine="reference", seed=0, batch_size=4, max_steps=2)
     console = Console(file=io.StringIO(), width=500)
     example.prepare(settings, tmp_path, console)

@@ -52,7 +52,7 @@ def recipe(output: Path, **changes: Any) -> Recipe:
 # ----------------------------------------------------------------------- curves
 
 
-def test_metrics_that_belong_together_share_a_chart() -> None:
+def test_related_metrics_share_chart() -> None:
     main, others = charts_of(ROWS)
     assert {chart.title: [curve.name for curve in chart.curves] for chart in main} == {
         "Reward": ["reward", "eval_reward", "eval_reward_greedy"],
@@ -95,7 +95,7 @@ def test_every_value_is_inside_its_axes(values: list[float | None]) -> None:
         assert 2 <= len(chart.y_ticks) <= 8
 
 
-def test_a_spike_is_seen_however_long_the_run_is() -> None:
+def test_spike_is_visible_in_long_runs() -> None:
     rows: list[Row] = [{"step": step, "grad_norm": 100.0 if step == 5003 else 1.0} for step in range(10_000)]
     ((chart,), _) = charts_of(rows)
     top = min(y for _, y in _places(chart.curves[0].band))
@@ -185,7 +185,7 @@ def page(directory: Path) -> RunPage:
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []], ids=["run", "start", "nothing"])
-def test_the_page_needs_nothing_else_and_text_cannot_break_it(tmp_path: Path, rows: list[Row]) -> None:
+def test_page_is_self_contained_and_escapes_text(tmp_path: Path, rows: list[Row]) -> None:
     text = page(tmp_path).render(rows, [sample(HOSTILE)] if rows else [], status="running", problem=HOSTILE)
     assert not re.search(r"<script|https?://|\bsrc=|<link|url\(", text)
     assert (text.count("&lt;script&gt;alert") == 4) == bool(rows)
@@ -195,7 +195,7 @@ def test_the_page_needs_nothing_else_and_text_cannot_break_it(tmp_path: Path, ro
         ET.fromstring(drawing)
 
 
-def test_a_finished_page_stands_still_and_names_the_best_model(tmp_path: Path) -> None:
+def test_finished_page_is_static_with_best_model(tmp_path: Path) -> None:
     best = {"step": 3, "metric": "eval_reward", "value": 0.5, "model": "out/best/step-00000003"}
     text = page(tmp_path).render(ROWS, [], status="complete", best=best)
     assert "refresh" not in text

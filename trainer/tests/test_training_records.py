@@ -36,14 +36,14 @@ from core_rl_trainer.run.run_directory import RunDirectory
 # ---------------------------------------------------------------------- metrics
 
 
-def test_rows_are_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+def test_rows_have_null_for_nonfinite_values(tmp_path: Path) -> None:
     with closing(MetricsLog(tmp_path, -1)) as log:
         log.write(0, {"reward": 0.5, "kl": float("nan"), "ratio": float("inf")})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text) == {"step": 0, "reward": 0.5, "kl": None, "ratio": None}
 
 
-def test_going_on_drops_the_steps_that_come_again_and_a_half_written_row(tmp_path: Path) -> None:
+def test_resume_drops_repeated_and_incomplete_rows(tmp_path: Path) -> None:
     with closing(MetricsLog(tmp_path, -1)) as log:
         for step in range(5):
             log.write(step, {"reward": float(step)})
@@ -86,9 +86,7 @@ ROWS: list[dict[str, float | None]] = [
 
 
 @pytest.mark.parametrize(("rows", "names"), [(ROWS, 3), (ROWS[:1], 2)], ids=["run", "start"])
-def test_the_picture_is_an_svg_file_with_title_and_legend(
-    rows: list[dict[str, float | None]], names: int
-) -> None:
+def test_picture_is_svg_with_title_and_legend(rows: list[dict[str, float | None]], names: int) -> None:
     chart = main_chart(rows)
     assert chart is not None
     texts = [element.text or "" for element in ET.fromstring(svg_document(chart)).iter() if element.text]
@@ -139,7 +137,7 @@ async def _async_length(answer: str, sample: Any) -> float:
 
 
 @pytest.mark.parametrize(("fn", "expected"), [(text_match, 1.0), (_async_length, 2.0)])
-def test_a_text_reward_sees_the_answer_without_special_tokens(fn: Any, expected: float) -> None:
+def test_text_reward_gets_text_without_special_tokens(fn: Any, expected: float) -> None:
     tokenizer = support.make_tokenizer()
     reward = TextReward(fn, tokenizer)
     ids = [*tokenizer("68", add_special_tokens=False)["input_ids"], support.EOS]
@@ -192,7 +190,7 @@ def test_rewards_are_found_by_module_and_by_file(tmp_path: Path) -> None:
         ("core_rl_trainer.rewards.text:__name__", "which cannot be called"),
     ],
 )
-def test_a_bad_reward_name_says_what_to_write(name: str, message: str) -> None:
+def test_invalid_reward_name_shows_form(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_callable("reward", name)
 
@@ -211,7 +209,7 @@ def test_the_same_recipe_finds_its_run_again(tmp_path: Path) -> None:
         assert directory.result() == {"after": 1}
 
 
-def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
+def test_run_directory_is_locked_for_processes(tmp_path: Path) -> None:
     with (
         support.open_directory(_recipe(tmp_path)),
         pytest.raises(ConfigError, match="another process is at work"),
@@ -221,7 +219,7 @@ def test_two_processes_never_work_in_one_directory(tmp_path: Path) -> None:
     assert (tmp_path / "recipe.yaml").exists()
 
 
-def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -254,7 +252,7 @@ def test_unwritable_run_file_is_clear_error(
         _write_all(directory)
 
 
-def test_another_recipe_is_refused_with_the_differing_fields(tmp_path: Path) -> None:
+def test_changed_recipe_is_refused_with_differing_fields(tmp_path: Path) -> None:
     """Where the run has taken a step: one that has not is replaced."""
     support.make_directory(_recipe(tmp_path))
     support.make_directory(_recipe(tmp_path, engine="fsdp"))
@@ -297,7 +295,7 @@ def test_changed_tokenizer_or_adapter_is_refused(
     assert replace(before, files=None).refused_changes(now) == [], "a run of an earlier version"
 
 
-def test_a_run_is_resumed_with_another_time_limit(tmp_path: Path) -> None:
+def test_run_resumes_with_changed_timeout(tmp_path: Path) -> None:
     support.make_directory(_recipe(tmp_path))
     support.make_directory(_recipe(tmp_path, timeouts={"call_s": 7200}))
     assert "call_s: 7200" in (tmp_path / "recipe.yaml").read_text()

@@ -159,14 +159,14 @@ def test_a_model_without_a_tokenizer(start: Path, tmp_path: Path) -> None:
         ("optimizer.lr=.nan", "field 'optimizer.lr' = nan: must be finite"),
     ],
 )
-def test_values_that_are_no_numbers(start: Path, tmp_path: Path, override: str, message: str) -> None:
+def test_nonnumeric_values(start: Path, tmp_path: Path, override: str, message: str) -> None:
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     with pytest.raises(ConfigError, match=message):
         load_recipe(recipe, [override])
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_an_output_directory_that_cannot_be_one(start: Path, tmp_path: Path, name: str) -> None:
+def test_invalid_output_directory(start: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     values = support.recipe_values(start, tmp_path / name)
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
@@ -177,7 +177,7 @@ def test_an_output_directory_that_cannot_be_one(start: Path, tmp_path: Path, nam
         pass
 
 
-def test_a_schedule_that_ends_before_its_warm_up(start: Path, tmp_path: Path) -> None:
+def test_schedule_ending_before_warm_up(start: Path, tmp_path: Path) -> None:
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     with pytest.raises(ConfigError, match="warmup_steps = 7, and the schedule ends after 4 steps"):
         dry_run(load_recipe(recipe, ["optimizer.schedule.warmup_steps=7"]))

@@ -89,7 +89,7 @@ def test_warnings_name_the_cause_once(
         ({"skipped": 2}, {"update_successful": 0.0}, 2, True),
     ],
 )
-def test_a_rule_ends_the_run_after_so_many_steps(
+def test_rule_ends_run_after_steps(
     stop_on: dict[str, Any], change: dict[str, float], step: int, good: bool
 ) -> None:
     *before, last = see([change] * step, GOOD, **stop_on)
@@ -99,6 +99,6 @@ def test_a_rule_ends_the_run_after_so_many_steps(
 
 
 @pytest.mark.parametrize("value", [0, -1, "x", None, 1.5])
-def test_a_rule_is_on_off_or_a_number_of_steps(value: object) -> None:
+def test_rule_is_switch_or_step_count(value: object) -> None:
     with pytest.raises(ConfigError, match="no_signal"):
         parse_config(StopSection, {"no_signal": value})
