@@ -1,4 +1,4 @@
-"""The model and the steps of `real_size.py`, each side in a process of its own."""
+"""Model and steps of `real_size.py`: the engine, and loops written by hand with float32 masters, each in a process."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, multiprocessing
+import torch.nn.functional as F
+from torch import Tensor, multiprocessing, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from common.bare_half import full_step, lora_step
+from common.bare import segment_attention
 from common.engine import engine_step, start_engine
-from common.memory import forget_peak, resident
 from common.workload import make_batch
 from core_rl.data.batch import SequenceBatch
 
 __all__ = ["LENGTHS", "QWEN2_5_0_5B", "Cost", "Line", "steps_of"]
 
+CHUNK = 128
+"""Rows whose logits exist at one time."""
 QWEN2_5_0_5B: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 896,
@@ -35,6 +41,85 @@ LENGTHS = [200, 150, 100, 62]
 """Lengths of the sequences of a step: 512 tokens, in one micro-batch."""
 LORA_RANK = 8
 ByHand = Callable[[str, Sequence[Tensor]], Callable[[], object]]
+
+
+def _load_half(path: str) -> nn.Module:
+    """The plain transformers model in bfloat16, with attention inside each packed sequence."""
+    AttentionInterface.register("bare_segments", segment_attention)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="bare_segments", dtype=torch.bfloat16
+    )
+    return model.train()
+
+
+def _full_step(path: str, ids: Sequence[Tensor]) -> Callable[[], None]:
+    """An optimizer step of all weights."""
+    model = _load_half(path)
+    return _half_step(model, list(model.parameters()), ids)
+
+
+def _lora_step(path: str, ids: Sequence[Tensor], rank: int) -> Callable[[], None]:
+    """An optimizer step of adapters of ``peft`` on all linear layers, which compute in bfloat16 as the base does."""
+    import peft
+
+    config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted: Any = peft.get_peft_model(_load_half(path), config, autocast_adapter_dtype=False)
+    model = adapted.get_base_model()
+    return _half_step(model, [p for p in model.parameters() if p.requires_grad], ids)
+
+
+def _half_step(
+    model: nn.Module, trained: Sequence[nn.Parameter], ids: Sequence[Tensor]
+) -> Callable[[], None]:
+    """The model computes with a bfloat16 copy of each float32 master.
+
+    A gradient leaves for float32 as soon as it is there, so that no two copies of all of them exist.
+    """
+    pairs = [(half, nn.Parameter(half.detach().float())) for half in trained]
+    for half, master in pairs:
+        half.register_post_accumulate_grad_hook(partial(_hand_over, master))
+    masters = [master for _, master in pairs]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.01, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        _half_loss(model, model.lm_head.weight, ids).backward()
+        nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
+        optimizer.step()
+        with torch.no_grad():
+            for half, master in pairs:
+                half.copy_(master)
+
+    return step
+
+
+def _hand_over(master: nn.Parameter, half: Tensor) -> None:
+    assert half.grad is not None
+    master.grad = half.grad.float()
+    half.grad = None
+
+
+def _half_loss(model: nn.Module, head: Tensor, ids: Sequence[Tensor]) -> Tensor:
+    """Mean negative log-prob of all tokens but the first of each sequence."""
+    bounds = [0, *accumulate(map(len, ids))]
+    packed, positions = torch.cat(list(ids)), torch.cat([torch.arange(len(row)) for row in ids])
+    hidden = model.model(
+        input_ids=packed[None],
+        position_ids=positions[None],
+        attention_mask=None,
+        use_cache=False,
+        bounds=bounds,
+    ).last_hidden_state[0]
+    predicted = positions.nonzero().squeeze(1)
+    states, targets = hidden[predicted - 1], packed[predicted]
+    total = states.new_zeros((), dtype=torch.float32)
+    for chunk, labels in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
+        total = total + checkpoint(_chunk_loss, chunk, head, labels, use_reentrant=False)
+    return total / len(predicted)
+
+
+def _chunk_loss(states: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum")
 
 
 @dataclass(frozen=True)
@@ -55,7 +140,7 @@ class Cost:
     """CPU seconds of all threads, in the kernel too."""
     wall_s: float
     peak: int
-    """The resident set at its highest, in bytes: weights that a loop uses in its mapped files count as well."""
+    """The _resident set at its highest, in bytes: weights that a loop uses in its mapped files count as well."""
 
 
 def _engine(path: str, batch: SequenceBatch, **model: Any) -> Callable[[], object]:
@@ -69,9 +154,9 @@ def _by_hand(step: ByHand, path: str, batch: SequenceBatch) -> Callable[[], obje
 
 SIDES: Mapping[str, Callable[[str, SequenceBatch], Callable[[], object]]] = {
     "engine": _engine,
-    "by hand": partial(_by_hand, full_step),
+    "by hand": partial(_by_hand, _full_step),
     "engine, LoRA": partial(_engine, lora={"rank": LORA_RANK}),
-    "by hand, LoRA": partial(_by_hand, partial(lora_step, rank=LORA_RANK)),
+    "by hand, LoRA": partial(_by_hand, partial(_lora_step, rank=LORA_RANK)),
 }
 
 
@@ -98,7 +183,18 @@ def _take(
 
 
 def _cost(step: Callable[[], object]) -> Cost:
-    forget_peak()
+    _forget_peak()
     cpu, wall = time.process_time(), time.perf_counter()
     step()
-    return Cost(time.process_time() - cpu, time.perf_counter() - wall, resident("VmHWM"))
+    return Cost(time.process_time() - cpu, time.perf_counter() - wall, _resident("VmHWM"))
+
+
+def _resident(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (the highest since the start, or `_forget_peak`) of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def _forget_peak() -> None:
+    """Begin ``VmHWM`` anew."""
+    Path("/proc/self/clear_refs").write_text("5")
