@@ -1,4 +1,4 @@
-"""Packed attention: sinks and values of another width, and what it refuses to compute."""
+"""Packed attention: sinks and values of another width, and refusals."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from core_rl.errors import BatchError
 
 
 def make_batch(lengths: list[int], *, unit: list[int] | None = None) -> SequenceBatch:
-    """A batch whose every value tells where it belongs."""
+    """A batch whose values encode their positions."""
     total = sum(lengths)
     return SequenceBatch.from_sequences(
         [list(range(10 * b, 10 * b + n)) for b, n in enumerate(lengths)],

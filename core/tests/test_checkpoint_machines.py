@@ -32,7 +32,7 @@ FILES = {f"rank{rank}": f"of rank {rank}" for rank in range(len(MACHINES))}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank found, and what was left of its machine's temporary files."""
+    """Findings of a rank, and remaining temporary files of its machine."""
 
     found: Any
     left: list[str]

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and its exit codes."""
+"""The command line: output, streams and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives with a gradient over two ranks: their values, and what they ask of the backend."""
+"""Collectives with a gradient over two ranks: their values, and their calls of the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: kernels, the balance of routers, routing in batches, and what is refused."""
+"""Mixtures of experts: kernels, the balance of routers, routing in batches, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _gradients(kernel: ExpertsKernel, width: int, batch: SequenceBatch) -> tuple
     model = build_model(
         ModelConfig(config=config), seed=0, attn_implementation=PACKED_ATTENTION, experts=kernel
     )
-    with torch.no_grad():  # an expert that nobody takes
+    with torch.no_grad():  # an expert without tokens
         model.get_parameter("model.layers.1.mlp.gate.weight")[1] = 0.0
         model.get_parameter("model.layers.1.mlp.gate.weight").mul_(100.0)
     PackedModel(model, "lm")(batch, ("logprobs",))["logprobs"].sum().backward()

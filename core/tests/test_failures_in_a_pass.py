@@ -74,7 +74,7 @@ def test_out_of_memory_names_micro_batch_and_field() -> None:
     with pytest.raises(OutOfDeviceMemory, match=says):
         engine.train_batch(data.with_tokens(weight=weights), LOSS, MicroBatchSpec(max_tokens=9))
     engine.optimizer_zero_grad()
-    engine.train_batch(data, LOSS, MicroBatchSpec(max_tokens=5000))  # a lone rank can go on
+    engine.train_batch(data, LOSS, MicroBatchSpec(max_tokens=5000))  # a lone rank can continue
     engine.destroy()
 
 

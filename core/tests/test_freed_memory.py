@@ -1,4 +1,4 @@
-"""What a step has freed leaves the process."""
+"""Memory freed in a step leaves the process."""
 
 from __future__ import annotations
 

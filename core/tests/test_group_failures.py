@@ -53,7 +53,7 @@ def impatient(group: EngineGroup, timeout_s: float = TIMEOUT_S) -> Iterator[None
 
 
 def assert_ended(group: EngineGroup, pids: list[int], reason: str) -> None:
-    """No process is left, every call says why, and a restart helps."""
+    """No process is left, every call raises the reason, and a restart helps."""
     assert not support.survivors(pids, within_s=0)
     for call in (lambda: group.run(support.whoami), group.initialize, group.destroy, group.get_version):
         with pytest.raises(GroupError, match=rf"this group has ended: .*{reason}.*call restart\(\)"):
@@ -63,7 +63,7 @@ def assert_ended(group: EngineGroup, pids: list[int], reason: str) -> None:
     assert group.run(support.whoami) == [(0,), (1,)]
 
 
-# ------------------------------------------------------------------ every rank answers: the group goes on
+# ------------------------------------------------------------------ every rank answers: the group continues
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])

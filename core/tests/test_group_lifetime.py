@@ -154,7 +154,7 @@ time.sleep(300)
             0,
             marks=pytest.mark.nightly,
         ),
-        ("pids = start().pids\nos._exit(len(support.survivors(pids)))", 0),  # collected: nobody holds it
+        ("pids = start().pids\nos._exit(len(support.survivors(pids)))", 0),  # collected: nothing refers to it
         pytest.param("with start() as group:\n    group.run(support.whoami)", 0, marks=pytest.mark.nightly),
     ],
     ids=["end", "exit", "error", "thread", "collected", "closed"],

@@ -1,4 +1,4 @@
-"""Adapters: names, merging, what is trained, and bad input, on a real engine."""
+"""Adapters: names, merging, trained parameters, and bad input, on a real engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects whose tensors travel beside their pickle."""
+"""Objects whose tensors are sent out of band."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def tensors(batch: SequenceBatch) -> dict[str, Tensor | None]:
 
 
 def arrived(value: object) -> Any:
-    """What a rank gets, in memory of its own."""
+    """Arguments of a rank, in memory of its own."""
     return unpacked([memoryview(bytearray(part)) for part in packed(value)])
 
 

@@ -1,4 +1,4 @@
-"""Requests and responses: what they refuse, and what they say about log-probs."""
+"""Requests and responses: invalid values, and log-probs."""
 
 from __future__ import annotations
 

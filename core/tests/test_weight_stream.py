@@ -517,7 +517,7 @@ def test_missing_sender_leaves_no_receiver_waiting(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         sync_weights(Sender(RuntimeError("out of memory")), receiver, meta(tmp_path), 20)
     receiver.pool.shutdown()  # would wait for the receiver's 20 s
-    abandon(meta(tmp_path))  # nobody is there, and that is fine
+    abandon(meta(tmp_path))  # no receiver is there, and that is fine
 
 
 def test_interrupted_sync_ignores_unresponsive_server(

@@ -117,7 +117,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": ZAMBA | {"n_mamba_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What the sizes above do not fit, by model type."""
+"""Exceptions to the sizes above, by model type."""
 
 
 def tiny_config(family: str) -> PretrainedConfig:
