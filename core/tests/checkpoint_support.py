@@ -21,14 +21,14 @@ from core_rl.checkpoint.directory import open_checkpoint, write_checkpoint
 from core_rl.distributed.comm import Comm
 
 TIMEOUT_S = 60.0
-"""How long a rank waits for the others: only a test that fails takes it."""
+"""Time limit of a rank for its peers, which only failing tests reach."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadComm(Comm):
-    """Its ranks are threads; a rank that does not come breaks the barrier."""
+    """World of threads as ranks; a missing rank breaks the barrier."""
 
     number: int
     slots: list[Any]

@@ -37,7 +37,7 @@ class FakeGpu:
         self._buffers: list[weakref.ref[Tensor]] = []
         self._handles = itertools.count()
         self.open: dict[int, Tensor] = {}
-        """What readers may open, by the handle's number."""
+        """Memory that readers may open, by the handle's number."""
         self.copies = 0
         """Copies of a whole buffer to the host."""
 
@@ -53,7 +53,7 @@ class FakeGpu:
         return buffer
 
     def reduce(self, flat: Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """As torch's ``reduce_tensor``, with the number of the share where the handle is."""
+        """Stand-in for torch's ``reduce_tensor``, with the number of the share for the handle."""
         number = next(self._handles)
         self.open[number] = flat.clone()
         storage = (torch.storage.TypedStorage, torch.uint8)
@@ -61,7 +61,7 @@ class FakeGpu:
         return reductions.rebuild_cuda_tensor, (Tensor, flat.size(), (1,), 0, *storage, *place)
 
     def rebuild(self, *arguments: Any) -> Tensor:
-        """As torch's ``rebuild_cuda_tensor``."""
+        """Stand-in for torch's ``rebuild_cuda_tensor``."""
         assert arguments[cuda.DEVICE] == OWN
         return self.open.pop(arguments[cuda.DEVICE + 1])
 

@@ -162,7 +162,7 @@ def surroundings(rank: TrainEngine) -> dict[str, object]:
 
 
 def fields(engine: TrainEngine) -> list[str]:
-    """Of the batch of the last forward pass."""
+    """Fields of the batch of the last forward pass."""
     return echo_engine(engine).fields
 
 
@@ -244,7 +244,7 @@ def parent_pid(engine: TrainEngine) -> int:
 
 
 def starter_pid(engine: TrainEngine) -> int:
-    """Of the process that had the fork server start this rank."""
+    """Process id of the driver of this rank."""
     starter = multiprocessing.parent_process()
     assert starter is not None
     assert starter.pid is not None

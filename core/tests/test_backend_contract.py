@@ -84,7 +84,7 @@ def test_method_of_unnamed_protocol_is_helper(backend: Any, norm: bool) -> None:
 
 
 def test_a_subclass_may_use_the_names_of_the_toolkits_private_attributes() -> None:
-    """What the toolkit keeps for itself is not overwritten by a plugin that calls something so."""
+    """A plugin's names do not overwrite private names of the toolkit."""
     engine = load_engine(support.spec(support.KeepsAState), engine_support.config())
     engine.initialize()
     assert "model.norm.weight" in engine.tensor_shapes("params")

@@ -1,4 +1,4 @@
-"""What packed attention asks of CUDA's kernels, with a kernel of the CPU in their place that insists on it."""
+"""Arguments of packed attention for CUDA's kernels, checked by a stand-in on the CPU."""
 
 from __future__ import annotations
 

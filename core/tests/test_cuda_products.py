@@ -59,7 +59,7 @@ def test_half_precision_chunks_share_a_head_product(with_entropy: bool) -> None:
 
 
 def products_of(device: torch.device, with_entropy: bool, chunk: int) -> list[tuple[str, torch.dtype, Shape]]:
-    """Of log-probs and their gradients, in bfloat16."""
+    """Products of log-probs and their gradients, in bfloat16."""
     hidden = torch.zeros(ROWS, HIDDEN, device=device, dtype=BFLOAT16, requires_grad=True)
     weight = torch.zeros(VOCABULARY, HIDDEN, device=device, dtype=BFLOAT16, requires_grad=True)
     targets = torch.zeros(ROWS, dtype=torch.long, device=device)

@@ -96,7 +96,7 @@ def test_unaligned_experts_are_computed_one_by_one() -> None:
 
 
 def test_single_padding_row_is_computed_and_dropped() -> None:
-    """Of three tokens where another rank has five; the result is no view, on which FSDP's hook could be lost."""
+    """Three tokens where another rank has five; the result is no view, which could lose FSDP's hook."""
     seen: list[Tensor] = []
 
     def compute(tokens: Tensor, selected: Tensor, gates: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from core_rl.errors import EngineStateError, LossError, OutOfDeviceMemory
 from core_rl.launch.group import EngineGroup
 
 LIMIT_S = 10.0
-"""How long a rank waits for its peers."""
+"""Time limit of a rank for its peers."""
 BATCH = engine_support.batch(lengths=(5, 9, 3, 7))
 
 

@@ -25,7 +25,7 @@ class _Counting(torch.optim.AdamW):
 def test_moments_are_created_without_gradients_of_all_parameters(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a model are as large as its float32 weights."""
+    """Bound gradients, which for a model are as large as its float32 weights."""
     monkeypatch.setattr("core_rl.toolkit.optimizer.GRADIENT_BYTES", 1000)
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in (100, 100, 100, 400, 10, 0)]
     before, grad = [p.detach().clone() for p in parameters], torch.ones(100)

@@ -154,7 +154,7 @@ def _tensors(engine: TrainEngine, kind: str) -> dict[str, Tensor]:
     ids=["default", "other"],
 )
 def test_muon_takes_the_steps_of_torch(muon: dict[str, Any]) -> None:
-    """Of torch's own code, with its iterations in float32 instead of bfloat16."""
+    """Compare with torch's code, with its iterations in float32 instead of bfloat16."""
     engine = _engine({"type": "muon", "weight_decay": 0.1, "max_grad_norm": None, "muon": muon})
     local = {name: nn.Parameter(value) for name, value in _tensors(engine, "master").items()}
     local = {name: value for name, value in local.items() if name in engine.tensor_shapes("momentum")}

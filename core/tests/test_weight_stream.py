@@ -162,7 +162,7 @@ def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
 
 
 def test_dead_receivers_error_reaches_sender(tmp_path: Path) -> None:
-    """It has closed its end before the sender's next message."""
+    """The receiver closes its end before the sender's next message."""
     subject = meta(tmp_path)
 
     def refuse() -> None:
@@ -455,7 +455,7 @@ def test_unjoined_group_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Receiver:
-    """As much of an inference engine as `sync_weights` uses."""
+    """The part of an inference engine that `sync_weights` uses."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
