@@ -67,8 +67,8 @@ class Spread:
         largest: dict[str, float] = {}
         for step, row in enumerate(base):
             for name, value in row.items():
-                found = max(abs(curve[step][name] - value) for curve in moved)
-                largest[name] = max(found, largest.get(name, 0.0))
+                difference = max(abs(curve[step][name] - value) for curve in moved)
+                largest[name] = max(difference, largest.get(name, 0.0))
             self._limits.append({name: self._tolerance(name, largest[name]) for name in row})
 
     def _tolerance(self, name: str, baseline: float) -> Tolerance:
@@ -79,18 +79,18 @@ class Spread:
         """Each value outside, with step, metric, both values and the limit."""
         if len(curve) != len(self._base):
             return [f"{len(curve) - 1} steps instead of {len(self._base) - 1}"]
-        found = []
+        messages = []
         for step, (row, base, limits) in enumerate(zip(curve, self._base, self._limits, strict=True)):
             if row.keys() != base.keys():
-                found.append(f"step {step}: only one of both has {sorted(row.keys() ^ base.keys())}")
+                messages.append(f"step {step}: only one of both has {sorted(row.keys() ^ base.keys())}")
             for name in sorted(row.keys() & base.keys()):
                 error = abs(row[name] - base[name])
                 if not limits[name].allows(error):
-                    found.append(
+                    messages.append(
                         f"step {step}: {name} = {row[name]:.9g} instead of {base[name]:.9g}, a difference of "
                         f"{error:.1e}; allowed is {limits[name]}"
                     )
-        return found
+        return messages
 
     def shares(self, curve: Curve) -> Mapping[str, float]:
         """For each metric the largest difference over the steps as a part of what is allowed."""

@@ -47,9 +47,9 @@ def plain_dr_grpo(reward: float, peers: Sequence[float]) -> float:
 
 
 def plain_rloo(reward: float, peers: Sequence[float]) -> float:
-    others = list(peers)
-    others.remove(reward)
-    return reward - statistics.fmean(others) if others else 0.0
+    rest = list(peers)
+    rest.remove(reward)
+    return reward - statistics.fmean(rest) if rest else 0.0
 
 
 @pytest.mark.parametrize(
@@ -70,21 +70,21 @@ def test_group_rules_compare_each_reward_with_its_group(
     seed: int,
 ) -> None:
     group = torch.randint(0, 4, (len(rewards),), generator=torch.Generator().manual_seed(seed))
-    found = rule(torch.tensor(rewards), group)
+    advantages = rule(torch.tensor(rewards), group)
     for index, reward in enumerate(rewards):
         peers = [r for r, g in zip(rewards, group.tolist(), strict=True) if g == group[index]]
-        assert float(found[index]) == pytest.approx(plain(reward, peers), rel=1e-4, abs=1e-5)
+        assert float(advantages[index]) == pytest.approx(plain(reward, peers), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("rule", [grpo_advantages, dr_grpo_advantages, rloo_advantages])
 def test_equal_rewards_and_lone_sequences_have_no_advantage(rule: Callable[[Tensor, Tensor], Tensor]) -> None:
-    found = rule(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([3, 3, 3, 8]))
-    assert found.abs().max() < 1e-6
+    advantages = rule(torch.tensor([0.1, 0.1, 0.1, 7.0]), torch.tensor([3, 3, 3, 8]))
+    assert advantages.abs().max() < 1e-6
 
 
 def test_remax_compares_with_the_greedy_answer() -> None:
-    found = remax_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.5, 0.5, 0.5]))
-    assert found.tolist() == [0.5, -0.5, 0.0]
+    advantages = remax_advantages(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.5, 0.5, 0.5]))
+    assert advantages.tolist() == [0.5, -0.5, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_sequence_values_spread_to_their_tokens() -> None:
 def test_discounted_sums_are_the_recurrence(counts: list[int], decay: float, seed: int) -> None:
     values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    found = discounted_sums(values, owner, decay).tolist()
+    sums = discounted_sums(values, owner, decay).tolist()
     after = 0.0
     for t in reversed(range(len(values))):
         last = t + 1 == len(values) or owner[t + 1] != owner[t]
         after = float(values[t]) + (0.0 if last else decay * after)
-        assert found[t] == pytest.approx(after, rel=1e-12, abs=1e-12)
+        assert sums[t] == pytest.approx(after, rel=1e-12, abs=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,7 +148,7 @@ def test_gae_is_the_recurrence_over_trained_tokens(
     values = torch.randn(total, generator=generator, dtype=torch.float64)
     last = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     hidden = ~batch.loss_mask
-    found = gae_advantages(
+    actual = gae_advantages(
         rewards.masked_fill(hidden, math.nan),
         values.masked_fill(hidden, math.nan),
         batch,
@@ -162,17 +162,17 @@ def test_gae_is_the_recurrence_over_trained_tokens(
             delta = float(rewards[t]) + gamma * following - float(values[t])
             advantage = delta + gamma * lam * advantage
             following = float(values[t])
-            assert float(found[t]) == pytest.approx(advantage, rel=1e-11, abs=1e-11)
-    assert bool((found[hidden] == 0).all())
+            assert float(actual[t]) == pytest.approx(advantage, rel=1e-11, abs=1e-11)
+    assert bool((actual[hidden] == 0).all())
 
 
 def test_gae_without_discount_is_return_minus_value() -> None:
     batch = ragged_batch(LENGTHS)
     earned = token_rewards(batch["rewards"], batch).double()
     values = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = gae_advantages(earned, values, batch)
+    actual = gae_advantages(earned, values, batch)
     expected = torch.where(batch.loss_mask, returns_to_go(earned, batch) - values, 0.0)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -180,12 +180,12 @@ def test_gae_without_discount_is_return_minus_value() -> None:
 def test_token_rewards_add_penalties_and_final_reward(lengths: list[int], prompt: int, seed: int) -> None:
     batch = ragged_batch(lengths, seed, prompt)
     penalties = batch["advantages"].masked_fill(~batch.loss_mask, math.nan)
-    found = token_rewards(batch["rewards"], batch, penalties)
+    actual = token_rewards(batch["rewards"], batch, penalties)
     expected = [0.0] * batch.num_tokens
     for b, row in enumerate(trained_rows(batch)):
         for t in row:
             expected[t] = -float(penalties[t]) + (float(batch["rewards"][b]) if t == row[-1] else 0.0)
-    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert actual.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert float(token_rewards(batch["rewards"], batch).sum()) == pytest.approx(
         sum(float(r) for r, row in zip(batch["rewards"], trained_rows(batch), strict=True) if row), abs=1e-5
     )
@@ -193,8 +193,8 @@ def test_token_rewards_add_penalties_and_final_reward(lengths: list[int], prompt
 
 def test_the_overlong_penalty_falls_inside_the_buffer() -> None:
     batch = ragged_batch([5, 7, 8, 9, 11, 13])  # one token less is trained
-    found = overlong_penalty(batch, max_length=10, buffer=4)
-    assert found.tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
+    actual = overlong_penalty(batch, max_length=10, buffer=4)
+    assert actual.tolist() == pytest.approx([0, 0, -0.25, -0.5, -1, -1])
     with pytest.raises(BatchError, match="buffer = 11"):
         overlong_penalty(batch, max_length=10, buffer=11)
 
@@ -213,12 +213,12 @@ def test_groups_with_signal_have_differing_rewards() -> None:
 def test_whitened_values_have_mean_0_and_variance_1(lengths: list[int], seed: int) -> None:
     batch = ragged_batch(lengths, seed)
     mask = batch.loss_mask
-    found = whiten(batch["advantages"].masked_fill(~mask, math.nan), mask)
-    chosen = batch["advantages"][mask].tolist()
-    spread = statistics.variance(chosen) if len(chosen) > 1 else 0.0
-    expected = [(value - statistics.fmean(chosen)) / math.sqrt(spread + 1e-8) for value in chosen]
-    assert found[mask].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
-    assert bool((found[~mask] == 0).all())
+    white = whiten(batch["advantages"].masked_fill(~mask, math.nan), mask)
+    trained = batch["advantages"][mask].tolist()
+    spread = statistics.variance(trained) if len(trained) > 1 else 0.0
+    expected = [(value - statistics.fmean(trained)) / math.sqrt(spread + 1e-8) for value in trained]
+    assert white[mask].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert bool((white[~mask] == 0).all())
 
 
 class ThreadComm(Comm):
@@ -242,19 +242,19 @@ def test_whitening_takes_its_moments_over_all_ranks() -> None:
     batch = ragged_batch(LENGTHS)
     parts = batch.split([[0, 3], [1, 2, 4, 5]])
     world = ThreadComm(2)
-    found: dict[int, Tensor] = {}
+    by_rank: dict[int, Tensor] = {}
 
     def rank(number: int) -> None:
-        found[number] = whiten(parts[number]["advantages"], parts[number].loss_mask, world)
+        by_rank[number] = whiten(parts[number]["advantages"], parts[number].loss_mask, world)
 
     threads = [threading.Thread(target=rank, args=(n,)) for n in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    whole = whiten(batch["advantages"], batch.loss_mask)
-    torch.testing.assert_close(found[0], whole[batch.token_index([0, 3])])
-    torch.testing.assert_close(found[1], whole[batch.token_index([1, 2, 4, 5])])
+    expected = whiten(batch["advantages"], batch.loss_mask)
+    torch.testing.assert_close(by_rank[0], expected[batch.token_index([0, 3])])
+    torch.testing.assert_close(by_rank[1], expected[batch.token_index([1, 2, 4, 5])])
 
 
 # ------------------------------------------------------------------ controller
@@ -266,10 +266,10 @@ def test_the_kl_controller_moves_towards_its_target() -> None:
     assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
     controller.update(50.0, 10)  # the error is clipped
     assert controller.coef == pytest.approx(0.101 * (1 + 0.2 * 10 / 100))
-    other = KLController(0.1, target=0.5, horizon=100)
-    other.load_state_dict(controller.state_dict())
-    other.update(0.0, 10)
-    assert other.coef == pytest.approx(0.101 * 1.02 * 0.98)
+    restored = KLController(0.1, target=0.5, horizon=100)
+    restored.load_state_dict(controller.state_dict())
+    restored.update(0.0, 10)
+    assert restored.coef == pytest.approx(0.101 * 1.02 * 0.98)
     fixed = KLController(0.1)
     fixed.update(50.0, 10)
     assert fixed.coef == 0.1

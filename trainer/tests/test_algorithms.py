@@ -88,7 +88,7 @@ def test_kl_estimators_have_documented_gradients(estimator: KLEstimator) -> None
     logits, log_p = two_policies()
     log_q = logits.log_softmax(-1)
     weights = log_q.detach().exp()
-    (found,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         (weights * kl_estimate(log_q, log_p, estimator)).sum(), logits, retain_graph=True
     )
     target = {
@@ -97,26 +97,26 @@ def test_kl_estimators_have_documented_gradients(estimator: KLEstimator) -> None
         "k3": (log_p.exp() * (log_p - log_q)).sum(),
     }[estimator]
     (expected,) = torch.autograd.grad(target, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_only_k3_is_clamped_for_distant_policies() -> None:
     """Its ratio would overflow; k1 and k2 are the formula, and pull back however far a token has drifted."""
-    own = torch.tensor([-90.0, -0.1, -30.0], requires_grad=True)
+    policy = torch.tensor([-90.0, -0.1, -30.0], requires_grad=True)
     reference = torch.tensor([-1.0, -60.0, -29.0])
-    k1, k2, k3 = (kl_estimate(own, reference, name) for name in ESTIMATORS)
+    k1, k2, k3 = (kl_estimate(policy, reference, name) for name in ESTIMATORS)
     assert k1.tolist() == pytest.approx([-89.0, 59.9, -1.0])
     assert k2.tolist() == pytest.approx([89.0**2 / 2, 59.9**2 / 2, 0.5])
-    (gradient,) = torch.autograd.grad(k2.sum(), own)
+    (gradient,) = torch.autograd.grad(k2.sum(), policy)
     assert gradient.tolist() == pytest.approx([-89.0, 59.9, -1.0])
     assert bool(torch.isfinite(k3).all())
 
 
 def test_k3_is_never_negative_and_accurate_near_zero() -> None:
     difference = torch.tensor([1e-6, -1e-6, 0.0, 3.0, -3.0], dtype=torch.float64)
-    found = kl_estimate(torch.zeros_like(difference), difference, "k3")
-    assert bool((found >= 0).all())
-    assert float(found[0]) == pytest.approx(5e-13, rel=1e-3)
+    estimates = kl_estimate(torch.zeros_like(difference), difference, "k3")
+    assert bool((estimates >= 0).all())
+    assert float(estimates[0]) == pytest.approx(5e-13, rel=1e-3)
 
 
 # ---------------------------------------------------------------- policy loss
@@ -168,8 +168,8 @@ def test_policy_loss_is_the_papers_formula(
     output = policy_output(batch, seed)
     total, _ = loss(output, batch)
     expected = plain_policy_loss(output["logprobs"].detach(), output["entropy"].detach(), batch, loss)
-    found = float(total.detach()) / loss.spec(1.0).weight(batch)
-    assert found == pytest.approx(expected, rel=1e-11, abs=1e-12)
+    actual = float(total.detach()) / loss.spec(1.0).weight(batch)
+    assert actual == pytest.approx(expected, rel=1e-11, abs=1e-12)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=ids)
@@ -178,8 +178,8 @@ def test_policy_loss_has_the_formulas_gradient(loss: PolicyLoss) -> None:
     batch = weighted_batch(LENGTHS)
     output = policy_output(batch)
     total, _ = loss(output, batch)
-    (found,) = torch.autograd.grad(total / loss.spec(1.0).weight(batch), output["logprobs"])
-    assert bool((found != 0).any())
+    (gradient,) = torch.autograd.grad(total / loss.spec(1.0).weight(batch), output["logprobs"])
+    assert bool((gradient != 0).any())
     step = 1e-6
     for t in range(batch.num_tokens):
         sides = []
@@ -187,14 +187,14 @@ def test_policy_loss_has_the_formulas_gradient(loss: PolicyLoss) -> None:
             moved = output["logprobs"].detach().clone()
             moved[t] += sign * step
             sides.append(plain_policy_loss(moved, output["entropy"].detach(), batch, loss))
-        assert float(found[t]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
+        assert float(gradient[t]) == pytest.approx((sides[0] - sides[1]) / (2 * step), abs=1e-7)
 
 
 def test_cispo_clips_weights_and_keeps_gradients() -> None:
     batch = ragged_batch(LENGTHS)
     output = policy_output(batch)
     total, metrics = CISPO_LOSS(output, batch)
-    (found,) = torch.autograd.grad(total, output["logprobs"])
+    (gradient,) = torch.autograd.grad(total, output["logprobs"])
     new, old, advantages = (
         values.tolist()
         for values in (output["logprobs"].detach(), batch["prox_logprobs"], batch["advantages"])
@@ -203,7 +203,7 @@ def test_cispo_clips_weights_and_keeps_gradients() -> None:
     for row in trained_rows(batch):
         for t in row:
             expected = -plain_cispo_gradient(CISPO_LOSS.objective, new, old, advantages, t)
-            assert float(found[t]) == pytest.approx(expected, rel=1e-12)
+            assert float(gradient[t]) == pytest.approx(expected, rel=1e-12)
     assert 0 < metrics["clip_fraction"].result() < 1
 
 
@@ -247,8 +247,8 @@ def test_a_custom_objective_is_used_and_travels() -> None:
     assert float(total.detach()) == pytest.approx(-float(expected.detach()), rel=1e-12)
     scaled = CustomObjective(type=f"{__name__}:Scaled", settings={"factor": 2.0})
     twice, _ = PolicyLoss(objective=scaled)(output, batch)
-    once, _ = PolicyLoss(objective=Reinforce())(output, batch)
-    assert float(twice.detach()) == pytest.approx(2 * float(once.detach()))
+    plain, _ = PolicyLoss(objective=Reinforce())(output, batch)
+    assert float(twice.detach()) == pytest.approx(2 * float(plain.detach()))
     with pytest.raises(LossError, match="must return a Surrogate or a tensor"):
         PolicyLoss(objective=CustomObjective(type=f"{__name__}:short"))(output, batch)
 
@@ -258,9 +258,9 @@ def test_policy_metrics_are_plain_statistics_over_trained_tokens() -> None:
     output = policy_output(batch)
     loss = PolicyLoss(kl_coef=0.1, log_entropy=True)
     _, metrics = loss(output, batch)
-    chosen = [t for row in trained_rows(batch) for t in row]
+    trained = [t for row in trained_rows(batch) for t in row]
     new, old, ref, advantage, entropy = (
-        [float(values[t].detach()) for t in chosen]
+        [float(values[t].detach()) for t in trained]
         for values in (
             output["logprobs"],
             batch["prox_logprobs"],

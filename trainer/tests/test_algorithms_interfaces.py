@@ -176,9 +176,9 @@ def test_advantages_use_global_batch() -> None:
     batch = drop_tokens(ragged_batch(LENGTHS), "prox_logprobs", "advantages")
     metrics = actor.train_step(engine, batch, ONE)
     assert metrics["updates"] == len(engine.batches) == 6
-    whole = spread_to_tokens(grpo_advantages(batch["rewards"], batch["group"]), batch)
+    expected = spread_to_tokens(grpo_advantages(batch["rewards"], batch["group"]), batch)
     seen = SequenceBatch.concat(engine.batches[:2])
-    assert sorted(seen["advantages"].tolist()) == sorted(whole.tolist())
+    assert sorted(seen["advantages"].tolist()) == sorted(expected.tolist())
     assert seen.num_sequences == batch.num_sequences
 
 
@@ -262,11 +262,11 @@ def test_kl_in_reward_changes_only_advantages() -> None:
         advantage=RLOO(), kl_coef=0.3, kl_in="reward", kl_estimator="k1", recompute_logprobs=False
     )
     actor, batch = PPOActorInterface(config), drop_tokens(rollout_batch(), "prox_logprobs")
-    found = actor.prepare(batch)["advantages"]
+    advantages = actor.prepare(batch)["advantages"]
     kl = torch.where(batch.loss_mask, batch["logprobs"] - batch["ref_logprobs"], 0.0)
     penalties = torch.stack([part.sum() for part in kl.split(batch.lengths)])
     expected = rloo_advantages(batch["rewards"] - 0.3 * penalties, batch["group"])
-    torch.testing.assert_close(found, spread_to_tokens(expected, batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(advantages, spread_to_tokens(expected, batch), rtol=1e-5, atol=1e-5)
     assert actor.loss().kl_coef == 0
 
 
@@ -290,16 +290,16 @@ def test_truncated_answers_go_on_with_the_critics_value() -> None:
     values = torch.zeros(batch.num_tokens)
     batch = batch.with_tokens(values=values).with_sequences(bootstrap=torch.full((6,), 2.0))
     batch = replace(batch, meta={"stop_reason": ["stop", "length", "stop", "stop", "stop", "stop"]})
-    chosen = {
+    settings = {
         "advantage": {"type": "gae", "lam": 1.0, "bootstrap_truncated": True},
         "whiten_advantages": False,
     }
-    actor = make_interface(ModelInterfaceAbstraction("ppo", chosen))
+    actor = make_interface(ModelInterfaceAbstraction("ppo", settings))
     assert isinstance(actor, PPOActorInterface)
-    found = actor.prepare(batch)["returns"].split(batch.lengths)
+    returns = actor.prepare(batch)["returns"].split(batch.lengths)
     rewards = batch["rewards"].tolist()
-    assert float(found[1][-1]) == pytest.approx(rewards[1] + 2)
-    assert float(found[0][-1]) == pytest.approx(rewards[0])
+    assert float(returns[1][-1]) == pytest.approx(rewards[1] + 2)
+    assert float(returns[0][-1]) == pytest.approx(rewards[0])
 
 
 def test_updates_end_above_max_kl() -> None:
@@ -322,9 +322,9 @@ def test_adaptive_kl_coefficient_is_saved_in_state() -> None:
     assert metrics["kl_coef"] == 0.1
     assert metrics["kl_before"] == pytest.approx(0.5)
     assert actor.state_dict() == {"coef": pytest.approx(0.1 * (1 + 0.2 * 6 / 100))}
-    other = PPOActorInterface(config)
-    other.load_state_dict(actor.state_dict())
-    assert other.loss().kl_coef == actor.loss().kl_coef
+    restored = PPOActorInterface(config)
+    restored.load_state_dict(actor.state_dict())
+    assert restored.loss().kl_coef == actor.loss().kl_coef
 
 
 def test_groups_without_signal_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -472,7 +472,7 @@ def test_the_value_loss_is_the_clipped_squared_error(
     for new, old, goal in zip(
         values.tolist(), batch["values"].tolist(), batch["returns"].tolist(), strict=True
     ):
-        held = new if clip is None else min(max(new, old - clip), old + clip)
-        expected.append(0.5 * max((new - goal) ** 2, (held - goal) ** 2))
-    found = float(total.detach()) / loss.spec().weight(batch)
-    assert found == pytest.approx(plain_mean(expected, batch, how), rel=1e-11)
+        clamped = new if clip is None else min(max(new, old - clip), old + clip)
+        expected.append(0.5 * max((new - goal) ** 2, (clamped - goal) ** 2))
+    actual = float(total.detach()) / loss.spec().weight(batch)
+    assert actual == pytest.approx(plain_mean(expected, batch, how), rel=1e-11)

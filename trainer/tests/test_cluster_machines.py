@@ -38,8 +38,8 @@ def test_a_section_makes_its_hosts() -> None:
 
 def test_a_function_runs_on_each_machine() -> None:
     with open_cluster(section()) as hosts:
-        found = call_on_machines(hosts, [0], missing_paths, [os.devnull, "/nowhere"])
-    assert found == {0: (os.uname().nodename, ["/nowhere"])}
+        missing = call_on_machines(hosts, [0], missing_paths, [os.devnull, "/nowhere"])
+    assert missing == {0: (os.uname().nodename, ["/nowhere"])}
 
 
 def calls(blind: Callable[[int, str], bool]) -> Callable[..., dict[int, tuple[str, list[str]]]]:

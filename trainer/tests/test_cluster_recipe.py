@@ -82,9 +82,9 @@ def test_ranks_fill_machines_in_order(
 ) -> None:
     placement = None if chosen is None else RolePlacement(**chosen)
     assert list(placement_problems(ranks, placement, cluster(**SLURM))) == []
-    found = place_ranks(ranks, placement, cluster(**SLURM))
-    assert found == tuple(Slot(*slot) for slot in slots)
-    assert describe_slots(found) == text
+    actual = place_ranks(ranks, placement, cluster(**SLURM))
+    assert actual == tuple(Slot(*slot) for slot in slots)
+    assert describe_slots(actual) == text
 
 
 MISPLACED = [

@@ -17,15 +17,15 @@ DATA = {"sft": "train.jsonl", "dpo": "pairs.jsonl", "reward_model": "pairs.jsonl
 
 
 def arguments(start: Path, algorithm: str, **changes: str | None) -> list[str]:
-    chosen: dict[str, str | None] = {
+    options: dict[str, str | None] = {
         "algorithm": algorithm,
         "model": str(start / "model"),
         "data": str(start / DATA.get(algorithm, "train.jsonl")),
         "reward": None if algorithm in DATA else str(start / "reward.py"),
         "engine": "reference",
     }
-    chosen |= changes
-    return ["init", *(word for name, value in chosen.items() if value for word in (f"--{name}", value))]
+    options |= changes
+    return ["init", *(word for name, value in options.items() if value for word in (f"--{name}", value))]
 
 
 def run_command(words: list[str]) -> int:

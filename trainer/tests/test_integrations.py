@@ -34,9 +34,9 @@ async def played(
     environment: Any, data: dict[str, Any], completions: Sequence[Sequence[int]]
 ) -> list[Observation]:
     await environment.reset(data)
-    found = [await environment.step(completion) for completion in completions]
+    observations = [await environment.step(completion) for completion in completions]
     await environment.close()
-    return found
+    return observations
 
 
 def guess(tokenizer: Any) -> VerifiersEnvironment:
@@ -87,10 +87,10 @@ def test_reasoning_gym_scores_its_own_questions(tokenizer: PreTrainedTokenizerFa
     for example in map(json.loads, map(json.dumps, examples)):
         for answer, reward in ((example["answer"], 1.0), ("?", 0.0)):
             ids = tokenizer.encode(answer, add_special_tokens=False)
-            (found,) = asyncio.run(
+            (score,) = asyncio.run(
                 played(ReasoningGymEnvironment(tokenizer), example | {"prompt_ids": [5]}, [ids])
             )
-            assert (found.done, found.reward) == (True, reward)
+            assert (score.done, score.reward) == (True, reward)
     with pytest.raises(ConfigError, match="reasoning-gym task 'arithmetics'.*not registered"):
         list(reasoning_gym_examples("arithmetics", size=1, seed=0))
 

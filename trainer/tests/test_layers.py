@@ -32,5 +32,5 @@ def imported(path: Path) -> Iterator[str]:
 def test_lower_packages_import_no_trainer_dependencies(package: Path) -> None:
     modules = sorted(package.rglob("*.py"))
     assert modules
-    found = {str(path.relative_to(ROOT)): OF_THE_TRAINER & set(imported(path)) for path in modules}
-    assert {name: names for name, names in found.items() if names} == {}
+    imports = {str(path.relative_to(ROOT)): OF_THE_TRAINER & set(imported(path)) for path in modules}
+    assert {name: names for name, names in imports.items() if names} == {}

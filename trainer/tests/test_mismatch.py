@@ -60,12 +60,12 @@ def trained(rows: list[Tokens]) -> Tokens:
 @given(RAGGED)
 def test_mismatch_equals_formulas(rows: list[Tokens]) -> None:
     trainer, batch = make(rows)
-    found = mismatch_of(trainer, batch)
+    actual = mismatch_of(trainer, batch)
     if trained(rows):
-        assert found == pytest.approx(plainly(rows), rel=1e-9, abs=1e-9)
+        assert actual == pytest.approx(plainly(rows), rel=1e-9, abs=1e-9)
     else:
-        assert len(found) == 5
-        assert all(math.isnan(value) for value in found.values())
+        assert len(actual) == 5
+        assert all(math.isnan(value) for value in actual.values())
 
 
 @settings(deadline=None)
@@ -83,13 +83,13 @@ def test_each_lag_is_measured_by_itself(rows: list[Tokens], version: int) -> Non
 @given(RAGGED, st.integers(3, 5))
 def test_staleness_counts_tokens_and_mixed_answers(rows: list[Tokens], version: int) -> None:
     _, batch = make(rows)
-    found = staleness_of(batch, version)
+    staleness = staleness_of(batch, version)
     if not trained(rows):
-        assert all(math.isnan(value) for value in found.values())
+        assert all(math.isnan(value) for value in staleness.values())
         return
     lags = [version - v for _, _, _, v in trained(rows)]
     kinds = [len({v for _, _, m, v in row[1:] if m}) for row in rows]
-    assert found == pytest.approx(
+    assert staleness == pytest.approx(
         {
             "staleness_mean": statistics.fmean(lags),
             "staleness_max": max(lags),

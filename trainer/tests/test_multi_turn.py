@@ -38,8 +38,8 @@ class Counter:
         self.requests.append(request)
         await asyncio.sleep(0)
         aborted = bool(self._abort_after)
-        wanted = self._abort_after.pop(0) if aborted else self._per_answer
-        count = min(wanted, request.sampling.max_new_tokens)
+        length = self._abort_after.pop(0) if aborted else self._per_answer
+        count = min(length, request.sampling.max_new_tokens)
         first, self._next = self._next, self._next + count
         reason: StopReason = "abort" if aborted else "length" if count < self._per_answer else "stop"
         return LLMResponse(
@@ -69,12 +69,12 @@ class Script:
 
     async def step(self, output_ids: Sequence[int]) -> Observation:
         self.seen.append(tuple(output_ids))
-        found = self._script.pop(0)
-        if isinstance(found, Exception):
-            raise found
-        if found == "hang":
+        observation = self._script.pop(0)
+        if isinstance(observation, Exception):
+            raise observation
+        if observation == "hang":
             await asyncio.sleep(60)
-        return found  # type: ignore[no-any-return]
+        return observation  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         self.closed += 1
@@ -224,7 +224,7 @@ def test_aborted_penalised_completion_starts_again() -> None:
     sampling = SamplingParams(max_new_tokens=5, presence_penalty=1.0)
     response = asyncio.run(generate_whole(engine, LLMRequest(input_ids=(1, 2), sampling=sampling)))
     assert response.output_ids == (102, 103, 104)
-    assert [asked.input_ids for asked in engine.requests] == [(1, 2)] * 2
+    assert [request.input_ids for request in engine.requests] == [(1, 2)] * 2
 
 
 def test_engine_with_only_aborts_raises() -> None:

@@ -38,8 +38,8 @@ def plain_weights(correction: Correction, batch: SequenceBatch) -> tuple[list[fl
     ratios: list[float] = []
     for row in trained_rows(batch):
         own = [math.exp(proximal[t] - behaviour[t]) for t in row]
-        whole = isinstance(correction, (SequenceTruncated, SequenceMasked))
-        ratios += [math.prod(own)] * len(own) if whole else own
+        by_sequence = isinstance(correction, (SequenceTruncated, SequenceMasked))
+        ratios += [math.prod(own)] * len(own) if by_sequence else own
     match correction:
         case TokenTruncated() | SequenceTruncated():
             return ratios, [min(ratio, correction.limit) for ratio in ratios]

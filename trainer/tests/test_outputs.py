@@ -67,12 +67,12 @@ def test_run_writes_adapter_and_exports_checkpoints(
         assert not caught.value.code
         assert capsys.readouterr().out.strip() == f"{kind} of step {step}: {target}"
         assert AutoTokenizer.from_pretrained(target).chat_template == TEMPLATE
-    whole = [
+    models = [
         load_file(path / "model.safetensors")
         for path in (out / "model", tmp_path / "hf-4", tmp_path / "hf-2")
     ]
-    assert all(whole[0][name].equal(whole[1][name]) for name in whole[0])
-    assert not all(whole[0][name].equal(whole[2][name]) for name in whole[0])
+    assert all(models[0][name].equal(models[1][name]) for name in models[0])
+    assert not all(models[0][name].equal(models[2][name]) for name in models[0])
     names = [path / "adapter_model.safetensors" for path in (out / "adapter", tmp_path / "adapter-4")]
     assert names[0].read_bytes() == names[1].read_bytes()
     assert AutoTokenizer.from_pretrained(out / "adapter").chat_template == TEMPLATE
@@ -81,7 +81,7 @@ def test_run_writes_adapter_and_exports_checkpoints(
 
     base = AutoModelForCausalLM.from_pretrained(start / "model")
     merged = PeftModel.from_pretrained(base, str(out / "adapter")).merge_and_unload().state_dict()
-    for name, value in whole[0].items():
+    for name, value in models[0].items():
         assert merged[name].sub(value).abs().max() < 1e-5
 
 
@@ -91,8 +91,10 @@ def test_sharded_checkpoint_exports_from_changed_layout(start: Path, tmp_path: P
     train(recipe, [], console=Console(file=io.StringIO()))
     out = tmp_path / "out"
     assert export_checkpoint(out, "hf", tmp_path / "exported", overrides=["engines.fsdp.layout.dp=1"]) == 4
-    one, other = (load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "exported"))
-    assert all(one[name].equal(other[name]) for name in one)
+    original, exported = (
+        load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "exported")
+    )
+    assert all(original[name].equal(exported[name]) for name in original)
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def test_masked_positions_do_not_matter() -> None:
     for loss in LOSSES:
         clean, _ = loss(ModelOutput(logprobs=logprobs), batch)
         spoiled = batch.with_tokens(ref_logprobs=batch["ref_logprobs"].masked_fill(hidden, math.nan))
-        found, _ = loss(ModelOutput(logprobs=logprobs.masked_fill(hidden, math.nan)), spoiled)
-        assert float(found) == float(clean)
+        actual, _ = loss(ModelOutput(logprobs=logprobs.masked_fill(hidden, math.nan)), spoiled)
+        assert float(actual) == float(clean)
 
 
 def test_losses_can_be_pickled() -> None:

@@ -28,15 +28,15 @@ Groups = list[EngineGroup]
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     """All groups that a run starts, in their order."""
-    found: Groups = []
+    opened: Groups = []
 
     class Recorded(EngineGroup):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)
-            found.append(self)
+            opened.append(self)
 
     monkeypatch.setattr(engines, "EngineGroup", Recorded)
-    return found
+    return opened
 
 
 def kill_after(
@@ -93,8 +93,8 @@ def test_a_killed_rank_changes_no_metric(
     weights = [path / "model" / "model.safetensors" for path in (output, unbroken)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     where = f"the checkpoint of step {start_from}" if start_from else "the beginning"
-    said = f"restart 1 of 1, from {where}, on this machine: rank 0 was killed by SIGKILL"
-    assert said in printed and said in caplog.text
+    message = f"restart 1 of 1, from {where}, on this machine: rank 0 was killed by SIGKILL"
+    assert message in printed and message in caplog.text
     page = (output / "index.html").read_text()
     assert f"from step {start_from}, on 1 machine: rank 0 was killed by SIGKILL" in page
     assert ">complete<" in page

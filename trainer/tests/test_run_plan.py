@@ -37,19 +37,19 @@ from core_rl_trainer.run.training import open_learner
 
 
 def plan(directory: Path, values: dict[str, Any], *overrides: str) -> PlanReport:
-    found = dry_run(load_recipe(support.write_recipe(directory / "r.yaml", values), list(overrides)))
+    report = dry_run(load_recipe(support.write_recipe(directory / "r.yaml", values), list(overrides)))
     assert not (directory / "out").exists()
-    return found
+    return report
 
 
 def test_plan_counts_work_of_run(start: Path, tmp_path: Path) -> None:
     algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05, "minibatches": 2, "epochs": 2}}
     values = support.recipe_values(start, tmp_path / "out", algorithm=algorithm, critic={})
-    found = plan(tmp_path, values, "steps=8", "micro_batch_tokens=20")
-    assert (found.steps, found.workload.updates_per_step, found.passes) == (8, 4, 3.0)
-    assert (found.sequences_per_step, found.workload.longest) == (18, 5 + 4)  # <s>3+4= and four tokens
-    assert (found.evaluations, found.checkpoints) == (4, 4)  # after 0, 3, 6, 8 and 2, 4, 6, 8
-    roles = {role.role: role for role in found.roles}
+    report = plan(tmp_path, values, "steps=8", "micro_batch_tokens=20")
+    assert (report.steps, report.workload.updates_per_step, report.passes) == (8, 4, 3.0)
+    assert (report.sequences_per_step, report.workload.longest) == (18, 5 + 4)  # <s>3+4= and four tokens
+    assert (report.evaluations, report.checkpoints) == (4, 4)  # after 0, 3, 6, 8 and 2, 4, 6, 8
+    roles = {role.role: role for role in report.roles}
     assert list(roles) == ["actor", "critic", "reference", "rollout"]
     assert roles["actor"].ranks[0].micro_batches == 9  # two sequences of nine tokens fit into twenty
     assert roles["reference"].memory.gradients == roles["reference"].memory.moments == 0
@@ -80,7 +80,7 @@ def test_epochs_become_steps_of_the_data(start: Path, tmp_path: Path) -> None:
         tmp_path / "ten.jsonl", [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)]
     )
     plans = [plan(tmp_path, values, f"epochs={epochs}") for epochs in (1, 0.3, 2.5)]
-    assert [found.steps for found in plans] == [5, 2, 13]
+    assert [report.steps for report in plans] == [5, 2, 13]
     assert plans[0].passes == 1.0
     recipe = resolve(load_recipe(values | {"epochs": 1})).recipe
     assert (recipe.steps, recipe.epochs) == (5, None)
@@ -103,9 +103,9 @@ def test_recipe_has_steps_or_epochs(fields: dict[str, Any], message: str) -> Non
         parse_config(Recipe, values | fields)
 
 
-def printed(found: PlanReport) -> str:
+def printed(report: PlanReport) -> str:
     console = Console(file=io.StringIO(), width=200)
-    print_plan(found, console)
+    print_plan(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -163,27 +163,27 @@ def test_plan_shows_colocated_roles(
 ) -> None:
     pytest.importorskip("core_rl_fsdp")
     values = support.recipe_values(start, tmp_path / "out", **({"colocated": True} | PPO | changes))
-    found = plan(tmp_path, values)
-    *roles, rollout = found.roles
+    report = plan(tmp_path, values)
+    *roles, rollout = report.roles
     assert [role.colocated_with for role in roles] == list(colocated_with)
-    assert [role.devices for role in roles] == [tuple(map(int, own)) for own in devices]
+    assert [role.devices for role in roles] == [tuple(map(int, numbers)) for numbers in devices]
     assert (rollout.colocated_with, rollout.devices) == (None, ())
-    text = printed(found)
+    text = printed(report)
     assert says in text if says else "live in the same" not in text
     assert ", ".join(devices[1]) in text
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo", "reward_model"])
 def test_supervised_runs_have_single_model(start: Path, tmp_path: Path, algorithm: str) -> None:
-    found = plan(tmp_path, support.supervised_values(start, tmp_path / "out", algorithm))
-    (role,) = found.roles
+    report = plan(tmp_path, support.supervised_values(start, tmp_path / "out", algorithm))
+    (role,) = report.roles
     assert role.memory.moments == 2 * role.memory.weights
-    assert found.sequences_per_step == (6 if algorithm == "sft" else 12)
+    assert report.sequences_per_step == (6 if algorithm == "sft" else 12)
 
 
 def test_a_plan_is_printed_in_full(start: Path, tmp_path: Path) -> None:
-    found = plan(tmp_path, support.recipe_values(start, tmp_path / "out", colocated=False))
-    text = printed(found)
+    report = plan(tmp_path, support.recipe_values(start, tmp_path / "out", colocated=False))
+    text = printed(report)
     for words in (
         "6 examples * 3 = 18 sequences",
         "reference-rollout",
@@ -208,9 +208,9 @@ def test_unsupported_layout_is_named_early(start: Path, tmp_path: Path) -> None:
 def test_weights_are_counted_without_being_built(start: Path, changes: dict[str, Any]) -> None:
     model = ModelConfig.model_validate({"path": str(start / "model"), **changes})
     built = build_model(model, seed=0, attn_implementation="eager")
-    found = footprint_of(model)
-    assert found.parameters == sum(p.numel() for p in built.parameters())
-    assert found.trained == sum(p.numel() for p in built.parameters() if p.requires_grad)
+    footprint = footprint_of(model)
+    assert footprint.parameters == sum(p.numel() for p in built.parameters())
+    assert footprint.trained == sum(p.numel() for p in built.parameters() if p.requires_grad)
 
 
 def _config(layout: ParallelLayout, **changes: Any) -> TrainEngineConfig:
@@ -253,17 +253,17 @@ def test_activation_estimate_is_close_to_autograd(dtype: str, shape: PretrainedC
     model = AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, dtype))
     use_experts_kernel(model, "grouped")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     tokens = 256
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
     measured = sum(
-        tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights
+        tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in weights
     )
     config = _config(ParallelLayout(), dtype=dtype)
     footprint = footprint_of(ModelConfig(config=shape.to_dict()))
@@ -272,23 +272,25 @@ def test_activation_estimate_is_close_to_autograd(dtype: str, shape: PretrainedC
 
 def test_state_is_sharded_over_replica_ranks(start: Path) -> None:
     footprint = footprint_of(ModelConfig(path=str(start / "model")))
-    whole = estimate_memory(_config(ParallelLayout()), footprint, 100)
+    unsharded = estimate_memory(_config(ParallelLayout()), footprint, 100)
     spread = estimate_memory(_config(ParallelLayout(dp=2, tp=2, pp=2)), footprint, 100)
-    assert spread.weights == whole.weights / 4 and spread.moments == whole.moments / 4
-    assert whole.moments == 2 * whole.weights == 8 * footprint.parameters
+    assert spread.weights == unsharded.weights / 4 and spread.moments == unsharded.moments / 4
+    assert unsharded.moments == 2 * unsharded.weights == 8 * footprint.parameters
     forward = estimate_memory(_config(ParallelLayout(), optimizer=None), footprint, 100)
-    assert forward.total < whole.total and forward.gradients == 0
+    assert forward.total < unsharded.total and forward.gradients == 0
     assert (
         estimate_memory(_config(ParallelLayout(), dtype="bfloat16"), footprint, 100).weights
-        == 1.5 * whole.weights
+        == 1.5 * unsharded.weights
     )
     assert OptimizerConfig() == _config(ParallelLayout()).optimizer
 
 
 def test_peak_memory_is_in_pass_or_step() -> None:
-    found = MemoryEstimate(weights=4, gradients=4, moments=8, transient=1, activations=2, logits=3)
-    assert found.total == 16 + 6
-    assert replace(found, activations=0, logits=0).total == 16 + 4  # a step takes half of the moments again
+    estimate = MemoryEstimate(weights=4, gradients=4, moments=8, transient=1, activations=2, logits=3)
+    assert estimate.total == 16 + 6
+    assert (
+        replace(estimate, activations=0, logits=0).total == 16 + 4
+    )  # a step takes half of the moments again
 
 
 def test_head_gradient_adds_to_footprint() -> None:

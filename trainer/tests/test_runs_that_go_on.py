@@ -103,13 +103,13 @@ def test_forbidden_changes_are_named_with_reason(
 
 def test_data_files_count_by_their_content(start: Path, copied: Path, tmp_path: Path) -> None:
     same = shutil.copy(start / "train.jsonl", tmp_path / "same.jsonl")
-    other = tmp_path / "other.jsonl"
-    other.write_text((start / "train.jsonl").read_text().replace('"answer": 0', '"answer": 1'))
+    copy = tmp_path / "other.jsonl"
+    copy.write_text((start / "train.jsonl").read_text().replace('"answer": 0', '"answer": 1'))
     assert run(copied / "recipe.yaml", f"data.train={same}")["steps"] == 2
     with pytest.raises(
         ConfigError, match=r"data.train.0: the content of the file has changed since the run began"
     ):
-        run(copied / "recipe.yaml", f"data.train={other}", "steps=3")
+        run(copied / "recipe.yaml", f"data.train={copy}", "steps=3")
 
 
 @pytest.mark.nightly
@@ -123,7 +123,7 @@ def test_run_resumes_from_changed_layout_and_engine(start: Path, tmp_path: Path)
     run(first, "steps=2", "save_portable_every=2")  # a complete run gets what it lacks
     source = tmp_path / "out" / "checkpoints" / "step-00000002"
     run(first, "steps=2", "save_every=2", *new, "save_portable_every=2")
-    kept = tmp_path / "new" / "checkpoints" / "step-00000002"
+    checkpoint = tmp_path / "new" / "checkpoints" / "step-00000002"
     run(first, *new)
     assert [row["step"] for row in support.curve(tmp_path / "new")][-2:] == [3, 4]
     # The rate, the data order and the moments are those of the run that never changed its engine.
@@ -132,7 +132,7 @@ def test_run_resumes_from_changed_layout_and_engine(start: Path, tmp_path: Path)
     for left, right in zip(old, other, strict=True):
         assert left["lr"] == right["lr"]
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
-    assert source.exists() and kept.exists()
+    assert source.exists() and checkpoint.exists()
 
 
 def test_run_failed_before_first_step_frees_directory(
@@ -155,7 +155,7 @@ def test_run_failed_before_first_step_frees_directory(
 def test_run_resumes_exactly_after_sigterm(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = sft(start, tmp_path, steps=3, save_every=9)
+    unbroken = sft(start, tmp_path, steps=3, save_every=9)
     update = SupervisedLearner.update
 
     def signalled(learner: SupervisedLearner, batch: SequenceBatch, step: int) -> dict[str, float]:
@@ -163,15 +163,15 @@ def test_run_resumes_exactly_after_sigterm(
             os.kill(os.getpid(), signal.SIGTERM)
         return update(learner, batch, step)
 
-    run(whole, f"output_dir={tmp_path}/unbroken")
+    run(unbroken, f"output_dir={tmp_path}/unbroken")
     with monkeypatch.context() as patch:
         patch.setattr(SupervisedLearner, "update", signalled)
         with pytest.raises(StoppedBySignal, match="stopped by SIGTERM after step 2"):
-            run(whole)
+            run(unbroken)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert "stopped by SIGTERM" in (tmp_path / "out" / "index.html").read_text()
     assert not (tmp_path / "out" / "result.json").exists()
-    run(whole)
+    run(unbroken)
     assert support.curve(tmp_path / "out") == support.curve(tmp_path / "unbroken")
 
 
@@ -249,10 +249,10 @@ def _family(pid: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(entry.parent.name))
-    found = [pid]
-    for member in found:
-        found += children.get(member, [])
-    return found
+    pids = [pid]
+    for member in pids:
+        pids += children.get(member, [])
+    return pids
 
 
 def test_nonfinite_weights_name_file(start: Path, tmp_path: Path) -> None:

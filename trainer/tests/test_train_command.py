@@ -170,8 +170,8 @@ def test_the_package_and_its_command_load_without_torch(statement: str) -> None:
 
 @pytest.mark.parametrize("name", core_rl_trainer.__all__)
 def test_every_exported_name_resolves(name: str) -> None:
-    found: Any = getattr(core_rl_trainer, name)
-    assert name in ("__version__", "Event") or found.__name__ == name
+    exported: Any = getattr(core_rl_trainer, name)
+    assert name in ("__version__", "Event") or exported.__name__ == name
     assert name in dir(core_rl_trainer)
 
 

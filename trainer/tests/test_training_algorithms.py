@@ -219,8 +219,8 @@ def test_adapter_reference_is_base_model(start: Path, tmp_path: Path, sync: str)
     ],
 )
 def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> None:
-    chosen = {"type_": algorithm}
-    run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=chosen, steps=2))
+    section = {"type_": algorithm}
+    run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=section, steps=2))
     rows = support.curve(tmp_path / "out")[1:]
     assert all(row["update_successful"] == 1 for row in rows)
 

@@ -331,10 +331,14 @@ def test_process_rewards_of_run_and_hanging_reward(recipe: Path, tmp_path: Path)
         "import time\n\n\ndef slow(answer, sample):\n"
         "    if sample['_number'] == 8:\n        time.sleep(600)\n    return len(set(answer)) / 4\n"
     )
-    named = [f"reward={tmp_path}/slow.py:slow", "rollout.reward_processes=2", "rollout.reward_timeout_s=2"]
+    overrides = [
+        f"reward={tmp_path}/slow.py:slow",
+        "rollout.reward_processes=2",
+        "rollout.reward_timeout_s=2",
+    ]
     message = r"sample 8, completion \d: the reward function slow: gave no result in 2 s \(slow.py:6\)"
     with pytest.raises(RolloutError, match=message):
-        run(recipe, *named)
+        run(recipe, *overrides)
     assert [row["step"] for row in support.curve(tmp_path / "out")] == [0, 1]
 
 

@@ -62,6 +62,6 @@ def test_a_killed_run_goes_on_bit_for_bit(start: Path, tmp_path: Path, engine: s
     assert [row["lr"] for row in support.curve(unbroken)[1:]] == pytest.approx(
         [0.005, 0.00875, 0.0075, 0.00625]
     )
-    own, expected = (load_file(path / "model" / "model.safetensors") for path in (killed, unbroken))
-    assert own.keys() == expected.keys()
-    assert all(bool((own[name] == value).all()) for name, value in expected.items())
+    resumed, expected = (load_file(path / "model" / "model.safetensors") for path in (killed, unbroken))
+    assert resumed.keys() == expected.keys()
+    assert all(bool((resumed[name] == value).all()) for name, value in expected.items())

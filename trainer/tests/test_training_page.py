@@ -53,13 +53,13 @@ def recipe(output: Path, **changes: Any) -> Recipe:
 
 
 def test_related_metrics_share_chart() -> None:
-    main, others = charts_of(ROWS)
+    main, further = charts_of(ROWS)
     assert {chart.title: [curve.name for curve in chart.curves] for chart in main} == {
         "Reward": ["reward", "eval_reward", "eval_reward_greedy"],
         "Gradient norm": ["grad_norm"],
         "Seconds of each phase": ["time_update_s"],
     }
-    assert [chart.title for chart in others] == ["odd_<one>"]
+    assert [chart.title for chart in further] == ["odd_<one>"]
 
 
 def _places(points: str) -> list[tuple[float, float]]:
@@ -85,13 +85,13 @@ def _inside(chart: Chart) -> bool:
 )
 def test_every_value_is_inside_its_axes(values: list[float | None]) -> None:
     rows: list[Row] = [{"step": step, "reward": value} for step, value in enumerate(values)]
-    kept = [value for value in values if value is not None]
-    found, _ = charts_of(rows)
-    assert len(found) == bool(kept)
-    for chart in found:
+    finite = [value for value in values if value is not None]
+    charts, _ = charts_of(rows)
+    assert len(charts) == bool(finite)
+    for chart in charts:
         (curve,) = chart.curves
         assert _inside(chart)
-        assert len(_places(curve.line)) == math.ceil(len(kept) / math.ceil(len(kept) / POINTS))
+        assert len(_places(curve.line)) == math.ceil(len(finite) / math.ceil(len(finite) / POINTS))
         assert 2 <= len(chart.y_ticks) <= 8
 
 
@@ -107,10 +107,10 @@ def test_spike_is_visible_in_long_runs() -> None:
 
 def test_samples_tell_prompt_model_and_environment_apart() -> None:
     tokenizer = support.make_tokenizer()
-    prompt, answer, told = (
+    prompt, answer, reply = (
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("1+2=", "3", "4+")
     )
-    ids = [support.BOS, *prompt, *answer, *told, *answer, support.EOS]
+    ids = [support.BOS, *prompt, *answer, *reply, *answer, support.EOS]
     mask = [False] * 5 + [True] + [False] * 2 + [True] * 2
     batch = SequenceBatch.from_sequences(
         [ids] * 2 * (SHOWN + 1),
@@ -123,10 +123,10 @@ def test_samples_tell_prompt_model_and_environment_apart() -> None:
         rewards=torch.arange(2.0 * (SHOWN + 1)), group=torch.arange(SHOWN + 1).repeat_interleave(2)
     )
     samples: list[dict[str, Any]] = [{"answer": 3}, {"answer": None}, {}, {"answer": "½"}, {}]
-    found = rollout_samples(batch, tokenizer, samples)
-    assert [sample.answer for sample in found] == ["3", None, None, "½"]
-    assert [sample.reward for sample in found] == [2.0 * n for n in range(SHOWN)]  # one for each prompt
-    assert found[0] == RolloutSample(
+    rendered = rollout_samples(batch, tokenizer, samples)
+    assert [sample.answer for sample in rendered] == ["3", None, None, "½"]
+    assert [sample.reward for sample in rendered] == [2.0 * n for n in range(SHOWN)]  # one for each prompt
+    assert rendered[0] == RolloutSample(
         prompt="<s>1+2=",
         segments=(("model", "3"), ("environment", "4+"), ("model", "3</s>")),
         reward=0.0,
@@ -246,8 +246,8 @@ def test_a_long_answer_is_shortened(tmp_path: Path) -> None:
 
 
 def test_the_page_says_why_a_run_stopped(tmp_path: Path) -> None:
-    chosen = recipe(tmp_path)
-    with support.open_directory(chosen) as directory:
+    values = recipe(tmp_path)
+    with support.open_directory(values) as directory:
         with pytest.raises(RuntimeError), RunRecords(directory, -1, page(tmp_path)):
             raise RuntimeError("rank 1 is <gone>")
         text = directory.page.read_text(encoding="utf-8")

@@ -81,11 +81,11 @@ def machine_request(plan: RunPlan, device: Device) -> MachineRequest:
     scheduling = plan.cluster.scheduling
     roles = [_need(engine, device) for engine in plan.engines.values()]
     machines = range(plan.cluster.machines)
-    cpu = max(sum(role.each.cpu * role.processes[number] for role in roles) for number in machines)
-    memory = max(sum(role.each.memory_mib * role.engines[number] for role in roles) for number in machines)
-    gpu = max((slot.device + 1 for role in roles if role.each.gpu for slot in role.slots), default=0)
-    known = all(role.each.memory_mib for role in roles)
-    env = {name: value for role in roles for name, value in role.each.env}
+    cpu = max(sum(role.unit.cpu * role.processes[number] for role in roles) for number in machines)
+    memory = max(sum(role.unit.memory_mib * role.engines[number] for role in roles) for number in machines)
+    gpu = max((slot.device + 1 for role in roles if role.unit.gpu for slot in role.slots), default=0)
+    known = all(role.unit.memory_mib for role in roles)
+    env = {name: value for role in roles for name, value in role.unit.env}
     return MachineRequest(
         machines=plan.cluster.machines,
         cpu=scheduling.cpu or cpu + 1,  # the driver
@@ -99,7 +99,7 @@ def machine_request(plan: RunPlan, device: Device) -> MachineRequest:
 class _Need:
     """What one role needs."""
 
-    each: Scheduling
+    unit: Scheduling
     """One rank, or one server."""
     engines: Counter[int]
     """By machine, its ranks or servers."""
@@ -110,14 +110,14 @@ class _Need:
 
 def _need(engine: EnginePlan[EngineConfig], device: Device) -> _Need:
     config = engine.config.model_copy(update={"device": device})
-    each = load_engine(engine.spec, config).get_scheduling_config()
+    unit = load_engine(engine.spec, config).get_scheduling_config()
     if isinstance(config, InferenceEngineConfig):  # servers next to the driver
         servers = Counter({0: config.layout.dp})
         slots = [Slot(0, number) for number in config.own_devices]
-        return _Need(each=each, engines=servers, processes=servers, slots=slots)
+        return _Need(unit=unit, engines=servers, processes=servers, slots=slots)
     ranks = Counter(slot.machine for slot in engine.slots)
     processes = Counter[int]() if engine.colocated_with else ranks
-    return _Need(each=each, engines=ranks, processes=processes, slots=engine.slots)
+    return _Need(unit=unit, engines=ranks, processes=processes, slots=engine.slots)
 
 
 def _request(request: MachineRequest, scheduling: SchedulingSection) -> dict[str, object]:

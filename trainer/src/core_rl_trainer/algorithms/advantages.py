@@ -102,10 +102,10 @@ def whiten(values: Tensor, mask: Tensor, comm: Comm | None = None) -> Tensor:
     the batch). The variance is the sample variance, as in verl and TRL. Collective.
     """
     comm = comm or Comm()
-    chosen = values[mask].double()
-    total, count = comm.sum([float(chosen.sum()), float(len(chosen))])
+    trained = values[mask].double()
+    total, count = comm.sum([float(trained.sum()), float(len(trained))])
     mean = total / max(count, 1)
-    (squares,) = comm.sum([float((chosen - mean).square().sum())])
+    (squares,) = comm.sum([float((trained - mean).square().sum())])
     variance = squares / max(count - 1, 1)
     white = (values.double() - mean) / (variance + VARIANCE_FLOOR) ** 0.5
     return torch.where(mask, white, 0.0).to(values.dtype)
@@ -147,9 +147,9 @@ def discounted_sums(values: Tensor, owner: Tensor, decay: float) -> Tensor:
 
 def returns_to_go(token_rewards: Tensor, batch: SequenceBatch, gamma: float = 1.0) -> Tensor:
     """The discounted sum of what each trained token and those after it earn; ``[T]``, 0 at other tokens."""
-    chosen, owner = _trained(batch)
-    sums = discounted_sums(token_rewards[chosen], owner, gamma)
-    return _back(sums, chosen, token_rewards)
+    positions, owner = _trained(batch)
+    sums = discounted_sums(token_rewards[positions], owner, gamma)
+    return _back(sums, positions, token_rewards)
 
 
 def gae_advantages(
@@ -168,13 +168,13 @@ def gae_advantages(
     ``last_values [B]``: 0 by default, since the completion has ended. Returns for the critic are the advantages
     plus ``values``.
     """
-    chosen, owner = _trained(batch)
-    own = values[chosen].double()
-    following = torch.zeros_like(own) if last_values is None else last_values.double()[owner]
+    positions, owner = _trained(batch)
+    trained_values = values[positions].double()
+    following = torch.zeros_like(trained_values) if last_values is None else last_values.double()[owner]
     inner = owner[:-1] == owner[1:]
-    following[:-1] = torch.where(inner, own[1:], following[:-1])
-    deltas = token_rewards[chosen].double() + gamma * following - own
-    return _back(discounted_sums(deltas, owner, gamma * lam), chosen, values)
+    following[:-1] = torch.where(inner, trained_values[1:], following[:-1])
+    deltas = token_rewards[positions].double() + gamma * following - trained_values
+    return _back(discounted_sums(deltas, owner, gamma * lam), positions, values)
 
 
 def _trained(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
@@ -185,9 +185,9 @@ def _trained(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
     return mask.nonzero().flatten(), owner
 
 
-def _back(sums: Tensor, chosen: Tensor, like: Tensor) -> Tensor:
+def _back(sums: Tensor, positions: Tensor, like: Tensor) -> Tensor:
     result = torch.zeros_like(like)
-    result[chosen] = sums.to(like.dtype)
+    result[positions] = sums.to(like.dtype)
     return result
 
 
@@ -304,13 +304,13 @@ class CustomAdvantage(Custom, AdvantageEstimator):
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
-        found: Tensor = self.function()(batch)
-        if found.shape != (batch.num_tokens,):
+        advantages: Tensor = self.function()(batch)
+        if advantages.shape != (batch.num_tokens,):
             raise BatchError(
-                f"{self.type!r} returned advantages {list(found.shape)}; return one for each token, "
+                f"{self.type!r} returned advantages {list(advantages.shape)}; return one for each token, "
                 f"[{batch.num_tokens}]"
             )
-        return found
+        return advantages
 
 
 AdvantageConfig = Annotated[

@@ -45,12 +45,12 @@ MARGIN = "margin"
 """Optional: by how much the preferred one should be ahead, the same for both of a pair."""
 
 
-def require_fields(who: str, batch: SequenceBatch, needed: AbstractSet[str]) -> None:
+def require_fields(consumer: str, batch: SequenceBatch, needed: AbstractSet[str]) -> None:
     """Raise `BatchError` that lists the fields that ``who`` needs and ``batch`` lacks."""
     missing = sorted(name for name in needed if name not in batch)
     if missing:
-        found = sorted([*batch.tokens, *batch.sequences])
-        raise BatchError(f"{who} needs the fields {missing}; the batch has {found}")
+        present = sorted([*batch.tokens, *batch.sequences])
+        raise BatchError(f"{consumer} needs the fields {missing}; the batch has {present}")
 
 
 def check_finite(rewards: Tensor, name: str) -> None:

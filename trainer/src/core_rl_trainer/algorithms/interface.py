@@ -202,9 +202,9 @@ def _with_preset(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(name, {})
     merged = {**preset, **args}
     for section in ("advantage", "loss"):
-        own = args.get(section)
-        if isinstance(own, Mapping) and "type" not in own:
-            merged[section] = {**preset.get(section, {}), **own}
+        changes = args.get(section)
+        if isinstance(changes, Mapping) and "type" not in changes:
+            merged[section] = {**preset.get(section, {}), **changes}
     return merged
 
 

@@ -65,19 +65,19 @@ class Custom(Config):
     def function(self) -> Callable[..., Any]:
         """The function, or an instance of the class. Raises `ConfigError`."""
         name, settings = self.type, self.settings
-        found = find_object(self.kind, name, self.built_in, "module:function")
-        if isinstance(found, type):
+        target = find_object(self.kind, name, self.built_in, "module:function")
+        if isinstance(target, type):
             try:
-                found = found(**settings)
+                target = target(**settings)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{name!r} does not take the settings {settings}: {error}") from error
         elif settings:
             raise ConfigError(
                 f"{name!r} is a function and takes no settings; it was given {sorted(settings)}"
             )
-        if not callable(found):
-            raise ConfigError(f"{name!r} is {found!r}, which cannot be called")
-        return found
+        if not callable(target):
+            raise ConfigError(f"{name!r} is {target!r}, which cannot be called")
+        return target
 
 
 def named_or_fields(value: Any) -> Any:

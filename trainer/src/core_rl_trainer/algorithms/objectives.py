@@ -183,12 +183,12 @@ class CustomObjective(Custom, Objective):
     built_in: ClassVar[tuple[str, ...]] = BUILT_IN
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
-        found = self.function()(logprobs, old, advantages, batch)
-        if isinstance(found, torch.Tensor):
-            found = Surrogate(values=found, clipped=torch.zeros_like(found, dtype=torch.bool))
-        if not isinstance(found, Surrogate) or found.values.shape != logprobs.shape:
+        surrogate = self.function()(logprobs, old, advantages, batch)
+        if isinstance(surrogate, torch.Tensor):
+            surrogate = Surrogate(values=surrogate, clipped=torch.zeros_like(surrogate, dtype=torch.bool))
+        if not isinstance(surrogate, Surrogate) or surrogate.values.shape != logprobs.shape:
             raise LossError(f"{self.type!r} must return a Surrogate or a tensor {list(logprobs.shape)}")
-        return found
+        return surrogate
 
 
 ObjectiveConfig = Annotated[
@@ -276,8 +276,8 @@ def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, mask: Tensor) -> dict[st
 
 
 def _kl_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Metric]:
-    own, names = logprobs.detach(), get_args(KLEstimator)
-    return _means({f"kl_{name}": kl_estimate(own, reference, name) for name in names}, mask)
+    detached, names = logprobs.detach(), get_args(KLEstimator)
+    return _means({f"kl_{name}": kl_estimate(detached, reference, name) for name in names}, mask)
 
 
 def _means(values: dict[str, Tensor], mask: Tensor) -> dict[str, Metric]:

@@ -141,9 +141,9 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
     @property
     def wanted_fields(self) -> frozenset[str]:
         """Fields of other engines, or of greedy completions, that the settings use."""
-        wanted = {PROXIMAL: self.config.recompute_logprobs, REFERENCE: self.config.kl_coef > 0}
+        used_fields = {PROXIMAL: self.config.recompute_logprobs, REFERENCE: self.config.kl_coef > 0}
         from_rollout = {GROUP, TOKEN_REWARDS}
-        return frozenset(name for name, used in wanted.items() if used) | (
+        return frozenset(name for name, used in used_fields.items() if used) | (
             self.config.advantage.fields - from_rollout
         )
 
@@ -154,13 +154,13 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
     def loss(self) -> PolicyLoss:
         """The loss with these settings and the present KL coefficient."""
-        chosen = self.config
+        config = self.config
         return PolicyLoss(
-            objective=chosen.loss,
-            kl_coef=self._kl.coef if chosen.kl_in == "loss" else 0.0,
-            kl_estimator=chosen.kl_estimator,
-            entropy_coef=chosen.entropy_coef,
-            log_entropy=chosen.log_entropy,
+            objective=config.loss,
+            kl_coef=self._kl.coef if config.kl_in == "loss" else 0.0,
+            kl_estimator=config.kl_estimator,
+            entropy_coef=config.entropy_coef,
+            log_entropy=config.log_entropy,
         )
 
     # ------------------------------------------------------------- preparation
@@ -173,20 +173,20 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         truncated sequences, after the advantages; the result may be empty.
         Raises `BatchError` that lists the missing fields, or names a reward that is not finite.
         """
-        comm, chosen = comm or Comm(), self.config
-        grouped = {GROUP} if chosen.drop_equal_groups else set()
-        needed = {REWARDS, LOSS_MASK, BEHAVIOUR, *grouped, *self.wanted_fields, *chosen.advantage.fields}
+        comm, config = comm or Comm(), self.config
+        grouped = {GROUP} if config.drop_equal_groups else set()
+        needed = {REWARDS, LOSS_MASK, BEHAVIOUR, *grouped, *self.wanted_fields, *config.advantage.fields}
         require_fields("the PPO actor", batch, needed)
         rewards = batch[REWARDS].float()
-        if chosen.overlong is not None:
-            rewards = rewards + overlong_penalty(batch, chosen.overlong.max_length, chosen.overlong.buffer)
+        if config.overlong is not None:
+            rewards = rewards + overlong_penalty(batch, config.overlong.max_length, config.overlong.buffer)
         earned = token_rewards(rewards, batch, self._penalties(batch))
         batch = batch.with_tokens(**{TOKEN_REWARDS: earned})
-        if chosen.drop_equal_groups:
-            kept = groups_with_signal(batch[REWARDS], batch[GROUP])
-            batch = batch.select(kept.nonzero().flatten().tolist())
+        if config.drop_equal_groups:
+            mask = groups_with_signal(batch[REWARDS], batch[GROUP])
+            batch = batch.select(mask.nonzero().flatten().tolist())
         batch = batch.with_tokens(**self._advantages(batch, comm))
-        if chosen.mask_truncated_completions:
+        if config.mask_truncated_completions:
             truncated = truncated_sequences(batch, "mask_truncated_completions")
             batch = batch.select((~truncated).nonzero().flatten().tolist())
         return batch.with_tokens(**self._weights(batch, comm))
@@ -205,17 +205,17 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
     def _weights(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
         """Fields over the sequences that are trained: whitened advantages, and weights of off-policy tokens."""
-        chosen, fields = self.config, dict[str, torch.Tensor]()
-        if chosen.whiten_advantages:
+        config, fields = self.config, dict[str, torch.Tensor]()
+        if config.whiten_advantages:
             fields[ADVANTAGES] = whiten(batch[ADVANTAGES], batch.loss_mask, comm)
-        if chosen.correction is not None:
-            fields[IMPORTANCE] = chosen.correction.limited(chosen.correction.ratios(batch))
+        if config.correction is not None:
+            fields[IMPORTANCE] = config.correction.limited(config.correction.ratios(batch))
         return fields
 
     def _divergence(self, batch: SequenceBatch, estimator: KLEstimator) -> torch.Tensor:
         """Estimates of KL(policy || reference) before the updates, ``[T]``."""
-        own, mask = batch[PROXIMAL] if PROXIMAL in batch else batch[BEHAVIOUR], batch.loss_mask
-        return kl_estimate(masked_fill(own, mask), masked_fill(batch[REFERENCE], mask), estimator)
+        logprobs, mask = batch[PROXIMAL] if PROXIMAL in batch else batch[BEHAVIOUR], batch.loss_mask
+        return kl_estimate(masked_fill(logprobs, mask), masked_fill(batch[REFERENCE], mask), estimator)
 
     # ------------------------------------------------------------------- steps
 
@@ -228,7 +228,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         changes nothing. How far the rollout's log-probs are from the train engine's is not among them: that is
         `core_rl_trainer.logs.mismatch`, which a loop calls with the log-probs of `inference`.
         """
-        comm, chosen = peers(engine), self.config
+        comm, config = peers(engine), self.config
         if ADVANTAGES not in batch:
             batch = self.prepare(batch, comm)
         require_fields("the PPO actor", batch, {LOSS_MASK, BEHAVIOUR, *self._used_in_loss()})
@@ -238,9 +238,9 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
                 "are truncated (mask_truncated_completions)"
             )
             return {"updates": 0.0, "update_successful": 0.0}
-        loss = self.loss().spec(chosen.temperature)
-        updates = run_updates(engine, batch, loss, mb_spec, chosen, chosen.max_kl)
-        correction = chosen.correction
+        loss = self.loss().spec(config.temperature)
+        updates = run_updates(engine, batch, loss, mb_spec, config, config.max_kl)
+        correction = config.correction
         weights = {} if correction is None else importance_metrics(correction, batch, comm)
         return merge_updates(updates) | weights | self._control(batch, comm)
 
@@ -257,8 +257,8 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         if REFERENCE not in batch or not self.config.kl_coef:
             return {}
         divergence = self._divergence(batch, "k1")[batch.loss_mask].double()
-        own = [float(divergence.sum()), float(len(divergence)), float(batch.num_sequences)]
-        total, tokens, sequences = comm.sum(own)
+        local_sums = [float(divergence.sum()), float(len(divergence)), float(batch.num_sequences)]
+        total, tokens, sequences = comm.sum(local_sums)
         used = self._kl.coef
         self._kl.update(total / max(tokens, 1.0), sequences)
         return {"kl_coef": used, "kl_before": total / max(tokens, 1.0)}

@@ -107,8 +107,10 @@ def explained_variance(batch: SequenceBatch, comm: Comm) -> float:
     mask = batch.loss_mask
     returns = batch[RETURNS][mask].double()
     errors = returns - batch[VALUES][mask].double()
-    own = [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
-    count, first, second, error, square = comm.sum([float(len(returns)), *(float(value) for value in own)])
+    local_sums = [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+    count, first, second, error, square = comm.sum(
+        [float(len(returns)), *(float(value) for value in local_sums)]
+    )
     if not count:
         return 0.0
     variance = second / count - (first / count) ** 2

@@ -95,8 +95,8 @@ def count_pairs(batch: SequenceBatch) -> float:
 
 def check_pairs(batch: SequenceBatch) -> None:
     """Raise one `BatchError` that names every unit that is no pair."""
-    there = {"unit": batch.unit is not None, CHOSEN: CHOSEN in batch}
-    if missing := [name for name, found in there.items() if not found]:
+    present = {"unit": batch.unit is not None, CHOSEN: CHOSEN in batch}
+    if missing := [name for name, is_present in present.items() if not is_present]:
         raise BatchError(f"preference pairs need {missing}: sequences of a pair share a number in 'unit'")
     raise_all(BatchError, "preference pairs", _pair_violations(batch))
 
@@ -181,9 +181,9 @@ class DPOInterface(SupervisedInterface[DPOConfig]):
         return frozenset({REFERENCE})
 
     def loss(self) -> LossSpec:
-        chosen = self.config
+        config = self.config
         return DPOLoss(
-            variant=chosen.variant, beta=chosen.beta, label_smoothing=chosen.label_smoothing
+            variant=config.variant, beta=config.beta, label_smoothing=config.label_smoothing
         ).spec()
 
     def check(self, batch: SequenceBatch) -> None:

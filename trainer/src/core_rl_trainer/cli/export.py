@@ -46,6 +46,6 @@ def export(
     start_fork_server()  # imports torch for the ranks while this process does so for itself
     from core_rl_trainer.export import export_checkpoint
 
-    wanted = output or Path(f"{run.name}-{kind.value}")
-    done = export_checkpoint(run, kind.value, wanted, step, overrides or [])
-    typer.echo(f"{kind.value} of step {done}: {wanted}")
+    directory = output or Path(f"{run.name}-{kind.value}")
+    done = export_checkpoint(run, kind.value, directory, step, overrides or [])
+    typer.echo(f"{kind.value} of step {done}: {directory}")

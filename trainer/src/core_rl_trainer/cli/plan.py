@@ -97,10 +97,10 @@ def _by_role(
 def _sharing(roles: Sequence[RoleReport]) -> Iterator[str]:
     """The roles that live in the same processes."""
     for role in roles:
-        others = [other.role for other in roles if other.colocated_with == role.role]
-        if others:
+        colocated = [candidate.role for candidate in roles if candidate.colocated_with == role.role]
+        if colocated:
             count = "1 process" if len(role.ranks) == 1 else f"{len(role.ranks)} processes"
-            *some, last = [role.role, *others]
+            *some, last = [role.role, *colocated]
             yield f"{', '.join(some)} and {last} live in the same {count}."
 
 

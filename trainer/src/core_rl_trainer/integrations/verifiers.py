@@ -98,8 +98,8 @@ class VerifiersEnvironment:
             "task": data.get("task", "default"),
             "input": dict(data),
         }
-        found = await call_user(self._environment.setup_state, self._state)
-        self._state = found if isinstance(found, dict) else self._state
+        state = await call_user(self._environment.setup_state, self._state)
+        self._state = state if isinstance(state, dict) else self._state
         ids: Sequence[int] = data["prompt_ids"]
         return ids
 
@@ -110,8 +110,8 @@ class VerifiersEnvironment:
         self._state["completion"].extend(turn["completion"])
         if await call_user(self._environment.is_completed, self._state):
             return Observation(done=True, reward=await self._score())
-        found = await call_user(self._environment.env_response, self._messages(), self._state)
-        reply = [{"role": "user", "content": found}] if isinstance(found, str) else list(found)
+        response = await call_user(self._environment.env_response, self._messages(), self._state)
+        reply = [{"role": "user", "content": response}] if isinstance(response, str) else list(response)
         ids = self._encoded(reply, ended=output_ids[-1] in self._chat_format.ends)
         self._state["completion"].extend(reply)
         if await call_user(self._environment.is_completed, self._state):
@@ -155,9 +155,9 @@ class VerifiersEnvironment:
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             known = {name: value for name, value in known.items() if name in parameters}
-        who = f"the rubric's function {name_of(function)}"
-        value = await guarded(call_user(partial(function, **known)), subject=who, function=function)
-        return as_reward(value, who, place_of(function))
+        subject = f"the rubric's function {name_of(function)}"
+        value = await guarded(call_user(partial(function, **known)), subject=subject, function=function)
+        return as_reward(value, subject, place_of(function))
 
     async def close(self) -> None:
         """There are no resources to free."""

@@ -126,12 +126,12 @@ def charts_of(rows: Sequence[Row]) -> tuple[list[Chart], list[Chart]]:
     """The charts of all metrics in ``rows``: the main ones of related metrics, and one for each of the others."""
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "version")))
     main = []
-    for title, wanted in CHARTS:
-        own = [name for pattern in wanted for name in names if _matches(name, pattern)]
-        names = [name for name in names if name not in own]
-        main.append(_chart(title, own, rows))
-    others = [_chart(name, [name], rows) for name in sorted(names)]
-    return [chart for chart in main if chart], [chart for chart in others if chart]
+    for title, patterns in CHARTS:
+        matching = [name for pattern in patterns for name in names if _matches(name, pattern)]
+        names = [name for name in names if name not in matching]
+        main.append(_chart(title, matching, rows))
+    further = [_chart(name, [name], rows) for name in sorted(names)]
+    return [chart for chart in main if chart], [chart for chart in further if chart]
 
 
 def main_chart(rows: Sequence[Row]) -> Chart | None:

@@ -69,9 +69,9 @@ def rollout_samples(
     first: dict[int, int] = {}
     for number, group in enumerate(batch["group"].tolist()):
         first.setdefault(group, number)
-    chosen = list(first.values())[:SHOWN]
+    sequences = list(first.values())[:SHOWN]
     answers = [samples[group].get("answer") for group in list(first)[:SHOWN]]
-    return tuple(_samples(batch.select(chosen), tokenizer, answers))
+    return tuple(_samples(batch.select(sequences), tokenizer, answers))
 
 
 def example_samples(
@@ -110,13 +110,13 @@ def _samples(
     sequences = zip(*(values.split(batch.lengths) for values in fields), strict=True)
     for number, (ids, drawn, versions) in enumerate(sequences):
         prompt, segments = _texts(ids.tolist(), drawn.tolist(), tokenizer)
-        own = versions[drawn].tolist() or [-1]
+        drawn_versions = versions[drawn].tolist() or [-1]
         yield RolloutSample(
             prompt=prompt,
             segments=segments,
             reward=float(batch["rewards"][number]),
             tokens=int(drawn.sum()),
-            versions=(min(own), max(own)),
+            versions=(min(drawn_versions), max(drawn_versions)),
             stop_reason=str(batch.meta["stop_reason"][number]),
             answer=_answer(answers[number]),
         )

@@ -68,18 +68,18 @@ def place_of(function: object, lines: Iterable[tuple[FrameType, int]] = ()) -> s
     code = code_of(function)
     if code is None:
         return ""
-    found = [line for frame, line in lines if frame.f_code.co_filename == code.co_filename]
-    return f" ({Path(code.co_filename).name}:{found[-1] if found else code.co_firstlineno})"
+    numbers = [line for frame, line in lines if frame.f_code.co_filename == code.co_filename]
+    return f" ({Path(code.co_filename).name}:{numbers[-1] if numbers else code.co_firstlineno})"
 
 
 def describe_error(error: BaseException, function: object) -> str:
     """What ``function`` raised, and at which of its lines."""
     place = place_of(function, traceback.walk_tb(error.__traceback__))
     name = type(error).__name__
-    said = f"raised {name}: {error}{place}" if str(error) else f"raised {name}{place}"
+    message = f"raised {name}: {error}{place}" if str(error) else f"raised {name}{place}"
     if isinstance(error, ENDINGS):
-        return f"{said}\nfix: return a number; around code that may call exit(), catch SystemExit"
-    return f"{said}\nfix: correct that line, or return a reward for completions like this one"
+        return f"{message}\nfix: return a number; around code that may call exit(), catch SystemExit"
+    return f"{message}\nfix: correct that line, or return a reward for completions like this one"
 
 
 async def guarded(

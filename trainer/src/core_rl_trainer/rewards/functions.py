@@ -69,9 +69,9 @@ async def compute_reward(
     Raises `RolloutError` that names ``subject`` when it raises (the original is chained), takes
     longer than ``timeout_s``, or returns something else.
     """
-    who = f"{subject}: the reward function {name_of(reward)}"
-    value = await _returned(reward, prompt_ids, output_ids, data, subject=who, timeout_s=timeout_s)
-    return as_reward(value, who, place_of(reward))
+    full_subject = f"{subject}: the reward function {name_of(reward)}"
+    value = await _returned(reward, prompt_ids, output_ids, data, subject=full_subject, timeout_s=timeout_s)
+    return as_reward(value, full_subject, place_of(reward))
 
 
 async def compute_rewards(
@@ -84,9 +84,9 @@ async def compute_rewards(
     timeout_s: float | None = None,
 ) -> list[float]:
     """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
-    who = f"{subject}: the reward function {name_of(reward)}"
-    value = await _returned(reward, prompt_ids, completions, data, subject=who, timeout_s=timeout_s)
-    return as_rewards(value, len(completions), who, place_of(reward))
+    full_subject = f"{subject}: the reward function {name_of(reward)}"
+    value = await _returned(reward, prompt_ids, completions, data, subject=full_subject, timeout_s=timeout_s)
+    return as_rewards(value, len(completions), full_subject, place_of(reward))
 
 
 async def _returned(
@@ -144,7 +144,7 @@ def load_callable(field: str, name: str) -> Any:
 
     Raises `ConfigError` if there is none.
     """
-    found = load_object(name, f"{field} = {name!r}", ConfigError)
-    if not callable(found):
-        raise ConfigError(f"{field} = {name!r} is {found!r}, which cannot be called; name a function")
-    return found
+    loaded = load_object(name, f"{field} = {name!r}", ConfigError)
+    if not callable(loaded):
+        raise ConfigError(f"{field} = {name!r} is {loaded!r}, which cannot be called; name a function")
+    return loaded

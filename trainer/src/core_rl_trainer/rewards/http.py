@@ -81,11 +81,11 @@ class HttpReward:
                 content = await response.read()
                 if response.status == 200:
                     return content
-                said = f"answered status {response.status}: {_shown(content)}"
+                message = f"answered status {response.status}: {_shown(content)}"
                 if response.status in PASSING:
-                    raise _Unavailable(said)
+                    raise _Unavailable(message)
                 raise RolloutError(
-                    f"{said}\nfix: look at the endpoint's log; it gets completion and sample as JSON"
+                    f"{message}\nfix: look at the endpoint's log; it gets completion and sample as JSON"
                 )
         except (aiohttp.ClientError, ConnectionError) as error:
             raise _Unavailable(f"cannot be reached: {type(error).__name__}: {error}") from error

@@ -30,8 +30,8 @@ def math_verify(completion: str, sample: Mapping[str, Any]) -> float:
     """
     # Its own time limits use signals, which only a main thread has.
     answer = parse(_as_latex(str(expected_answer(sample))), parsing_timeout=None)
-    found = parse(completion, parsing_timeout=None)
-    return float(verify(answer, found, timeout_seconds=None))
+    parsed = parse(completion, parsing_timeout=None)
+    return float(verify(answer, parsed, timeout_seconds=None))
 
 
 def _as_latex(answer: str) -> str:

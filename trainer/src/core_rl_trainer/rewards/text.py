@@ -53,8 +53,8 @@ def text_match(completion: str, sample: Mapping[str, Any]) -> float:
 
 def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
     """1 if the last integer in the completion is the sample's ``answer``; else 0."""
-    found = _INTEGER.findall(completion.replace(",", ""))
-    return float(bool(found) and int(found[-1]) == int(expected_answer(sample)))
+    integers = _INTEGER.findall(completion.replace(",", ""))
+    return float(bool(integers) and int(integers[-1]) == int(expected_answer(sample)))
 
 
 def expected_answer(sample: Mapping[str, Any]) -> Any:
@@ -142,5 +142,5 @@ class NamedReward:
 
 @cache
 def _loaded(name: str) -> TextRewardFn:
-    found: TextRewardFn = load_callable("reward", name)
-    return found
+    function: TextRewardFn = load_callable("reward", name)
+    return function

@@ -227,17 +227,17 @@ class MultiTurnWorkflow:
         return await generate_whole(engine, LLMRequest(input_ids=transcript.ids, sampling=sampling))
 
     async def _ask(self, environment: Environment, called: Any, subject: str) -> Any:
-        who = f"{subject} the environment {name_of(environment)}"
+        full_subject = f"{subject} the environment {name_of(environment)}"
         return await guarded(
             called,
-            subject=who,
+            subject=full_subject,
             timeout_s=self.step_timeout_s,
             function=type(environment).step,
             setting="rollout.step_timeout_s",
         )
 
     def _reward_of(self, seen: object, environment: Environment, subject: str) -> float:
-        who = f"{subject} the environment {name_of(environment)}"
+        full_subject = f"{subject} the environment {name_of(environment)}"
         if not isinstance(seen, Observation):
-            raise RolloutError(f"{who} returned {seen!r}; step() returns an Observation")
-        return as_reward(seen.reward, who)
+            raise RolloutError(f"{full_subject} returned {seen!r}; step() returns an Observation")
+        return as_reward(seen.reward, full_subject)
