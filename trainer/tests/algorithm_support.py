@@ -65,12 +65,12 @@ def trained_rows(batch: SequenceBatch) -> list[list[int]]:
 
 @dataclass
 class BigramEngine:
-    """A `TrainEngineLike` in float64: the log-probs of a token depend on the one before. Plain SGD."""
+    """A `TrainEngineLike` in float64: the log-probs of a token depend on the previous token. Plain SGD."""
 
     lr: float = 0.5
     weights: Tensor = field(default_factory=lambda: torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64))
     batches: list[SequenceBatch] = field(default_factory=list)
-    """What `train_batch` was called with."""
+    """Arguments of `train_batch`."""
 
     def __post_init__(self) -> None:
         self.weights.requires_grad_(True)

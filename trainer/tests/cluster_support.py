@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 class Agents:
-    """As many agents as ``machines``, as a cluster's owner keeps them: each is replaced when it ends."""
+    """Agents for ``machines``, as a cluster's owner keeps them: each is replaced when it ends."""
 
     def __init__(self, directory: Path, machines: int) -> None:
         self.key_file = directory / "key"

@@ -1,4 +1,4 @@
-"""Fixtures of most test modules: what a run starts from, and one thread for its engines."""
+"""Fixtures of most test modules: inputs of a run, and one thread for its engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """More threads for a tiny model, beside those of other workers, only wait for each other."""
+    """For a tiny model, more threads next to other workers' only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

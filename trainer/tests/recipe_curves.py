@@ -1,4 +1,4 @@
-"""Curves of training runs: those of an engine, and the spread that rounding alone gives the reference engine.
+"""Curves of training runs: the curves of an engine, and the spread that rounding alone gives the reference engine.
 
 A synchronous run is a function of its recipe, so two engines differ in rounding alone; but Adam divides small
 gradients by themselves, and a sampled token may flip, so that rounding grows from step to step. How far is measured:
@@ -93,7 +93,7 @@ class Spread:
         return messages
 
     def shares(self, curve: Curve) -> Mapping[str, float]:
-        """For each metric the largest difference over the steps as a part of what is allowed."""
+        """For each metric the largest difference over the steps as a part of the tolerance."""
         shares: dict[str, float] = {}
         for row, base, limits in zip(curve, self._base, self._limits, strict=True):
             for name in row.keys() & base.keys():

@@ -101,7 +101,7 @@ def test_kl_estimators_have_documented_gradients(estimator: KLEstimator) -> None
 
 
 def test_only_k3_is_clamped_for_distant_policies() -> None:
-    """Its ratio would overflow; k1 and k2 are the formula, and pull back however far a token has drifted."""
+    """The ratio would overflow; k1 and k2 are the formula, and pull back however far a token has drifted."""
     policy = torch.tensor([-90.0, -0.1, -30.0], requires_grad=True)
     reference = torch.tensor([-1.0, -60.0, -29.0])
     k1, k2, k3 = (kl_estimate(policy, reference, name) for name in ESTIMATORS)
@@ -377,14 +377,14 @@ def test_micro_batches_leave_gradients_and_metrics_equal(loss: Any, lengths: lis
     batch = batch.with_tokens(
         prox_logprobs=near
     )  # else every ratio may be clipped, with no gradient to compare
-    whole = engine.gradient(batch, spec, ONE)
+    uncut = engine.gradient(batch, spec, ONE)
     expected = engine.weights.grad
     assert expected is not None
     assert expected.abs().max() > 0
     cut = engine.gradient(batch, spec, MicroBatchSpec(count=count))
     assert engine.weights.grad is not None
     torch.testing.assert_close(engine.weights.grad, expected, rtol=1e-10, atol=1e-12)
-    assert cut == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    assert cut == pytest.approx(uncut, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss()], ids=ids)

@@ -1,4 +1,4 @@
-"""Model interfaces: the registry, and what the steps of SFT and PPO do with an engine."""
+"""Model interfaces: the registry, and the steps of SFT and PPO on an engine."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_updates_end_above_max_kl() -> None:
         return actor.train_step(engine, batch, ONE)
 
     assert updates(None)["updates"] == 5
-    assert updates(1e-6)["updates"] == 2  # the second sees what the first has done
+    assert updates(1e-6)["updates"] == 2  # the second sees the result of the first
 
 
 def test_adaptive_kl_coefficient_is_saved_in_state() -> None:

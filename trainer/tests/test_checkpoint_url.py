@@ -62,7 +62,7 @@ def test_run_with_failed_upload_resumes_from_directory(
     assert json.loads((out / "status.json").read_text())["status"] == "stopped"
     assert not any((store / name / "manifest.json").exists() for name in copied(store))
     assert run(recipe)["steps"] == 2
-    assert copied(store) == ["step-00000002"]  # what was left of step 1 is gone
+    assert copied(store) == ["step-00000002"]  # the remains of step 1 are gone
 
 
 def test_invalid_checkpoint_url_is_refused(start: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow]
 
 
 def run(values: dict[str, Any], *callbacks: Callable[[Event], None]) -> str:
-    """Train; what was printed."""
+    """Train; returns the printed text."""
     console = Console(file=io.StringIO(), width=200)
     train(values, callbacks=callbacks, console=console)
     assert isinstance(console.file, io.StringIO)
@@ -35,7 +35,7 @@ FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
 
 @pytest.mark.parametrize("come_back", [True, False], ids=["comes back", "gone"])
 def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
-    """One of two machines is powered off: the run goes on when it is back, or with the layout for one machine."""
+    """One of two machines is powered off: the run continues when it is back, or with the layout for one machine."""
     pytest.importorskip("core_rl_fsdp")
     unbroken, lost = tmp_path / "unbroken", tmp_path / "lost"
     run(support.supervised_values(start, unbroken, "sft", **FSDP))

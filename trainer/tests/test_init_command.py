@@ -1,4 +1,4 @@
-"""The command ``core-rl init``: recipes for every algorithm, and what it refuses."""
+"""The command ``core-rl init``: recipes for every algorithm, and refused input."""
 
 from __future__ import annotations
 

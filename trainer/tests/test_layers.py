@@ -1,4 +1,4 @@
-"""The trainer stands on top: nothing imports it, and what it needs is needed nowhere else."""
+"""The trainer stands on top: nothing imports it, and no other package has its dependencies."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Tokens = list[tuple[float, float, bool, int]]
 
 
 def make(rows: list[Tokens]) -> tuple[torch.Tensor, SequenceBatch]:
-    """The trainer's log-probs, and the batch; what is not trained holds NaN."""
+    """The trainer's log-probs, and the batch; untrained tokens hold NaN."""
     spoilt = [[(q, p, bool(k and m), v) for k, (q, p, m, v) in enumerate(row)] for row in rows]
     batch = SequenceBatch.from_sequences(
         [list(range(len(row))) for row in rows],

@@ -31,7 +31,7 @@ class Counter:
         self.requests: list[LLMRequest] = []
         self._per_answer = per_answer
         self._abort_after = list(abort_after)
-        """How many tokens come before each of the first aborts."""
+        """Tokens before each of the first aborts."""
         self._next = 100
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
@@ -54,7 +54,7 @@ class Counter:
 
 
 class Script:
-    """Answers with the observations of ``data["script"]`` in turn; records what it sees."""
+    """Answers with the observations of ``data["script"]`` in turn; records the completions."""
 
     made: ClassVar[list[Script]] = []
 
@@ -214,9 +214,9 @@ def test_an_aborted_answer_goes_on_from_its_tokens(aborts: list[int], limit: int
     assert response.logprobs == tuple(-float(n) for n in drawn)
     assert response.stop_reason == ("stop" if sum(aborts) + 3 <= limit else "length")
     assert response.latency_s == len(engine.requests)
-    assert len({asked.rid for asked in engine.requests}) == len(engine.requests)
-    for asked in engine.requests:
-        assert len(asked.input_ids) + asked.sampling.max_new_tokens == 2 + limit
+    assert len({sent.rid for sent in engine.requests}) == len(engine.requests)
+    for sent in engine.requests:
+        assert len(sent.input_ids) + sent.sampling.max_new_tokens == 2 + limit
 
 
 def test_aborted_penalised_completion_starts_again() -> None:

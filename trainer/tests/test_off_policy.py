@@ -37,9 +37,9 @@ def plain_weights(correction: Correction, batch: SequenceBatch) -> tuple[list[fl
     proximal, behaviour = batch["prox_logprobs"].tolist(), batch["logprobs"].tolist()
     ratios: list[float] = []
     for row in trained_rows(batch):
-        own = [math.exp(proximal[t] - behaviour[t]) for t in row]
+        token_ratios = [math.exp(proximal[t] - behaviour[t]) for t in row]
         by_sequence = isinstance(correction, (SequenceTruncated, SequenceMasked))
-        ratios += [math.prod(own)] * len(own) if by_sequence else own
+        ratios += [math.prod(token_ratios)] * len(token_ratios) if by_sequence else token_ratios
     match correction:
         case TokenTruncated() | SequenceTruncated():
             return ratios, [min(ratio, correction.limit) for ratio in ratios]
@@ -57,9 +57,9 @@ def test_weights_and_metrics_are_the_papers(correction: Correction, lengths: lis
     spoiled = {n: batch[n].masked_fill(~mask, math.nan) for n in ("prox_logprobs", "logprobs")}
     batch = batch.with_tokens(**spoiled)
     ratios, weights = plain_weights(correction, batch)
-    found = correction.limited(correction.ratios(batch))
-    assert found[mask].tolist() == pytest.approx(weights, rel=1e-12)
-    assert bool(torch.isfinite(found).all())
+    actual = correction.limited(correction.ratios(batch))
+    assert actual[mask].tolist() == pytest.approx(weights, rel=1e-12)
+    assert bool(torch.isfinite(actual).all())
     metrics = importance_metrics(correction, batch, Comm())
     if not ratios:
         assert metrics == {}

@@ -1,4 +1,4 @@
-"""What a run hands on: exports of its checkpoints, its adapter, and a repository on the Hub."""
+"""Outputs of a run: exports of its checkpoints, its adapter, and a repository on the Hub."""
 
 from __future__ import annotations
 

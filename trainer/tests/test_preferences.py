@@ -1,4 +1,4 @@
-"""Losses on preference pairs against plain float64 code, one pair at a time, and what is refused as a pair."""
+"""Losses on preference pairs against plain float64 code, one pair at a time, and invalid pairs."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_the_reward_loss_is_bradley_terry(center: float, margin: bool, lengths: 
 @given(lengths=pairs_strategy, budget=st.integers(18, 60))
 def test_micro_batches_keep_pairs_and_gradients(loss: DPOLoss, lengths: list[int], budget: int) -> None:
     batch, engine = pair_batch(lengths), BigramEngine()
-    whole = engine.gradient(batch, loss.spec(), ONE)
+    uncut = engine.gradient(batch, loss.spec(), ONE)
     expected = engine.weights.grad
     cut = engine.gradient(batch, loss.spec(), MicroBatchSpec(max_tokens=budget))
     assert expected is not None
     assert engine.weights.grad is not None
     torch.testing.assert_close(engine.weights.grad, expected, rtol=1e-10, atol=1e-12)
-    assert cut == pytest.approx(whole, rel=1e-9, abs=1e-12)
+    assert cut == pytest.approx(uncut, rel=1e-9, abs=1e-12)
 
 
 def test_masked_positions_do_not_matter() -> None:

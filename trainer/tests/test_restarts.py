@@ -1,4 +1,4 @@
-"""``cluster.restarts``: runs that lose ranks go on from their last checkpoint, as if they had not."""
+"""``cluster.restarts``: runs that lose ranks continue from their last checkpoint, as if they had not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kill_after(
 
 
 def run(values: dict[str, Any], *callbacks: Callable[[Event], None]) -> str:
-    """Train; what was printed."""
+    """Train; returns the printed text."""
     console = Console(file=io.StringIO(), width=200)
     train(values, callbacks=callbacks, console=console)
     assert isinstance(console.file, io.StringIO)

@@ -108,7 +108,7 @@ def test_hanging_call_names_line_and_limit(
     with caplog.at_level(logging.DEBUG), pytest.raises(RolloutError, match=expected):
         asyncio.run(ask(loop, where, do, timeout_s=0.2))
     ENDED.set()
-    time.sleep(0.1)  # a late result finds nobody, and nobody hears of it
+    time.sleep(0.1)  # a late result has no reader and no effect
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

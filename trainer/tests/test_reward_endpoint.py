@@ -1,4 +1,4 @@
-"""Rewards from an HTTP endpoint: what is sent, what may come back, and how often it is asked."""
+"""Rewards from an HTTP endpoint: requests, responses and retries."""
 
 from __future__ import annotations
 

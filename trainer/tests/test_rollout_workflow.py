@@ -1,4 +1,4 @@
-"""Single-turn episodes: what they ask, what they return, and how a reward function may fail."""
+"""Single-turn episodes: requests, batches, and how a reward function may fail."""
 
 from __future__ import annotations
 

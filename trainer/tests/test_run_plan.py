@@ -1,4 +1,4 @@
-"""The plan of a run: what it counts and estimates, and that nothing starts or is written."""
+"""The plan of a run: its counts and estimates, and that nothing starts or is written."""
 
 from __future__ import annotations
 

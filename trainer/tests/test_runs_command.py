@@ -26,7 +26,7 @@ def stop(event: Event) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A complete run, one that a callback stopped, and a copy of it as an interruption leaves it."""
+    """A complete run, a run stopped by a callback, and a copy of it as an interruption leaves it."""
     directory = tmp_path_factory.mktemp("root")
     start, console = support.make_start(directory / "start"), Console(file=StringIO())
     values = support.supervised_values(start, directory / "runs" / "a", "sft", steps=1)

@@ -120,16 +120,16 @@ def test_run_resumes_from_changed_layout_and_engine(start: Path, tmp_path: Path)
     new = ["engine=reference", f"output_dir={tmp_path}/new", f"resume_from={tmp_path}/out"]
     with pytest.raises(CheckpointMismatch, match="saved by the engine 'fsdp' .*save_portable_every=N"):
         run(first, *new)
-    run(first, "steps=2", "save_portable_every=2")  # a complete run gets what it lacks
+    run(first, "steps=2", "save_portable_every=2")  # a complete run gets its missing outputs
     source = tmp_path / "out" / "checkpoints" / "step-00000002"
     run(first, "steps=2", "save_every=2", *new, "save_portable_every=2")
     checkpoint = tmp_path / "new" / "checkpoints" / "step-00000002"
     run(first, *new)
     assert [row["step"] for row in support.curve(tmp_path / "new")][-2:] == [3, 4]
-    # The rate, the data order and the moments are those of the run that never changed its engine.
+    # The rate, the data order and the moments equal the run that never changed its engine.
     run(first)
-    old, other = support.curve(tmp_path / "out")[3:], support.curve(tmp_path / "new")[-2:]
-    for left, right in zip(old, other, strict=True):
+    old, resumed = support.curve(tmp_path / "out")[3:], support.curve(tmp_path / "new")[-2:]
+    for left, right in zip(old, resumed, strict=True):
         assert left["lr"] == right["lr"]
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
     assert source.exists() and checkpoint.exists()
@@ -221,7 +221,7 @@ def test_a_second_signal_ends_the_run_at_once(
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_to_all_processes_stops_run(start: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """As Slurm sends it: to the driver, to the fork server, and to the ranks."""
+    """Signal as Slurm sends it: to the driver, to the fork server, and to the ranks."""
     recipe = sft(start, tmp_path, steps=500, engine="fsdp", engines={"fsdp": {"layout": {"dp": 2}}})
     command = [sys.executable, "-m", "core_rl.cli", "train", str(recipe)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

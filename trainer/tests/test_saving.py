@@ -1,4 +1,4 @@
-"""Run checkpoints that are written while the run goes on."""
+"""Run checkpoints that are written while the run continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core_rl_trainer.run.source import resume_hint
 
 
 class Engine:
-    """Its part is complete when somebody waits for it."""
+    """A part that is complete once it is waited for."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -124,7 +124,7 @@ def test_background_write_error_is_raised(
 def _two_steps(saver: RunSaver, engine: Engine) -> None:
     with saver.completed():
         saver.begin(1, {"model": engine.begin}, {})
-        engine.interrupt("step")  # noted; the step goes on to its end
+        engine.interrupt("step")  # noted; the step continues to its end
         saver.finish_if_written()
         saver.finish()
 

@@ -1,4 +1,4 @@
-"""``core-rl submit``: the request to Slurm, by a stand-in for ``sbatch`` that records what it gets."""
+"""``core-rl submit``: the request to Slurm, by a stand-in for ``sbatch`` that records its arguments."""
 
 from __future__ import annotations
 
@@ -149,9 +149,9 @@ def test_submit_requests_gpus_from_cpu_machine(start: Path, tmp_path: Path) -> N
 
 
 def test_submit_sets_cluster_type_slurm(start: Path, tmp_path: Path, sbatch: Path) -> None:
-    chosen = values(start, tmp_path / "out")
-    del chosen["cluster"]
-    recipe = support.write_recipe(tmp_path / "r.yaml", chosen)
+    settings = values(start, tmp_path / "out")
+    del settings["cluster"]
+    recipe = support.write_recipe(tmp_path / "r.yaml", settings)
     job, request = submit(recipe, ["cluster.machines=2", "cluster.ranks_per_machine=2"])
     assert job.number == "4711" and request.machines == 2
     assert "no-kill" not in options(sbatch) and "time" not in options(sbatch)

@@ -18,7 +18,7 @@ WAY = 40
 
 
 def test_page_lists_files_of_a_run(start: Path, tmp_path: Path) -> None:
-    """Those of the trainer between `train` and the end of the first step, after all modules are imported."""
+    """Files of the trainer between `train` and the end of the first step, after all modules are imported."""
     before_first_step: set[str] = set()
 
     def stop_after_first_step(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Recipes, and whole runs on the reference engines: what they leave, and that an interruption changes nothing."""
+"""Recipes, and whole runs on the reference engines: their files, and that an interruption changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def unbroken(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
-    """The result and what was printed."""
+    """The result and the printed text."""
     console = Console(file=io.StringIO(), width=200)
     result = train(recipe, list(overrides), console=console)
     assert isinstance(console.file, io.StringIO)
@@ -177,7 +177,7 @@ def test_a_complete_run_is_only_reported(unbroken: Path, start: Path, tmp_path: 
     assert result == json.loads((unbroken / "result.json").read_text())
     assert "is complete" in text
     assert f"{result['before']['eval_reward']:.3f} before" in text
-    assert run(unbroken / "recipe.yaml")[0] == result  # as the page of the run says
+    assert run(unbroken / "recipe.yaml")[0] == result  # as on the page of the run
     assert support.curve(unbroken) == before
 
 

@@ -70,7 +70,7 @@ def test_ppo_trains_actor_and_critic(ppo: Path) -> None:
 def test_interrupted_ppo_run_resumes_exactly(
     ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Actor, critic, KL coefficient and data order are all those of the checkpoint."""
+    """Actor, critic, KL coefficient and data order are all from the checkpoint."""
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC)
     publish = OnlineLearner.sync
 
@@ -170,7 +170,7 @@ def test_separate_devices_leave_curve_equal(
 
 
 def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Path, tmp_path: Path) -> None:
-    """In evaluations too, whose prompts are those of the training here."""
+    """In evaluations too, which use the training prompts here."""
     section = {"path": str(reward_model / "model"), "weight": 2.0}
     values = support.recipe_values(
         start,
@@ -258,7 +258,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
                     },
                 }
             },
-            "'ppo'.*bootstrap_truncated has no effect; set one of them to false",
+            "'ppo'.*bootstrap_truncated has no effect; set either to false",
         ),
         ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
         ({"algorithm": {"type_": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),

@@ -1,4 +1,4 @@
-"""Asynchronous runs: what is trained on how late, what a resume brings back, and what recipes name for rollouts."""
+"""Asynchronous runs: staleness of trained prompts, resumes, and names of recipes for rollouts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHIFTED = replace(ROLLOUT_SPEC, name="shifted-rollout", factory=f"{__name__}:Shi
 
 
 class ShiftedRollout(ReferenceRolloutBackend):
-    """Reports log-probs that are too high by `SHIFT`: those of the reference engines may agree to the last bit."""
+    """Reports log-probs that are too high by `SHIFT`: log-probs of the reference engines may agree to the last bit."""
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         response = await super().agenerate(request)
@@ -146,7 +146,7 @@ def outstanding(output: Path) -> list[int]:
 
 
 def check_history(trained: list[tuple[int, list[int]]], output: Path) -> None:
-    """Of the steps, as the last run to take each took it: every prompt that was drawn is consumed or outstanding."""
+    """Check that by the last run of each step every prompt drawn is consumed or outstanding."""
     last = dict(trained)
     numbers = [number for step in sorted(last) for number in last[step]] + outstanding(output)
     assert sorted(last) == [1, 2, 3, 4]
@@ -242,7 +242,7 @@ def test_an_answer_goes_on_with_new_weights(start: Path, tmp_path: Path) -> None
     assert not torch.allclose(before, after, atol=1e-3)
 
 
-# ------------------------------------------------------------- what a recipe may name
+# ------------------------------------------------------------- names in recipes
 
 
 def test_groups_without_a_signal_are_replaced(recipe: Path, trained: list[tuple[int, list[int]]]) -> None:

@@ -54,7 +54,7 @@ def test_a_trained_answer_earns_the_reward(example: ModuleType) -> None:
 
 
 def test_calculator_makes_warm_up_transcripts(example: ModuleType) -> None:
-    """Played by an engine that writes what the warm-up says: the tokens and their mask are the same."""
+    """Played by an engine that writes the text of the warm-up: the tokens and their mask are the same."""
     calculator = load_callable(
         "rollout.environment", f"{EXAMPLES}/arithmetic/prepare.py:calculator_environment"
     )
@@ -114,7 +114,7 @@ RECIPES = {
 
 
 OF_LIBRARIES = {"reasoning_gym.yaml", "verifiers.yaml"}
-"""Their environments are those of `test_integrations`."""
+"""Their environments come from `test_integrations`."""
 
 
 def test_every_recipe_without_a_server_is_run_below() -> None:

@@ -21,7 +21,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def start(start: Path) -> Path:
-    """Its model has matrices of 8,192 weights: half of one is enough for moments of 8 bits."""
+    """A model with matrices of 8,192 weights: half of one is enough for moments of 8 bits."""
     wide = AutoConfig.from_pretrained(start / "model", intermediate_size=512)
     AutoModelForCausalLM.from_config(wide).save_pretrained(start / "model")
     (start / "schedule.py").write_text(SCHEDULE)

@@ -253,7 +253,7 @@ def test_unwritable_run_file_is_clear_error(
 
 
 def test_changed_recipe_is_refused_with_differing_fields(tmp_path: Path) -> None:
-    """Where the run has taken a step: one that has not is replaced."""
+    """For runs with a step: a run without any is replaced."""
     support.make_directory(_recipe(tmp_path))
     support.make_directory(_recipe(tmp_path, engine="fsdp"))
     support.make_directory(_recipe(tmp_path)).write_page("the page", None)

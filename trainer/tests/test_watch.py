@@ -1,4 +1,4 @@
-"""Warnings about a run that learns nothing, and the end of it where the recipe says so."""
+"""Warnings about a run that learns nothing, and the end of it where the recipe asks for it."""
 
 from __future__ import annotations
 

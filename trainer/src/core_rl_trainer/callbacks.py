@@ -60,7 +60,7 @@ class CheckpointSaved(RunEvent):
     """A run checkpoint is complete on the disk: that of an earlier step where it was written in the background."""
 
     path: Path
-    """Its directory."""
+    """Directory of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ class Tool(Protocol):
 class ToolEnvironment:
     """The prompt of a sample, and a tool that replies until a completion does not call it.
 
-    Only the tool's replies are encoded, without special tokens; what the model wrote stays as it is. There are
+    Only the tool's replies are encoded, without special tokens; the model's tokens stay as they are. There are
     no rewards: those are for a reward function, which scores the last completion. With ``skip_special_tokens=False``
     the tool sees special tokens, such as ``<tool_call>``; see `core_rl_trainer.rewards.text.completion_text`.
     """

@@ -38,9 +38,9 @@ def export_checkpoint(
 
     It is the newest checkpoint unless ``step`` names another. The engine is that of the run's recipe, which
     ``overrides`` change: another layout where the engine declares ``resharding``. The tokenizer with its chat
-    template is written too. The run may go on meanwhile, and remove the checkpoint.
+    template is written too. The run may continue meanwhile, and remove the checkpoint.
 
-    Raises `ConfigError` for what is no run, has no adapter, or an ``output`` that is not empty, and
+    Raises `ConfigError` for a directory without a run, a run without adapter, or an ``output`` that is not empty, and
     `CheckpointNotFound` for a step that there is not.
     """
     recipe = _recipe_of(run, overrides)

@@ -39,14 +39,14 @@ class MachineRequest:
     cpu: int
     gpu: int
     memory_mib: int | None
-    """None where the recipe and the engines do not say; 0 is all of a machine."""
+    """None where neither recipe nor engines set it; 0 is all of a machine."""
     env: Mapping[str, str]
 
 
 def submit(path: Path, overrides: Sequence[str]) -> tuple[BatchJob, MachineRequest]:
     """Have Slurm train the recipe in ``path`` with dotted ``overrides``, from this directory.
 
-    Raises `ConfigError` for what is wrong in the recipe, without ``sbatch``, and with its message where it refuses.
+    Raises `ConfigError` for errors of the recipe, without ``sbatch``, and with its message where it refuses.
     """
     _check_type(path, overrides)
     changes = [*overrides, "cluster.type=slurm"]
@@ -77,7 +77,7 @@ def _check_type(path: Path, overrides: Sequence[str]) -> None:
 
 
 def machine_request(plan: RunPlan, device: Device) -> MachineRequest:
-    """The amounts for each machine, by default those of engines on ``device`` on the machine with the most."""
+    """The amounts for each machine, by default the needs of engines on ``device`` on the machine with the most."""
     scheduling = plan.cluster.scheduling
     roles = [_need(engine, device) for engine in plan.engines.values()]
     machines = range(plan.cluster.machines)
@@ -97,14 +97,14 @@ def machine_request(plan: RunPlan, device: Device) -> MachineRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """What one role needs."""
+    """Resources of a role."""
 
     unit: Scheduling
     """One rank, or one server."""
     engines: Counter[int]
-    """By machine, its ranks or servers."""
+    """Ranks or servers by machine."""
     processes: Counter[int]
-    """The same, without those in processes of another role."""
+    """The same, without ranks in processes of another role."""
     slots: Sequence[Slot]
 
 

@@ -146,7 +146,7 @@ def discounted_sums(values: Tensor, owner: Tensor, decay: float) -> Tensor:
 
 
 def returns_to_go(token_rewards: Tensor, batch: SequenceBatch, gamma: float = 1.0) -> Tensor:
-    """The discounted sum of what each trained token and those after it earn; ``[T]``, 0 at other tokens."""
+    """The discounted sum of the rewards from each trained token on; ``[T]``, 0 at other tokens."""
     positions, owner = _trained(batch)
     sums = discounted_sums(token_rewards[positions], owner, gamma)
     return _back(sums, positions, token_rewards)
@@ -163,7 +163,7 @@ def gae_advantages(
 ) -> Tensor:
     """GAE (arXiv:1506.02438, equation 16): ``sum_k (gamma * lam)^k * delta[t + k]``; ``[T]``, 0 at other tokens.
 
-    ``delta[t] = token_rewards[t] + gamma * V(next) - values[t]``, where ``values [T]`` are those of the state
+    ``delta[t] = token_rewards[t] + gamma * V(next) - values[t]``, where ``values [T]`` belong to the state
     before each token and the next state is that before the next trained token. After the last one it is
     ``last_values [B]``: 0 by default, since the completion has ended. Returns for the critic are the advantages
     plus ``values``.
@@ -199,11 +199,11 @@ class AdvantageEstimator(Config):
 
     @abstractmethod
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:
-        """Advantages ``[T]``, over ``batch`` and those of the other ranks of ``comm``."""
+        """Advantages ``[T]``, over the batches of all ranks of ``comm``."""
 
 
 class _OfSequences(AdvantageEstimator):
-    """One advantage for each sequence, by ``rule``: from what all its tokens earn, and from its one field."""
+    """One advantage for each sequence, by ``rule``: from the sum of its token rewards, and from its one field."""
 
     rule: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     fields: ClassVar[frozenset[str]] = frozenset({GROUP})
@@ -248,7 +248,7 @@ class ReMax(_OfSequences):
 
 
 class ReinforcePlusPlus(AdvantageEstimator):
-    """REINFORCE++ (arXiv:2501.03262): what a token and those after it earn, whitened over the global batch."""
+    """REINFORCE++ (arXiv:2501.03262): rewards to go of each token, whitened over the global batch."""
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     """The name."""
@@ -281,7 +281,7 @@ class GAE(AdvantageEstimator):
     lam: float = Field(default=0.95, ge=0.0, le=1.0)
     """1 trusts the rewards alone, 0 the critic alone."""
     bootstrap_truncated: bool = False
-    """Where a completion was truncated, bootstrap from the critic's value of the next state, instead of 0."""
+    """Bootstrap truncated completions from the critic's value of the next state, instead of 0."""
     fields: ClassVar[frozenset[str]] = frozenset({VALUES, BOOTSTRAP})
 
     def __call__(self, batch: SequenceBatch, comm: Comm) -> Tensor:

@@ -1,4 +1,4 @@
-"""From per-token losses to the sum and the weight of the loss contract."""
+"""Aggregation of per-token losses: the sum and the weight of the loss contract."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Aggregation = Literal["token_mean", "sequence_mean"] | FixedLength
 
 
 def aggregate(values: Tensor, batch: SequenceBatch, how: Aggregation) -> Tensor:
-    """The scalar **sum** of what ``values [T]`` count, in the dtype of ``values``; masked tokens count nothing.
+    """The scalar **sum** of the counted ``values [T]``, in the dtype of ``values``; masked tokens count nothing.
 
     Divided by the matching `weight_fn` summed over the global batch, it is the mean of that name.
     """

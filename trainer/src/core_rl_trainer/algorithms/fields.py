@@ -40,9 +40,9 @@ BOOTSTRAP = "bootstrap"
 SCORES = "scores"
 """A reward model's score."""
 CHOSEN = "chosen"
-"""Whether the sequence is the preferred one of its pair: bool."""
+"""Bool: the sequence is preferred over the second of its pair."""
 MARGIN = "margin"
-"""Optional: by how much the preferred one should be ahead, the same for both of a pair."""
+"""Optional: required lead of the preferred sequence, the same for both of a pair."""
 
 
 def require_fields(consumer: str, batch: SequenceBatch, needed: AbstractSet[str]) -> None:

@@ -1,6 +1,6 @@
 """Model interfaces: an algorithm's steps over an engine, found by name as in ReaLHF and AReaL.
 
-A name is looked up among the interfaces registered in this process, those of the trainer, and the
+A name is looked up among the interfaces registered in this process, the trainer's, and the
 entry points of installed distributions (group ``rl_interfaces``); ``"module:Class"`` names any class.
 """
 
@@ -78,9 +78,9 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class TrainEngineLike(Protocol):
-    """The engine methods that algorithms use: those of a `TrainEngine` on one rank, or of an `EngineGroup`.
+    """The methods that algorithms use of a `TrainEngine` on one rank, or of an `EngineGroup`.
 
-    It exists so that an algorithm cannot tell the two apart. Loading, weight sync, versions and the
+    It exists so that an algorithm runs on both. Loading, weight sync, versions and the
     learning-rate schedule belong to the training loop and are not part of it.
     """
 
@@ -119,12 +119,12 @@ class ModelInterface(ABC, Generic[ConfigT]):
 
     @property
     def wanted_fields(self) -> frozenset[str]:
-        """Fields that a driver must add to a batch before `train_step`, besides those of a rollout or of the data."""
+        """Fields that a driver must add to a batch of rollouts or of data before `train_step`."""
         return frozenset()
 
     @property
     def compares_completions(self) -> bool:
-        """Whether it learns from the differences between completions of one prompt, and so needs several of them."""
+        """True for an algorithm that compares completions of one prompt, and so needs several of them."""
         return False
 
     def prepare(self, batch: SequenceBatch, comm: Comm | None = None) -> SequenceBatch:

@@ -40,7 +40,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Per-token estimate of ``KL(policy || reference)`` in nats, same shape and dtype.
 
-    ``logprobs`` are those of the policy that drew the tokens; gradients flow through both arguments.
+    ``logprobs`` belong to the policy that drew the tokens; gradients flow through both arguments.
     """
     match estimator:
         case "k1":

@@ -1,4 +1,4 @@
-"""Off-policy correction: weights for tokens that another policy drew than the one that is trained.
+"""Off-policy correction: weights for tokens that a different policy than the trained policy drew.
 
 The *behaviour* policy drew the tokens (an older version, or the same weights in a rollout engine with other
 kernels); the *proximal* policy is the train engine's before the step's updates. The loss takes ratios to the
@@ -72,7 +72,7 @@ class _Truncated(Correction):
 
 
 class _Masked(Correction):
-    """Masked importance sampling. What is masked still counts in means."""
+    """Masked importance sampling. Masked tokens still count in means."""
 
     low: float = Field(default=0.0, ge=0.0)
     """Weights below it are set to 0."""
@@ -128,7 +128,7 @@ class SequenceTruncated(_OfSequences, _Truncated):
 
 
 class SequenceMasked(_OfSequences, _Masked):
-    """Masked for each whole sequence: what has drifted too far is left out (Liu, Li et al. 2025, as above)."""
+    """Masked for each whole sequence: distant sequences are left out (Liu, Li et al. 2025, as above)."""
 
     type: Literal["sequence_masked"] = "sequence_masked"
     """The name."""

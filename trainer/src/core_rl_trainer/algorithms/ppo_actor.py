@@ -64,7 +64,7 @@ class PPOActorConfig(UpdatesConfig):
     """Settings of the actor. The defaults are GRPO's, with each token counted the same."""
 
     advantage: AdvantageConfig = GRPO()
-    """How rewards become advantages: a name, or its settings with the name as ``type``."""
+    """Rule from rewards to advantages: a name, or its settings with the name as ``type``."""
     loss: ObjectiveConfig = Clipped()
     """The policy objective: a name, or its settings with the name as ``type``."""
     correction: CorrectionConfig | None = None
@@ -75,7 +75,7 @@ class PPOActorConfig(UpdatesConfig):
     """In the loss, k2 has the gradient of KL(policy || reference), k3 (GRPO) the reverse one's, k1 none in
     expectation; in the reward, k1 is unbiased."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL divergence goes: into the loss (GRPO), or into the reward of each token (PPO, RLOO)."""
+    """Target of the KL divergence: the loss (GRPO), or the reward of each token (PPO, RLOO)."""
     kl_target: float | None = Field(default=None, gt=0.0)
     """Adapt ``kl_coef`` until the divergence for each token is this (arXiv:1909.08593, section 2.2)."""
     kl_horizon: float = Field(default=10_000.0, gt=0.0)
@@ -124,7 +124,7 @@ class PPOActorConfig(UpdatesConfig):
         if self.mask_truncated_completions and getattr(self.advantage, "bootstrap_truncated", False):
             raise ValueError(
                 "mask_truncated_completions leaves truncated completions out of the loss, so that "
-                "advantage.bootstrap_truncated has no effect; set one of them to false"
+                "advantage.bootstrap_truncated has no effect; set either to false"
             )
         return self
 
@@ -225,7 +225,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         """``epochs * minibatches`` updates, or fewer; a batch that has ``advantages`` is taken as prepared.
 
         Metrics are means over the updates, extremes their extremes. A batch without any sequence is logged and
-        changes nothing. How far the rollout's log-probs are from the train engine's is not among them: that is
+        changes nothing. The mismatch between the log-probs of rollout and train engine is not among them: that is
         `core_rl_trainer.logs.mismatch`, which a loop calls with the log-probs of `inference`.
         """
         comm, config = peers(engine), self.config
@@ -266,7 +266,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
     ) -> SequenceBatch:
-        """``batch`` with ``logprobs [T]`` replaced by those of the engine's weights, at the temperature.
+        """``batch`` with ``logprobs [T]`` under the engine's weights, at the temperature.
 
         The caller stores them as ``prox_logprobs`` or ``ref_logprobs``, according to whose weights they are.
         """

@@ -121,7 +121,7 @@ class DPOConfig(Config):
     beta: float = Field(default=0.1, gt=0.0)
     """The strength of the penalty for leaving the reference."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """How often labels are taken to be wrong; for ``dpo`` alone."""
+    """Share of labels that are taken to be wrong; for ``dpo`` alone."""
 
     @model_validator(mode="after")
     def _smoothed(self) -> Self:
@@ -187,14 +187,14 @@ class DPOInterface(SupervisedInterface[DPOConfig]):
         ).spec()
 
     def check(self, batch: SequenceBatch) -> None:
-        """Raise `BatchError` that names what is no pair, or missing."""
+        """Raise `BatchError` that names invalid pairs and missing fields."""
         require_fields("DPO", batch, {REFERENCE})
         check_pairs(batch)
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
     ) -> SequenceBatch:
-        """``batch`` with ``logprobs [T]``, those of the engine's weights; the caller stores the reference's."""
+        """``batch`` with ``logprobs [T]`` of the engine's weights; the caller stores the reference's."""
         return batch.with_tokens(**{BEHAVIOUR: engine.forward(batch, mb_spec)["logprobs"]})
 
 
@@ -242,7 +242,7 @@ class RewardModelInterface(SupervisedInterface[RewardModelConfig]):
         return RewardLoss(center_coef=self.config.center_coef).spec()
 
     def check(self, batch: SequenceBatch) -> None:
-        """Raise `BatchError` that names what is no pair."""
+        """Raise `BatchError` that names invalid pairs."""
         check_pairs(batch)
 
     def inference(

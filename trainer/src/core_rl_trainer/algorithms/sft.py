@@ -53,7 +53,7 @@ class SupervisedInterface(ModelInterface[ConfigT]):
         return engine.eval_batch(batch, self.loss(), mb_spec)
 
     def check(self, batch: SequenceBatch) -> None:
-        """Raise `BatchError` that names what the batch lacks."""
+        """Raise `BatchError` that names fields that the batch lacks."""
 
 
 class SFTConfig(Config):
@@ -92,5 +92,5 @@ class SFTInterface(SupervisedInterface[SFTConfig]):
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
     ) -> SequenceBatch:
-        """``batch`` with ``logprobs [T]``, those of the engine's weights."""
+        """``batch`` with ``logprobs [T]`` of the engine's weights."""
         return batch.with_tokens(logprobs=engine.forward(batch, mb_spec)["logprobs"])

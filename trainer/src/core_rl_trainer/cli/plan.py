@@ -20,7 +20,7 @@ MEMORY = ("weights", "gradients", "moments", "transient", "activations", "logits
 
 
 def print_plan(plan: PlanReport, console: Console | None = None) -> None:
-    """Print what the run does, what each role and rank does, and the memory that each needs."""
+    """Print the work of the run, of each role and of each rank, and the memory that each needs."""
     console = console or Console(highlight=False)
     console.print(_run(plan))
     console.print(_roles(plan.roles))

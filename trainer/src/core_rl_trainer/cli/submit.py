@@ -19,7 +19,7 @@ def submit(
         ),
     ] = None,
 ) -> None:
-    """Submit a job to Slurm that trains as RECIPE says, on the machines of its section 'cluster'.
+    """Submit a job to Slurm that trains RECIPE, on the machines of its section 'cluster'.
 
     The recipe is checked first. The job runs 'core-rl train' from this directory; the same command again resumes.
 

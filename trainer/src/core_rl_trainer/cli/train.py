@@ -31,7 +31,7 @@ def train(
         bool, typer.Option("--json", help="Print the result, or the plan, as JSON; progress goes to stderr.")
     ] = False,
 ) -> None:
-    """Train a model as RECIPE says.
+    """Train the model of RECIPE.
 
     The same command again, after a crash or Ctrl-C, resumes from the last complete checkpoint. SIGTERM and SIGUSR1
     save one at the end of the step.

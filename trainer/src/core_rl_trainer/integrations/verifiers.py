@@ -31,7 +31,7 @@ State = dict[str, Any]
 
 
 class Rubric(Protocol):
-    """Reward functions and their weights. A function names what it reads: ``completion``, ``answer``, ``state``, …"""
+    """Reward functions and their weights. A function names its inputs: ``completion``, ``answer``, ``state``, …"""
 
     funcs: Sequence[Callable[..., Any]]
     weights: Sequence[float]
@@ -66,8 +66,8 @@ def verifiers_examples(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, 
 class VerifiersEnvironment:
     """An episode of a `MessageEnvironment`: tokens for the model, messages for the environment.
 
-    What the model wrote is never encoded again. Replies go through the tokenizer's chat template, or are plain text
-    where the prompt is one; ``template_args`` are those of ``data.template_args``. The reward is the weighted sum of
+    Tokens of the model are never encoded again. Replies go through the tokenizer's chat template, or are plain text
+    where the prompt is one; ``template_args`` come from ``data.template_args``. The reward is the weighted sum of
     the rubric, at the end; metrics of it have the weight 0.
     """
 
@@ -146,7 +146,7 @@ class VerifiersEnvironment:
         )
 
     async def _value(self, function: Callable[..., Any]) -> float:
-        """What ``function`` says; it gets the values that its parameters name."""
+        """Value of ``function``, called with the values that its parameters name."""
         known = {
             **{name: self._state[name] for name in ("prompt", "completion", "answer", "info", "task")},
             "state": self._state,

@@ -24,7 +24,7 @@ class WandbSection(Config):
     project: str = "core-rl"
     """The project there."""
     entity: str | None = None
-    """Its owner; null for the default one."""
+    """Owner of the project; null for the default."""
     name: str | None = None
     """The run's name there; null for that of ``output_dir``."""
     group: str | None = None

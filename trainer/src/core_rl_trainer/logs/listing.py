@@ -42,7 +42,7 @@ class RunSummary:
     metric: str | None
     """The name of the reward or the loss; None before the first row of metrics."""
     value: float | None
-    """Its newest value; None also where it is not finite."""
+    """Newest value of the metric; None also where it is not finite."""
     evaluation: str | None
     """The name of the metric of the newest evaluation; None before the first."""
     evaluation_value: float | None
@@ -51,7 +51,7 @@ class RunSummary:
     updated: str | None
     """When the run last wrote its page: for a run that ended, its end."""
     command: str | None
-    """The command that continues the run, or extends one that is complete; None while it is running."""
+    """The command that continues the run, or extends a complete run; None while it is running."""
     recipe: Mapping[str, Any]
     """The recipe with all defaults, as plain values."""
 
@@ -62,7 +62,7 @@ def find_runs(root: Path) -> Iterator[Path]:
     Raises `ConfigError` when there is no such directory.
     """
     if not root.is_dir():
-        raise ConfigError(f"{root}: there is no such directory; name one that holds runs, as output_dir does")
+        raise ConfigError(f"{root}: there is no such directory; name a directory of runs, as output_dir does")
     for path, directories, files in os.walk(root):
         directories.sort()
         if RECIPE in files and LOCK in files:

@@ -4,7 +4,7 @@ Let ``d_t = log p_trainer(x_t) - log p_rollout(x_t)`` over the ``N`` trained tok
 them drawn by the rollout engine. Everything is computed in float64, from the definitions:
 
 ========= ================================================ =====================================================
-name      value                                            what it is
+name      value                                            meaning
 ========= ================================================ =====================================================
 k1        ``mean(-d)``                                     estimate of KL(rollout || trainer), unbiased
 k3        ``mean(exp(d) - 1 - d)``                         the same, never negative (Schulman 2020,
@@ -39,7 +39,7 @@ NAMES = ("mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatc
 def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = None) -> dict[str, float]:
     """The five numbers of the module's docstring, as ``mismatch_k1`` and so on.
 
-    ``trainer [T]`` are the train engine's log-probs; those of the rollout are the batch's ``logprobs``.
+    ``trainer [T]`` are the train engine's log-probs; the rollout's are the batch's ``logprobs``.
     ``counted`` (bool ``[T]``) narrows the trained tokens further. Values at other tokens may be
     anything. Without a counted token all numbers are NaN.
     """
@@ -58,7 +58,7 @@ def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = 
 
 
 def _owners(mask: Tensor, batch: SequenceBatch) -> Tensor:
-    """For each token of ``mask [T]``, the place of its sequence among those that have any; int64 ``[N]``."""
+    """For each token of ``mask [T]``, the number of its sequence among sequences with such tokens; int64 ``[N]``."""
     lengths = torch.tensor(batch.lengths, device=mask.device)
     owner: Tensor = torch.repeat_interleave(lengths)[mask].unique_consecutive(return_inverse=True)[1]
     return owner

@@ -45,7 +45,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 EVALUATIONS = 12
 """The newest evaluations, of which samples are shown."""
 CHARACTERS = 4000
-"""Of a longer text, the beginning and the end are shown."""
+"""Characters of a text that are shown; a longer text keeps its beginning and its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class RunPage:
 
 
 def charts_of(rows: Sequence[Row]) -> tuple[list[Chart], list[Chart]]:
-    """The charts of all metrics in ``rows``: the main ones of related metrics, and one for each of the others."""
+    """Charts of all metrics in ``rows``: the main charts of related metrics, and a chart of each further metric."""
     names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "version")))
     main = []
     for title, patterns in CHARTS:

@@ -28,7 +28,7 @@ class RolloutSample:
 
     prompt: str
     segments: Segments
-    """What follows the prompt: who wrote it, ``model`` or ``environment``, and the text."""
+    """Texts after the prompt, each with its author: ``model`` or ``environment``."""
     reward: float
     tokens: int
     """Tokens that the model wrote."""

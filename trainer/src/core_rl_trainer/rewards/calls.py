@@ -34,7 +34,7 @@ _Value = TypeVar("_Value")
 
 OWN = Path(__file__).parent
 ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit)
-"""What ends a program, or an event loop, where nobody catches it: ``exit()`` in a function, or in code that it runs."""
+"""Exceptions that end a program or an event loop unless caught, such as from ``exit()`` in a function."""
 
 
 def name_of(function: object) -> str:
@@ -45,7 +45,7 @@ def name_of(function: object) -> str:
 def code_of(function: object) -> CodeType | None:
     """The code of the user's function behind ``function``: wrappers name theirs as ``__wrapped__``.
 
-    None for what is no Python function, and for those of this package, whose lines tell a user nothing.
+    None for objects other than Python functions, and for functions of this package, whose lines do not help a user.
     """
     while (inner := getattr(function, "__wrapped__", None) or getattr(function, "func", None)) is not None:
         function = inner
@@ -73,7 +73,7 @@ def place_of(function: object, lines: Iterable[tuple[FrameType, int]] = ()) -> s
 
 
 def describe_error(error: BaseException, function: object) -> str:
-    """What ``function`` raised, and at which of its lines."""
+    """Description of the error that ``function`` raised, with its line."""
     place = place_of(function, traceback.walk_tb(error.__traceback__))
     name = type(error).__name__
     message = f"raised {name}: {error}{place}" if str(error) else f"raised {name}{place}"
@@ -92,8 +92,8 @@ async def guarded(
 ) -> _Value:
     """Await a user's code, that of ``function``.
 
-    Raises `RolloutError` that names ``subject`` for any error of it, the original chained; also for one that would end
-    the process. ``setting`` is what limits its time.
+    Raises `RolloutError` that names ``subject`` for any error of it, the original chained; also for errors that would
+    end the process. ``setting`` is what limits its time.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -113,7 +113,7 @@ async def guarded(
 
 
 def _place_at_end(error: BaseException, function: object) -> str:
-    """Where the call was when it was given up; see `_note_place`."""
+    """Line of the call when it was cancelled; see `_note_place`."""
     cancelled = error.__cause__
     notes = getattr(cancelled, "__notes__", None)
     if cancelled is None or notes:
@@ -167,7 +167,7 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
 async def call_on_loop(
     loop: LoopThread, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any
 ) -> Any:
-    """``function(*args)`` of a coroutine function on another ``loop``, so that one that blocks stops only that."""
+    """Run a coroutine function on its own event ``loop``, so that a blocking call stalls only that loop."""
     result, coroutine = _Result(), function(*args)
 
     async def work() -> None:
@@ -187,7 +187,7 @@ async def call_on_loop(
 
 
 class _Result:
-    """What a call in another thread returns or raises. Belongs to the running loop; nobody need wait for it."""
+    """Outcome of a call in another thread. Belongs to the running loop; waiting for it is optional."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -197,7 +197,7 @@ class _Result:
         return (await self._outcome)()
 
     def deliver(self, outcome: Callable[[], Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, and no caller waits
             self._loop.call_soon_threadsafe(self._set, outcome)
 
     def _set(self, outcome: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions and filters: loading them by name, and checking what they return."""
+"""Reward functions and filters: loading them by name, and checking their results."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ from core_rl_trainer.rewards.functions import LIMIT, as_reward, as_rewards
 __all__ = ["ProcessReward"]
 
 START_TIMEOUT_S = 120.0
-"""How long a process may take to start and to import the function."""
+"""Time limit for a process to start and to import the function."""
 ASK_WHERE = signal.SIGVTALRM
 """Asks a process for the line that it is at; schedulers use other signals."""
 LINE_TIMEOUT_S = 0.5
-"""How long a process may take to tell its line: one that is busy outside Python never does."""
+"""Time limit for a process to report its line; a process busy outside Python never does."""
 
 
 class ProcessReward:
@@ -161,7 +161,7 @@ class _Worker:
         return result
 
     def _ask_where(self) -> str | None:
-        """The line that the process is at, if it can tell."""
+        """The line that the process is at, if it reports it."""
         assert self._process is not None and self._process.pid is not None and self._connection is not None
         os.kill(self._process.pid, ASK_WHERE)
         if not self._connection.poll(LINE_TIMEOUT_S):

@@ -33,7 +33,7 @@ class RewardTerm:
     """A named reward."""
 
     name: str
-    """Of its metric, ``reward/NAME``."""
+    """Name of its metric, ``reward/NAME``."""
     function: RewardFn | BatchedRewardFn
     weight: float = 1.0
     batched: bool = False

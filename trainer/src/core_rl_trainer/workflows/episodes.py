@@ -122,7 +122,7 @@ class MultiTurnWorkflow:
     The model completes the prompt; the environment's tokens follow, and the model continues after them. It ends when
     the environment is done, a completion is cut off, or there is no turn or room left. The result has the fields
     of `Transcript.pack`, ``rewards`` (float32 ``[B]``), ``group`` (int64 ``[B]``, the episode's number) and
-    ``turns`` (int64 ``[B]``, completions). Tokens are those that were drawn, and those of the environment, whose
+    ``turns`` (int64 ``[B]``, completions). Tokens are the drawn tokens and the environment's, whose
     ``loss_mask`` is 0.
     """
 
@@ -131,7 +131,7 @@ class MultiTurnWorkflow:
     reward: RewardFn | WeightedRewards | None = None
     """Scores the last completion, in addition to the environment's own rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Of each completion. With a ``seed``, each gets its own, derived from it, the episode, its number and turn."""
+    """Sampling of each completion. A ``seed`` gives each its own, derived from it, the episode, its number and turn."""
     group_size: int = 1
     """The number of episodes; their rewards are compared with each other (GRPO)."""
     max_turns: int = 8
@@ -139,9 +139,9 @@ class MultiTurnWorkflow:
     max_tokens: int | None = None
     """The most tokens of one episode, such as the engine's context; None leaves it to the engine to refuse."""
     step_timeout_s: float | None = None
-    """How long the environment may take for one call, in seconds."""
+    """Time limit of one call of the environment, in seconds."""
     reward_timeout_s: float | None = None
-    """How long the reward of one episode may take, in seconds."""
+    """Time limit of the reward of one episode, in seconds."""
 
     def __post_init__(self) -> None:
         counts = {"group_size": self.group_size, "max_turns": self.max_turns}

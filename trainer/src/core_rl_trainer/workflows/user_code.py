@@ -35,7 +35,7 @@ class LoadedCode:
 
     sections: tuple[RewardSection, ...]
     rewards: Mapping[tuple[str, bool], Callable[..., Any]]
-    """By the name in the recipe, and whether they are batched."""
+    """Functions by the name in the recipe, and whether they are batched."""
     environment: Callable[..., Environment] | None
     should_accept: AcceptFn | None
 
@@ -132,7 +132,7 @@ def _opened(function: Callable[..., Any], loop: LoopThread, stack: ExitStack) ->
 
 
 class _OnLoop:
-    """A coroutine function on the loop of rewards: one that blocks must not block the generation."""
+    """A coroutine function on the loop of rewards, so that a blocking call does not stall the generation."""
 
     def __init__(self, function: Any, loop: LoopThread) -> None:
         self.__name__ = name_of(function)
