@@ -207,17 +207,17 @@ def test_inference_logprobs_use_rollout_temperature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "wanted"),
+    ("settings", "expected"),
     [
         ({}, {"prox_logprobs"}),
         ({"recompute_logprobs": False}, set()),
         ({"kl_coef": 0.1}, {"prox_logprobs", "ref_logprobs"}),
     ],
 )
-def test_actor_lists_wanted_fields(chosen: dict[str, Any], wanted: set[str]) -> None:
-    actor = PPOActorInterface(PPOActorConfig(**chosen))
-    assert actor.wanted_fields == wanted
-    for name in wanted:
+def test_actor_lists_wanted_fields(settings: dict[str, Any], expected: set[str]) -> None:
+    actor = PPOActorInterface(PPOActorConfig(**settings))
+    assert actor.wanted_fields == expected
+    for name in expected:
         with pytest.raises(BatchError, match=rf"needs the fields \['{name}'\]"):
             actor.train_step(BigramEngine(), drop_tokens(ragged_batch(LENGTHS), name, "advantages"), ONE)
 

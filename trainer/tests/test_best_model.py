@@ -15,10 +15,10 @@ from core_rl_trainer.run.best_model import BestModel
 
 
 def keep(
-    root: Path, mode: Literal["max", "min"] = "max", found: Mapping[str, Any] | None = None
+    root: Path, mode: Literal["max", "min"] = "max", state: Mapping[str, Any] | None = None
 ) -> BestModel:
     rule = KeepBest(metric="eval_reward", mode=mode)
-    return BestModel(rule, root / "best", root / "best_model", found)
+    return BestModel(rule, root / "best", root / "best_model", state)
 
 
 def offer(best: BestModel, step: int, value: float) -> None:
@@ -61,7 +61,7 @@ def test_resumed_run_has_best_model_of_checkpoint(tmp_path: Path) -> None:
     state = best.state_dict()
     offer(best, 3, 0.9)  # and is killed before the next checkpoint
     assert kept(tmp_path) == ["step-00000002", "step-00000003"]
-    again = keep(tmp_path, found=state)
+    again = keep(tmp_path, state=state)
     assert kept(tmp_path) == ["step-00000002"]
     assert (tmp_path / "best_model" / "weights").read_text() == "2"
     offer(again, 3, 0.4)

@@ -210,9 +210,9 @@ def test_errors_of_recipe_mapping_are_named(
 # ----------------------------------------------------------------------- notebooks
 
 
-@pytest.mark.parametrize(("found", "bar"), [(object(), True), (None, False)], ids=["widgets", "no widgets"])
-def test_notebook_bar_needs_widgets(monkeypatch: pytest.MonkeyPatch, found: object, bar: bool) -> None:
-    monkeypatch.setattr("core_rl_trainer.logs.progress.find_spec", lambda name: found)
+@pytest.mark.parametrize(("spec", "bar"), [(object(), True), (None, False)], ids=["widgets", "no widgets"])
+def test_notebook_bar_needs_widgets(monkeypatch: pytest.MonkeyPatch, spec: object, bar: bool) -> None:
+    monkeypatch.setattr("core_rl_trainer.logs.progress.find_spec", lambda name: spec)
     console = Console(file=StringIO(), force_jupyter=True, record=True)
     progress = TrainingProgress(console, total=1, done=0)
     progress.show(1, {"loss": 0.5, "tokens_per_s": 1.0})

@@ -76,11 +76,11 @@ PLACED = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "chosen", "slots", "text"), PLACED)
+@pytest.mark.parametrize(("ranks", "role", "slots", "text"), PLACED)
 def test_ranks_fill_machines_in_order(
-    ranks: int, chosen: dict[str, Any] | None, slots: list[tuple[int, int]], text: str
+    ranks: int, role: dict[str, Any] | None, slots: list[tuple[int, int]], text: str
 ) -> None:
-    placement = None if chosen is None else RolePlacement(**chosen)
+    placement = None if role is None else RolePlacement(**role)
     assert list(placement_problems(ranks, placement, cluster(**SLURM))) == []
     actual = place_ranks(ranks, placement, cluster(**SLURM))
     assert actual == tuple(Slot(*slot) for slot in slots)
@@ -98,9 +98,9 @@ MISPLACED = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "chosen", "message"), MISPLACED)
-def test_impossible_placement_is_named(ranks: int, chosen: dict[str, Any] | None, message: str) -> None:
-    placement = None if chosen is None else RolePlacement(**chosen)
+@pytest.mark.parametrize(("ranks", "role", "message"), MISPLACED)
+def test_impossible_placement_is_named(ranks: int, role: dict[str, Any] | None, message: str) -> None:
+    placement = None if role is None else RolePlacement(**role)
     assert message in "\n".join(placement_problems(ranks, placement, cluster(**SLURM)))
 
 

@@ -23,7 +23,7 @@ from core_rl_trainer.rewards.process import ProcessReward
 
 
 def score(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
-    """Does as ``data["do"]`` says, and writes its process id to ``data["pids"]`` first."""
+    """Follow ``data["do"]``, and write the process id to ``data["pids"]`` first."""
     with Path(data["pids"]).open("a") as file:
         file.write(f"{os.getpid()}\n")
     match data["do"]:

@@ -17,7 +17,7 @@ Answer = Callable[[dict[str, Any]], web.Response]
 
 
 async def asked(answer: Answer | None, completion: str | list[str] = "4", **sample: Any) -> Any:
-    """The reward of an endpoint that says ``answer``; None is an endpoint that is not there."""
+    """Reward of an endpoint that answers ``answer``; None is a missing endpoint."""
 
     async def handle(request: web.Request) -> web.Response:
         assert answer is not None

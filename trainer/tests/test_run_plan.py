@@ -124,8 +124,8 @@ def test_train_engine_calls_have_recipe_timeout(
         raise Started(timeout_s)
 
     monkeypatch.setattr(engines, "EngineGroup", start_group)
-    chosen = values(start, tmp_path / "out", timeouts={"call_s": 1234.0})
-    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", chosen))
+    written = values(start, tmp_path / "out", timeouts={"call_s": 1234.0})
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", written))
     run_plan = resolve(recipe)
     with (
         support.open_directory(recipe) as directory,

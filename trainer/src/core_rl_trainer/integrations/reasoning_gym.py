@@ -29,7 +29,7 @@ def reasoning_gym_examples(
 ) -> Iterator[dict[str, Any]]:
     """``size`` examples of the task ``name``, for a JSONL file: ``prompt``, ``answer`` and ``metadata``.
 
-    ``settings`` come from the task's config. Raises `ConfigError` for a task or a setting that there is not.
+    ``settings`` are fields of the task's config. Raises `ConfigError` for a task or a setting that there is not.
     """
     try:
         entries = reasoning_gym.create_dataset(name, size=size, seed=seed, **(settings or {}))
