@@ -60,7 +60,7 @@ class CheckpointSaved(RunEvent):
     """A run checkpoint is complete on the disk: that of an earlier step where it was written in the background."""
 
     path: Path
-    """Directory of the run."""
+    """Directory of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
