@@ -61,7 +61,7 @@ class HttpReward:
             try:
                 name = "completions" if self._batched else "completion"
                 content = await self._post({name: completion, "sample": fields})
-                return _rewards_in(content) if self._batched else _reward_in(content)
+                return _parsed(content, self._batched)
             except _Unavailable as error:
                 if attempt == ATTEMPTS:
                     raise RolloutError(
@@ -97,35 +97,25 @@ class HttpReward:
             self._session = None
 
 
-def _reward_in(content: bytes) -> float:
-    number = _field(content, "reward", "NUMBER")
-    if not _is_number(number):
-        raise _unusable(content, "reward", "NUMBER")
-    return float(number)
-
-
-def _rewards_in(content: bytes) -> list[Any]:
-    numbers = _field(content, "rewards", "[NUMBER, …]")
-    if not isinstance(numbers, list) or not all(map(_is_number, numbers)):
-        raise _unusable(content, "rewards", "[NUMBER, …]")
-    return numbers
+def _parsed(content: bytes, batched: bool) -> float | list[float]:
+    """The reward, or the list of rewards, of a response. Raises `RolloutError`."""
+    name, form = ("rewards", "[NUMBER, …]") if batched else ("reward", "NUMBER")
+    unusable = RolloutError(
+        f'answered {_shown(content)}\nfix: the endpoint answers with the JSON object {{"{name}": {form}}}'
+    )
+    try:
+        value = json.loads(content)[name]
+    except (ValueError, KeyError, TypeError) as error:
+        raise unusable from error
+    if batched and isinstance(value, list) and all(map(_is_number, value)):
+        return value
+    if batched or not _is_number(value):
+        raise unusable
+    return float(value)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _field(content: bytes, name: str, form: str) -> Any:
-    try:
-        return json.loads(content)[name]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unusable(content, name, form) from error
-
-
-def _unusable(content: bytes, name: str, form: str) -> RolloutError:
-    return RolloutError(
-        f'answered {_shown(content)}\nfix: the endpoint answers with the JSON object {{"{name}": {form}}}'
-    )
 
 
 def _shown(content: bytes) -> str:
