@@ -30,7 +30,7 @@ __all__ = ["ProcessReward"]
 
 START_TIMEOUT_S = 120.0
 """Time limit for a process to start and to import the function."""
-ASK_WHERE = signal.SIGVTALRM
+LINE_SIGNAL = signal.SIGVTALRM
 """Asks a process for the line that it is at; schedulers use other signals."""
 LINE_TIMEOUT_S = 0.5
 """Time limit for a process to report its line; a process busy outside Python never does."""
@@ -119,7 +119,7 @@ class _Worker:
         try:
             if self._process is None:
                 self._start()
-            return self._ask(args, timeout_s)
+            return self._request(args, timeout_s)
         except (EOFError, OSError) as error:
             code = self.stop()
             if self._closed.is_set():
@@ -130,26 +130,26 @@ class _Worker:
             ) from error
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, child_end = Pipe()
         try:
-            self._process = start_process(worker_main, (theirs, self._batched), "core-rl reward")
+            self._process = start_process(worker_main, (child_end, self._batched), "core-rl reward")
             assert self._process.pid is not None
             self._tree = ProcessTree(self._process.pid)
         finally:
-            theirs.close()
+            child_end.close()
         if self._closed.is_set():  # close() may have come too early to see this process
             self.kill()
         try:
-            self._ask(self._pickled, START_TIMEOUT_S)
+            self._request(self._pickled, START_TIMEOUT_S)
         except RolloutError:
             self.stop()
             raise
 
-    def _ask(self, request: object, timeout_s: float) -> Any:
+    def _request(self, request: object, timeout_s: float) -> Any:
         assert self._connection is not None
         self._connection.send(request)
         if not self._connection.poll(timeout_s):
-            place = self._ask_where() or self._place
+            place = self._current_line() or self._place
             self.stop()
             raise RolloutError(
                 f"gave no result in {timeout_s:g} s{place}; its process was killed\n"
@@ -160,10 +160,10 @@ class _Worker:
             raise RolloutError(result)
         return result
 
-    def _ask_where(self) -> str | None:
+    def _current_line(self) -> str | None:
         """The line that the process is at, if it reports it."""
         assert self._process is not None and self._process.pid is not None and self._connection is not None
-        os.kill(self._process.pid, ASK_WHERE)
+        os.kill(self._process.pid, LINE_SIGNAL)
         if not self._connection.poll(LINE_TIMEOUT_S):
             return None
         fine, place = self._connection.recv()
@@ -195,11 +195,11 @@ def worker_main(connection: Connection, batched: bool) -> None:
     end_with_driver()
     functions: list[Callable[..., Any]] = []
 
-    def tell_where(_signal: int, frame: FrameType | None) -> None:
+    def report_line(_signal: int, frame: FrameType | None) -> None:
         lines = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
         connection.send((False, place_of(functions[0], lines) if functions else ""))
 
-    signal.signal(ASK_WHERE, tell_where)
+    signal.signal(LINE_SIGNAL, report_line)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver closed its end
         pickled = connection.recv()
         connection.send(_outcome(pickle.loads, lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)

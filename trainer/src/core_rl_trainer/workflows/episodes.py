@@ -159,85 +159,89 @@ class MultiTurnWorkflow:
             subject=f"sample {episode}",
             timeout_s=self.reward_timeout_s,
         )
-        played = await gather_group(
-            self._play(engine, data, scorer, (episode, member)) for member in range(self.group_size)
+        episodes = await gather_group(
+            self._run_episode(engine, data, scorer, (episode, member)) for member in range(self.group_size)
         )
-        transcripts = [transcript for transcript, _ in played]
+        transcripts = [transcript for transcript, _ in episodes]
         return Transcript.pack(transcripts).with_sequences(
             group=torch.full((self.group_size,), episode, dtype=torch.long),
             turns=torch.tensor([transcript.turns for transcript in transcripts]),
-            **reward_fields([reward for _, reward in played]),
+            **reward_fields([reward for _, reward in episodes]),
         )
 
-    async def _play(
+    async def _run_episode(
         self,
         engine: TokenGenerator,
         data: Mapping[str, Any],
         scorer: GroupScorer,
-        place: tuple[int, int],
+        position: tuple[int, int],
     ) -> tuple[Transcript, Reward]:
-        subject = f"sample {place[0]}, completion {place[1]}"
+        subject = f"sample {position[0]}, completion {position[1]}"
         environment = self.environment()
         try:
-            prompt = await self._ask(environment, environment.reset(data), f"{subject}: reset of")
+            prompt = await self._call(environment, environment.reset(data), f"{subject}: reset of")
             transcript = Transcript(prompt)
-            earned = await self._turns(engine, environment, transcript, place)
-            scored = await scorer.score(place[1], prompt, transcript.last_response)
+            earned = await self._turns(engine, environment, transcript, position)
+            scored = await scorer.score(position[1], prompt, transcript.last_response)
         finally:
-            await self._ask(environment, environment.close(), f"{subject}: close of")
+            await self._call(environment, environment.close(), f"{subject}: close of")
         reward = Reward(total=earned + scored.total, terms={ENVIRONMENT: earned, **scored.terms})
         return transcript, reward
 
     async def _turns(
-        self, engine: TokenGenerator, environment: Environment, transcript: Transcript, place: tuple[int, int]
+        self,
+        engine: TokenGenerator,
+        environment: Environment,
+        transcript: Transcript,
+        position: tuple[int, int],
     ) -> float:
         """Fill ``transcript``; the sum of the environment's rewards."""
         total = 0.0
         for turn in range(self.max_turns):
-            response = await self._generate(engine, transcript, (*place, turn))
+            response = await self._generate(engine, transcript, (*position, turn))
             transcript.add_response(response)
             if response.stop_reason == "length":  # half a message is nothing that an environment understands
                 return total
-            subject = f"sample {place[0]}, completion {place[1]}, turn {turn}:"
-            seen = await self._ask(environment, environment.step(response.output_ids), subject)
-            total += self._reward_of(seen, environment, subject)
-            if seen.done:
+            subject = f"sample {position[0]}, completion {position[1]}, turn {turn}:"
+            observation = await self._call(environment, environment.step(response.output_ids), subject)
+            total += self._reward_of(observation, environment, subject)
+            if observation.done:
                 return total
-            room = self.max_tokens is None or len(transcript) + len(seen.ids) < self.max_tokens
+            room = self.max_tokens is None or len(transcript) + len(observation.ids) < self.max_tokens
             if turn + 1 == self.max_turns or not room:
                 transcript.stop_reason = "length"
                 return total
-            transcript.add_environment(seen.ids)
+            transcript.add_environment(observation.ids)
         raise AssertionError("max_turns is at least 1")
 
     async def _generate(
-        self, engine: TokenGenerator, transcript: Transcript, path: tuple[int, int, int]
+        self, engine: TokenGenerator, transcript: Transcript, position: tuple[int, int, int]
     ) -> LLMResponse:
         sampling = self.sampling
         if sampling.seed is not None:
-            sampling = replace(sampling, seed=derive_seed(sampling.seed, *path))
+            sampling = replace(sampling, seed=derive_seed(sampling.seed, *position))
         if self.max_tokens is not None:
             room = self.max_tokens - len(transcript)
             if room < 1:
                 raise RolloutError(
-                    f"sample {path[0]}: a prompt of {len(transcript)} tokens leaves no room for a completion in "
+                    f"sample {position[0]}: a prompt of {len(transcript)} tokens leaves no room for a completion in "
                     f"{self.max_tokens}; shorten it or leave it out"
                 )
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         return await generate_whole(engine, LLMRequest(input_ids=transcript.ids, sampling=sampling))
 
-    async def _ask(self, environment: Environment, called: Any, subject: str) -> Any:
+    async def _call(self, environment: Environment, awaited: Any, subject: str) -> Any:
         full_subject = f"{subject} the environment {name_of(environment)}"
         return await guarded(
-            called,
+            awaited,
             subject=full_subject,
             timeout_s=self.step_timeout_s,
             function=type(environment).step,
             setting="rollout.step_timeout_s",
         )
 
-    def _reward_of(self, seen: object, environment: Environment, subject: str) -> float:
+    def _reward_of(self, observation: object, environment: Environment, subject: str) -> float:
         full_subject = f"{subject} the environment {name_of(environment)}"
-        if not isinstance(seen, Observation):
-            raise RolloutError(f"{full_subject} returned {seen!r}; step() returns an Observation")
-        return as_reward(seen.reward, full_subject)
+        if not isinstance(observation, Observation):
+            raise RolloutError(f"{full_subject} returned {observation!r}; step() returns an Observation")
+        return as_reward(observation.reward, full_subject)
