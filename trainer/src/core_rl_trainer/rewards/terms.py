@@ -74,59 +74,50 @@ class GroupScorer:
         if not isinstance(reward, WeightedRewards):
             reward = WeightedRewards((RewardTerm(name="", function=reward),))
         self._terms = reward.terms
-        self._groups = {term.name: _Group(size) for term in self._terms if term.batched}
+        self._size = size
+        self._completions: dict[int, Sequence[int]] = {}
+        loop = asyncio.get_running_loop()
+        self._batched: dict[str, asyncio.Future[list[float]]] = {
+            term.name: loop.create_future() for term in self._terms if term.batched
+        }
 
     async def score(self, member: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Reward:
         """The reward of completion ``member``, once batched functions have scored all of them.
 
         Raises as `compute_reward` does, whose time limit is that of each call.
         """
-        values = await gather_group(self._value(term, member, prompt_ids, output_ids) for term in self._terms)
+        self._completions[member] = output_ids
+        last = len(self._completions) == self._size
+        values = await gather_group(self._value(term, member, prompt_ids, last) for term in self._terms)
         pairs = list(zip(self._terms, values, strict=True))
         return Reward(
             total=sum(term.weight * value for term, value in pairs),
             terms={term.name: value for term, value in pairs if term.name},
         )
 
-    async def _value(
-        self, term: RewardTerm, member: int, prompt_ids: Sequence[int], output_ids: Sequence[int]
-    ) -> float:
+    async def _value(self, term: RewardTerm, member: int, prompt_ids: Sequence[int], last: bool) -> float:
+        """The value of ``term`` for a completion; the ``last`` completion of the sample calls batched functions."""
         if not term.batched:
-            subject = f"{self._subject}, completion {member}"
-            function = cast("RewardFn", term.function)
             return await compute_reward(
-                function, prompt_ids, output_ids, self._data, subject=subject, timeout_s=self._timeout_s
+                cast("RewardFn", term.function),
+                prompt_ids,
+                self._completions[member],
+                self._data,
+                subject=f"{self._subject}, completion {member}",
+                timeout_s=self._timeout_s,
             )
-        group = self._groups[term.name]
-        if group.add(member, output_ids):
-            rewards = await compute_rewards(
+        rewards = self._batched[term.name]
+        if last:
+            values = await compute_rewards(
                 cast("BatchedRewardFn", term.function),
                 prompt_ids,
-                group.completions(),
+                [self._completions[number] for number in range(self._size)],
                 self._data,
                 subject=self._subject,
                 timeout_s=self._timeout_s,
             )
-            group.rewards.set_result(rewards)
-        return (await group.rewards)[member]
-
-
-class _Group:
-    """Completions that wait for a batched function, which the last of them calls."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._completions: dict[int, Sequence[int]] = {}
-        self.rewards: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-
-    def add(self, member: int, output_ids: Sequence[int]) -> bool:
-        """Whether the group is complete with this completion."""
-        self._completions[member] = output_ids
-        return len(self._completions) == self._size
-
-    def completions(self) -> list[Sequence[int]]:
-        """All completions, in the order of their numbers."""
-        return [self._completions[member] for member in range(self._size)]
+            rewards.set_result(values)
+        return (await rewards)[member]
 
 
 def reward_fields(rewards: Sequence[Reward]) -> dict[str, Tensor]:
