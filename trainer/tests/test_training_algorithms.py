@@ -415,7 +415,7 @@ def test_interrupted_supervised_run_resumes_exactly(
     assert len(list((tmp_path / "broken" / "best").iterdir())) == 1
 
 
-def test_data_of_another_algorithm_is_named(start: Path, tmp_path: Path) -> None:
+def test_data_of_wrong_algorithm_is_named(start: Path, tmp_path: Path) -> None:
     values = support.supervised_values(start, tmp_path / "out", "dpo")
     values["data"]["train"] = str(start / "train.jsonl")
     with pytest.raises(BatchError, match="train.jsonl: line 1 needs a text 'chosen'; it has None"):
