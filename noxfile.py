@@ -30,22 +30,22 @@ ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Those with layouts, on which the checks below are repeated, and the examples.
 DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
 EXAMPLE_ENGINES = ["ddp", "tiny"]
-# A test of the example, which its users have: by day it would repeat what the checks below show.
+# A test of the example, which its users have: by day it would repeat the checks below.
 EXAMPLE_SUITE = "examples/core-rl-ddp/tests/test_ddp_engine.py::test_the_conformance_suite_passes"
 # Servers pin packages that core-rl and a CPU cannot take: they run in environments of their own.
 SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON"}
-# What is installed there besides the server.
+# Packages installed there besides the server.
 SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
 SERVER_PLUGINS = [place for places in SERVER_SIDE.values() for place in places]
 MUTANTS = "conformance/tests/test_mutants.py"
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
-WORDS_STRICT = False
+WORDS_STRICT = True
 """Whether a measure of tools/words.py over its limit fails `lint`; False prints the table only."""
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]
 # Tests start several ranks on a few cores; more threads for each would only fight for them. And they start many
-# short processes, which should not compile what they import anew, wherever that is turned off.
+# short processes, which should not compile their imports anew, wherever that is turned off.
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": ""}
 
 
@@ -79,13 +79,13 @@ def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> N
 
 
 def _server_python(session: nox.Session, engine: str) -> str:
-    """The Python of an environment with the engine's server for the CPU: what the variable names, or made here."""
+    """The Python of an environment with the engine's server for the CPU, named by the variable or made here."""
     if given := os.environ.get(SERVER_PYTHON[engine]):
         return given
     files = [ROOT / "constraints" / f"{engine}-server{suffix}.txt" for suffix in ("", "-unresolved")]
     own = [file for place in SERVER_SIDE[engine] for file in sorted((ROOT / place).rglob("*.py"))]
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in [*files, *own])).hexdigest()
-    # Kept apart by what is in it; a half-made one has no stamp.
+    # One directory for each content; a half-made one has no stamp.
     home = ROOT / ".nox" / f"{engine}-server-{digest[:12]}"
     python, stamp = str(home / "bin" / "python"), home / "complete"
     if not stamp.exists():

@@ -34,7 +34,7 @@ def group_on(hosts: Hosts, machines: Sequence[int]) -> EngineGroup:
 
 
 def lose(cluster: Cluster, group: EngineGroup, rank: int, machine: int, subject: Loss) -> None:
-    """Lose ``rank`` of ``group``, which is on ``machine``, or what it needs, at once."""
+    """Lose ``rank`` of ``group`` on ``machine``, or a resource of it, at once."""
     target = cluster.machines[machine]
     match subject:
         case "rank":

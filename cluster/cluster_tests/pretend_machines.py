@@ -38,7 +38,7 @@ UNSHARE = ("unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "
 REPOSITORY = Path(__file__).parents[2]
 
 # The first process of a machine, with its hostname, its /etc/hosts and paths to share as arguments. Its own files
-# hide those of the box, so what is to be shared from /tmp is put into the new one first.
+# hide those of the box, so shared files of /tmp are put into the new one first.
 INIT = """
 set -e
 read -r pid _ </proc/self/stat

@@ -34,7 +34,7 @@ def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]
     (engine,) = report.engines
     assert (engine.name, engine.distribution) == ("reference", "core-rl")
     assert (report.complete, engine.verdict) == (False, Verdict.PARTIAL)
-    # I7.values is one of several checks that a value head needs.
+    # I7.values is among the checks that a value head needs.
     assert {part.state for part in engine.capabilities} == {CapabilityState.UNCERTIFIED}
     assert "--report=out/a.json" in report.command and "torch" in report.environment.packages
     suites = ET.parse(tmp_path / "junit.xml").getroot()

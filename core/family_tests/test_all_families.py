@@ -131,7 +131,7 @@ def test_rotary_scaling_is_right_or_refused(family: str, scaling: str, tmp_path:
 
 
 def test_page_lists_the_verdicts(verdicts: dict[str, Verdict]) -> None:
-    """The documentation says what was found."""
+    """The documentation lists the verdicts."""
     assert set(verdicts) == set(FAMILIES), "run all families"
     head, mark, _ = PAGE.read_text().partition(TABLE)
     page = head + mark + table(verdicts)

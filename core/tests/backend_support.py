@@ -1,4 +1,4 @@
-"""Backends that break the contract or break down, and what ranks do with them."""
+"""Backends that break the contract or fail, and calls of them on ranks."""
 
 from __future__ import annotations
 

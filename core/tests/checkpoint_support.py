@@ -60,7 +60,7 @@ class ThreadComm(Comm):
 
 
 def on_ranks(size: int, function: Callable[[Comm], Any]) -> list[Any]:
-    """``function(world)`` on every rank; what each returned or raised."""
+    """``function(world)`` on every rank; the result or the error of each."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size)
 
@@ -79,7 +79,7 @@ def in_child(function: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         code = 1
-        # What is rubbish in the parent, such as objects with threads, is the parent's to destroy.
+        # Garbage of the parent, such as objects with threads, is the parent's to destroy.
         gc.disable()
         try:
             # The threads of the parent's kernels are not in this process: a kernel would wait for them.

@@ -41,7 +41,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class EchoEngine:
-    """The methods of an engine that `EngineGroup` calls, to show what each rank was given."""
+    """The methods of an engine that `EngineGroup` calls, to show the arguments of each rank."""
 
     def __init__(self, spec: EngineSpec, config: TrainEngineConfig) -> None:
         check_config(spec, config)

@@ -12,7 +12,7 @@ INTERVAL_S = 0.001
 
 
 def own_bytes(pid: int) -> int:
-    """Anonymous memory of a process: what it has allocated and touched, without the pages of mapped files."""
+    """Anonymous memory of a process: allocated and touched pages, without the pages of mapped files."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

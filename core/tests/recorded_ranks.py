@@ -1,4 +1,4 @@
-"""Many ranks in one process: their states are on the meta device, and a communicator records what they would send."""
+"""Many ranks in one process: their states are on the meta device, and a communicator records their sends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Cut = Callable[[str], list[Placement]]
 
 @dataclass(frozen=True)
 class Recorder(Comm):
-    """Rank ``number`` of ``count``; what each rank gathered so far is in ``heard``."""
+    """Rank ``number`` of ``count``; tensors gathered so far, by rank, are in ``heard``."""
 
     number: int = 0
     count: int = 1

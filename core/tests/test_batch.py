@@ -1,4 +1,4 @@
-"""`SequenceBatch`: what it refuses, and that no operation loses or moves a value."""
+"""`SequenceBatch`: refused input, and that no operation loses or moves a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves in the background: what is at the place meanwhile, what fails, and what a kill leaves."""
+"""Saves in the background: the target meanwhile, failures, and files left by a kill."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ BUILT = model("qwen3_moe")
 
 
 def test_computing_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that transposes, or that adds."""
+    """A rule that transposes, or that adds."""
     conversions = {
         "add.* computes|by aten.add": lambda _, held: {name: value + 1 for name, value in held.items()},
         "order of elements": lambda _, held: {

@@ -92,7 +92,7 @@ TENSORS.append(("empty", torch.empty(0, 3)))
 
 
 def sent(tmp_path: Path, ranks: ReceiverRanks, gpu: FakeGpu) -> list[tuple[Bucket, list[Bucket], int]]:
-    """For each bucket what came in shared memory, what each rank read on the GPU, and how many buffers were alive."""
+    """For each bucket: its shared memory, the tensors read on the GPU by rank, and the number of live buffers."""
     meta = WeightUpdateMeta(
         method="tensor", version=1, path=str(tmp_path / "meet"), bucket_bytes=600, verify=True
     )

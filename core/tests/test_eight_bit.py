@@ -82,7 +82,7 @@ def test_only_changed_moments_are_rounded_again() -> None:
         assert values.dtype == torch.float32 and values.shape == LARGE
     assert all(map(torch.equal, memory_of(moment).values(), (codes, scales)))
     with as_float32(moment) as values:
-        values[2:].mul_(3.0)  # a view, as of one of several fused matrices
+        values[2:].mul_(3.0)  # a view, as of a slice of fused matrices
     assert torch.equal(memory_of(moment)["codes"][:2], codes[:2])
     torch.testing.assert_close(memory_of(moment)["scale"][1:], scales[1:] * 3.0, rtol=0.01, atol=0)
 

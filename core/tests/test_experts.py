@@ -52,7 +52,7 @@ def engine(spec: Any = SPEC, config: dict[str, Any] = MOE, **model: Any) -> Trai
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """Engines join one, and what is refused in between never gets to leave it."""
+    """Engines join a group, and a refused engine never leaves it."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -141,7 +141,7 @@ def test_the_balance_of_sequences_adds_up(lengths: list[int]) -> None:
     torch.testing.assert_close(balance_loss([complete], bounds), torch.stack(alone).sum())
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 def _with_routing(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> SequenceBatch:

@@ -1,4 +1,4 @@
-"""No engine trains on half of a batch: failures of a loss, and of a backend, on one of two ranks."""
+"""No engine trains on half of a batch: failures of a loss, and of a backend, on a single rank of two."""
 
 from __future__ import annotations
 

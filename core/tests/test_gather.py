@@ -1,4 +1,4 @@
-"""Placements of slices over ranks: what does not tile a tensor once is refused; what does is gathered whole."""
+"""Placements of slices over ranks: a tensor is gathered whole where they tile it once, and refused otherwise."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Copies(TorchFunctionMode):
 
 
 class TwoRanks(Comm):
-    """This rank and another one with the same tokens, without a process group."""
+    """This rank and a second rank with the same tokens, without a process group."""
 
     @property
     def rank(self) -> int:
@@ -140,7 +140,7 @@ def spread_experts(model: PackedModel) -> None:
 def test_host_never_waits_for_remote_experts(
     family: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Collectives have no kernels on the meta device, and what they give has the shape of what they get."""
+    """Collectives have no kernels on the meta device, and their results have the shape of their inputs."""
     monkeypatch.setattr(collectives, "_all_gather", lambda value, comm, dim: torch.cat([value, value], dim))
     monkeypatch.setattr(collectives, "_reduce_scatter", lambda value, comm, dim: value.chunk(2, dim)[1])
     model, copies = model_on_meta(family, "lm"), Copies()

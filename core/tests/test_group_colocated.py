@@ -132,7 +132,7 @@ def test_failed_engine_leaves_colocated_engines_alone(pair: Pair) -> None:
     assert guest.run(support.whoami) == [(0,), (1,)]
 
 
-# ------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`EngineGroup` over a real engine gives what the engine gives in this process, bit by bit."""
+"""`EngineGroup` over a real engine equals the engine in this process, bit by bit."""
 
 from __future__ import annotations
 

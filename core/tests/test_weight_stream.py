@@ -294,7 +294,7 @@ def test_missing_shared_memory_raises(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="files of shared memory are listed on Linux alone")
 def test_bucket_of_dead_sender_raises() -> None:
-    """The manager of shared memory removes what a dead process has left, perhaps before it is opened."""
+    """The manager of shared memory removes the segments of a dead process, perhaps before it is opened."""
     ours, theirs = socket.socketpair()
     with shared_by_name():
         storage: Any = torch.UntypedStorage._new_shared(64)

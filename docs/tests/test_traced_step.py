@@ -44,7 +44,7 @@ def test_page_lists_files_of_a_training_step() -> None:
     )
     loss, micro_batches = LossSpec(fn=negative_logprobs), MicroBatchSpec(max_tokens=16)
     with EngineGroup("fsdp", model=MODEL, layout={"dp": 2}, device="cpu") as group:
-        group.train_batch(batch, loss, micro_batches)  # what is computed once
+        group.train_batch(batch, loss, micro_batches)  # values computed once
         group.run(start_in_rank)
         start_trace()
         group.train_batch(batch, loss, micro_batches)

@@ -10,7 +10,7 @@ __all__ = ["Capability"]
 class Capability(StrEnum):
     """Optional features of an engine. A feature that a spec does not list is *not supported*.
 
-    The page "Write an engine" says what a backend does for each.
+    The page "Write an engine" lists the duties of a backend for each.
     """
 
     # heads and outputs of a train engine

@@ -104,7 +104,7 @@ class Channel:
         self._socket.sendall(data)
 
     def receive_into(self, view: memoryview, deadline: float | None) -> None:
-        """Fill ``view`` with what comes next; as `receive`."""
+        """Fill ``view`` with the next bytes; as `receive`."""
         while view:
             self._limit(deadline)
             count = self._socket.recv_into(view)

@@ -23,7 +23,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_type(choice: str) -> str:
-    """``cpu`` or ``cuda``: what a config's ``device`` stands for. Raises `ConfigError` where there is none."""
+    """``cpu`` or ``cuda``, for a config's ``device``. Raises `ConfigError` where there is none."""
     available = torch.cuda.is_available()
     if choice == "cuda" and not available:
         raise ConfigError("device = 'cuda', and torch sees no CUDA device; set device to 'cpu' or 'auto'")
@@ -53,7 +53,7 @@ def chosen_device(choice: str, index: int | None = None) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make ``device`` the one that CUDA kernels and collectives of this process use.
+    """Make ``device`` the default of CUDA kernels and collectives of this process use.
 
     Its memory comes in segments that grow (``expandable_segments``), unless the environment chooses: micro-batches of
     many sizes would leave pieces between them that no tensor fits into.

@@ -125,7 +125,7 @@ def _response_violations(
         yield f"{len(response.output_ids)} tokens; max_new_tokens = {request.sampling.max_new_tokens}"
     if response.stop_reason == "length" and len(response.output_ids) < request.sampling.max_new_tokens:
         yield f"stop_reason = 'length' after {len(response.output_ids)} of {request.sampling.max_new_tokens} tokens"
-    # What the engine filled in may be of any type, whatever is annotated.
+    # Values of the engine may be of any type, whatever is annotated.
     tokens: Sequence[object] = response.output_ids
     logprobs: Sequence[object] = response.logprobs
     versions: Sequence[object] = response.versions

@@ -49,7 +49,7 @@ def load_backend(spec: EngineSpec) -> type[Backend]:
 def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
     """Raise one `EngineContractError` where ``backend`` and the capabilities of ``spec`` differ.
 
-    A declared capability that has protocols is implemented by one of them. A protocol among the bases has all of its
+    A declared capability that has protocols is implemented by a protocol. A protocol among the bases has all of its
     methods, and its capability, if any, is declared. A method of that name in any other class is a helper.
     """
     subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({MIGRATION_PAGE})"

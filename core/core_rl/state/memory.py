@@ -96,7 +96,7 @@ def _finish_copies(storages: Iterable[UntypedStorage]) -> None:
 
 
 def _give_back_cache(storages: Iterable[UntypedStorage]) -> None:
-    """Of what is freed, torch keeps the memory for itself until it is asked."""
+    """Release freed memory, which torch caches."""
     for _, module in _accelerators(storages):
         module.empty_cache()
 

@@ -144,7 +144,7 @@ def finished(
     freeze(built, model.frozen)
     if model.lora is not None:
         add_adapter(built, model.lora, model.head, seed)
-    built.config.architectures = [type(built).__name__]  # what an export is to be loaded as
+    built.config.architectures = [type(built).__name__]  # the class that loads an export
     built.eval()
     return built
 

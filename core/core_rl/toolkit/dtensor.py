@@ -41,7 +41,7 @@ def local_part(tensor: Tensor) -> LocalPart:
     # Not `get_local_rank`, which asks the mesh's groups: DTensor's caches may give an equal mesh whose groups are gone.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # a rank has parameters on meshes of its own
-    # A strided shard, such as FSDP's, cuts what the mesh dimensions on its right have left.
+    # A strided shard, such as FSDP's, cuts the remainder of the mesh dimensions on its right.
     strided = [axis for axis in range(mesh.ndim) if _is_strided(tensor.placements[axis])]
     plain = [axis for axis in range(mesh.ndim) if axis not in strided]
     for axis in (*plain, *reversed(strided)):

@@ -67,7 +67,7 @@ def as_float32(moment: Any) -> Iterator[Tensor]:
     """The values of ``moment``; changed values are quantized at the end of the context."""
     values: Tensor = moment.dequantize()
     yield values
-    # Codes of codes may be others: what is only read is not quantized again.
+    # Requantized codes may differ: values that are only read keep their codes.
     if not torch.equal(values, moment.dequantize()):
         moment.copy_(values)
 

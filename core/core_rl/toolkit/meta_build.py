@@ -200,7 +200,7 @@ def _computed_buffers(built: PreTrainedModel) -> list[tuple[nn.Module, str, Tens
         assert planned is not None
         module._buffers[name] = torch.empty_like(planned, device="cpu")
     for parameter in built.parameters():
-        # What transformers' own loading does: only what is not marked is initialized.
+        # As in transformers' own loading: only unmarked parameters are initialized.
         cast("Any", parameter)._is_hf_initialized = True
     built.initialize_weights()
     return [(module, name, cast("Tensor", module._buffers[name])) for module, name in places]

@@ -1,4 +1,4 @@
-"""Saves in the background on several ranks: true snapshots in each format, and what the kill of a rank leaves."""
+"""Saves in the background on several ranks: true snapshots in each format, and files left by a killed rank."""
 
 from __future__ import annotations
 

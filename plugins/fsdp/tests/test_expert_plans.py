@@ -25,7 +25,7 @@ PLANNED = support.MOE | {
 
 
 class TwoRanks(Comm):
-    """This rank and another one with the same tokens, without a process group."""
+    """This rank and a second rank with the same tokens, without a process group."""
 
     @property
     def rank(self) -> int:

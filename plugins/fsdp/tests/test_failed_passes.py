@@ -186,7 +186,7 @@ def test_the_first_pass_may_raise(group: EngineGroup) -> None:
 
 
 def fail_on_one_rank(engine: TrainEngine) -> str:
-    """Rank 1 raises inside the pass, and so do others that wait for it; what each says to the next call."""
+    """Rank 1 raises inside the pass, and so do waiting ranks; the answer of each to the next call."""
     backend = engine.backend
     assert isinstance(backend, FSDPBackend)
     with pytest.raises(Broken), mock.patch.object(FSDPBackend, "outputs", side_effect=Broken("no memory")):

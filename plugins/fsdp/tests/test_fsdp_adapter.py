@@ -1,4 +1,4 @@
-"""LoRA on the FSDP engine: `peft` reads what it saves, and memory savers and layouts change nothing."""
+"""LoRA on the FSDP engine: `peft` reads its saves, and memory savers and layouts change nothing."""
 
 from __future__ import annotations
 

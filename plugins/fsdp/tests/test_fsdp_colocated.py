@@ -47,7 +47,7 @@ def groups_and_threads(engine: TrainEngine) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
 def test_colocated_engines_compute_as_if_alone(layout: ParallelLayout) -> None:
-    """Next to one of the same layout, and to one of another layout in the same world."""
+    """Next to an engine of the same layout, and to an engine of another layout in the same world."""
     settings = (config(0, DP2), config(1, layout))
     alone = []
     with EngineGroup("fsdp", settings[0], timeout_s=120, threads_per_rank=1) as host:

@@ -1,4 +1,4 @@
-"""The FSDP engine on 1, 2 and 4 ranks against the plain model, and what it does with bad input."""
+"""The FSDP engine on 1, 2 and 4 ranks against the plain model, and with bad input."""
 
 from __future__ import annotations
 

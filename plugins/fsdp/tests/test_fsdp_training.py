@@ -39,7 +39,7 @@ def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> Curv
     ids=["grpo", "ppo with the critic on a rank of its own"],
 )
 def test_curve_matches_the_reference(name: str, more: list[str], start: Path, tmp_path: Path) -> None:
-    """On two data-parallel ranks; what is left is rounding, which three steps of Adam amplify."""
+    """On two data-parallel ranks; the rest is rounding, which three steps of Adam amplify."""
     actual = curve(name, "fsdp", start, tmp_path / "fsdp", *more)
     expected = curve(name, "reference", start, tmp_path / "reference")
     assert len(actual) == 4

@@ -353,7 +353,7 @@ def test_training_runs_of_all_layouts_stay_together(group: EngineGroup) -> None:
         group.initialize(config=support.fsdp_config(1))
         group.load_named_tensors("master", TensorDict(moved))
         spread = torch.maximum(spread, (losses(group) - straight).abs())
-    # What has spread by a step cannot come together again by more than luck.
+    # Curves that have spread by a step come together again only by luck.
     limit = 4 * torch.cummax(spread, dim=0).values + 1e-6
     for layout in (ParallelLayout(dp=2), ParallelLayout(dp=2, tp=2), ParallelLayout(dp=2, cp=2)):
         group.initialize(config=support.fsdp_config(layout))

@@ -1,6 +1,6 @@
 """No rank ever holds a full copy of the model: not while it loads, not while it exports.
 
-Four ranks, a model of some 230 MB. What a rank may take beyond what it had before is stated as a
+Four ranks, a model of some 230 MB. The allowed growth of a rank is stated as a
 fraction of the full model. The last test measures a way of loading that does hold full copies, so
 that the probe is known to see one.
 """
@@ -76,7 +76,7 @@ def group() -> Iterator[EngineGroup]:
 
 
 def give_back_at_once(engine: TrainEngine) -> None:
-    """Let the C library return freed blocks of 1 MiB and more to the system, so that the probe sees what is in use."""
+    """Let the C library return freed blocks of 1 MiB and more to the system, so that the probe sees memory in use."""
     assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2**20) == 1
 
 

@@ -1,4 +1,4 @@
-"""The order of copies beside the computation, on a device that is none: what a GPU is asked to do."""
+"""The order of copies beside the computation, on a fake device: the calls that a GPU would get."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("meta")
 
 
 class Stream:
-    """Notes what it is asked for."""
+    """Records its calls."""
 
     def __init__(self, name: str, steps: list[str]) -> None:
         self.name = name

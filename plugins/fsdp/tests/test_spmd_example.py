@@ -1,4 +1,4 @@
-"""``examples/spmd_train.py`` under two agents of ``torchrun``: what it trains is what an `EngineGroup` trains."""
+"""``examples/spmd_train.py`` under two agents of ``torchrun``: it trains as an `EngineGroup` does."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def config(
     model: Mapping[str, Any] | None = None,
     **section: Any,
 ) -> TrainEngineConfig:
-    """A config of ``engine`` for the tiny model, or one with other fields; ``section`` adds to the model's section."""
+    """A config of ``engine`` for the tiny model, or for other fields; ``section`` adds to the model's section."""
     values: dict[str, Any] = {
         "model": {"config": TINY | dict(model or {}), **section},
         "optimizer": OPTIMIZER,

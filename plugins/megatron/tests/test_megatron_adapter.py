@@ -1,4 +1,4 @@
-"""LoRA on the Megatron engine: `peft` reads what each layout saves, and recomputation draws the same dropout."""
+"""LoRA on the Megatron engine: `peft` reads the saves of each layout, and recomputation draws the same dropout."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def weights(group: EngineGroup) -> dict[str, Tensor]:
 
 
 def test_engines_of_the_same_degrees_share_the_groups() -> None:
-    """Each computes what it computes alone, with dropout from Megatron's one tracker, also after the other has gone."""
+    """Each computes the same as alone, with dropout from Megatron's one tracker, also after the other has gone."""
     settings = (config(0, {"tp": 2}), config(1, {"tp": 2}))
     alone = []
     with EngineGroup("megatron", settings[0], timeout_s=120, threads_per_rank=1) as host:

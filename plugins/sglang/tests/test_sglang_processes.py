@@ -84,7 +84,7 @@ def test_a_server_on_the_loopback_needs_none(tmp_path: Path, host: str) -> None:
 
 
 def test_a_python_without_sglang_is_named(tmp_path: Path) -> None:
-    """This environment's: SGLang has one of its own."""
+    """This environment's: SGLang has another."""
     engine = build(tiny_model(tmp_path), python=sys.executable)
     with pytest.raises(ConfigError, match=r"has no SGLang; name the Python .* CORE_RL_SGLANG_PYTHON"):
         engine.initialize()

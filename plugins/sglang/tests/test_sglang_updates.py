@@ -257,7 +257,7 @@ LOAD = ["/pause_generation", "/update_weights_from_disk", "/update_weight_versio
 
 
 def test_no_server_computes_while_an_update_is_undone(tmp_path: Path) -> None:
-    """Neither the one that has the new weights, nor the one that has refused them."""
+    """Neither the server with the new weights, nor the server that refused them."""
     new = tiny_model(tmp_path, seed=1)
     with stubs(tmp_path, 2) as made, connected(made) as engine:
         before = [len(stub.bodies) for stub in made]

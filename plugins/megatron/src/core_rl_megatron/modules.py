@@ -161,8 +161,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
         hidden = self._embedded(tokens.input_ids) if self.pre_process else None
         if hidden is not None and self.config.recompute_granularity == "full" and torch.is_grad_enabled():
-            # Under a frozen embedding: what is computed again (tensor_parallel/random.py) has a gradient only
-            # where one of its inputs has one.
+            # Under a frozen embedding: recomputed layers (tensor_parallel/random.py) have a gradient only
+            # where an input has a gradient.
             hidden.requires_grad_()
         angles = (tokens.position_ids.float()[:, None] * self.inverse_frequencies).repeat(1, 2)[:, None, None]
         dtype = cast("torch.dtype", self.config.pipeline_dtype)

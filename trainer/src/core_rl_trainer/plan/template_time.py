@@ -50,7 +50,7 @@ def earlier_runs(directory: Path, fresh: bool, resume_from: str | None) -> list[
     directories = [] if fresh else [directory]
     if resume_from is not None:
         source = Path(resume_from).resolve()
-        directories += [source, *source.parents[1:2]]  # a run, or one of its checkpoints
+        directories += [source, *source.parents[1:2]]  # a run, or a checkpoint of it
     return directories
 
 
