@@ -186,8 +186,17 @@ def _strings(node: ast.expr) -> str:
 
 
 def _git(*arguments: str) -> list[str]:
-    command = ["git", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    """Lines of a git command; none outside of a repository, such as in an unpacked archive."""
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _files(folders: Sequence[str]) -> list[str]:
+    """Tracked files of ``folders``, or without git all files outside of hidden directories."""
+    paths = (path for folder in folders or ["."] for path in Path(folder).rglob("*"))
+    return _git("ls-files", *folders) or [
+        str(path) for path in paths if not any(part.startswith(".") for part in path.parts)
+    ]
 
 
 def main() -> None:
@@ -200,7 +209,7 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a measure is over its limit")
     arguments = parser.parse_args()
     counts, files = Counts(arguments.list), 0
-    for path in _git("ls-files", *arguments.folders):
+    for path in _files(arguments.folders):
         if "changelog" in path.lower() or not path.endswith((".py", ".md")) or not Path(path).exists():
             continue
         files += 1
