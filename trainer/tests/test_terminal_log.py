@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from core_rl.errors import ConfigError
-from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, say
+from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line
 
 
 def _lines(path: Path) -> list[str]:
@@ -22,7 +22,7 @@ def _lines(path: Path) -> list[str]:
 def _failing_run(path: Path, console: Console) -> None:
     log = TerminalLog()
     with log.attached():
-        say(console, "data: [1 file]")  # before the directory of the run is there
+        print_line(console, "data: [1 file]")  # before the directory of the run is there
         log.open(path)
         logging.getLogger("core_rl.somewhere").warning("low %s", "disk")
         raise ConfigError("steps = 0")
@@ -43,7 +43,7 @@ def test_log_continues_and_leaves_no_handlers(tmp_path: Path) -> None:
         log = TerminalLog()
         with log.attached():
             log.open(tmp_path / "run.log")
-            say(Console(file=StringIO()), text)
+            print_line(Console(file=StringIO()), text)
     assert _lines(tmp_path / "run.log") == ["INFO first", "INFO second"]
     assert logging.getLogger().handlers == before
 

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from core_rl.errors import ConfigError
 
-__all__ = ["TERMINAL", "TerminalLog", "TrainingProgress", "print_result", "say"]
+__all__ = ["TERMINAL", "TerminalLog", "TrainingProgress", "print_line", "print_result"]
 
 TERMINAL = logging.getLogger("core_rl_trainer.terminal")
 """The lines on the terminal, for the log file of a run alone."""
@@ -70,7 +70,7 @@ class TrainingProgress(Progress):
     def phase(self, name: str) -> Iterator[None]:
         """Show the phase ``name`` before the first step, with its time."""
         if self.disable:
-            say(self.console, f"{name} …")
+            print_line(self.console, f"{name} …")
         self.reset(self._task, description=name, completed=self._done)
         start = time.perf_counter()
         yield
@@ -80,7 +80,7 @@ class TrainingProgress(Progress):
         """Show the training from here on, and the times of the phases before it."""
         shown = {name: seconds for name, seconds in self._seconds.items() if seconds >= SHORTEST}
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shown.items())
-        say(self.console, f"ready after {sum(self._seconds.values()):.1f} s: {times}")
+        print_line(self.console, f"ready after {sum(self._seconds.values()):.1f} s: {times}")
         self.reset(self._task, description="training", completed=self._done)
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -90,12 +90,12 @@ class TrainingProgress(Progress):
         if step % max(1, self._total // LINES) == 0:
             line = f"step {step}/{self._total}  {headline}"
             if self.disable:
-                say(self.console, line)
+                print_line(self.console, line)
             else:
                 TERMINAL.info(line)
 
 
-def say(console: Console, text: str) -> None:
+def print_line(console: Console, text: str) -> None:
     """Print a line, above a bar where there is one, and to the log of the run."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     TERMINAL.info(text)
@@ -118,18 +118,18 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
     """Print the end of a run: the change of the evaluation metrics, and the paths of its files."""
     if result.get("stopped"):
         text = f"stopped after step {result['steps']} by the {result['stopped']}; the same run again goes on from there"
-        say(console, text)
+        print_line(console, text)
     before, after = result["before"], result["after"]
     for name, label in HELD_OUT.items():
         if name in after:
             change = after[name] - before[name]
-            say(
+            print_line(
                 console,
                 f"evaluation, {label}: {before[name]:.3f} before, {after[name]:.3f} after ({change:+.3f})",
             )
     for name in ("model", "adapter", "best_model", "page", "picture", "metrics"):
         if result.get(name):
-            say(console, f"{name}: {result[name]}")
+            print_line(console, f"{name}: {result[name]}")
 
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.errors import NothingLearned
-from core_rl_trainer.logs.progress import TrainingProgress, say
+from core_rl_trainer.logs.progress import TrainingProgress, print_line
 from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import Schedule
 from core_rl_trainer.run.bad_weights import require_finite_weights, weights_are_blamed
@@ -127,7 +127,7 @@ class RunLoop:
         progress = self.progress
         if checkpoint is not None:
             place = checkpoint.path.parents[1]
-            say(progress.console, f"resuming from the checkpoint of step {checkpoint.step} in {place}")
+            print_line(progress.console, f"resuming from the checkpoint of step {checkpoint.step} in {place}")
             with progress.phase("loading the checkpoint"):
                 self.learner.restore(checkpoint)
             self.evaluations = dict(checkpoint.state["evaluations"])

@@ -15,7 +15,7 @@ from core_rl.errors import (
     RankDied,
     RankTimeout,
 )
-from core_rl_trainer.logs.progress import say
+from core_rl_trainer.logs.progress import print_line
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run.run_directory import RunDirectory
 
@@ -87,7 +87,7 @@ class Restarts:
         cluster = self._cluster.on_machines(self._machines)
         text = f"restart {self._done} of {cluster.restarts}, from {start}, on {cluster.number}: {reason}"
         logger.info("%s", text)
-        say(self._console, text)
+        print_line(self._console, text)
         self._directory.add_restart(
             {
                 "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",

@@ -19,7 +19,7 @@ from core_rl_trainer.errors import StepError
 from core_rl_trainer.logs.boards import TrackioBoard, WandbBoard
 from core_rl_trainer.logs.metrics_log import MetricsBoard
 from core_rl_trainer.logs.page import PageRole, RunPage
-from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_result, say
+from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line, print_result
 from core_rl_trainer.outputs.push import model_card, push_run
 from core_rl_trainer.plan.engine_checks import sender_slot
 from core_rl_trainer.plan.run_plan import RunPlan
@@ -55,7 +55,7 @@ def run_plan(
     for remark in plan.remarks:
         logger.warning("%s", remark)
     for line in plan.statistics.lines():
-        say(console, line)
+        print_line(console, line)
     with open_run_directory(plan.files, plan.identity()) as directory:
         log.open(directory.log)
         result = directory.result()
@@ -64,10 +64,10 @@ def run_plan(
                 result = _train_with_restarts(plan, directory, console, signals, callbacks)
         else:
             text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
-            say(console, text)
+            print_line(console, text)
         print_result(console, result)
         if not result.get("stopped") and (url := _push(plan, directory, result)) is not None:
-            say(console, f"uploaded to {url}")
+            print_line(console, f"uploaded to {url}")
     return result
 
 
