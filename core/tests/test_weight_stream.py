@@ -36,8 +36,8 @@ from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync import distributed, rendezvous
 from core_rl.weight_sync import tensor as tensor_update
 from core_rl.weight_sync.distributed import WeightGroup
-from core_rl.weight_sync.lora import AdapterMetadata
 from core_rl.weight_sync.messages import (
+    AdapterMetadata,
     Bucket,
     Kind,
     ReceiverRanks,

@@ -17,11 +17,12 @@ import training_support as support
 
 from core_rl.config.base import parse_config
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.batches import MixedOrder, NumberedBatches, ShuffledOrder
+from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.batches import NUMBER, MixedOrder, NumberedBatches, Order, ShuffledOrder
+from core_rl_trainer.data.batches import NUMBER, NumberedBatches
 from core_rl_trainer.data.datasets import ExampleDataset, SampleDataset
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.kinds import PROMPTS
+from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
 
 @pytest.fixture(scope="module")

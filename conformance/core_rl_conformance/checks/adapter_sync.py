@@ -15,7 +15,7 @@ from core_rl.data.requests import LLMResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import Judged

@@ -16,8 +16,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import abandon_until_done
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
-from core_rl.weight_sync.lora import AdapterMetadata
-from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.messages import AdapterMetadata, Bucket
 from core_rl.weight_sync.tensor import ReceivedWeights
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.engine_under_test import EngineUnderTest

@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from mutants.streams import SendsTheStepBefore
 from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant

@@ -9,8 +9,7 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
-from core_rl.weight_sync.lora import AdapterMetadata
-from core_rl.weight_sync.messages import Bucket
+from core_rl.weight_sync.messages import AdapterMetadata, Bucket
 from core_rl.weight_sync.update import weight_update
 
 Whole = Iterator[tuple[str, Tensor]]

@@ -30,7 +30,7 @@ from core_rl.seeds import derive_seed
 from core_rl.state.rng_state import RngState
 from core_rl.state.store import TensorStore
 from core_rl.weight_sync.disk import DiskUpdate
-from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.update import weight_update
 
 __all__ = ["Parts", "Persistence", "TrainComponents"]

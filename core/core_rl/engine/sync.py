@@ -10,15 +10,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.weight_sync.rendezvous import abandon, expecting, forget_error
 
-if TYPE_CHECKING:
-    from core_rl.engine.inference import InferenceEngine
-
-__all__ = ["WeightSender", "WeightUpdates", "abandon_until_done", "sync_weights"]
+__all__ = ["WeightReceiver", "WeightSender", "WeightUpdates", "abandon_until_done", "sync_weights"]
 
 POLL_S = 0.1
 CLOSE_WAIT_S = 10.0
@@ -34,9 +31,16 @@ class WeightSender(Protocol):
         """Send the weights."""
 
 
+class WeightReceiver(Protocol):
+    """An `InferenceEngine`."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        """Install an update; the future is done when the receiver has the weights."""
+
+
 def sync_weights(
     sender: WeightSender,
-    receiver: InferenceEngine,
+    receiver: WeightReceiver,
     meta: WeightUpdateMeta,
     timeout_s: float | None = None,
     receiving: AbstractContextManager[None] | None = None,

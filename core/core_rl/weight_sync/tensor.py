@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from core_rl.errors import CoreRLError, WeightsError
 from core_rl.weight_sync.buckets import Filling, HostStaging, RemoteBucket
 from core_rl.weight_sync.cuda import DeviceMemory, can_open, shared_with
 from core_rl.weight_sync.messages import (
+    AdapterMetadata,
     Bucket,
     GroupAddress,
     Kind,
@@ -36,9 +37,6 @@ from core_rl.weight_sync.messages import (
     send_message,
 )
 from core_rl.weight_sync.rendezvous import accepted, connect, expecting
-
-if TYPE_CHECKING:
-    from core_rl.weight_sync.lora import AdapterMetadata
 
 __all__ = ["ReceivedWeights", "Sender", "TensorStream", "TensorUpdate"]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.weight_sync.distributed import DistributedUpdate
-from core_rl.weight_sync.lora import AdapterMetadata, LoraUpdate
+from core_rl.weight_sync.lora import LoraUpdate
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.tensor import TensorUpdate
 
 __all__ = ["weight_update"]

@@ -14,7 +14,7 @@ from test_sglang_servers import BATCH, asked, pid_of, processes
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
-from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import written

@@ -20,7 +20,7 @@ from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, WeightsError
-from core_rl.weight_sync.lora import AdapterMetadata
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import sent
 from core_rl_sglang.adapters import SglangAdapterForm

@@ -9,10 +9,10 @@ from itertools import accumulate
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.batches import MixedOrder, Order, ShuffledOrder
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import Examples, place_in_parts
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
+from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
 __all__ = ["ExampleDataset", "MixedDataset", "SampleDataset", "StreamedDataset"]
 
