@@ -114,7 +114,7 @@ def test_colocated_groups_refuse_concurrent_calls(pair: Pair, tmp_path: Path) ->
     thread = threading.Thread(target=host.run, args=(support.arrive_and_wait, str(tmp_path)))
     thread.start()
     support.await_arrival(tmp_path)
-    with pytest.raises(GroupError, match=r"whoami: another call .* shares its processes"):
+    with pytest.raises(GroupError, match="whoami: another call .* is running, or on a colocated group"):
         guest.run(support.whoami)
     with pytest.raises(GroupError, match="that is colocated with this one is in a call"):
         guest.close()
