@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import training_support as support
-from pretend_machines import Machine, pretend_machines, within
-from slurm_daemons import Slurm, slurm_daemons
+from pretend_machines import Machine, within
+from slurm_daemons import Slurm
 
 from core_rl.errors import ConfigError
 from core_rl_cluster.sbatch import BatchJob
@@ -30,18 +30,6 @@ AFTER_TOMORROW = f"{datetime.now().astimezone() + timedelta(days=2):%Y-%m-%dT12:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return support.make_start(tmp_path_factory.mktemp("start"))
-
-
-@pytest.fixture(scope="module")
-def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
-    with pretend_machines(3, [tmp_path_factory.getbasetemp()]) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def slurm(machines: list[Machine], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm_daemons(machines, tmp_path_factory.mktemp("slurm")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -69,9 +57,9 @@ def shown(slurm: Slurm, job: str) -> dict[str, str]:
 
 
 def test_a_submitted_job_trains_and_ends(
-    slurm: Slurm, machines: list[Machine], values: dict[str, Any], tmp_path: Path
+    slurm: Slurm, slurm_machines: list[Machine], values: dict[str, Any], tmp_path: Path
 ) -> None:
-    before = [set(machine.processes()) for machine in machines]
+    before = [set(machine.processes()) for machine in slurm_machines]
     train(values | {"output_dir": str(tmp_path / "one")})
     submission = submitted(values, tmp_path, time_limit="10", exclude="node2")
 
@@ -85,7 +73,7 @@ def test_a_submitted_job_trains_and_ends(
         [row["loss"] for row in support.curve(tmp_path / name) if "loss" in row] for name in ("many", "one")
     ]
     assert losses[0] == losses[1] != []
-    assert within(lambda: [set(machine.processes()) for machine in machines] == before)
+    assert within(lambda: [set(machine.processes()) for machine in slurm_machines] == before)
 
 
 @pytest.mark.parametrize(
