@@ -116,7 +116,7 @@ class PlanBuilder:
             critic=None
             if recipe.critic is None
             else ModelInterfaceAbstraction("ppo_critic", recipe.critic.args),
-            models=self._model_directories(),
+            models=recipe.model_directories,
             trainers=trainers,
             rollout=rollout,
             colocated=recipe.colocated,
@@ -286,7 +286,7 @@ class PlanBuilder:
             recipe.seed,
             limit=context if supervised else longest_prompt(context, rollout),
             budget=budget if supervised else max(1, budget - completion),
-            vocabulary=min(map(vocabulary_size, self._model_directories().values())),
+            vocabulary=min(map(vocabulary_size, self._recipe.model_directories.values())),
         )
         workload = (
             supervised_workload(data, section.batch_size)
@@ -302,17 +302,6 @@ class PlanBuilder:
             budget=budget if supervised else None,
         )
         return section, data, workload, statistics
-
-    def _model_directories(self) -> dict[str, str]:
-        """Directories of weights by their fields."""
-        recipe = self._recipe
-        sections = {
-            "model.path": recipe.model,
-            "critic.path": recipe.critic,
-            "reward_model.path": recipe.reward_model,
-        }
-        paths = {field: section.path for field, section in sections.items() if section is not None}
-        return {field: path for field, path in paths.items() if path is not None}
 
 
 def _with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:

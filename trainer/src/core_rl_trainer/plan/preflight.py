@@ -43,14 +43,9 @@ def preflight(recipe: Recipe, *, driver_here: bool = True) -> tuple[str, ...]:
     problems += _cluster_problems(recipe.cluster)
     if driver_here:
         problems += _port_problems(recipe.cluster)
-    sections = {
-        "model.path": recipe.model,
-        "model.lora.path": recipe.model.lora,
-        "critic.path": recipe.critic,
-        "reward_model.path": recipe.reward_model,
-    }
-    paths = {name: section.path for name, section in sections.items() if section is not None}
-    models = {name: path for name, path in paths.items() if path is not None}
+    models = recipe.model_directories
+    if recipe.model.lora is not None and recipe.model.lora.path is not None:
+        models["model.lora.path"] = recipe.model.lora.path
     weights: dict[str, WeightFiles] = {}
     for name, path in models.items():
         try:

@@ -193,6 +193,17 @@ class Recipe(Config):
         return self
 
     @property
+    def model_directories(self) -> dict[str, str]:
+        """Directories of weights, by their fields."""
+        sections = {
+            "model.path": self.model,
+            "critic.path": self.critic,
+            "reward_model.path": self.reward_model,
+        }
+        paths = {field: section.path for field, section in sections.items() if section is not None}
+        return {field: path for field, path in paths.items() if path is not None}
+
+    @property
     def engine_fields(self) -> dict[str, Any]:
         """The fields that the configs of all engines share."""
         return {"dtype": self.dtype, "device": self.device, "seed": self.seed}
