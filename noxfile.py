@@ -37,7 +37,7 @@ SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON
 # Packages installed there besides the server.
 SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
 SERVER_PLUGINS = [place for places in SERVER_SIDE.values() for place in places]
-MUTANTS = "conformance/tests/test_mutants.py"
+MUTANTS = "conformance/tests/checks/test_mutants.py"
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORDS_STRICT = True
 """Whether a measure of tools/words.py over its limit fails `lint`; False prints the table only."""
@@ -295,7 +295,10 @@ def _torchao(session: nox.Session, *arguments: str) -> None:
     session.run(*pip, "-c", str(CONSTRAINTS), "torchao")
     env = ENV | {"PYTHONPATH": str(place)}
     session.run(
-        "pytest", "core/tests/test_eight_bit.py", "trainer/tests/test_training_optimizers.py", env=env
+        "pytest",
+        "core/tests/toolkit/test_eight_bit.py",
+        "trainer/tests/run/test_training_optimizers.py",
+        env=env,
     )
     session.run("pytest", MUTANTS, "-k", "eight-bit", *STEALING, env=env)
     checks = ["--check=I20.8bit", "--check=I11.resume-8bit"]

@@ -32,3 +32,16 @@ DEEPSEEK_V3: dict[str, Any] = {"model_type": "deepseek_v3"}
 """The defaults of transformers are this model's."""
 GPT_OSS_120B: dict[str, Any] = {"model_type": "gpt_oss"}
 """The same."""
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}

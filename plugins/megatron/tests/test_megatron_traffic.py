@@ -14,8 +14,8 @@ import megatron_support as support
 import pytest
 import torch
 import torch.distributed as dist
+from published_models import QWEN3_30B
 from recorded_ranks import Recorder, recorded_traffic, whole_model
-from test_export_traffic import QWEN3_30B
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ import pytest
 
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY
 
-FILES = [*CHECKS_DIRECTORY.parent.rglob("*.py"), *(Path(__file__).parent / "mutants").rglob("*.py")]
+FILES = [*CHECKS_DIRECTORY.parent.rglob("*.py"), *(Path(__file__).parents[1] / "mutants").rglob("*.py")]
 
 
 def _sleeps(tree: ast.AST) -> Iterator[ast.Call]:

@@ -17,7 +17,7 @@ from core_rl.errors import ConfigError
 from core_rl.registry.spec import PROTOCOL_VERSION
 from core_rl_conformance.skeleton.write import Skeleton, write_skeleton
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "core-rl-ddp"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "core-rl-ddp"
 
 
 def _run(*arguments: str) -> int:

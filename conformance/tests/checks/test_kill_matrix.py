@@ -63,7 +63,7 @@ def test_additional_kills_have_their_column() -> None:
 def test_seeds_multiply_the_zoo_and_give_a_file(pytester: pytest.Pytester) -> None:
     matches = Path(__file__).parent
     command = [
-        f"--rootdir={matches.parents[1]}",
+        f"--rootdir={matches.parents[2]}",
         "-p",
         "no:cacheprovider",
         str(matches / "test_mutants.py"),

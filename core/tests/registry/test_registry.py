@@ -127,7 +127,7 @@ def test_unknown_name_shows_install_line(name: str, line: str, monkeypatch: pyte
 
 
 def test_installable_engines_are_the_extras_of_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].items()
     lines = [f'{line}; extra == "{extra}"' for extra, lines in extras for line in lines]
     monkeypatch.setattr("core_rl.registry.engines.metadata.requires", lambda _: lines)

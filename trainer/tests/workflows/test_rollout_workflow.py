@@ -13,39 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_support import ToyBackend, eventually, toy_config, toy_spec
+from workflow_support import Echo
 
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
+from core_rl.data.requests import LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import pack_responses
 from core_rl.seeds import derive_seed
 from core_rl_trainer.rewards.functions import RewardFn
 from core_rl_trainer.workflows.episodes import SingleTurnWorkflow
-
-
-class Echo:
-    """Answers with the prompt's first tokens; remembers the requests, and what ran at once."""
-
-    def __init__(self, stop_reason: StopReason = "stop") -> None:
-        self.requests: list[LLMRequest] = []
-        self.running = self.most_running = 0
-        self._stop_reason = stop_reason
-
-    async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        self.requests.append(request)
-        stop_reason: StopReason = self._stop_reason if len(self.requests) == 1 else "stop"
-        self.running += 1
-        self.most_running = max(self.running, self.most_running)
-        await asyncio.sleep(0.001)
-        self.running -= 1
-        return LLMResponse(
-            rid=request.rid,
-            input_ids=request.input_ids,
-            output_ids=request.input_ids[:2],
-            logprobs=(-0.5, -1.5),
-            versions=(3, 4),
-            stop_reason=stop_reason,
-        )
 
 
 def by_length(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:

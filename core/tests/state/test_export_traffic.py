@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from published_models import QWEN3_30B
 from recorded_ranks import Cut, experts_apart, export_traffic, hybrid, sharded, whole_model
 
 from core_rl.state.gather import BUCKET_BYTES
 
-QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": False,
-}
 LAYOUTS: dict[str, tuple[tuple[int, ...], Cut]] = {
     "dp8": ((8,), sharded),
     "dp64": ((64,), sharded),

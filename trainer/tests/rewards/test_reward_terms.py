@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import training_support as support
-from test_rollout_workflow import Echo
+from workflow_support import Echo
 
 from core_rl.data.requests import SamplingParams
 from core_rl.errors import ConfigError, RolloutError, UnsupportedCapability

@@ -18,7 +18,7 @@ from core_rl_trainer.environments import Observation
 from core_rl_trainer.integrations.verifiers import VerifiersEnvironment, verifiers_examples
 from core_rl_trainer.rewards.functions import load_callable
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] }}</s>="
     "{% else %}+{{ m['content'] }}={% endif %}{% endfor %}"
