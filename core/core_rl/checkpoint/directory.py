@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.local import (
     LocalStorage,
     Workspace,
@@ -37,7 +38,7 @@ from core_rl.errors import (
     raise_all,
 )
 
-__all__ = ["open_checkpoint", "stage", "write_checkpoint"]
+__all__ = ["open_checkpoint", "open_update", "stage", "write_checkpoint"]
 
 
 def write_checkpoint(
@@ -138,6 +139,12 @@ def open_checkpoint(
         yield directory
         if is_url(path):
             world.barrier()  # the leader of each machine removes the download when it leaves
+
+
+def open_update(meta: WeightUpdateMeta) -> AbstractContextManager[Path]:
+    """The model directory of an update by ``disk``; see `open_checkpoint`. Digests are compared by ``verify`` alone."""
+    verify = meta.verify
+    return open_checkpoint(meta.path or "", Comm(), kind="hf", require_manifest=verify, digests=verify)
 
 
 def _local_copy(path: str, world: Comm, stack: ExitStack, subject: str) -> Workspace:

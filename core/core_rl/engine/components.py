@@ -29,7 +29,6 @@ from core_rl.registry.spec import EngineSpec
 from core_rl.seeds import derive_seed
 from core_rl.state.rng_state import RngState
 from core_rl.state.store import TensorStore
-from core_rl.weight_sync.disk import DiskUpdate
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.update import weight_update
 
@@ -135,7 +134,7 @@ class Persistence:
         run = self.runtime
         guards.require_sync(run.spec, meta.method)
         if meta.method == "disk":
-            DiskUpdate(meta).send(self.save)
+            self.save(SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False))
             return
         kinds, adapter = run.tensors.export_kinds("params"), None
         with self.modes.onloaded("model"):

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
 from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict, check_source
-from core_rl.checkpoint.directory import open_checkpoint
+from core_rl.checkpoint.directory import open_update
 from core_rl.checkpoint.end_tokens import end_tokens
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
@@ -39,7 +39,6 @@ from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.toolkit.model_files import carried_tensors
 from core_rl.toolkit.positions import rotary_modules
-from core_rl.weight_sync.disk import DiskUpdate
 from core_rl.weight_sync.update import weight_update
 
 __all__ = ["ReferenceRolloutBackend"]
@@ -234,7 +233,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self._served_version = version
 
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
-        with DiskUpdate(meta).receive(open_checkpoint) as directory:
+        with open_update(meta) as directory:
             try:
                 model = self._load(ModelConfig(path=str(directory)))
             except ConfigError as error:

@@ -16,7 +16,7 @@ import torch
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.backend.tensors import check_source
-from core_rl.checkpoint.directory import open_checkpoint
+from core_rl.checkpoint.directory import open_update
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.distributed.process_group import listen_on
 from core_rl.errors import WeightsError
@@ -25,7 +25,6 @@ from core_rl.servers.api import Refused, ServerTimeout
 from core_rl.servers.pool import failures
 from core_rl.servers.server import LoadsBroadcasts, LoadsTensors, Server
 from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
-from core_rl.weight_sync.disk import DiskUpdate
 from core_rl.weight_sync.distributed import RendezvousServer, WeightGroup, address_towards
 from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 
@@ -52,7 +51,7 @@ class DiskWeights:
 
         Raises `CheckpointError` and `WeightsError` before any server is called.
         """
-        with DiskUpdate(meta).receive(open_checkpoint) as directory:
+        with open_update(meta) as directory:
             check_source(TensorFiles(directory, "model"), shapes, f"the weights in {meta.path!r}")
             return DiskWeights(_linked(directory), meta.version, temporary=True)
 

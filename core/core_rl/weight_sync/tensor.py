@@ -1,4 +1,4 @@
-"""An update by ``tensor``: `TensorUpdate`, whose `send` is the train engine's and `receive` the inference engine's.
+"""An update by ``tensor`` or ``lora``: `TensorUpdate`, with `send` for a train and `receive` for an inference engine.
 
 The rank that writes exports connects to the receiver through the file `WeightUpdateMeta.path`, and sends the tensors in
 buckets of shared memory; at most two are in flight. Neither side depends on the kind of the other.
@@ -48,10 +48,10 @@ CPU = torch.device("cpu")
 class TensorUpdate:
     """One update of weights through memory. Each side makes the object from the same ``meta``."""
 
-    def __init__(self, meta: WeightUpdateMeta) -> None:
+    def __init__(self, meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None) -> None:
+        """``adapter`` describes, at the sender by ``lora``, the adapter whose factors are sent."""
         self.meta = meta
-        self.adapter: AdapterMetadata | None = None
-        """By ``lora``: the adapter whose factors are sent."""
+        self.adapter = adapter
 
     # ------------------------------------------------------------- the sender
 
@@ -121,7 +121,7 @@ class TensorUpdate:
     def greet(
         self, received: ReceivedWeights, channel: Channel, ranks: Callable[[], ReceiverRanks | None]
     ) -> None:
-        """Exchange the first messages; raises `WeightsError` for weights of another version."""
+        """Exchange the first messages; raises as `ReceivedWeights.read_hello`."""
         received.read_hello()
         readers = ranks()
         received.reply(Kind.READY, None if isinstance(channel, RemoteChannel) else readers)
@@ -304,12 +304,14 @@ class ReceivedWeights:
             self.reply(Kind.ALLOW_BROADCAST)
 
     def read_hello(self) -> None:
-        """Read the sender's first message; raises `WeightsError` for weights of another version."""
+        """Read the sender's first message; raises `WeightsError` for another version, or ``lora`` without metadata."""
         _, version, self.adapter = self.next_message()
         if version != self._meta.version:
             raise WeightsError(
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
             )
+        if self._meta.method == "lora" and self.adapter is None:
+            raise WeightsError("the sender sent no metadata of its adapter")
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
         if self._meta.verify and (digest is None or digest != digest_of(tensors)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.weight_sync.distributed import DistributedUpdate
-from core_rl.weight_sync.lora import LoraUpdate
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.tensor import TensorUpdate
 
@@ -13,6 +12,4 @@ __all__ = ["weight_update"]
 
 def weight_update(meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None) -> TensorUpdate:
     """The update of ``meta`` by any method but ``disk``; ``adapter`` describes a sender's adapter by ``lora``."""
-    if meta.method == "lora":
-        return LoraUpdate(meta, adapter)
-    return (DistributedUpdate if meta.method == "distributed" else TensorUpdate)(meta)
+    return (DistributedUpdate if meta.method == "distributed" else TensorUpdate)(meta, adapter)
