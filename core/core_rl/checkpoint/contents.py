@@ -15,6 +15,7 @@ from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write, write_in_background
 from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.remote import is_url
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm
@@ -153,7 +154,8 @@ def save_files(
 
     def prepare(directory: Path) -> DeferredWrite:
         later = snapshot()
-        if later is not None:
+        # No machine has the slices of all others, which would have to be joined later, where they go to a URL.
+        if later is not None and not (later.finish is not None and is_url(meta.path)):
             return later
         write(directory)
         return DeferredWrite(lambda directory: None)

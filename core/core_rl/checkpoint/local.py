@@ -85,11 +85,6 @@ class LocalStorage:
         shutil.rmtree(self.old, ignore_errors=True)
 
     @contextmanager
-    def reading(self) -> Iterator[Path]:
-        """The directory to read; it may not exist."""
-        yield self.current()
-
-    @contextmanager
     def linked(self) -> Iterator[Path]:
         """A directory with links to the files of the checkpoint, which stay when another process removes it.
 
@@ -198,8 +193,6 @@ class Workspace:
     rank: int
     ranks: tuple[int, ...]
     """Ranks that see the files in it, in order: all ranks, or the ranks of one machine."""
-    leaders: tuple[int, ...]
-    """First rank of each such directory; rank 0 is among them."""
 
     @property
     def leads(self) -> bool:
@@ -213,7 +206,7 @@ class Workspace:
 
 def shared_workspace(path: Path, world: Comm) -> Workspace:
     """The directory ``path``, which all ranks see."""
-    return Workspace(path=path, rank=world.rank, ranks=tuple(range(world.size)), leaders=(0,))
+    return Workspace(path=path, rank=world.rank, ranks=tuple(range(world.size)))
 
 
 def machine_workspace(world: Comm, stack: ExitStack, subject: str) -> Workspace:
@@ -238,7 +231,6 @@ def machine_workspace(world: Comm, stack: ExitStack, subject: str) -> Workspace:
         path=root / FILES,
         rank=world.rank,
         ranks=tuple(rank for rank, maker in enumerate(maker_of) if maker == local_maker),
-        leaders=tuple(sorted({maker_of.index(maker) for maker in maker_of})),
     )
     if workspace.leads:
         stack.callback(shutil.rmtree, root, ignore_errors=True)

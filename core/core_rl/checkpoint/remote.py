@@ -60,13 +60,9 @@ class RemoteStorage:
             self._fs.makedirs(str(PurePosixPath(self._at(name)).parent), exist_ok=True)
             self._fs.put_file(str(directory / name), self._at(name))
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write the small file ``name``."""
-        self._fs.pipe_file(self._at(name), content)
-
     def commit(self, manifest: Manifest) -> None:
         """Upload the manifest of the files that are there, and remove all others."""
-        self.write(MANIFEST, manifest.to_bytes())
+        self._fs.pipe_file(self._at(MANIFEST), manifest.to_bytes())
         self._remove(self._at(PREVIOUS), recursive=True)
         for leftover in sorted(self._everything(self.root) - self._files(self.root)):
             self._remove(self._at(leftover))
@@ -83,18 +79,10 @@ class RemoteStorage:
             with suppress(FileNotFoundError):  # the verification that follows names missing files
                 self._fs.get_file(f"{root}/{name}", str(directory / name))
 
-    def read(self, name: str) -> bytes | None:
-        """The content of the small file ``name`` of the checkpoint; None where it is missing."""
-        file = f"{self._current()}/{name}"
-        return bytes(self._fs.cat_file(file)) if self._fs.exists(file) else None
-
-    def read_here(self, name: str) -> bytes:
-        """The content of the small file ``name`` at the place itself, complete or not."""
-        return bytes(self._fs.cat_file(self._at(name)))
-
     def manifest_bytes(self) -> bytes | None:
         """The manifest's text, or None where there is none."""
-        return self.read(MANIFEST)
+        file = f"{self._current()}/{MANIFEST}"
+        return bytes(self._fs.cat_file(file)) if self._fs.exists(file) else None
 
     def names(self) -> list[str]:
         """The entries at the place itself, without those inside of directories."""

@@ -298,6 +298,18 @@ def test_background_save_is_a_snapshot(
     found = held(engine)
     assert all(torch.equal(found[name], expected[name]) for name in names)
     assert engine.get_version() == (5 if form == "hf" else 4)
+
+
+@pytest.mark.parametrize("form", ["portable", "sharded"])
+def test_background_save_to_a_url(form: CheckpointFormat, tmp_path: Path) -> None:
+    engine = support.engine()
+    train(engine, 0)
+    expected = held(engine)
+    meta = SaveLoadMeta(path=f"file://{tmp_path}/a", format=form, asynchronous=True)
+    engine.save(meta)
+    train(engine, 1)
+    engine.load(meta)  # waits for the save
+    assert all(torch.equal(value, expected[name]) for name, value in held(engine).items())
     engine.destroy()
 
 

@@ -96,26 +96,6 @@ def save_later(world: Comm, url: str) -> None:
     pending.wait(world)
 
 
-def save_joined(world: Comm, url: str) -> None:
-    """Rank 0 makes one file of those of all ranks."""
-
-    def join(directory: Path) -> None:
-        files = sorted(directory.glob("rank*"))
-        (directory / "joined").write_text("; ".join(file.read_text() for file in files))
-        for file in files:
-            file.unlink()
-
-    pending = write_in_background(
-        url,
-        lambda directory: DeferredWrite(write_own(world), join),
-        world,
-        kind="text",
-        state={},
-        timeout_s=60.0,
-    )
-    pending.wait(world)
-
-
 def load(world: Comm, url: str) -> dict[str, str]:
     with open_checkpoint(url, world, kind="text") as directory:
         return {file.name: file.read_text() for file in directory.iterdir() if file.suffix != ".json"}
@@ -156,13 +136,6 @@ def test_first_rank_leads_its_machine(tmp_path: Path) -> None:
     assert on_machines(tmp_path, save_and_load, url, save_where_last_ranks_are_first) == [FILES] * len(
         MACHINES
     )
-
-
-def test_rank_0_joins_the_files_of_all_machines(tmp_path: Path) -> None:
-    url = f"{PROTOCOL}://{tmp_path}/store/a"
-    expected = {"joined": "; ".join(FILES.values())}
-    assert on_machines(tmp_path, save_and_load, url, save_joined) == [expected] * len(MACHINES)
-    assert names_in(tmp_path / "store" / "a") == ["joined", "manifest.json"]
 
 
 class Refusing:
