@@ -15,13 +15,10 @@ from torch import Tensor
 from core_rl.data.pinned import to_device
 from core_rl.errors import BatchError, raise_all
 
-__all__ = ["LONG_SEQUENCE", "LOSS_MASK", "SequenceBatch"]
+__all__ = ["LOSS_MASK", "SequenceBatch"]
 
 LOSS_MASK = "loss_mask"
 """The token field that marks the trained tokens (bool ``[T]``)."""
-
-LONG_SEQUENCE = 512
-"""Tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +120,6 @@ class SequenceBatch:
         return max(self.lengths, default=0)
 
     @property
-    def is_long(self) -> bool:
-        """Whether sequences are so long that copying them one by one costs less than an index of all tokens."""
-        return self.num_tokens >= LONG_SEQUENCE * self.num_sequences
-
-    @property
     def device(self) -> torch.device:
         """The device of the token ids."""
         return self.input_ids.device
@@ -214,26 +206,19 @@ class SequenceBatch:
         if wrong:
             raise BatchError(f"cannot select sequence {wrong[0]} of a batch with {self.num_sequences}")
         rows = torch.tensor(list(indices), dtype=torch.long)
-        tokens_of = self._select_by_pieces if indices and self.is_long else self._select_by_index
-        input_ids, *tokens = tokens_of([self.input_ids, *self.tokens.values()], indices)
+        positions = self.token_index(indices).to(self.device)
         return self._derived(
-            input_ids=input_ids,
+            input_ids=self.input_ids[positions],
             cu_seqlens=self._bounds_of(rows),
-            tokens=dict(zip(self.tokens, tokens, strict=True)),
+            tokens={
+                name: value.index_select(0, positions.to(value.device)) for name, value in self.tokens.items()
+            },
             sequences={
                 name: value.index_select(0, rows.to(value.device)) for name, value in self.sequences.items()
             },
             meta={name: [entries[i] for i in indices] for name, entries in self.meta.items()},
             unit=None if self.unit is None else self.unit[rows],
         )
-
-    def _select_by_pieces(self, fields: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        pieces = [value.split(self.lengths) for value in fields]
-        return [torch.cat([rows[index] for index in indices]) for rows in pieces]
-
-    def _select_by_index(self, fields: Iterable[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        picked = self.token_index(indices).to(self.device)
-        return [value.index_select(0, picked.to(value.device)) for value in fields]
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Positions in the token dimension of the sequences ``indices``, int64, on the CPU."""

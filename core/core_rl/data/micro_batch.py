@@ -116,21 +116,15 @@ def unshard_output(
     pairs = [(output, part) for output, part in zip(outputs, plan, strict=True) if part]
     if not pairs:
         return outputs[0] if outputs else ModelOutput()
-    if batch.is_long:
-        return _by_pieces(pairs, batch)
-    order = [index for _, part in pairs for index in part]
-    joined = ModelOutput.concat([output for output, _ in pairs])
-    return joined.reorder(batch.token_index(order), torch.tensor(order, dtype=torch.long))
-
-
-def _by_pieces(pairs: Sequence[tuple[ModelOutput, Sequence[int]]], batch: SequenceBatch) -> ModelOutput:
-    """As `unshard_output`, sequence by sequence."""
-    lengths, plan = batch.lengths, [part for _, part in pairs]
-    values = {}
-    for name in dict(pairs[0][0].items()):
-        sizes = [[1 if name in SEQUENCE_OUTPUTS else lengths[index] for index in part] for part in plan]
-        rows = [output[name].split(part) for (output, _), part in zip(pairs, sizes, strict=True)]
-        values[name] = torch.cat(unshard_rows(rows, plan))
+    values: dict[str, Tensor] = {}
+    for output, part in pairs:
+        tokens, sequences = batch.token_index(part), torch.tensor(part, dtype=torch.long)
+        for name, value in output.items():
+            is_sequence = name in SEQUENCE_OUTPUTS
+            length, index = (batch.num_sequences, sequences) if is_sequence else (batch.num_tokens, tokens)
+            if name not in values:
+                values[name] = value.new_empty((length, *value.shape[1:]))
+            values[name].index_copy_(0, index.to(value.device), value)
     return ModelOutput(**values)
 
 

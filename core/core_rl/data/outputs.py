@@ -103,20 +103,6 @@ class ModelOutput:
                 problems.append(f"output {name!r} is {value.dtype} {list(value.shape)}, not {expected}")
         raise_all(EngineContractError, "the engine's forward", problems)
 
-    @staticmethod
-    def concat(outputs: Sequence[ModelOutput]) -> ModelOutput:
-        """Outputs of consecutive batches as the output of one."""
-        names = [name for name, _ in outputs[0].items()] if outputs else []
-        return ModelOutput(**{name: torch.cat([output[name] for output in outputs]) for name in names})
-
-    def reorder(self, token_index: Tensor, sequence_index: Tensor) -> ModelOutput:
-        """Scatter back: entry ``i`` goes to ``token_index[i]`` (``sequence_index[i]``)."""
-        values = {}
-        for name, value in self.items():
-            index = sequence_index if name in SEQUENCE_OUTPUTS else token_index
-            values[name] = torch.empty_like(value).index_copy_(0, index.to(value.device), value)
-        return ModelOutput(**values)
-
 
 def masked_fill(values: Tensor, mask: Tensor) -> Tensor:
     """``values`` where ``mask`` is true and 0 elsewhere; no gradient flows to the rest. Same shape.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
-from core_rl.data.batch import LONG_SEQUENCE, SequenceBatch
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import (
     MicroBatchSpec,
     best_fit,
@@ -67,17 +66,16 @@ def test_units_are_never_separated(items: list[tuple[int, int]], parts: int) -> 
         assert sum(map(len, homes)) == len(set(units))
 
 
-@given(LENGTHS, st.integers(1, 5), st.sampled_from([1, LONG_SEQUENCE]))
+@given(LENGTHS, st.integers(1, 5))
 @settings(deadline=None)
-def test_outputs_of_shards_come_back_in_order(lengths: list[int], parts: int, long: int) -> None:
+def test_outputs_of_shards_come_back_in_order(lengths: list[int], parts: int) -> None:
     batch = ragged(lengths)
     pieces = shard(batch, parts)
     outputs = [
         ModelOutput(logprobs=p.input_ids.float(), scores=p.input_ids[p.cu_seqlens[:-1].long()].float())
         for p in pieces
     ]
-    with patch("core_rl.data.batch.LONG_SEQUENCE", long):
-        merged = unshard_output(outputs, batch, shard_plan(batch, parts))
+    merged = unshard_output(outputs, batch, shard_plan(batch, parts))
     assert torch.equal(merged["logprobs"], batch.input_ids.float())
     assert torch.equal(merged["scores"], torch.arange(len(lengths), dtype=torch.float32))
 
