@@ -14,8 +14,6 @@ __all__ = ["HostCopies", "give_back_freed", "own_memory"]
 
 CHUNK_BYTES = 2**28
 """Host memory is taken in pieces of this size: CUDA's pinned allocations are rounded up to a power of two."""
-LEAST = 128 * 2**20
-"""Less than this is left to the C library, in bytes."""
 
 
 class HostCopies:
@@ -109,37 +107,11 @@ def own_memory(parameters: Iterable[nn.Parameter]) -> None:
             parameter.data = parameter.data.clone()
 
 
-class _Usage(ctypes.Structure):
-    """``struct mallinfo2`` of glibc's malloc.h."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
 def give_back_freed() -> None:
-    """Return the pages of freed blocks to the system, where there are many; does nothing without glibc.
+    """Return the pages of freed blocks to the system; does nothing without glibc.
 
     glibc keeps freed blocks below a block in use, up to 32 MiB each (M_MMAP_THRESHOLD in mallopt(3)): after a step,
     as much as the gradients of a model, and on equal ranks not equally much.
     """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return
-    library.mallinfo2.restype = _Usage
-    if library.mallinfo2().fordblks >= LEAST:
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)

@@ -226,7 +226,9 @@ class PackedModel(nn.Module):
             head_states, rows = replace(states, hidden=hidden), _own_rows(head)
             return self._language_model.outputs(head_states, *rows, names, temperature, trained_only)
 
-        return _called_as(head, outputs_of, states.hidden)
+        with _answering(head, outputs_of):
+            computed: dict[str, Tensor] = head(states.hidden)
+        return computed
 
 
 def _own_rows(head: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -234,15 +236,3 @@ def _own_rows(head: nn.Module) -> tuple[Tensor, Tensor | None]:
     weight, bias = head.weight, getattr(head, "bias", None)
     assert isinstance(weight, Tensor)  # not always a parameter: functional_call() puts other tensors there
     return own_part(weight), None if bias is None else own_part(bias)
-
-
-def _called_as(
-    module: nn.Module, function: Callable[[Tensor], dict[str, Tensor]], value: Tensor
-) -> dict[str, Tensor]:
-    """``function(value)`` as the forward pass of ``module``, between its hooks."""
-    module.forward = function
-    try:
-        result: dict[str, Tensor] = module(value)
-    finally:
-        del module.forward
-    return result

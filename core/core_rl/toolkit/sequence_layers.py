@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from core_rl.data.pinned import to_device
 from core_rl.distributed.collectives import gather
@@ -75,12 +76,12 @@ class _Call:
 
     def __init__(self, name: str, current: _Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name, self.context, self.length, self.plan = name, current.context, current.length, current.plan
-        self.arguments = _mapped(self._whole, (args, kwargs))
+        self.arguments = tree_map_only(Tensor, self._whole, (args, kwargs))
 
     def batches(self) -> Iterator[Any]:
         """Positional and keyword arguments of each call."""
         for index in self.plan.rows:
-            yield _mapped(partial(self._rows, index), self.arguments)
+            yield tree_map_only(Tensor, partial(self._rows, index), self.arguments)
 
     def joined(self, results: list[Any]) -> Any:
         """The result for this rank's tokens: ``[rows, L, ...]`` becomes ``[1, T, ...]``.
@@ -173,14 +174,3 @@ def _plan(bounds: tuple[int, ...], start: int, stop: int, device: torch.device) 
 
 def _size(piece: tuple[int, int]) -> int:
     return (piece[1] - piece[0] - 1).bit_length()
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with each tensor in its tuples and dictionaries changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(_mapped(change, part) for part in value)
-    if isinstance(value, dict):
-        return {name: _mapped(change, part) for name, part in value.items()}
-    return value
