@@ -7,11 +7,10 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 from uuid import uuid4
 
 from torch import Tensor
@@ -34,7 +33,6 @@ __all__ = [
     "ServedModel",
     "adapted_modules",
     "require_taken",
-    "write_adapter",
 ]
 
 TAKEN = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
@@ -78,18 +76,35 @@ class ServedModel:
         return digest_of_directory(self.path, self.config)
 
 
-class AdapterForm(Protocol):
-    """The adapters of one kind over one model: the trainer's factors, and the files of servers."""
+@dataclass(frozen=True, kw_only=True)
+class AdapterForm:
+    """The adapters of one kind over one model: the trainer's factors, and files of servers, as ``peft`` has them."""
+
+    lora: LoraConfig
+    base: str
+    """The directory of the model."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Names and shapes of the trainer's factors, as ``peft`` writes them."""
 
     @property
-    def lora(self) -> LoraConfig: ...
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Names and shapes of the trainer's factors, as ``peft`` writes them."""
+    def modules(self) -> list[str]:
+        """Last parts of the names of the layers with an adapter on the server."""
+        return sorted(adapted_modules(self.shapes))
 
     def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as servers read them."""
+        write_tensors(directory, "adapter_model", factors.items(), writes=True, max_file_bytes=1 << 62)
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.lora.rank,
+            # Not every server knows use_rslora: all of them divide by the rank.
+            "lora_alpha": self.lora.alpha * (math.sqrt(self.lora.rank) if self.lora.rslora else 1),
+            "target_modules": self.modules,
+            "bias": "none",
+        }
+        (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def adapted_modules(names: Iterable[str]) -> set[str]:
@@ -106,29 +121,6 @@ def require_taken(names: Iterable[str], product: str) -> None:
             f"{', '.join(sorted(TAKEN))}; name some of these in target_modules, or sync by 'tensor', which sends "
             "weights with the adapter merged into them"
         )
-
-
-def write_adapter(
-    directory: Path,
-    factors: Iterable[tuple[str, Tensor]],
-    lora: LoraConfig,
-    *,
-    base: str,
-    modules: Collection[str],
-) -> None:
-    """Write an adapter of ``lora`` on ``modules`` of ``base``, as ``peft`` does."""
-    write_tensors(directory, "adapter_model", iter(factors), writes=True, max_file_bytes=1 << 62)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        # Not every server knows use_rslora: all of them divide by the rank.
-        "lora_alpha": lora.alpha * (math.sqrt(lora.rank) if lora.rslora else 1),
-        "target_modules": sorted(modules),
-        "bias": "none",
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 class ServedDirectory:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.secret import SecretReference
 from core_rl.errors import ConfigError
 
-__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback", "refuse_taken"]
+__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback"]
 
 Interrupt: TypeAlias = Literal["continue", "abort"]
 """Effect of a pause on requests in flight: they wait and continue, or end as they are."""
@@ -31,6 +31,9 @@ def is_loopback(host: str) -> bool:
 
 class ServerOptions(Config):
     """Addresses, launching and time limits of the servers of an engine."""
+
+    flags: ClassVar[Mapping[str, str]] = {}
+    """Arguments of a server's command line that ``extra_args`` may not have, and the field for each."""
 
     addresses: tuple[str, ...] = ()
     """Servers that run already, as ``host:port``; they serve ``model.path``, or load its weights when the engine
@@ -68,6 +71,17 @@ class ServerOptions(Config):
     in_flight: Interrupt = "continue"
     """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
     end as they are with ``stop_reason = "abort"``."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _without_fields(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        names = [part.partition("=")[0].replace("_", "-") for part in arguments if part.startswith("--")]
+        taken = [flag for flag in cls.flags if any(len(name) > 2 and flag.startswith(name) for name in names)]
+        if taken:
+            raise ValueError(
+                f"set {', '.join(cls.flags[flag] for flag in taken)} instead of {', '.join(taken)}"
+            )
+        return arguments
 
     @model_validator(mode="after")
     def _protected(self) -> Self:
@@ -107,18 +121,14 @@ class ServerEngineConfig(InferenceEngineConfig):
     def of_server(self, number: int) -> Self:
         """The config of server ``number``, with the devices of its ranks alone; raises `ConfigError`."""
         ranks = self.layout.tp
-        devices = (self.devices or tuple(range((number + 1) * ranks)))[number * ranks : (number + 1) * ranks]
-        if len(devices) < ranks:
+        devices = self.devices or tuple(range((number + 1) * ranks))
+        return self.with_devices(number, devices[number * ranks : (number + 1) * ranks])
+
+    def with_devices(self, number: int, devices: tuple[int, ...]) -> Self:
+        """The config of server ``number``, whose ranks are on ``devices``; raises `ConfigError` where they are few."""
+        if len(devices) < self.layout.tp:
             raise ConfigError(
-                f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {ranks} ranks; name as many "
-                "devices as there are ranks of all servers"
+                f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {self.layout.tp} ranks; "
+                "name as many devices as there are ranks of all servers"
             )
         return self.model_copy(update={"devices": devices})
-
-
-def refuse_taken(arguments: Sequence[str], fields: Mapping[str, str]) -> None:
-    """Raise `ValueError` for command-line ``arguments`` that set ``fields``, by argument."""
-    names = [part.partition("=")[0].replace("_", "-") for part in arguments if part.startswith("--")]
-    taken = [field for field in fields if any(len(name) > 2 and field.startswith(name) for name in names)]
-    if taken:
-        raise ValueError(f"set {', '.join(fields[field] for field in taken)} instead of {', '.join(taken)}")

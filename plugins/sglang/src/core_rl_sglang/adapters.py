@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from core_rl.config.engine import LoraConfig
-from core_rl.servers.adapters import adapted_modules, require_taken, write_adapter
+from core_rl.servers.adapters import AdapterForm, adapted_modules, require_taken
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
 
 __all__ = ["SglangAdapterForm"]
@@ -26,13 +26,9 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SglangAdapterForm:
+class SglangAdapterForm(AdapterForm):
     """The adapters of one kind over one model: the trainer's factors, and SGLang's files."""
 
-    lora: LoraConfig
-    base: str
-    shapes: Mapping[str, tuple[int, ...]]
-    """Names and shapes of the trainer's factors, as ``peft`` writes them."""
     absent: Mapping[str, tuple[int, ...]]
     """Names and shapes of further factors that SGLang needs, which are 0."""
     multiple: int
@@ -63,7 +59,6 @@ class SglangAdapterForm:
 
     @property
     def modules(self) -> list[str]:
-        """Last parts of the names of the layers with an adapter on the server."""
         return sorted(adapted_modules((*self.shapes, *self.absent)))
 
     def arguments(self, device: str) -> list[str]:
@@ -73,10 +68,8 @@ class SglangAdapterForm:
         return ["--enable-lora", *rank, "--lora-target-modules", *self.modules, *backend]
 
     def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as SGLang reads them."""
         tensors = {**factors, **{name: torch.zeros(shape) for name, shape in self.absent.items()}}
-        stream = ((name, self._padded(name, value)) for name, value in tensors.items())
-        write_adapter(directory, stream, self.lora, base=self.base, modules=self.modules)
+        super().write({name: self._padded(name, value) for name, value in tensors.items()}, directory)
 
     def _padded(self, name: str, factor: Tensor) -> Tensor:
         if name.endswith(f".down_proj{A}"):

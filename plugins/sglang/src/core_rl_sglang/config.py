@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Self
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from core_rl.errors import ConfigError
-from core_rl.servers.config import ServerEngineConfig, ServerOptions, refuse_taken
+from core_rl.servers.config import ServerEngineConfig, ServerOptions
 
 __all__ = ["PYTHON_VARIABLE", "SglangConfig", "SglangOptions"]
 
 PYTHON_VARIABLE = "CORE_RL_SGLANG_PYTHON"
-HAVE_FIELDS = {
-    "--api-key": "options.api_key",
-    "--admin-api-key": "options.api_key",
-    "--host": "options.host",
-    "--base-gpu-id": "devices",
-    "--gpu-id-step": "devices",
-    "--mem-fraction-static": "options.memory_fraction",
-    "--port": "options.ports",
-}
-"""Arguments of a server whose fields are checked."""
 
 
 def _on_cuda(device: str) -> bool:
@@ -38,15 +29,19 @@ def _on_cuda(device: str) -> bool:
 class SglangOptions(ServerOptions):
     """Options of SGLang alone."""
 
+    flags: ClassVar[Mapping[str, str]] = {
+        "--api-key": "options.api_key",
+        "--admin-api-key": "options.api_key",
+        "--host": "options.host",
+        "--base-gpu-id": "devices",
+        "--gpu-id-step": "devices",
+        "--mem-fraction-static": "options.memory_fraction",
+        "--port": "options.ports",
+    }
+
     max_total_tokens: int | None = Field(default=None, ge=1)
     """Tokens whose keys and values fit into the cache of one launched server. By default SGLang decides by the
     memory of the accelerator; on a CPU it is 16,384."""
-
-    @field_validator("extra_args")
-    @classmethod
-    def _without_fields(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        refuse_taken(arguments, HAVE_FIELDS)
-        return arguments
 
 
 class SglangConfig(ServerEngineConfig):
@@ -76,24 +71,15 @@ class SglangConfig(ServerEngineConfig):
             )
         return self
 
-    def of_server(self, number: int) -> Self:
-        """The config of server ``number``, with the devices of its ranks alone.
-
-        Raises `ConfigError` where SGLang cannot name them: it takes those at equal distances.
-        """
-        ranks = self.layout.tp
-        devices = self.devices or tuple(range((number + 1) * ranks))
-        return self.with_devices(number, devices[number * ranks : (number + 1) * ranks])
-
     def with_devices(self, number: int, devices: tuple[int, ...]) -> Self:
-        """The config of server ``number``, whose ranks are on the devices ``devices``; raises as `of_server` does."""
+        """As the base class; also raises `ConfigError` for devices at unequal distances, which SGLang cannot name."""
         steps = {second - first for first, second in pairwise(devices)}
-        if len(devices) < self.layout.tp or len(steps) > 1 or min(steps, default=1) < 1:
+        if len(steps) > 1 or min(steps, default=1) < 1:
             raise ConfigError(
                 f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {self.layout.tp} ranks; "
                 "SGLang takes devices that rise in equal steps, such as [2, 3]"
             )
-        return self.model_copy(update={"devices": devices})
+        return super().with_devices(number, devices)
 
     def on_machine(self, number: int, devices: tuple[int, ...], host: str) -> Self:
         """As `with_devices`, for a server on the machine that others reach at ``host``. Needs ``options.api_key``."""

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
@@ -41,34 +42,35 @@ class PlacedServer:
     @property
     def pid(self) -> int:
         """The process id on its machine."""
-        with _reached():
-            return int(self._process.call(server_pid))
+        return int(self._call("pid"))
 
     @property
     def alive(self) -> bool:
         """Whether the server runs, on a machine that can be reached."""
         try:
-            return bool(self._process.call(server_alive))
-        except GroupError:
+            return bool(self._call("alive"))
+        except RolloutError:
             return False
 
     def cuda(self) -> CudaEnvironment | None:
         """As `ServerProcess.cuda`."""
-        with _reached():
-            environment: CudaEnvironment | None = self._process.call(server_cuda)
+        environment: CudaEnvironment | None = self._call("cuda")
         return environment
 
     def require_alive(self, name: str) -> None:
         """As `ServerProcess.require_alive`."""
-        with _reached():
-            self._process.call(require_server, name)
+        self._call("require_alive", name)
 
     def log_tail(self, lines: int = 25) -> str:
         """As `ServerProcess.log_tail`; empty where its machine is gone."""
         try:
-            return str(self._process.call(server_log, lines))
-        except GroupError:
+            return str(self._call("log_tail", lines))
+        except RolloutError:
             return ""
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        with _reached():
+            return self._process.call(of_server, name, *arguments)
 
     def stop(self) -> None:
         """As `ServerProcess.stop`; on a machine that is gone, or out of reach, the server ends by itself."""
@@ -97,11 +99,6 @@ class _Here:
     port: socket.socket | None = None
     """Bound to the server's port, and never listening: the port stays reserved, and the server may listen on it."""
 
-    def require(self) -> ServerProcess:
-        if self.server is None:
-            raise RolloutError("the server of this process was not started")
-        return self.server
-
 
 _here = _Here()
 
@@ -128,21 +125,9 @@ def stop_server() -> None:
         server.stop()
 
 
-def server_pid() -> int:
-    return _here.require().pid
-
-
-def server_alive() -> bool:
-    return _here.server is not None and _here.server.alive
-
-
-def server_cuda() -> CudaEnvironment | None:
-    return _here.require().cuda()
-
-
-def require_server(name: str) -> None:
-    _here.require().require_alive(name)
-
-
-def server_log(lines: int) -> str:
-    return "" if _here.server is None else _here.server.log_tail(lines)
+def of_server(name: str, *arguments: object) -> Any:
+    """The attribute ``name`` of the server, or its method's result; raises `RolloutError` where there is none."""
+    if _here.server is None:
+        raise RolloutError("the server of this process was not started")
+    value = getattr(_here.server, name)
+    return value(*arguments) if callable(value) else value

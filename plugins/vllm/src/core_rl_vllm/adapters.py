@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from core_rl.config.engine import LoraConfig
 from core_rl.errors import ConfigError
-from core_rl.servers.adapters import adapted_modules, require_taken, write_adapter
+from core_rl.servers.adapters import AdapterForm, require_taken
 from core_rl.toolkit.lora import adapter_shapes
 
 __all__ = ["VllmAdapterForm"]
@@ -22,14 +19,8 @@ HELD = 8
 """Adapters that a server holds: one for each version that a request in flight may have begun with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VllmAdapterForm:
+class VllmAdapterForm(AdapterForm):
     """The adapters of one kind over one model."""
-
-    lora: LoraConfig
-    base: str
-    shapes: Mapping[str, tuple[int, ...]]
-    """Names and shapes of the trainer's factors, as ``peft`` writes them."""
 
     @staticmethod
     def of(lora: LoraConfig, path: Path, config: PretrainedConfig) -> VllmAdapterForm:
@@ -44,8 +35,3 @@ class VllmAdapterForm:
         """Command-line arguments of a server that loads such adapters."""
         most = min(rank for rank in RANKS if rank >= self.lora.rank)
         return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", str(HELD)]
-
-    def write(self, factors: Mapping[str, Tensor], directory: Path) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json``, as vLLM reads them."""
-        modules = adapted_modules(self.shapes)
-        write_adapter(directory, factors.items(), self.lora, base=self.base, modules=modules)

@@ -14,7 +14,7 @@ from core_rl_vllm.config import VllmConfig
 from core_rl_vllm.server import VllmServer
 from core_rl_vllm.wire import VllmWire
 
-__all__ = ["VllmBackend", "arguments_of", "start"]
+__all__ = ["VllmBackend", "arguments_of"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28
@@ -38,28 +38,23 @@ class VllmBackend(ServerBackend[VllmConfig]):
     def start_server(
         self, config: VllmConfig, model: ServedModel, port: int, key: str | None
     ) -> ServerProcess:
-        return start(config, model, port, key)
-
-
-def start(config: VllmConfig, model: ServedModel, port: int, key: str | None) -> ServerProcess:
-    """Start a server of ``model`` for its `VllmConfig.of_server`; ``key`` is the API key, or None."""
-    device = device_type(config.device)
-    environment = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes of weights
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        # The client closes idle connections; a server that does would lose a request on its way.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    if device == "cpu":
-        # Compiling one kernel of the sampler takes longer than it will ever save.
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-    else:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
-    arguments = arguments_of(config, model, port, device)
-    return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
+        device = device_type(config.device)
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",  # the routes of weights
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            # The client closes idle connections; a server that does would lose a request on its way.
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if device == "cpu":
+            # Compiling one kernel of the sampler takes longer than it will ever save.
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+        else:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
+        arguments = arguments_of(config, model, port, device)
+        return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
 
 
 def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str) -> list[str]:

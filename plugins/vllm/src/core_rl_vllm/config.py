@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback, refuse_taken
+from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback
 
 __all__ = ["PYTHON_VARIABLE", "VllmConfig", "VllmOptions"]
 
 PYTHON_VARIABLE = "CORE_RL_VLLM_PYTHON"
-HAVE_FIELDS = {
-    "--api-key": "options.api_key",
-    "--gpu-memory-utilization": "options.memory_fraction",
-    "--host": "options.host",
-    "--kv-cache-memory-bytes": "options.cache_bytes",
-    "--max-num-seqs": "options.max_running_requests",
-    "--port": "options.ports",
-}
-"""Arguments of a server whose fields are checked."""
 
 
 class VllmOptions(ServerOptions):
     """Options of vLLM alone."""
 
+    flags: ClassVar[Mapping[str, str]] = {
+        "--api-key": "options.api_key",
+        "--gpu-memory-utilization": "options.memory_fraction",
+        "--host": "options.host",
+        "--kv-cache-memory-bytes": "options.cache_bytes",
+        "--max-num-seqs": "options.max_running_requests",
+        "--port": "options.ports",
+    }
+
     cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of the cache of keys and values of one launched server. By default vLLM decides by the memory of the
     accelerator; on a CPU they are 256 MiB."""
-
-    @field_validator("extra_args")
-    @classmethod
-    def _without_fields(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        refuse_taken(arguments, HAVE_FIELDS)
-        return arguments
 
     @model_validator(mode="after")
     def _on_loopback(self) -> Self:
