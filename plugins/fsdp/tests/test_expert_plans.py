@@ -14,7 +14,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.toolkit.build import use_experts_kernel
 from core_rl.toolkit.experts import dispatch_experts, expert_modules
 from core_rl.toolkit.footprint import footprint_of
-from core_rl_trainer.plan.memory import estimate_memory
+from core_rl_trainer.plan.report import estimate_memory
 
 PLANNED = support.MOE | {
     "hidden_size": 64,

@@ -105,7 +105,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
 
     def verified(loop: OnlineLearner, version: int) -> None:
         publish(loop, version)
-        actual.verify(loop._roles, version)
+        actual.verify(loop.roles, version)
 
     monkeypatch.setattr(OnlineLearner, "sync", verified)
     return actual

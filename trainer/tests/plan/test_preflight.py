@@ -15,7 +15,7 @@ import training_support as support
 from core_rl.checkpoint.model_files import check_weight_files
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, RankDied, UnsupportedCapability
 from core_rl_trainer.api import dry_run
-from core_rl_trainer.plan.preflight import preflight
+from core_rl_trainer.plan.resolve import preflight
 from core_rl_trainer.recipe.recipe import load_recipe
 
 WEIGHTS = "model.safetensors"

@@ -28,8 +28,7 @@ from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
 from core_rl_trainer.plan.engine_config import EngineSections
 from core_rl_trainer.plan.engines import other_trainers
-from core_rl_trainer.plan.memory import MemoryEstimate, estimate_memory
-from core_rl_trainer.plan.report import PlanReport
+from core_rl_trainer.plan.report import MemoryEstimate, PlanReport, estimate_memory
 from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.run import engines

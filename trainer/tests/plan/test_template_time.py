@@ -15,8 +15,8 @@ from core_rl.errors import ConfigError
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.plan.data import earlier_runs, with_template_time
 from core_rl_trainer.plan.identity import RunIdentity
-from core_rl_trainer.plan.template_time import earlier_runs, with_template_time
 from core_rl_trainer.recipe.recipe import Recipe
 
 DATED = (

@@ -16,8 +16,8 @@ from core_rl.launch.hosts import LocalHosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_cluster.attach import AttachHosts
 from core_rl_trainer import load_recipe
-from core_rl_trainer.plan.engine_checks import sender_slot
 from core_rl_trainer.plan.resolve import resolve
+from core_rl_trainer.plan.slots import sender_slot
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run import cluster
 from core_rl_trainer.run.cluster import check_machines, cluster_hosts, missing_paths, open_cluster

@@ -107,8 +107,7 @@ def _metric(name: str | None, value: float | None) -> str:
 
 
 def _diff(first: Path, second: Path, as_json: bool) -> None:
-    from core_rl_trainer.logs.diff import differing_recipes, newest_metrics
-    from core_rl_trainer.logs.listing import read_run
+    from core_rl_trainer.logs.listing import differing_recipes, newest_metrics, read_run
 
     runs = read_run(first), read_run(second)
     fields, metrics = differing_recipes(*runs), newest_metrics(*runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ from core_rl_trainer.data.kinds import Sample
 
 __all__ = [
     "NUMBER",
-    "MakeBatch",
     "NumberedBatches",
     "demonstration_batch",
     "preference_batch",
 ]
 
-MakeBatch = Callable[[Sequence[Sample]], SequenceBatch]
 
 NUMBER = "_number"
 """The field of a sample that holds its position in the data order of the run."""

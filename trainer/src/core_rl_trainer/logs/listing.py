@@ -1,4 +1,4 @@
-"""Runs on the disk: their state, their progress, and the command that continues each."""
+"""Runs on the disk: their state, their progress, the command that continues each, and differences of two."""
 
 from __future__ import annotations
 
@@ -13,11 +13,21 @@ from typing import Any, Literal
 
 import yaml
 
+from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.logs.metrics_log import Row, read_steps
 from core_rl_trainer.outputs.run_files import LOCK, METRICS, RECIPE, RESULT, STATUS
 
-__all__ = ["RunSummary", "State", "find_runs", "read_rows", "read_run"]
+__all__ = [
+    "RunSummary",
+    "State",
+    "differing_recipes",
+    "differing_values",
+    "find_runs",
+    "newest_metrics",
+    "read_rows",
+    "read_run",
+]
 
 State = Literal["running", "complete", "stopped", "interrupted"]
 
@@ -25,6 +35,10 @@ HEADLINES = ("reward", "loss", "eval_reward", "eval_loss")
 """The metric that is shown of a run: the first of these that it has."""
 EVALUATIONS = ("eval_reward", "eval_reward_greedy", "eval_accuracy", "eval_loss")
 """The metric of the evaluations that is shown: the first of these that the run has."""
+
+NO_METRICS = ("step", "version")
+NO_FIELDS = ("output_dir", "fresh")
+"""Fields in which any two runs differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +166,33 @@ def _command(path: Path, status: Mapping[str, Any], steps: int | None) -> str:
     recipe = (path.resolve() if elsewhere else path) / RECIPE
     command = f"core-rl train {shlex.quote(str(recipe))}" + (f" steps={steps}" if steps else "")
     return f"cd {shlex.quote(where)} && {command}" if elsewhere else command
+
+
+def differing_recipes(first: RunSummary, second: RunSummary) -> dict[str, tuple[Any, Any]]:
+    """The dotted fields in which two recipes differ, each with both values."""
+    return {
+        field: (hidden(field.rpartition(".")[2], left), hidden(field.rpartition(".")[2], right))
+        for field, (left, right) in differing_values(first.recipe, second.recipe).items()
+        if field not in NO_FIELDS
+    }
+
+
+def differing_values(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted fields in which two recipes, as plain values, differ, each with both values."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*old, *new}):
+        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            differing |= differing_values(left, right, f"{field}.")
+        elif left != right:
+            differing[field] = left, right
+    return differing
+
+
+def newest_metrics(*runs: RunSummary) -> dict[str, list[float | None]]:
+    """The newest value of each metric of ``runs``, for each run; None where a run lacks the metric."""
+    newest = [{name: value for row in read_rows(run.path) for name, value in row.items()} for run in runs]
+    names = dict.fromkeys(name for values in newest for name in values if name not in NO_METRICS)
+    return {name: [values.get(name) for values in newest] for name in names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from core_rl.config.base import Config
 from core_rl.config.capability import Capability
@@ -16,11 +16,8 @@ from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig
 from core_rl.servers.process import machine_problems
 from core_rl_trainer.algorithms.fields import REFERENCE
-from core_rl_trainer.algorithms.interface import ModelInterface, interface_class, make_interface
+from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.data.config import DataSection
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.statistics import DataStatistics, describe_data
 from core_rl_trainer.data.tokenizers import (
     check_same_tokens,
     context_length,
@@ -28,10 +25,10 @@ from core_rl_trainer.data.tokenizers import (
     require_end_tokens,
     vocabulary_size,
 )
-from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.logs.boards import load_board
 from core_rl_trainer.outputs.push import require_hub
+from core_rl_trainer.plan.data import earlier_runs, plan_data, require_budget, with_template_time
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
 from core_rl_trainer.plan.engines import (
     Trainer,
@@ -49,12 +46,9 @@ from core_rl_trainer.plan.online_checks import (
     check_filter,
     check_sampling,
     check_token_ids,
-    longest_prompt,
 )
 from core_rl_trainer.plan.remarks import plan_remarks
-from core_rl_trainer.plan.run_plan import TRAINED, EnginePlan, RunFiles, RunPlan, Schedule, Workload
-from core_rl_trainer.plan.template_time import earlier_runs, with_template_time
-from core_rl_trainer.plan.workload import online_workload, require_budget, supervised_workload
+from core_rl_trainer.plan.run_plan import TRAINED, EnginePlan, RunFiles, RunPlan, Schedule
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.recipe import Recipe
@@ -69,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "placement")
 """Fields that are read only where completions are generated."""
-
-DataPlan: TypeAlias = tuple[DataSection, TrainingData, Workload, DataStatistics]
 
 
 class PlanBuilder:
@@ -105,7 +97,19 @@ class PlanBuilder:
             self._check_tokens(tokenizer)
         stops = (recipe.rollout.stop_token_ids, recipe.rollout.stop) if online else ()
         end_tokens = require_end_tokens(tokenizer, *stops)
-        section, data, workload, statistics = self._data(tokenizer, trainer[1].layout.dp)
+        earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)
+        section = with_template_time(recipe.data, tokenizer, earlier)
+        data, workload, statistics = plan_data(
+            section,
+            self._interface,
+            tokenizer,
+            recipe.rollout,
+            context=context_length(recipe.model.path),
+            models=recipe.model_directories.values(),
+            budget=recipe.micro_batch_tokens,
+            seed=recipe.seed,
+            ranks=trainer[1].layout.dp,
+        )
         batch_size = recipe.rollout.prompts_per_step if online else recipe.data.batch_size
         recipe = recipe.with_steps(len(data.train), batch_size)
         schedule_length(recipe.optimizer, recipe.steps)
@@ -113,27 +117,16 @@ class PlanBuilder:
         plan = RunPlan(
             recipe=recipe.model_copy(update={"data": section}),
             algorithm=self._algorithm,
-            critic=None
-            if recipe.critic is None
-            else ModelInterfaceAbstraction("ppo_critic", recipe.critic.args),
-            models=recipe.model_directories,
             trainers=trainers,
             rollout=rollout,
-            colocated=recipe.colocated,
-            servers_on_machines=recipe.placement.serves_on_machines(recipe.cluster),
             cluster=recipe.cluster,
             workload=workload,
             data=data,
             statistics=statistics,
             tokenizer=tokenizer,
             end_tokens=end_tokens,
-            rollouts=recipe.rollout,
-            eval_samples=recipe.eval_samples,
             code=code,
-            reward_weight=0.0 if recipe.reward_model is None else recipe.reward_model.weight,
             batch_size=batch_size,
-            micro_batch_tokens=recipe.micro_batch_tokens,
-            seed=recipe.seed,
             schedule=Schedule(
                 steps=recipe.steps,
                 eval_every=recipe.eval_every,
@@ -149,12 +142,6 @@ class PlanBuilder:
                 checkpoint_url=recipe.checkpoint_url,
                 resume_from=recipe.resume_from,
             ),
-            limits=recipe.timeouts,
-            keep_best=recipe.keep_best,
-            stop_on=recipe.stop_on,
-            wandb=recipe.wandb,
-            trackio=recipe.trackio,
-            push_to_hub=recipe.push_to_hub,
         )
         if driver_here:
             _require_servers(plan)
@@ -194,7 +181,7 @@ class PlanBuilder:
         )
         check_sampling(recipe.rollout)
         if recipe.critic is not None:
-            make_interface(ModelInterfaceAbstraction("ppo_critic", recipe.critic.args))
+            make_interface(recipe.critic.interface)
 
     def _trainer(self, configured: ConfiguredEngine) -> Trainer:
         """The engine of the model that is trained, with the head of the algorithm."""
@@ -271,38 +258,6 @@ class PlanBuilder:
         check_same_tokens(tokenizer, paths)
         check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
 
-    def _data(self, tokenizer: PreTrainedTokenizerBase, ranks: int) -> DataPlan:
-        """The section ``data`` with the time of templates, the examples, and bounds and statistics of them."""
-        recipe, interface = self._recipe, self._interface
-        path, rollout, budget = recipe.model.path, recipe.rollout, recipe.micro_batch_tokens
-        supervised, context = not self._online, context_length(path)
-        earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)
-        section = with_template_time(recipe.data, tokenizer, earlier)
-        completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
-        data = load_training_data(
-            section,
-            _example_kind(interface),
-            tokenizer,
-            recipe.seed,
-            limit=context if supervised else longest_prompt(context, rollout),
-            budget=budget if supervised else max(1, budget - completion),
-            vocabulary=min(map(vocabulary_size, self._recipe.model_directories.values())),
-        )
-        workload = (
-            supervised_workload(data, section.batch_size)
-            if supervised
-            else online_workload(data, rollout, completion, context, interface.config)
-        )
-        statistics = describe_data(
-            data,
-            tokenizer,
-            seed=recipe.seed,
-            batch_size=workload.examples_per_step,
-            ranks=ranks if supervised else 1,
-            budget=budget if supervised else None,
-        )
-        return section, data, workload, statistics
-
 
 def _with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
     """``algorithm`` with the temperature of the rollouts, where it has such a setting."""
@@ -335,13 +290,7 @@ def _unreadable(trained: Mapping[str, EngineSpec], portable: bool) -> Iterator[t
 def _require_servers(plan: RunPlan) -> None:
     """Raise `ConfigError` where this machine cannot launch the servers of the rollout engine."""
     rollout = plan.rollout
-    if rollout is None or plan.servers_on_machines:
+    if rollout is None or plan.serves_on_machines:
         return
     if isinstance(rollout.config, ServerEngineConfig):
         raise_all(ConfigError, f"engines.{rollout.spec.name}", machine_problems(rollout.config))
-
-
-def _example_kind(interface: ModelInterface[Any]) -> ExampleKind:
-    if not isinstance(interface, SupervisedInterface):
-        return PROMPTS
-    return DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES

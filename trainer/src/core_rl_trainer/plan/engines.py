@@ -20,10 +20,15 @@ from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-from core_rl_trainer.plan.engine_checks import misplaced_roles, require_free_device, require_sync_memory
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
 from core_rl_trainer.plan.run_plan import EnginePlan
-from core_rl_trainer.plan.slots import place_ranks, placement_problems
+from core_rl_trainer.plan.slots import (
+    misplaced_roles,
+    place_ranks,
+    placement_problems,
+    require_free_device,
+    require_sync_memory,
+)
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.rollout import RolloutSection

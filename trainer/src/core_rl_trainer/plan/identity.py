@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,7 +15,7 @@ from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.sources import data_files
-from core_rl_trainer.logs.diff import differing_values
+from core_rl_trainer.logs.listing import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import ModelSection
 
@@ -121,45 +121,27 @@ class RunIdentity:
 
     def refused_changes(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which resumes this run: field, both values, and the reason."""
-        changed = {
-            name: text
-            for name, text in self._differences(now).items()
-            if not any(fnmatch(name, pattern) for pattern in CHANGEABLE)
-        }
-        return [f"{text} ({_reason(name)})" for name, text in changed.items()] + self._changed_files(now)
+        return self._changes(now, lambda name: not _matches(name, CHANGEABLE))
 
     def refused_start(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which starts from a checkpoint of this run."""
-        changed = {
-            name: text
-            for name, text in self._differences(now).items()
-            if any(fnmatch(name, pattern) for pattern in SHARED)
-        }
-        return [f"{text} ({_reason(name)})" for name, text in changed.items()] + self._changed_files(now)
+        return self._changes(now, lambda name: _matches(name, SHARED))
 
-    def _differences(self, now: RunIdentity) -> dict[str, str]:
-        """Differing fields with both values. A data file counts by its content, not by its name."""
+    def _changes(self, now: RunIdentity, counts: Callable[[str], bool]) -> list[str]:
+        """Differences of the fields that count, and of files. A data file counts by its content, not by its name."""
         known = self.data.keys() & now.data.keys()
         before = _sources_numbered(_with_defaults(self.recipe), known)
-        return differing_fields(before, _sources_numbered(now.recipe, known))
-
-    def _changed_files(self, now: RunIdentity) -> list[str]:
-        shared = self.data.keys() & now.data.keys()
-        return [
-            *_changes(
-                self.data, now.data, sorted(shared), "the order of the data would lead to other examples"
-            ),
-            *(
-                _changes(
-                    self.files,
-                    now.files,
-                    sorted(self.files.keys() | now.files.keys()),
-                    "the run would see other tokens, or another policy",
-                )
-                if self.files is not None and now.files is not None
-                else ()
-            ),
-        ]
+        fields = differing_fields(before, _sources_numbered(now.recipe, known))
+        changed = [f"{text} ({_reason(name)})" for name, text in fields.items() if counts(name)]
+        changed += _changed_files(
+            self.data, now.data, known, "the order of the data would lead to other examples"
+        )
+        if self.files is not None and now.files is not None:
+            names = self.files.keys() | now.files.keys()
+            changed += _changed_files(
+                self.files, now.files, names, "the run would see other tokens, or another policy"
+            )
+        return changed
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
@@ -170,11 +152,11 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     }
 
 
-def _changes(
-    then: Mapping[str, str], now: Mapping[str, str], names: Sequence[str], consequence: str
+def _changed_files(
+    then: Mapping[str, str], now: Mapping[str, str], names: Collection[str], consequence: str
 ) -> Iterator[str]:
     """A message for each of the files ``names`` whose digest is another one."""
-    for name in names:
+    for name in sorted(names):
         before, after = then.get(name), now.get(name)
         if before != after:
             yield (
@@ -189,6 +171,10 @@ def _short(digest: str | None) -> str:
 
 def _shown(field: str, value: Any) -> str:
     return repr(hidden(field.rpartition(".")[2], value))
+
+
+def _matches(field: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(field, pattern) for pattern in patterns)
 
 
 def _reason(field: str) -> str:

@@ -13,12 +13,8 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.boards import TrackioSection, WandbSection
-from core_rl_trainer.outputs.push import HubSection
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.rollout import RolloutSection
-from core_rl_trainer.recipe.sections import KeepBest, StopSection, TimeoutsSection
 from core_rl_trainer.workflows.user_code import LoadedCode
 
 if TYPE_CHECKING:
@@ -104,50 +100,31 @@ class RunFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Engines, data, schedule, files and limits of a run."""
+    """A recipe with everything that follows from it: engines, data, schedule and files."""
 
     recipe: Recipe
-    """The recipe with the ``steps`` of its ``epochs``, for records and callbacks; a run reads no setting from it."""
+    """With the ``steps`` of its ``epochs`` and the time of its chat templates; a resumed run compares it."""
     algorithm: ModelInterfaceAbstraction
     """With the temperature of the rollouts."""
-    critic: ModelInterfaceAbstraction | None
-    models: Mapping[str, str]
-    """Directories of weights, by their fields, such as ``model.path``."""
     trainers: Mapping[str, EnginePlan[TrainEngineConfig]]
     """Train engines by role: ``model`` alone, or ``actor`` with ``critic``, ``reference`` and ``reward``. There is no
     ``reference`` where it is the actor with its new adapter off."""
     rollout: EnginePlan[InferenceEngineConfig] | None
     """None for training on data."""
-    colocated: bool
-    """Whether roles on the same devices are offloaded while others work."""
-    servers_on_machines: bool
-    """Whether rollout servers run on machines of the cluster, instead of the driver's."""
     cluster: ClusterSection
+    """Of `on_machines`, the smaller cluster."""
     workload: Workload
     data: TrainingData
     statistics: DataStatistics
     tokenizer: PreTrainedTokenizerBase
     end_tokens: Mapping[int, str]
     """Texts of the tokens that end a sequence, by id."""
-    rollouts: RolloutSection
-    """Sampling, sync and limits of the rollouts."""
-    eval_samples: int
     code: LoadedCode | None
     """Rewards, environment and filter of the rollouts."""
-    reward_weight: float
-    """The factor of the reward model's scores."""
     batch_size: int
     """Examples of a training step."""
-    micro_batch_tokens: int
-    seed: int
     schedule: Schedule
     files: RunFiles
-    limits: TimeoutsSection
-    keep_best: KeepBest | None
-    stop_on: StopSection
-    wandb: WandbSection | None
-    trackio: TrackioSection | None
-    push_to_hub: HubSection | None
     remarks: tuple[str, ...] = ()
     """Settings that are probably not meant."""
     fewer: Mapping[int, RunPlan] = field(default_factory=dict)
@@ -167,6 +144,11 @@ class RunPlan:
     def trained(self) -> dict[str, EnginePlan[TrainEngineConfig]]:
         """The roles whose state a checkpoint holds."""
         return {name: self.trainers[name] for name in TRAINED if name in self.trainers}
+
+    @property
+    def serves_on_machines(self) -> bool:
+        """Whether rollout servers run on machines of the cluster, instead of the driver's."""
+        return self.recipe.placement.serves_on_machines(self.cluster)
 
     @property
     def trains_adapter(self) -> bool:

@@ -19,12 +19,12 @@ from core_rl.config.hub import local_model_path
 from core_rl.config.loading import apply_overrides, load_yaml
 from core_rl.config.secret import SecretReference, literal_secrets
 from core_rl.errors import ConfigError, raise_all
+from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.logs.boards import TrackioSection, WandbSection
 from core_rl_trainer.outputs.push import HubSection
 from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.data import DataSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (

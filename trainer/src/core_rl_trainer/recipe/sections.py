@@ -9,6 +9,7 @@ from pydantic import Field
 from core_rl.config.base import Config
 from core_rl.config.engine import LoraConfig, OptimizerConfig
 from core_rl.config.layout import ParallelLayout
+from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 
 __all__ = [
     "CriticSection",
@@ -40,6 +41,11 @@ class CriticSection(Config):
     """Optimizer of the critic."""
     layout: ParallelLayout | None = None
     """Parallel degrees, by default the actor's."""
+
+    @property
+    def interface(self) -> ModelInterfaceAbstraction:
+        """The interface of the critic."""
+        return ModelInterfaceAbstraction("ppo_critic", self.args)
 
 
 class RewardModelSection(Config):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.data.batch import SequenceBatch
 from core_rl.launch.group import EngineGroup
+from core_rl_trainer.algorithms.interface import ModelInterface
+from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.errors import NothingLearned
 from core_rl_trainer.logs.progress import TrainingProgress, print_line
 from core_rl_trainer.logs.samples import Evaluation
@@ -19,7 +22,7 @@ from core_rl_trainer.plan.run_plan import Schedule
 from core_rl_trainer.run.bad_weights import require_finite_weights, weights_are_blamed
 from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.run.callbacks import Callbacks
-from core_rl_trainer.run.parts import part_writers
+from core_rl_trainer.run.parts import part_writers, restore_parts
 from core_rl_trainer.run.records import RunRecords
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.run.saving import RunSaver
@@ -42,48 +45,73 @@ class Phases:
     """None where no other engine gets the weights."""
 
 
-class Learner(Protocol):
-    """Engines, algorithm and data of a run, for `RunLoop`."""
+@dataclass(frozen=True, kw_only=True)
+class Learner(ABC):
+    """Engines, algorithm and data of a run, for `RunLoop`. The version of the weights is the number of steps.
 
-    @property
-    def phases(self) -> Phases:
-        """Names of the phases."""
+    Everything random is a function of the seed and of positions in the data order.
+    """
 
+    interface: ModelInterface[Any]
+    batches: NumberedBatches
+    tokenizer_path: str
+    phases: Phases
+
+    @abstractmethod
     def start(self) -> None:
         """Prepare the first step."""
 
+    @abstractmethod
     def batch(self, step: int) -> SequenceBatch:
         """The sequences of ``step``."""
 
     def training(self) -> AbstractContextManager[None]:
         """Inside the context the train engines have the devices."""
+        return nullcontext()
 
     def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
         """``batch`` with the fields that the algorithm wants, and metrics."""
+        return batch, {}
 
+    @abstractmethod
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
         """The updates of ``step``; their metrics."""
 
     def sync(self, version: int) -> None:
-        """Send the weights of ``version`` to the rollout engine."""
+        """Give the trained weights their ``version``, and send them to a rollout engine."""
+        for group in self.trained().values():
+            group.set_version(version)
 
+    @abstractmethod
     def evaluate(self) -> Evaluation:
         """Evaluate on the evaluation data."""
 
-    def save_model(self, path: Path) -> None:
-        """Write the model in Hugging Face format."""
+    @abstractmethod
+    def model(self) -> AbstractContextManager[EngineGroup]:
+        """The engine of the trained model, with its devices inside the context."""
 
-    def save_adapter(self, path: Path) -> None:
-        """Write the trained adapter in the layout of ``peft``."""
-
+    @abstractmethod
     def trained(self) -> dict[str, EngineGroup]:
         """The groups whose state a checkpoint holds, by role."""
 
+    def save_model(self, path: Path) -> None:
+        """Write the model in Hugging Face format, with its tokenizer."""
+        with self.model() as engine:
+            self.interface.save(engine, str(path), tokenizer_path=self.tokenizer_path)
+
+    def save_adapter(self, path: Path) -> None:
+        """Write the trained adapter in the layout of ``peft``, with the tokenizer."""
+        with self.model() as engine:
+            self.interface.save_adapter(engine, str(path), tokenizer_path=self.tokenizer_path)
+
     def state_dict(self) -> dict[str, Any]:
-        """The rest of a run checkpoint, as JSON."""
+        """The rest of a run checkpoint, as JSON: the position in the data order."""
+        return {"data": self.batches.state_dict()}
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        """Resume from ``checkpoint``."""
+        """Resume from ``checkpoint``. Raises `CheckpointMismatch` when its parts do not belong together."""
+        restore_parts(self.trained(), checkpoint)
+        self.batches.load_state_dict(checkpoint.state["data"])
 
 
 @dataclass(kw_only=True)

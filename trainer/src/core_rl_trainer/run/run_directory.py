@@ -101,8 +101,6 @@ class RunDirectory:
         """The directory with the model of the best evaluation."""
         self.best_model = self.path / "best_model"
         """A link to that model."""
-        self.picture = self.path / PICTURE
-        """The rewards, or the losses, over the steps."""
         self.log = self.path / LOG
         """The lines of the terminal."""
         self.page = self.path / PAGE
@@ -161,7 +159,7 @@ class RunDirectory:
             "best_model": str(self.best_model),
             "metrics": str(self.path / METRICS),
             "page": str(self.page),
-            "picture": str(self.picture),
+            "picture": str(self.path / PICTURE),
         }
 
     @contextmanager

@@ -21,9 +21,8 @@ from core_rl_trainer.logs.metrics_log import MetricsBoard
 from core_rl_trainer.logs.page import PageRole, RunPage
 from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line, print_result
 from core_rl_trainer.outputs.push import model_card, push_run
-from core_rl_trainer.plan.engine_checks import sender_slot
 from core_rl_trainer.plan.run_plan import RunPlan
-from core_rl_trainer.plan.slots import describe_ranks
+from core_rl_trainer.plan.slots import describe_ranks, sender_slot
 from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.run.callbacks import Callbacks
 from core_rl_trainer.run.cluster import check_machines, open_cluster
@@ -94,7 +93,7 @@ def _train_with_restarts(
         try:
             with open_cluster(attempt.cluster) as hosts:
                 opened = True
-                by_memory = attempt.rollout is not None and attempt.rollouts.sync == "tensor"
+                by_memory = attempt.rollout is not None and attempt.recipe.rollout.sync == "tensor"
                 sender = sender_slot(attempt.trainers["actor"]).machine if by_memory else None
                 check_machines(hosts, attempt.trainers, directory.path, sender)
                 return _train(attempt, directory, hosts, console, signals, callbacks)
@@ -133,7 +132,7 @@ def _train(
             learner = engines.enter_context(open_learner(plan, directory, hosts))
         resumed = checkpoint is not None and directory.owns(checkpoint)
         best = BestModel(
-            plan.keep_best,
+            plan.recipe.keep_best,
             directory.best,
             directory.best_model,
             checkpoint.state.get("best") if checkpoint and resumed else None,
@@ -141,10 +140,10 @@ def _train(
         loop = RunLoop(
             learner=learner,
             schedule=plan.schedule,
-            models=plan.models,
+            models=plan.recipe.model_directories,
             directory=directory,
             best=best,
-            watch=Watch(plan.stop_on, plan.end_tokens),
+            watch=Watch(plan.recipe.stop_on, plan.end_tokens),
             records=records,
             progress=progress,
             signals=signals,
@@ -174,16 +173,16 @@ def open_learner(
 
 def _open_records(plan: RunPlan, directory: RunDirectory, step: int) -> RunRecords:
     """The records of the run, which continue after ``step``."""
-    values = plan.recipe.model_dump(mode="json")
+    recipe, values = plan.recipe, plan.recipe.model_dump(mode="json")
     roles = tuple(
         PageRole(name=name, engine=engine.spec.name, ranks=describe_ranks(engine))
         for name, engine in plan.engines.items()
     )
     boards: list[MetricsBoard] = []
-    if plan.wandb is not None:
-        boards.append(WandbBoard(plan.wandb, directory.path, values))
-    if plan.trackio is not None:
-        boards.append(TrackioBoard(plan.trackio, directory.path, values))
+    if recipe.wandb is not None:
+        boards.append(WandbBoard(recipe.wandb, directory.path, values))
+    if recipe.trackio is not None:
+        boards.append(TrackioBoard(recipe.trackio, directory.path, values))
     page = RunPage(values, directory.path, cluster=str(plan.cluster), roles=roles)
     return RunRecords(directory, step, page, boards)
 
@@ -207,7 +206,7 @@ def _result(plan: RunPlan, directory: RunDirectory, loop: RunLoop, step: int) ->
     best, evaluations = loop.best.state_dict(), loop.evaluations
     return {
         "engine": next(iter(plan.trainers.values())).spec.name,
-        "seed": plan.seed,
+        "seed": plan.recipe.seed,
         "steps": step,
         "stopped": loop.callbacks.stopped if step < plan.schedule.steps else None,
         "before": evaluations["0"],
@@ -221,9 +220,9 @@ def _result(plan: RunPlan, directory: RunDirectory, loop: RunLoop, step: int) ->
 
 def _push(plan: RunPlan, directory: RunDirectory, result: dict[str, Any]) -> str | None:
     """Upload the output of a complete run; the address of the repository, None where nothing is uploaded."""
-    if plan.push_to_hub is None:
-        return None
     recipe = plan.recipe
+    if recipe.push_to_hub is None:
+        return None
     datasets = [source.path.partition("@")[0] for source in recipe.data.train if is_hub_dataset(source)]
-    card = model_card(recipe.model_dump(mode="json"), datasets, plan.push_to_hub, result)
-    return push_run(plan.push_to_hub, directory.path, card)
+    card = model_card(recipe.model_dump(mode="json"), datasets, recipe.push_to_hub, result)
+    return push_run(recipe.push_to_hub, directory.path, card)

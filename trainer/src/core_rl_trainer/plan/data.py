@@ -1,0 +1,173 @@
+"""The data of a run: its examples, the time of their chat templates, and bounds on the tokens of a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import yaml
+
+from core_rl.config.base import Config
+from core_rl.errors import ConfigError
+from core_rl_trainer.algorithms.interface import ModelInterface
+from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.algorithms.updates import UpdatesConfig
+from core_rl_trainer.data.chat_template import CLOCK
+from core_rl_trainer.data.config import DataSection
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.statistics import DataStatistics, describe_data
+from core_rl_trainer.data.tokenizers import vocabulary_size
+from core_rl_trainer.data.training_data import TrainingData, load_training_data
+from core_rl_trainer.outputs.run_files import RECIPE
+from core_rl_trainer.plan.online_checks import longest_prompt
+from core_rl_trainer.plan.run_plan import Workload
+from core_rl_trainer.recipe.rollout import RolloutSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["earlier_runs", "plan_data", "require_budget", "with_template_time"]
+
+DataPlan: TypeAlias = tuple[TrainingData, Workload, DataStatistics]
+
+
+def plan_data(
+    section: DataSection,
+    interface: ModelInterface[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    rollout: RolloutSection,
+    *,
+    context: int | None,
+    models: Collection[str],
+    budget: int,
+    seed: int,
+    ranks: int,
+) -> DataPlan:
+    """The examples of ``section``, with bounds and statistics of them.
+
+    ``models`` are directories, of which the trained one has this ``context``; ``budget`` tokens fit into a micro-batch,
+    and ``ranks`` share the examples of a step. Raises `ConfigError` where a sequence does not fit.
+    """
+    supervised = isinstance(interface, SupervisedInterface)
+    completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
+    data = load_training_data(
+        section,
+        _example_kind(interface),
+        tokenizer,
+        seed,
+        limit=context if supervised else longest_prompt(context, rollout),
+        budget=budget if supervised else max(1, budget - completion),
+        vocabulary=min(map(vocabulary_size, models)),
+    )
+    workload = (
+        _supervised_workload(data, section.batch_size)
+        if supervised
+        else _online_workload(data, rollout, completion, context, interface.config)
+    )
+    statistics = describe_data(
+        data,
+        tokenizer,
+        seed=seed,
+        batch_size=workload.examples_per_step,
+        ranks=ranks if supervised else 1,
+        budget=budget if supervised else None,
+    )
+    return data, workload, statistics
+
+
+def _example_kind(interface: ModelInterface[Any]) -> ExampleKind:
+    if not isinstance(interface, SupervisedInterface):
+        return PROMPTS
+    return DEMONSTRATIONS if interface.trains_on == "demonstrations" else PREFERENCES
+
+
+def _supervised_workload(data: TrainingData, batch_size: int) -> Workload:
+    """The workload of training on ``data`` alone, with ``batch_size`` examples a step."""
+    datasets = [dataset for dataset in (data.train, data.held_out) if dataset is not None]
+    return Workload(
+        examples=len(data.train),
+        held_out=0 if data.held_out is None else len(data.held_out),
+        examples_per_step=batch_size,
+        sequences_per_example=2 if data.kind.paired else data.train.most_sequences,
+        longest=data.train.longest,
+        largest_unit=max(dataset.largest_unit for dataset in datasets),
+    )
+
+
+def _online_workload(
+    data: TrainingData, rollout: RolloutSection, completion: int, context: int | None, config: Config
+) -> Workload:
+    """The workload of training on rollouts of at most ``completion`` tokens each."""
+    longest = min(data.train.longest + completion, context or sys.maxsize)
+    return Workload(
+        examples=len(data.train),
+        held_out=0 if data.held_out is None else len(data.held_out),
+        examples_per_step=rollout.prompts_per_step,
+        sequences_per_example=rollout.group_size,
+        longest=longest,
+        largest_unit=longest,
+        updates_per_step=config.minibatches * config.epochs if isinstance(config, UpdatesConfig) else 1,
+    )
+
+
+def require_budget(largest: int, budget: int) -> None:
+    """Raise `ConfigError` where ``largest`` tokens that stay in one micro-batch exceed its ``budget``."""
+    if largest > budget:
+        raise ConfigError(
+            f"micro_batch_tokens = {budget:,}, and a sequence or pair that stays in one micro-batch may have "
+            f"{largest:,} tokens, the completion included: raise micro_batch_tokens to {largest:,}, or lower "
+            "rollout.max_new_tokens, or take shorter examples"
+        )
+
+
+def with_template_time(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, earlier: Sequence[Path]
+) -> DataSection:
+    """``section`` with ``template_time``, where a chat template of ``tokenizer`` reads the time.
+
+    A run that resumes, or starts from another run, has the time of that run, whose directory is among ``earlier``.
+    Raises `ConfigError` for a time that no template reads.
+    """
+    time_setting, reads = section.template_time, _reads_clock(tokenizer)
+    if time_setting is not None and not reads:
+        raise ConfigError(
+            f"data.template_time = {time_setting}: the chat template does not read the time ({CLOCK}); remove it"
+        )
+    if time_setting is not None or not reads:
+        return section
+    recorded = _recorded_data(earlier)
+    if recorded is None:
+        time = datetime.now(UTC).astimezone().replace(microsecond=0)
+    elif (text := recorded.get("template_time")) is not None:
+        time = datetime.fromisoformat(text)
+    else:  # begun by a version that did not keep the time
+        return section
+    return section.model_copy(update={"template_time": time})
+
+
+def earlier_runs(directory: Path, fresh: bool, resume_from: str | None) -> list[Path]:
+    """Directories of the resumed run in ``directory``, and of the run that it starts from."""
+    directories = [] if fresh else [directory]
+    if resume_from is not None:
+        source = Path(resume_from).resolve()
+        directories += [source, *source.parents[1:2]]  # a run, or a checkpoint of it
+    return directories
+
+
+def _reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
+    templates = tokenizer.chat_template or ""
+    texts = [templates] if isinstance(templates, str) else templates.values()
+    return any(CLOCK in text for text in texts)
+
+
+def _recorded_data(earlier: Sequence[Path]) -> Mapping[str, Any] | None:
+    """The section ``data`` of the first run in ``earlier``; None for a run that begins."""
+    for directory in earlier:
+        if (directory / RECIPE).is_file():
+            recorded: dict[str, Any] = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
+            data: dict[str, Any] = recorded["data"]
+            return data
+    return None
