@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +69,25 @@ def rollout_samples(
     first: dict[int, int] = {}
     for number, group in enumerate(batch["group"].tolist()):
         first.setdefault(group, number)
-    sequences = list(first.values())[:SHOWN]
     answers = [samples[group].get("answer") for group in list(first)[:SHOWN]]
-    return tuple(_samples(batch.select(sequences), tokenizer, answers))
+    batch = batch.select(list(first.values())[:SHOWN])
+    fields = (batch.input_ids, batch.loss_mask, batch["versions"])
+    sequences = zip(*(values.split(batch.lengths) for values in fields), strict=True)
+    shown = []
+    for number, (ids, drawn, versions) in enumerate(sequences):
+        prompt, segments = _texts(ids.tolist(), drawn.tolist(), tokenizer)
+        drawn_versions = versions[drawn].tolist() or [-1]
+        sample = RolloutSample(
+            prompt=prompt,
+            segments=segments,
+            reward=float(batch["rewards"][number]),
+            tokens=int(drawn.sum()),
+            versions=(min(drawn_versions), max(drawn_versions)),
+            stop_reason=str(batch.meta["stop_reason"][number]),
+            answer=_answer(answers[number]),
+        )
+        shown.append(sample)
+    return tuple(shown)
 
 
 def example_samples(
@@ -101,25 +117,6 @@ def _texts(
     runs = decoded_runs(tokenizer, ids, marked)
     prompt = "" if runs[0][0] else runs.pop(0)[1]
     return prompt, tuple(("model" if by_model else "environment", text) for by_model, text in runs)
-
-
-def _samples(
-    batch: SequenceBatch, tokenizer: PreTrainedTokenizerBase, answers: Sequence[Any]
-) -> Iterator[RolloutSample]:
-    fields = (batch.input_ids, batch.loss_mask, batch["versions"])
-    sequences = zip(*(values.split(batch.lengths) for values in fields), strict=True)
-    for number, (ids, drawn, versions) in enumerate(sequences):
-        prompt, segments = _texts(ids.tolist(), drawn.tolist(), tokenizer)
-        drawn_versions = versions[drawn].tolist() or [-1]
-        yield RolloutSample(
-            prompt=prompt,
-            segments=segments,
-            reward=float(batch["rewards"][number]),
-            tokens=int(drawn.sum()),
-            versions=(min(drawn_versions), max(drawn_versions)),
-            stop_reason=str(batch.meta["stop_reason"][number]),
-            answer=_answer(answers[number]),
-        )
 
 
 def _answer(value: Any) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,12 +60,7 @@ def require_hub(section: HubSection | None, *, lora: bool, keeps_best: bool) -> 
         raise ConfigError("push_to_hub: there is no token; log in with `hf auth login`, or set HF_TOKEN")
 
 
-def push_run(
-    section: HubSection,
-    directory: Path,
-    card: str,
-    api: HfApi | None = None,
-) -> str | None:
+def push_run(section: HubSection, directory: Path, card: str, api: HfApi | None = None) -> str | None:
     """Upload the output that ``section`` names from the run in ``directory``, in one commit with a model ``card``.
 
     Returns the address of the repository; None where nothing is new. ``api`` replaces the Hub's, for tests. Raises
@@ -100,13 +95,11 @@ def _files(folder: Path) -> dict[str, Path | bytes]:
     """The files of ``folder`` by their names in the repository."""
     if not folder.is_dir():
         raise CheckpointError(f"push_to_hub: there is no {folder}; nothing is uploaded")
-    return dict(_named(folder))
-
-
-def _named(folder: Path) -> Iterator[tuple[str, Path | bytes]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            yield path.relative_to(folder).as_posix(), path
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
 
 
 def _done(directory: Path) -> Any:

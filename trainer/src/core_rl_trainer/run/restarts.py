@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from rich.console import Console
 
-from core_rl.errors import (
-    ClusterError,
-    CoreRLError,
-    GroupError,
-    RankDied,
-    RankTimeout,
-)
+from core_rl.errors import ClusterError, CoreRLError, GroupError, RankDied, RankTimeout
 from core_rl_trainer.logs.progress import print_line
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run.run_directory import RunDirectory
@@ -99,12 +92,8 @@ class Restarts:
 
 
 def _loss(error: BaseException) -> GroupError | None:
-    """The loss of ranks that led to ``error``."""
-    return next((cause for cause in _causes(error) if isinstance(cause, LOSSES)), None)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and its chain of causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__
+    """The loss of ranks that led to ``error``: itself, or the first in its chain of causes."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, LOSSES):
+        cause = cause.__cause__
+    return cause

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from core_rl_trainer.errors import StoppedBySignal
 
@@ -31,6 +31,25 @@ class EndedBySignal(KeyboardInterrupt):
         self.number = number
 
 
+Handler: TypeAlias = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def _handled(
+    numbers: Sequence[signal.Signals], default: signal.Handlers | Handler, handler: Handler
+) -> Iterator[None]:
+    """Inside the context, ``handler`` gets the signals of the main thread that have the ``default`` handler."""
+    in_main = threading.current_thread() is threading.main_thread()
+    mine = [number for number in numbers if in_main and signal.getsignal(number) == default]
+    for number in mine:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, default)
+
+
 class StopSignals:
     """Notes the first signal while the run takes steps; any other ends the run at once."""
 
@@ -46,22 +65,15 @@ class StopSignals:
         A program that handles them itself, or trains outside of its main thread, keeps its handlers. Raises
         `StoppedBySignal` where the first signal came outside of the steps, and `EndedBySignal` for a second one.
         """
-        mine = [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
-        if threading.current_thread() is not threading.main_thread():
-            mine = []
-        for number in mine:
-            signal.signal(number, self._handle)
         try:
-            yield
+            with _handled(SIGNALS, signal.SIG_DFL, self._handle):
+                yield
         except EndedBySignal as ended:
             if self._again:
                 raise
             raise StoppedBySignal(
                 f"stopped by {ended.number.name} outside of the steps, with nothing to save; the same command goes on"
             ) from None
-        finally:
-            for number in mine:
-                signal.signal(number, signal.SIG_DFL)
 
     @contextmanager
     def during_steps(self) -> Iterator[None]:
@@ -104,18 +116,9 @@ class DeferredInterrupt:
         self._is_busy = is_busy
         self._noted = False
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
+    def caught(self) -> AbstractContextManager[None]:
         """Inside the context, Ctrl-C is handled here, in the main thread and where Python's own handler is."""
-        mine = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if not mine or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        signal.signal(signal.SIGINT, self._handle)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return _handled((signal.SIGINT,), signal.default_int_handler, self._handle)
 
     def raise_noted(self) -> None:
         """Raise `KeyboardInterrupt` for a Ctrl-C that has waited."""
