@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core_rl.errors import BatchError, ConfigError
@@ -29,35 +29,6 @@ CHATS: Mapping[str, tuple[str, ...]] = {
 """Further fields that may be chats, by kind of examples."""
 
 
-class MappedExamples(Examples):
-    """``examples`` with fields from other ``columns``, of another system's ``example_format``, or of none."""
-
-    def __init__(
-        self, examples: Examples, columns: Mapping[str, str], kind: ExampleKind, example_format: Format | None
-    ) -> None:
-        self.origin = examples.origin
-        self.format = example_format.name if example_format else None
-        self._examples = examples
-        self._columns = columns
-        self._kind = kind
-        self._format = example_format
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Example:
-        example = _with_chats(self._examples[index], self._columns, self._kind, self.label(index))
-        if self._format is None or not self._format.recognises(example):
-            return example
-        try:
-            return {**example, **self._format.convert(example)}
-        except BatchError as error:
-            raise BatchError(f"{self.label(index)} {error}") from error
-
-    def label(self, index: int) -> str:
-        return self._examples.label(index)
-
-
 def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> Examples:
     """``examples`` in the fields of ``kind``, converted from another system's format.
 
@@ -68,17 +39,35 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
     try:
         first = examples[0]
     except BatchError:
-        return MappedExamples(examples, columns, kind, None)  # it is named with all damaged ones
+        return _converted(examples, columns, kind, None)  # it is named with all damaged ones
     _check_columns(examples.origin, first, columns, kind)
     example_format = None
     try:
         example_format = _recognised_format(_with_chats(first, columns, kind, examples.label(0)), kind)
-        example = MappedExamples(examples, columns, kind, example_format)[0]
+        example = _converted(examples, columns, kind, example_format)[0]
     except BatchError:
         pass  # it is named with all damaged ones
     else:
         _check_fields(examples, example, first, kind)
-    return MappedExamples(examples, columns, kind, example_format)
+    return _converted(examples, columns, kind, example_format)
+
+
+def _converted(
+    examples: Examples, columns: Mapping[str, str], kind: ExampleKind, example_format: Format | None
+) -> Examples:
+    """``examples`` with fields from other ``columns``, of another system's ``example_format``, or of none."""
+
+    def read(index: int) -> Example:
+        label = examples.label(index)
+        example = _with_chats(examples[index], columns, kind, label)
+        if example_format is None or not example_format.recognises(example):
+            return example
+        try:
+            return {**example, **example_format.convert(example)}
+        except BatchError as error:
+            raise BatchError(f"{label} {error}") from error
+
+    return replace(examples, read=read, format=example_format.name if example_format else None)
 
 
 def _with_chats(example: Example, columns: Mapping[str, str], kind: ExampleKind, label: str) -> Example:

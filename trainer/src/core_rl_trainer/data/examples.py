@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ __all__ = [
     "Example",
     "ExampleCheck",
     "Examples",
-    "JoinedExamples",
     "answer_text",
     "check_demonstration",
     "check_preference",
     "check_prompt",
+    "joined",
     "place_in_parts",
 ]
 
@@ -29,45 +29,41 @@ ExampleCheck = Callable[[Example], str | None]
 """Returns the problem of an example, or None."""
 
 
-class Examples(ABC):
+@dataclass(frozen=True, kw_only=True)
+class Examples:
     """Examples of one source, by number; they need not be in memory."""
 
     origin: str
     """The name of the source, in messages."""
+    count: int
+    """The number of examples."""
+    read: Callable[[int], Example]
+    """Returns one example. Raises `BatchError` that names it when it is damaged."""
+    label: Callable[[int], str]
+    """Returns the name of an example, in messages."""
     format: str | None = None
     """The name of another system's format, where the examples have it."""
 
-    @abstractmethod
     def __len__(self) -> int:
-        """The number of examples."""
+        return self.count
 
-    @abstractmethod
     def __getitem__(self, index: int) -> Example:
-        """One example. Raises `BatchError` that names it when it is damaged."""
-
-    def label(self, index: int) -> str:
-        """The name of an example, in messages."""
-        return f"example {index + 1}"
+        return self.read(index)
 
 
-class JoinedExamples(Examples):
+def joined(origin: str, parts: Sequence[Examples]) -> Examples:
     """The concatenated examples of all ``parts``, such as the files of a directory."""
+    ends = list(accumulate(map(len, parts)))
 
-    def __init__(self, origin: str, parts: Sequence[Examples]) -> None:
-        self.origin = origin
-        self._parts = parts
-        self._ends = list(accumulate(len(part) for part in parts))
+    def read(index: int) -> Example:
+        part, number = place_in_parts(ends, index)
+        return parts[part][number]
 
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+    def label(index: int) -> str:
+        part, number = place_in_parts(ends, index)
+        return f"{Path(parts[part].origin).name}: {parts[part].label(number)}"
 
-    def __getitem__(self, index: int) -> Example:
-        part, number = place_in_parts(self._ends, index)
-        return self._parts[part][number]
-
-    def label(self, index: int) -> str:
-        part, number = place_in_parts(self._ends, index)
-        return f"{Path(self._parts[part].origin).name}: {self._parts[part].label(number)}"
+    return Examples(origin=origin, count=ends[-1] if ends else 0, read=read, label=label)
 
 
 def place_in_parts(ends: Sequence[int], index: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.examples import Example, Examples, JoinedExamples
+from core_rl_trainer.data.examples import Example, Examples, joined
 from core_rl_trainer.data.json_text import WrittenFloat
 from core_rl_trainer.data.text_files import read_json
 
@@ -28,26 +28,21 @@ SHORT_FLOATS = ("float16", "float32")
 """Types whose values have fewer digits than a Python float."""
 
 
-class TableExamples(Examples):
+def _rows(origin: str, table: Any) -> Examples:
     """The rows of a ``datasets.Dataset``."""
+    types = {name: str(getattr(feature, "dtype", "")) for name, feature in table.features.items()}
 
-    def __init__(self, origin: str, table: Any) -> None:
-        self.origin = origin
-        self._table = table
-        self._types = {name: str(getattr(feature, "dtype", "")) for name, feature in table.features.items()}
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def __getitem__(self, index: int) -> Example:
+    def read(index: int) -> Example:
         try:
-            row = self._table[index]
+            row = table[index]
         except UnicodeDecodeError as error:
-            raise BatchError(f"{self.label(index)} has a text that is not UTF-8: {error.reason}") from error
-        return {name: _plain(value, self._types[name]) for name, value in row.items()}
+            raise BatchError(f"{label(index)} has a text that is not UTF-8: {error.reason}") from error
+        return {name: _plain(value, types[name]) for name, value in row.items()}
 
-    def label(self, index: int) -> str:
+    def label(index: int) -> str:
         return f"row {index + 1}"
+
+    return Examples(origin=origin, count=len(table), read=read, label=label)
 
 
 def _plain(value: Any, column_type: str) -> Any:
@@ -96,7 +91,7 @@ def read_table_file(path: Path, builder: str) -> Examples:
         if "corresponds to no data" in reason:
             raise ConfigError(f"{path} has no rows; write examples into it") from error
         raise ConfigError(f"{path} cannot be read as {builder}: {reason}; check what wrote it") from error
-    return TableExamples(str(path), table)
+    return _rows(str(path), table)
 
 
 def read_directory(path: Path, config: str | None, split: str | None, default_split: str | None) -> Examples:
@@ -109,14 +104,14 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
         saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
         if not saved and (files := _json_files(datasets, path, config)):
             names = _select_split(str(path), files, split, default_split)
-            return JoinedExamples(str(path), [read_json(Path(name)) for name in names])
+            return joined(str(path), [read_json(Path(name)) for name in names])
         table = datasets.load_from_disk(str(path)) if saved else _load_tables(datasets, str(path), config)
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
         ) from error
-    return TableExamples(str(path), _select_split(str(path), table, split, default_split))
+    return _rows(str(path), _select_split(str(path), table, split, default_split))
 
 
 def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[str, list[str]]:
@@ -183,7 +178,7 @@ def read_hub(
     except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
         raise ConfigError(_problem(name, revision, error)) from error
     origin = name if revision is None else f"{name}@{revision}"
-    return TableExamples(origin, _select_split(origin, tables, split, default_split))
+    return _rows(origin, _select_split(origin, tables, split, default_split))
 
 
 def _load(datasets: ModuleType, name: str, revision: str | None, config: str | None) -> Any:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -80,21 +80,6 @@ def _decompressed(path: Path) -> IO[bytes]:
     return copy
 
 
-class LineExamples(Examples):
-    """Examples of a file, of which only the places and the lines are in memory. Empty lines do not count."""
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        self.origin = str(path)
-        self._file = file
-        self._places, self._lines = array("Q"), array("Q")
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def label(self, index: int) -> str:
-        return f"line {self._lines[index]}"
-
-
 def read_json(path: Path) -> Examples:
     """The examples of ``path``. Raises `ConfigError` for a file of another type."""
     file, suffix = _open(path), data_suffix(path)
@@ -108,50 +93,46 @@ def read_json(path: Path) -> Examples:
         )
     if suffix == ".json" and head[:1] == b"[":
         return _read_list(str(path), file.read())
-    return JsonLines(path, file)
+    return _read_lines(str(path), file)
 
 
-class JsonLines(LineExamples):
-    """A JSONL file."""
+def _read_lines(origin: str, file: IO[bytes]) -> Examples:
+    """The examples of a JSONL file, of which only the places and the lines are in memory. Empty lines do not count."""
+    place, places, lines = file.tell(), array("Q"), array("Q")
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            places.append(place)
+            lines.append(number)
+        place += len(line)
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
-        super().__init__(path, file)
-        place = file.tell()
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                self._places.append(place)
-                self._lines.append(number)
-            place += len(line)
+    def read(index: int) -> Example:
+        file.seek(places[index])
+        return _parse(file.readline(), label(index))
 
-    def __getitem__(self, index: int) -> Example:
-        self._file.seek(self._places[index])
-        return _parse(self._file.readline(), self.label(index))
+    def label(index: int) -> str:
+        return f"line {lines[index]}"
 
-
-class ListedExamples(Examples):
-    """Examples in memory."""
-
-    def __init__(self, origin: str, examples: Sequence[Any]) -> None:
-        self.origin = origin
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Example:
-        example = _checked(self._examples[index], self.label(index))
-        check_characters(example, self.label(index))
-        return example
+    return Examples(origin=origin, count=len(places), read=read, label=label)
 
 
 def _read_list(origin: str, content: bytes) -> Examples:
     try:
-        return ListedExamples(origin, parse_json(content.decode("utf-8")))
+        examples = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise BatchError(f"{origin}: line {line} is not UTF-8: {error.reason}") from error
     except BatchError as error:
         raise BatchError(f"{origin} {error}") from error
+
+    def read(index: int) -> Example:
+        example = _checked(examples[index], label(index))
+        check_characters(example, label(index))
+        return example
+
+    def label(index: int) -> str:
+        return f"example {index + 1}"
+
+    return Examples(origin=origin, count=len(examples), read=read, label=label)
 
 
 def _parse(line: bytes, label: str) -> Example:
@@ -175,63 +156,64 @@ def _checked(example: Any, label: str) -> Example:
 
 def read_csv(path: Path, separator: str) -> Examples:
     """The rows of ``path`` after its header. Raises `ConfigError` for a file that is not CSV."""
-    rows = CsvRows(path, _open(path), separator)
-    if not rows.columns:
+    file = _open(path)
+    columns, places, lines = _scan(path, file, separator)
+    if not columns:
         raise ConfigError(f"{path} is empty; write examples into it")
-    raise_all(ConfigError, f"{path}: line 1", _header_problems(rows.columns, separator))
-    if not len(rows):
+    raise_all(ConfigError, f"{path}: line 1", _header_problems(columns, separator))
+    if not places:
         raise ConfigError(f"{path} has no rows; write examples into it")
-    return rows
+
+    def read(index: int) -> Example:
+        file.seek(places[index])
+        return _parse_row(file, separator, columns, label(index))
+
+    def label(index: int) -> str:
+        return f"line {lines[index]}"
+
+    return Examples(origin=str(path), count=len(places), read=read, label=label)
 
 
-class CsvRows(LineExamples):
-    """A CSV file, whose header is ``columns``."""
+def _scan(path: Path, file: IO[bytes], separator: str) -> tuple[list[str], array[int], array[int]]:
+    """The header of a CSV file, and the place and line of each row."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # 131,072 characters by default
+    columns: list[str] = []
+    places, lines = array("Q"), array("Q")
+    place, line, reader = file.tell(), 1, _reader(file, separator, "surrogateescape")
+    try:
+        for cells in reader:
+            if cells and not columns:
+                columns = cells
+            elif cells:
+                places.append(place)
+                lines.append(line)
+            place, line = file.tell(), reader.line_num + 1
+    except csv.Error as error:
+        raise ConfigError(
+            f"{path}: line {line} is not CSV: {error}; quote a text with quotes in it, and double them"
+        ) from error
+    return columns, places, lines
 
-    def __init__(self, path: Path, file: IO[bytes], separator: str) -> None:
-        super().__init__(path, file)
-        self._separator = separator
-        self.columns: list[str] = []
-        csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # 131,072 characters by default
-        self._scan()
 
-    def _scan(self) -> None:
-        """Read the header, and the place and line of each row."""
-        place, reader = self._file.tell(), self._reader("surrogateescape")
-        line = 1
-        try:
-            for cells in reader:
-                if cells and not self.columns:
-                    self.columns = cells
-                elif cells:
-                    self._places.append(place)
-                    self._lines.append(line)
-                place, line = self._file.tell(), reader.line_num + 1
-        except csv.Error as error:
-            raise ConfigError(
-                f"{self.origin}: line {line} is not CSV: {error}; quote a text with quotes in it, and double them"
-            ) from error
+def _reader(file: IO[bytes], separator: str, errors: str) -> Reader:
+    lines: Iterator[str] = (line.decode("utf-8", errors) for line in file)
+    return csv.reader(lines, delimiter=separator, strict=True)
 
-    def _reader(self, errors: str) -> Reader:
-        lines: Iterator[str] = (line.decode("utf-8", errors) for line in self._file)
-        return csv.reader(lines, delimiter=self._separator, strict=True)
 
-    def __getitem__(self, index: int) -> Example:
-        self._file.seek(self._places[index])
-        try:
-            cells = next(self._reader("strict"))
-        except UnicodeDecodeError as error:
-            raise BatchError(
-                f"{self.label(index)} is not UTF-8: {error.reason} at byte {error.start}"
-            ) from error
-        if len(cells) < len(self.columns):
-            raise BatchError(f"{self.label(index)} has no cell for the column {self.columns[len(cells)]!r}")
-        if len(cells) > len(self.columns):
-            raise BatchError(
-                f"{self.label(index)} has {len(cells)} cells for {len(self.columns)} columns: "
-                f"{cells[len(self.columns)]!r} comes after the column {self.columns[-1]!r}; quote texts that have "
-                f"{NAMES[self._separator]}"
-            )
-        return dict(zip(self.columns, cells, strict=True))
+def _parse_row(file: IO[bytes], separator: str, columns: list[str], label: str) -> Example:
+    """The row at which ``file`` stands. Raises `BatchError` about it."""
+    try:
+        cells = next(_reader(file, separator, "strict"))
+    except UnicodeDecodeError as error:
+        raise BatchError(f"{label} is not UTF-8: {error.reason} at byte {error.start}") from error
+    if len(cells) < len(columns):
+        raise BatchError(f"{label} has no cell for the column {columns[len(cells)]!r}")
+    if len(cells) > len(columns):
+        raise BatchError(
+            f"{label} has {len(cells)} cells for {len(columns)} columns: {cells[len(columns)]!r} comes after the "
+            f"column {columns[-1]!r}; quote texts that have {NAMES[separator]}"
+        )
+    return dict(zip(columns, cells, strict=True))
 
 
 def _header_problems(columns: list[str], separator: str) -> Iterator[str]:

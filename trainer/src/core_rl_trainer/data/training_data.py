@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
-from core_rl_trainer.data.examples import Example, Examples
+from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.data.tokenizers import all_end_tokens
@@ -123,22 +123,15 @@ def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> 
     return parts[0] if len(parts) == 1 else MixedDataset(parts, weights)
 
 
-class _Part(Examples):
-    """Some of the examples of a source, with the labels that they have there."""
-
-    def __init__(self, examples: Examples, numbers: Tensor) -> None:
-        self.origin, self.format = examples.origin, examples.format
-        self._examples = examples
-        self._numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._examples[int(self._numbers[index])]
-
-    def label(self, index: int) -> str:
-        return self._examples.label(int(self._numbers[index]))
+def _selected(examples: Examples, numbers: Tensor) -> Examples:
+    """Some of the examples of a source in their order there, with the labels that they have there."""
+    numbers = numbers.sort().values
+    return replace(
+        examples,
+        count=len(numbers),
+        read=lambda index: examples[int(numbers[index])],
+        label=lambda index: examples.label(int(numbers[index])),
+    )
 
 
 def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
@@ -146,7 +139,7 @@ def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Ex
     count = round(fraction * len(examples))
     generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
     shuffled = torch.randperm(len(examples), generator=generator)
-    return _Part(examples, shuffled[count:].sort().values), _Part(examples, shuffled[:count].sort().values)
+    return _selected(examples, shuffled[count:]), _selected(examples, shuffled[:count])
 
 
 def _require_split(
