@@ -110,6 +110,20 @@ def _pair_violations(batch: SequenceBatch) -> Iterable[str]:
             yield f"sequences {unit} are {'both' if marked[unit[0]] else 'neither'} 'chosen'; one of a pair is"
 
 
+def _pair_metrics(
+    name: str, losses: Tensor, chosen: Tensor, rejected: Tensor, scale: float = 1.0
+) -> dict[str, Metric]:
+    """Means over pairs ``[P]``; ``name`` is the quantity that ``scale`` times ``chosen`` and ``rejected`` are."""
+    means = {
+        "preference_loss": losses,
+        "accuracy": torch.heaviside(chosen - rejected, chosen.new_tensor(0.5)),  # a tie counts as a half
+        f"{name}_gap": scale * (chosen - rejected),
+        f"{name}_chosen": scale * chosen,
+        f"{name}_rejected": scale * rejected,
+    }
+    return {metric: Metric.mean(value.sum(), len(losses)) for metric, value in means.items()}
+
+
 Variant = Literal["dpo", "ipo", "hinge"]
 
 
@@ -156,17 +170,7 @@ class DPOLoss:
                 losses = ipo_loss(means[chosen] - means[rejected], self.beta)
             case "hinge":
                 losses = hinge_loss(gain, self.beta)
-        return losses.sum(), self._metrics(losses, ratios[chosen], ratios[rejected])
-
-    def _metrics(self, losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
-        means = {
-            "preference_loss": losses,
-            "accuracy": torch.heaviside(chosen - rejected, losses.new_tensor(0.5)),  # a tie counts as a half
-            "reward_gap": self.beta * (chosen - rejected),
-            "reward_chosen": self.beta * chosen,
-            "reward_rejected": self.beta * rejected,
-        }
-        return {name: Metric.mean(torch.sum(value), len(losses)) for name, value in means.items()}
+        return losses.sum(), _pair_metrics("reward", losses, ratios[chosen], ratios[rejected], self.beta)
 
 
 class DPOInterface(SupervisedInterface[DPOConfig]):
@@ -222,14 +226,7 @@ class RewardLoss:
         margin = batch[MARGIN][first] if MARGIN in batch else torch.zeros_like(chosen)
         losses = bradley_terry_loss(chosen, rejected, margin)
         total = (losses + self.center_coef * (chosen + rejected).square()).sum()
-        means = {
-            "preference_loss": losses,
-            "accuracy": torch.heaviside(chosen - rejected, scores.new_tensor(0.5)),  # a tie counts as a half
-            "score_gap": chosen - rejected,
-            "score_chosen": chosen,
-            "score_rejected": rejected,
-        }
-        return total, {name: Metric.mean(value.sum(), len(losses)) for name, value in means.items()}
+        return total, _pair_metrics("score", losses, chosen, rejected)
 
 
 class RewardModelInterface(SupervisedInterface[RewardModelConfig]):

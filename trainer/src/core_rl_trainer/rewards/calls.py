@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -146,18 +146,18 @@ def is_coroutine_function(function: object) -> bool:
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run ``function`` in a daemon thread: a pool's thread that hangs would keep the process from ending."""
-    result = _Result()
+    outcome = _pending()
 
     def work() -> None:
         try:
-            result.deliver(partial(_returned, function(*args)))
+            outcome.set_result(partial(_returned, function(*args)))
         except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
-            result.deliver(partial(_raised, error))
+            outcome.set_result(partial(_raised, error))
 
     thread = threading.Thread(target=work, name="core-rl-user-code", daemon=True)
     thread.start()
     try:
-        return await result.get()
+        return (await asyncio.wrap_future(outcome))()
     except asyncio.CancelledError as cancelled:
         frame = sys._current_frames().get(thread.ident or 0)
         _note_place(cancelled, function, [] if frame is None else [*traceback.walk_stack(frame)][::-1])
@@ -168,17 +168,17 @@ async def call_on_loop(
     loop: LoopThread, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any
 ) -> Any:
     """Run a coroutine function on its own event ``loop``, so that a blocking call stalls only that loop."""
-    result, coroutine = _Result(), function(*args)
+    outcome, coroutine = _pending(), function(*args)
 
     async def work() -> None:
         try:
-            result.deliver(partial(_returned, await coroutine))
+            outcome.set_result(partial(_returned, await coroutine))
         except BaseException as error:  # noqa: BLE001  (the loop's boundary: the caller raises it)
-            result.deliver(partial(_raised, error))
+            outcome.set_result(partial(_raised, error))
 
     running = loop.run(work())
     try:
-        return await result.get()
+        return (await asyncio.wrap_future(outcome))()
     except asyncio.CancelledError as cancelled:
         frame = getattr(coroutine, "cr_frame", None)
         _note_place(cancelled, function, [] if frame is None else [(frame, frame.f_lineno)])
@@ -186,23 +186,11 @@ async def call_on_loop(
         raise
 
 
-class _Result:
-    """Outcome of a call in another thread. Belongs to the running loop; waiting for it is optional."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._outcome: asyncio.Future[Callable[[], Any]] = self._loop.create_future()
-
-    async def get(self) -> Any:
-        return (await self._outcome)()
-
-    def deliver(self, outcome: Callable[[], Any]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and no caller waits
-            self._loop.call_soon_threadsafe(self._set, outcome)
-
-    def _set(self, outcome: Callable[[], Any]) -> None:
-        if not self._outcome.done():  # else the caller has given up
-            self._outcome.set_result(outcome)
+def _pending() -> Future[Callable[[], Any]]:
+    """The outcome of a call in another thread, which returns or raises. A caller that gives up leaves it as it is."""
+    outcome: Future[Callable[[], Any]] = Future()
+    outcome.set_running_or_notify_cancel()
+    return outcome
 
 
 def _returned(value: Any) -> Any:

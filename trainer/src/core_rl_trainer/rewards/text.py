@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "BatchedTextReward",
     "BatchedTextRewardFn",
     "NamedReward",
     "TextReward",
@@ -82,43 +81,34 @@ def completion_text(
     )
 
 
-class _OnText:
-    """A function of text as the reward of a workflow, which sees token ids; see `completion_text`."""
+class TextReward:
+    """A `TextRewardFn` as a `RewardFn`, which sees token ids; see `completion_text`.
+
+    With ``batched`` it is a `BatchedTextRewardFn` as a `BatchedRewardFn`.
+    """
 
     def __init__(
         self,
         fn: Callable[..., Any],
         tokenizer: PreTrainedTokenizerBase,
         skip_special_tokens: bool = True,
+        batched: bool = False,
     ) -> None:
         self.__name__ = name_of(fn)
         self.__wrapped__ = self._fn = fn
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._batched = batched
+
+    def __call__(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[Any], data: Mapping[str, Any], /
+    ) -> Any:
+        if self._batched:
+            return self._fn([self._text(completion) for completion in output_ids], data)
+        return self._fn(self._text(output_ids), data)
 
     def _text(self, output_ids: Sequence[int]) -> str:
         return completion_text(self._tokenizer, output_ids, self._skip_special_tokens)
-
-
-class TextReward(_OnText):
-    """A `TextRewardFn` as a `RewardFn`."""
-
-    def __call__(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any], /
-    ) -> float | Awaitable[float]:
-        value: float | Awaitable[float] = self._fn(self._text(output_ids), data)
-        return value
-
-
-class BatchedTextReward(_OnText):
-    """A `BatchedTextRewardFn` as a `BatchedRewardFn`."""
-
-    def __call__(
-        self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], data: Mapping[str, Any], /
-    ) -> Sequence[float] | Awaitable[Sequence[float]]:
-        texts = [self._text(output_ids) for output_ids in completions]
-        values: Sequence[float] | Awaitable[Sequence[float]] = self._fn(texts, data)
-        return values
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
 from core_rl_trainer.rewards.process import ProcessReward
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
-from core_rl_trainer.rewards.text import BatchedTextReward, NamedReward, TextReward
+from core_rl_trainer.rewards.text import NamedReward, TextReward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,10 +114,9 @@ def _term(
     tokenizer: PreTrainedTokenizerBase,
     skip_special_tokens: bool,
 ) -> RewardTerm:
-    on_text = BatchedTextReward if section.batched else TextReward
     return RewardTerm(
         name=section.label,
-        function=on_text(function, tokenizer, skip_special_tokens),
+        function=TextReward(function, tokenizer, skip_special_tokens, section.batched),
         weight=section.weight,
         batched=section.batched,
     )
