@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import yaml
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.logs.metrics_log import Row, read_steps
-from core_rl_trainer.outputs.run_files import LOCK, METRICS, RECIPE, RESULT, STATUS
+from core_rl_trainer.outputs.run_files import LOCK, METRICS, RECIPE, RESULT, STATUS, read_json
 
 __all__ = [
     "RunSummary",
@@ -90,8 +89,8 @@ def read_run(path: Path) -> RunSummary:
         raise ConfigError(f"{path} holds no run: it has no {RECIPE}; name the output_dir of a run")
     try:
         recipe = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
-        status = _read_json(path / STATUS)
-        result = _read_json(path / RESULT)
+        status = read_json(path / STATUS)
+        result = read_json(path / RESULT)
         steps = int(recipe["steps"])
     except (KeyError, TypeError, ValueError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
@@ -124,11 +123,6 @@ def read_run(path: Path) -> RunSummary:
 def read_rows(path: Path) -> list[Row]:
     """The rows of metrics of the run in the directory ``path``."""
     return read_steps(path / METRICS)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``, empty where there is no such file."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _state(path: Path, status: Mapping[str, Any], has_result: bool) -> State:

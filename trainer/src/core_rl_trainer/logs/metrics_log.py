@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from core_rl.errors import CheckpointError
+from core_rl_trainer.outputs.run_files import METRICS, replace_text
 
 __all__ = ["MetricsBoard", "MetricsLog", "Row", "StepLog", "TensorBoard", "read_steps"]
 
@@ -41,9 +42,7 @@ class StepLog:
 
     def __init__(self, path: Path, step: int) -> None:
         self.rows = [row for row in read_steps(path) if (row.get("step") or 0) <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, row: Row) -> None:
@@ -102,7 +101,7 @@ class MetricsLog(StepLog):
     """Appends to ``metrics.jsonl``, ``tensorboard/`` and ``boards``, continuing after ``step``. See `StepLog`."""
 
     def __init__(self, directory: Path, step: int, boards: Sequence[MetricsBoard] = ()) -> None:
-        super().__init__(directory / "metrics.jsonl", step)
+        super().__init__(directory / METRICS, step)
         self._boards = list(boards)
         try:
             self._boards.append(TensorBoard(directory / "tensorboard", step))

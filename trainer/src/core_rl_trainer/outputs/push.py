@@ -14,6 +14,7 @@ from pydantic import Field
 from core_rl.checkpoint.manifest import MANIFEST
 from core_rl.config.base import Config
 from core_rl.errors import CheckpointError, ConfigError
+from core_rl_trainer.outputs.run_files import read_json, replace_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -66,7 +67,7 @@ def push_run(section: HubSection, directory: Path, card: str, api: HfApi | None 
     Returns the address of the repository; None where nothing is new. ``api`` replaces the Hub's, for tests. Raises
     `CheckpointError` when the upload fails; the run is complete all the same, and the same command tries again.
     """
-    if _done(directory) == section.model_dump():
+    if read_json(directory / RECORD) == section.model_dump():
         return None
     import huggingface_hub
     from huggingface_hub import errors
@@ -87,7 +88,7 @@ def push_run(section: HubSection, directory: Path, card: str, api: HfApi | None 
             f"push_to_hub: the upload to {section.repo_id!r} failed: {first_line}. The run is complete, and the model "
             f"is in {folder}; the same command uploads it again"
         ) from error
-    _record(directory, section)
+    replace_text(directory / RECORD, json.dumps(section.model_dump(), indent=2) + "\n")
     return str(url)
 
 
@@ -100,17 +101,6 @@ def _files(folder: Path) -> dict[str, Path | bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST
     }
-
-
-def _done(directory: Path) -> Any:
-    path = directory / RECORD
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def _record(directory: Path, section: HubSection) -> None:
-    temporary = directory / f".{RECORD}.tmp"
-    temporary.write_text(json.dumps(section.model_dump(), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(directory / RECORD)
 
 
 SNAPSHOT = re.compile(r"models--(?P<organization>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/")

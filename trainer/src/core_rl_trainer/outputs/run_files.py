@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from core_rl.errors import ConfigError
 
@@ -23,6 +24,8 @@ __all__ = [
     "RESULT",
     "STATUS",
     "locked",
+    "read_json",
+    "replace_text",
     "require_free_directory",
 ]
 
@@ -62,6 +65,18 @@ def locked(directory: Path) -> Iterator[None]:
     with file:
         _take(file, directory)
         yield
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in the file ``path``, empty where there is no such file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, which has its earlier content until all of it is written."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def require_free_directory(directory: Path) -> None:

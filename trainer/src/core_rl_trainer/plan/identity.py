@@ -106,18 +106,9 @@ class RunIdentity:
             files=dict(_model_digests(recipe.model)),
         )
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> RunIdentity:
-        """Inverse of `to_dict`."""
-        return RunIdentity(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON."""
-        return asdict(self)
-
     def without_recipe(self) -> dict[str, Any]:
-        """As `to_dict`, for a file next to the recipe."""
-        return {name: value for name, value in self.to_dict().items() if name != "recipe"}
+        """JSON for a file next to the recipe."""
+        return {name: value for name, value in asdict(self).items() if name != "recipe"}
 
     def refused_changes(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which resumes this run: field, both values, and the reason."""

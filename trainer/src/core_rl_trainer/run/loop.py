@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,7 @@ class RunLoop:
         state = self.learner.state_dict() | {
             "evaluations": self.evaluations,
             "best": self.best.state_dict(),
-            "run": self.directory.identity.to_dict(),
+            "run": asdict(self.directory.identity),
         }
         last = step == schedule.steps and schedule.save_portable_every > 0
         portable = last or _is_due(step, schedule.save_portable_every)

@@ -28,6 +28,8 @@ from core_rl_trainer.outputs.run_files import (
     RESULT,
     STATUS,
     locked,
+    read_json,
+    replace_text,
 )
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.plan.run_plan import RunFiles
@@ -144,11 +146,9 @@ class RunDirectory:
 
     def result(self) -> dict[str, Any] | None:
         """The result of a finished run, with the present places of its files; None before."""
-        path = self.path / RESULT
-        if not path.is_file():
-            return None
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return result | {name: place for name, place in self.places().items() if result.get(name)}
+        result = read_json(self.path / RESULT)
+        places = {name: place for name, place in self.places().items() if result.get(name)}
+        return result | places if result else None
 
     def places(self) -> dict[str, str]:
         """The files of a finished run, by their names in its result."""
@@ -183,13 +183,12 @@ class RunDirectory:
 
     def write_status(self, status: str, problem: str) -> None:
         """Record whether the run is ``running``, ``stopped`` or ``complete``, and the ``problem`` that stopped it."""
-        path, now = self.path / STATUS, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}"
         values = {
             "status": status,
             "problem": problem,
             "working_directory": str(Path.cwd()),
-            "started": before.get("started", now),
+            "started": read_json(self.path / STATUS).get("started", now),
             "updated": now,
         }
         self._write(STATUS, json.dumps(values, indent=2) + "\n")
@@ -211,7 +210,7 @@ class RunDirectory:
         """The identity of the run that is here, or begins here; raises `ConfigError` where ``now`` is another one."""
         before, steps = self._found(), self.checkpoints.steps()
         if before is None and (copied := self.checkpoints.latest()) is not None:  # from checkpoint_url
-            before = RunIdentity.from_dict(copied.state["run"])
+            before = RunIdentity(**copied.state["run"])
         if before is not None:
             changed = before.refused_changes(now)
             if changed and not (steps or self._has_steps()):
@@ -221,7 +220,7 @@ class RunDirectory:
             self._check_steps(before.recipe["steps"], now.recipe["steps"], steps)
         origin = before
         if not steps:  # it begins now, or again
-            origin = RunIdentity.from_dict(self._source.state["run"]) if self._source is not None else None
+            origin = RunIdentity(**self._source.state["run"]) if self._source is not None else None
         if origin is not None:
             now = replace(now, schedule_steps=origin.schedule_steps)
         self._write(IDENTITY, json.dumps(now.without_recipe(), indent=2))
@@ -251,17 +250,13 @@ class RunDirectory:
         if not (self.path / RECIPE).is_file():
             return None
         recipe = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
-        identity = {"schedule_steps": recipe["steps"], "data": {}}
-        if (self.path / IDENTITY).is_file():
-            identity = json.loads((self.path / IDENTITY).read_text(encoding="utf-8"))
+        identity = read_json(self.path / IDENTITY) or {"schedule_steps": recipe["steps"], "data": {}}
         return RunIdentity(recipe=recipe, **identity)
 
     def _write(self, name: str, text: str) -> None:
         """Replace the file ``name``. Raises `CheckpointError` where it cannot be written; it is as before then."""
-        temporary = self.path / f".{name}.tmp"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
+            replace_text(self.path / name, text)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {self.path / name}: {error.strerror}; free space or make the directory writable, then "

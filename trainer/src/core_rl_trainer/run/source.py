@@ -34,7 +34,7 @@ def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]
         raise ConfigError(
             f"{subject}: {checkpoint.path} was written by an earlier version; resume that run once"
         )
-    origin = RunIdentity.from_dict(checkpoint.state["run"])
+    origin = RunIdentity(**checkpoint.state["run"])
     shared = f"{subject}: a run that starts from another one shares its model and the order of its data, and differs in"
     raise_all(ConfigError, shared, origin.refused_start(identity()))
     if steps < checkpoint.step:
