@@ -18,7 +18,7 @@ from core_rl.launch.hosts import Hosts
 from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.outputs.run_files import RECIPE
 from core_rl_trainer.plan.engine_config import EngineSections
-from core_rl_trainer.plan.engines import checked_trainer, trained_head, with_head
+from core_rl_trainer.plan.engines import trained_engine
 from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.plan.slots import place_ranks
 from core_rl_trainer.recipe.recipe import Recipe, with_local_models
@@ -58,7 +58,7 @@ def export_checkpoint(
         engines = EngineSections(sections=recipe.engines, shared=recipe.engine_fields)
         trained = engines.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
         interface = make_interface(recipe.algorithm)
-        spec, config = checked_trainer(with_head(trained, trained_head(interface)))
+        spec, config = trained_engine(trained, interface)
         slots = place_ranks(config.layout.world_size, None, recipe.cluster)
         # The moments are neither needed nor loaded.
         weights = config.model_copy(update={"optimizer": None})

@@ -32,14 +32,12 @@ from core_rl_trainer.plan.data import earlier_runs, plan_data, require_budget, w
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
 from core_rl_trainer.plan.engines import (
     Trainer,
-    checked_trainer,
     other_trainers,
     plan_online_engines,
     plan_supervised_engine,
     require_trainer_capabilities,
     resume_format,
-    trained_head,
-    with_head,
+    trained_engine,
 )
 from core_rl_trainer.plan.online_checks import (
     check_algorithm,
@@ -88,7 +86,7 @@ class PlanBuilder:
             recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
         )
         self._check_sections()
-        trainer = self._trainer(trained)
+        trainer = trained_engine(trained, self._interface)
         trainers, rollout = self._roles(self._engines, trainer, recipe.cluster, recipe.placement)
         fewer = self._fewer_roles()
         code = self._user_code() if online else None
@@ -183,10 +181,6 @@ class PlanBuilder:
         if recipe.critic is not None:
             make_interface(recipe.critic.interface)
 
-    def _trainer(self, configured: ConfiguredEngine) -> Trainer:
-        """The engine of the model that is trained, with the head of the algorithm."""
-        return checked_trainer(with_head(configured, trained_head(self._interface)))
-
     def _roles(
         self,
         engines: EngineSections,
@@ -234,7 +228,9 @@ class PlanBuilder:
             cluster, placement = recipe.cluster.on_machines(count), recipe.placement.within(count)
             try:
                 configured = sections.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
-                planned[count] = self._roles(sections, self._trainer(configured), cluster, placement)
+                planned[count] = self._roles(
+                    sections, trained_engine(configured, self._interface), cluster, placement
+                )
             except (ConfigError, UnsupportedCapability) as error:
                 problems.append(f"{count}: {error}")
                 continue

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from pydantic import ValidationError
-
 from core_rl.backend.meta import CheckpointFormat
 from core_rl.backend.train_backend import TrainBackend
 from core_rl.config.capability import Capability
@@ -42,8 +40,7 @@ __all__ = [
     "plan_supervised_engine",
     "require_trainer_capabilities",
     "resume_format",
-    "trained_head",
-    "with_head",
+    "trained_engine",
 ]
 
 Trainer: TypeAlias = tuple[EngineSpec, TrainEngineConfig]
@@ -56,16 +53,12 @@ def resume_format(spec: EngineSpec) -> CheckpointFormat:
     return "sharded" if spec.supports(Capability.SHARDED_CHECKPOINT) else "portable"
 
 
-def trained_head(interface: ModelInterface[Any]) -> str:
-    """The head of the trained model, whose outputs the loss takes."""
-    scores = isinstance(interface, SupervisedInterface) and "scores" in interface.loss().outputs
-    return "reward" if scores else "lm"
-
-
-def with_head(configured: ConfiguredEngine, head: str) -> ConfiguredEngine:
-    """A train engine whose model has ``head``."""
+def trained_engine(configured: ConfiguredEngine, interface: ModelInterface[Any]) -> Trainer:
+    """The engine of the trained model, with the head whose outputs the loss of ``interface`` takes."""
     spec, config = configured
-    return spec, config.model_copy(update={"model": config.model.model_copy(update={"head": head})})
+    scores = isinstance(interface, SupervisedInterface) and "scores" in interface.loss().outputs
+    model = config.model.model_copy(update={"head": "reward" if scores else "lm"})
+    return checked_trainer((spec, config.model_copy(update={"model": model})))
 
 
 def checked_trainer(configured: ConfiguredEngine) -> Trainer:
@@ -151,12 +144,14 @@ def plan_online_engines(
         name: place_ranks(config.layout.world_size, placement.of(name), cluster)
         for name, (_, config) in trainers.items()
     }
-    servers = _server_slots(_ranks(engines.of(section.engine)), placement, cluster)
+    served = {"path": model.path, "lora": _served_adapter(section.sync, model)}
+    _, unplaced = engines.configure(section.engine, "inference", {"model": served}, {})
+    servers = _server_slots(unplaced.layout.world_size, placement, cluster)
     shares = not set(servers).isdisjoint(slot for role in slots.values() for slot in role)
     spec, config = _configured_rollout(
         engines,
         section,
-        {"path": model.path, "lora": _served_adapter(section.sync, model)},
+        served,
         {
             "devices": () if on_machines else placement.devices("rollout") or (),
             "shares_devices": shares,
@@ -220,14 +215,6 @@ def _server_slots(ranks: int, placement: PlacementSection, cluster: ClusterSecti
         return place_ranks(ranks, placement.of("rollout"), cluster)
     devices: Sequence[int] = placement.devices("rollout") or range(ranks)
     return tuple(Slot(0, device) for device in devices)
-
-
-def _ranks(section: Mapping[str, Any]) -> int:
-    """The ranks of the layout in an engine's section; 1 where it is invalid, which parsing the config reports."""
-    try:
-        return ParallelLayout.model_validate(section.get("layout", {})).world_size
-    except ValidationError:
-        return 1
 
 
 def _configured_rollout(

@@ -68,14 +68,9 @@ class PlacementSection(Config):
         section = self.of(role)
         return None if section is None else section.devices
 
-    def machines(self, role: str) -> tuple[int, ...] | None:
-        """The machines of ``role`` that are given."""
-        section = self.of(role)
-        return None if section is None else section.machines
-
     def serves_on_machines(self, cluster: ClusterSection) -> bool:
         """Whether rollout servers are placed on machines of ``cluster``, instead of the one where the driver is."""
-        return not cluster.is_local and self.machines("rollout") is not None
+        return not cluster.is_local and self.rollout is not None and self.rollout.machines is not None
 
     def within(self, count: int) -> PlacementSection:
         """The same on the first ``count`` machines, for roles with a machine there."""
