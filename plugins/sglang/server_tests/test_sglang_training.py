@@ -175,7 +175,7 @@ def test_killed_servers_lose_no_sample(
     def beset(rollouts: Rollouts, step: int, batches: Any) -> SequenceBatch:
         if step != 2:
             return inner(rollouts, step, batches)
-        engine = rollouts._engine
+        engine = rollouts.engine
         process = rng.choice(backend_of(engine).servers).process
         assert process is not None
         killed.append(process.pid)

@@ -160,10 +160,10 @@ def open_online(
         ) as user,
     ):
         rollouts = Rollouts(
-            roles.rollout,
-            user,
-            plan.tokenizer,
-            settings,
+            engine=roles.rollout,
+            user=user,
+            tokenizer=plan.tokenizer,
+            settings=settings,
             seed=recipe.seed,
             eval_samples=recipe.eval_samples,
             with_baseline=BASELINE_REWARDS in algorithm.wanted_fields,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
@@ -56,35 +57,33 @@ class NumberedWorkflow:
             raise RolloutError(f"prompt {prompt}: {error}") from error
 
 
+@dataclass(frozen=True, kw_only=True)
 class Rollouts:
     """Completions of prompts, for training and for evaluation, with the settings of a run."""
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        user: UserCode,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: RolloutSection,
-        *,
-        seed: int,
-        eval_samples: int,
-        with_baseline: bool = False,
-    ) -> None:
-        """``eval_samples`` is the number of sampled completions of each evaluation prompt."""
-        self._engine = engine
-        self._user = user
-        self._tokenizer = tokenizer
-        self._settings = settings
-        self._seed = seed
-        self._eval_samples = eval_samples
-        self._sampling = settings.sampling()
-        self._greedy = replace(self._sampling, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
-        seeded = replace(self._sampling, seed=derive_seed(seed, TRAINING))
-        self._training = self._workflow(seeded, settings.group_size)
-        if with_baseline:
-            self._training = GreedyBaselineWorkflow(
-                sampled=self._training, greedy=self._workflow(self._greedy, 1)
-            )
+    engine: InferenceEngine
+    user: UserCode
+    tokenizer: PreTrainedTokenizerBase
+    settings: RolloutSection
+    seed: int
+    eval_samples: int
+    """Sampled completions of each evaluation prompt."""
+    with_baseline: bool
+    """Whether training needs a greedy completion of each prompt."""
+
+    @cached_property
+    def _training(self) -> RolloutWorkflow:
+        sampled = self._workflow(self._sampling(TRAINING), self.settings.group_size)
+        if not self.with_baseline:
+            return sampled
+        return GreedyBaselineWorkflow(sampled=sampled, greedy=self._workflow(self._greedy, 1))
+
+    @property
+    def _greedy(self) -> SamplingParams:
+        return replace(self.settings.sampling(), temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
+
+    def _sampling(self, stream: int) -> SamplingParams:
+        return replace(self.settings.sampling(), seed=derive_seed(self.seed, stream))
 
     # --------------------------------------------------------------- training
 
@@ -94,11 +93,11 @@ class Rollouts:
         Raises `RolloutError` when a completion comes from weights that are older than that, or newer than
         the engine's.
         """
-        settings = self._settings
-        batch = self._engine.prepare_batch(
-            batches, self._training, settings.batch_limit_s, self._user.should_accept
+        settings = self.settings
+        batch = self.engine.prepare_batch(
+            batches, self._training, settings.batch_limit_s, self.user.should_accept
         )
-        version, drawn = self._engine.get_version(), batch["versions"][batch.loss_mask]
+        version, drawn = self.engine.get_version(), batch["versions"][batch.loss_mask]
         limit = settings.max_head_offpolicyness
         if bool(((drawn > version) | (drawn < version - limit)).any()):
             raise RolloutError(
@@ -109,17 +108,17 @@ class Rollouts:
 
     def counters(self) -> dict[str, float]:
         """Prompts that run or wait, and prompts rejected since the start of the run."""
-        counted = self._engine.rollouts.counters()
+        counted = self.engine.rollouts.counters()
         ahead = counted["waiting"] + counted["running"] + counted["accepted"] - counted["consumed"]
         return {"prompts_ahead": float(ahead), "prompts_rejected": float(counted["rejected"])}
 
     def state_dict(self) -> dict[str, Any]:
         """The prompts that were drawn and not consumed, and counts; JSON."""
-        return self._engine.rollouts.state_dict()
+        return self.engine.rollouts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from there; the prompts are submitted again."""
-        self._engine.rollouts.load_state_dict(state, self._training, self._user.should_accept)
+        self.engine.rollouts.load_state_dict(state, self._training, self.user.should_accept)
 
     # ------------------------------------------------------------- evaluation
 
@@ -132,8 +131,7 @@ class Rollouts:
 
         ``scored`` completes the rewards. Some of the sampled completions are kept as text.
         """
-        seeded = replace(self._sampling, seed=derive_seed(self._seed, EVALUATION))
-        sampled = self._completions(samples, seeded, self._eval_samples)
+        sampled = self._completions(samples, self._sampling(EVALUATION), self.eval_samples)
         greedy = self._completions(samples, self._greedy, 1)
         sampled, greedy = scored(sampled, greedy)
         return Evaluation(
@@ -142,7 +140,7 @@ class Rollouts:
                 "eval_reward_greedy": float(greedy["rewards"].double().mean()),
                 **reward_metrics(sampled, "eval_"),
             },
-            samples=rollout_samples(sampled, self._tokenizer, samples),
+            samples=rollout_samples(sampled, self.tokenizer, samples),
         )
 
     def _completions(
@@ -150,10 +148,10 @@ class Rollouts:
     ) -> SequenceBatch:
         numbered = [{**sample, NUMBER: number} for number, sample in enumerate(samples)]
         workflow = self._workflow(sampling, group_size)
-        return self._engine.rollout(numbered, workflow, self._settings.batch_limit_s)
+        return self.engine.rollout(numbered, workflow, self.settings.batch_limit_s)
 
     def _workflow(self, sampling: SamplingParams, group_size: int) -> RolloutWorkflow:
-        settings, user = self._settings, self._user
+        settings, user = self.settings, self.user
         # Processes know when a call begins; from here its wait for a free one would count.
         limit = None if settings.reward_processes else settings.reward_limit_s
         inner: RolloutWorkflow
@@ -164,7 +162,7 @@ class Rollouts:
                 sampling=sampling,
                 group_size=group_size,
                 max_turns=settings.max_turns,
-                max_tokens=self._engine.limits.context_length,
+                max_tokens=self.engine.limits.context_length,
                 step_timeout_s=settings.step_limit_s,
                 reward_timeout_s=limit,
             )
