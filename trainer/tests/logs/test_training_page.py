@@ -21,7 +21,7 @@ from core_rl.launch.hosts import Slot
 from core_rl.pages import POINTS, Chart
 from core_rl.registry.engines import get_spec
 from core_rl_trainer.logs.metrics_log import Row
-from core_rl_trainer.logs.page import PageRole, RunPage, charts_of
+from core_rl_trainer.logs.page import RunPage, charts_of
 from core_rl_trainer.logs.samples import (
     SHOWN,
     ExampleSample,
@@ -212,10 +212,9 @@ def test_page_shows_roles_with_devices(tmp_path: Path) -> None:
         "reward": EnginePlan(spec=spec, config=config, slots=(Slot(1, 3),)),
         "rollout": EnginePlan(spec=spec, config=config, slots=()),
     }
-    roles = [
-        PageRole(name=name, engine="vllm" if name == "rollout" else "fsdp", ranks=describe_ranks(plan))
-        for name, plan in plans.items()
-    ]
+    roles = {
+        name: ("vllm" if name == "rollout" else "fsdp", describe_ranks(plan)) for name, plan in plans.items()
+    }
     values = recipe(tmp_path).model_dump(mode="json")
     text = RunPage(values, tmp_path, "this machine", roles).render(ROWS, [], status="running")
     fsdp = "<code>fsdp</code>"

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-
-
-class Format(StrEnum):
-    """The formats of an export."""
-
-    HF = "hf"
-    ADAPTER = "adapter"
 
 
 def export(
@@ -30,9 +22,9 @@ def export(
         Path | None, typer.Option("--output", "-o", help="The directory to write.", show_default=False)
     ] = None,
     kind: Annotated[
-        Format,
+        Literal["hf", "adapter"],
         typer.Option("--format", help="hf: the whole model; adapter: the adapter of model.lora alone."),
-    ] = Format.HF,
+    ] = "hf",
     step: Annotated[
         int | None, typer.Option("--step", help="The step of the checkpoint.", show_default="the newest")
     ] = None,
@@ -46,6 +38,6 @@ def export(
     start_fork_server()  # imports torch for the ranks while this process does so for itself
     from core_rl_trainer.export import export_checkpoint
 
-    directory = output or Path(f"{run.name}-{kind.value}")
-    done = export_checkpoint(run, kind.value, directory, step, overrides or [])
-    typer.echo(f"{kind.value} of step {done}: {directory}")
+    directory = output or Path(f"{run.name}-{kind}")
+    done = export_checkpoint(run, kind, directory, step, overrides or [])
+    typer.echo(f"{kind} of step {done}: {directory}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -16,7 +17,7 @@ from core_rl.pages import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.logs.metrics_log import Row
 
-__all__ = ["PageRole", "RunPage", "Status", "charts_of", "main_chart", "run_machine"]
+__all__ = ["RunPage", "Status", "charts_of", "main_chart", "run_machine"]
 
 Status = Literal["running", "stopped", "complete"]
 
@@ -57,16 +58,6 @@ class HeldOut:
     rows: tuple[tuple[str, float | None, float | None], ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageRole:
-    """A role on the page."""
-
-    name: str
-    engine: str
-    ranks: str = ""
-    """Ranks, devices and processes in words."""
-
-
 class RunPage:
     """Renders the page of a run; it needs nothing else: no network, no script, no other file."""
 
@@ -75,14 +66,12 @@ class RunPage:
         recipe: Mapping[str, Any],
         directory: Path,
         cluster: str = "",
-        roles: Sequence[PageRole] = (),
+        roles: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:
-        """``recipe`` as plain values, the machines in words, and the roles."""
-        self._recipe = recipe
-        self._cluster = cluster
-        self._roles = roles
-        self._directory = directory
+        """``recipe`` as plain values, the machines in words, and engine and ranks of each role in words."""
+        self._settled = {"recipe": recipe, "directory": directory, "cluster": cluster, "roles": roles}
         self._machine = run_machine({recipe["engine"], recipe["rollout"]["engine"]})
+        self._recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False)
         self._environment = page_environment(TEMPLATES)
         self._environment.filters |= {"number": _number, "shortened": _shortened}
 
@@ -101,9 +90,8 @@ class RunPage:
         ``problem`` is why a run stopped, and ``restarts`` are those after ranks or machines were lost.
         """
         values = {
-            "recipe": self._recipe,
-            "recipe_text": yaml.safe_dump(dict(self._recipe), sort_keys=False),
-            "directory": self._directory,
+            **self._settled,
+            "recipe_text": self._recipe_text,
             "working_directory": Path.cwd(),
             "machine": self._machine,
             "status": status,
@@ -115,8 +103,6 @@ class RunPage:
             "best": best,
             "charts": charts_of(rows),
             "samples": _by_step(samples),
-            "cluster": self._cluster,
-            "roles": self._roles,
             "restarts": restarts,
         }
         return self._environment.get_template("run.html.jinja").render(values)

@@ -18,7 +18,7 @@ from core_rl_trainer.data.sources import is_hub_dataset
 from core_rl_trainer.errors import StepError
 from core_rl_trainer.logs.boards import TrackioBoard, WandbBoard
 from core_rl_trainer.logs.metrics_log import MetricsBoard
-from core_rl_trainer.logs.page import PageRole, RunPage
+from core_rl_trainer.logs.page import RunPage
 from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line, print_result
 from core_rl_trainer.outputs.push import model_card, push_run
 from core_rl_trainer.plan.run_plan import RunPlan
@@ -174,10 +174,7 @@ def open_learner(
 def _open_records(plan: RunPlan, directory: RunDirectory, step: int) -> RunRecords:
     """The records of the run, which continue after ``step``."""
     recipe, values = plan.recipe, plan.recipe.model_dump(mode="json")
-    roles = tuple(
-        PageRole(name=name, engine=engine.spec.name, ranks=describe_ranks(engine))
-        for name, engine in plan.engines.items()
-    )
+    roles = {name: (engine.spec.name, describe_ranks(engine)) for name, engine in plan.engines.items()}
     boards: list[MetricsBoard] = []
     if recipe.wandb is not None:
         boards.append(WandbBoard(recipe.wandb, directory.path, values))
