@@ -68,7 +68,7 @@ def unset_references(values: Mapping[str, Any], known: Collection[str] = ()) -> 
     """A sentence for each ``${env:NAME}`` in ``values``, at any depth, whose variable is not set or in ``known``."""
     return [
         f"field {path!r} = {value!r}: the environment variable {name} is not set; export it before the start"
-        for path, value in _leaves(values, "")
+        for path, _, value in _leaves(values)
         if (name := _name_of(value)) is not None and name not in known and not os.environ.get(name)
     ]
 
@@ -81,19 +81,24 @@ def _name_of(value: object) -> str | None:
     return None if match is None else match[1]
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The dotted path of each value below ``value`` that is no mapping or list."""
+def _leaves(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Dotted path, field and value of all below ``value`` that is no mapping or list; a list's field is its items'."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+            field = str(key) if isinstance(value, Mapping) else name
+            yield from _leaves(item, f"{path}.{key}" if path else str(key), field)
     else:
-        yield path, value
+        yield path, name, value
 
 
 def literal_secrets(values: Mapping[str, Any]) -> list[str]:
     """A sentence for each field of ``values``, at any depth, that holds a secret itself."""
-    return [f"field {path!r} = {HIDDEN}: {HOW}" for path in _literals("", values, "")]
+    return [
+        f"field {path!r} = {HIDDEN}: {HOW}"
+        for path, name, value in _leaves(values)
+        if _is_literal(name, value)
+    ]
 
 
 def hidden(name: str, value: Any) -> Any:
@@ -103,18 +108,6 @@ def hidden(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [hidden(name, item) for item in value]
     return HIDDEN if _is_literal(name, value) else value
-
-
-def _literals(name: str, value: Any, path: str) -> Iterator[str]:
-    """The dotted paths of secrets in ``value``, which is the field ``name`` at ``path``."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _literals(str(key), item, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _literals(name, item, f"{path}.{number}")
-    elif _is_literal(name, value):
-        yield path
 
 
 def _is_literal(name: str, value: Any) -> bool:

@@ -103,33 +103,29 @@ class Requests:
         Where a server is lost before the first result, ``body`` is sent again with another rid, perhaps to another
         server. The attempt before is aborted, so that one call gives one sample.
         """
-        async with self._free, aclosing(self._attempts(body, send)) as results:
-            async for result in results:
-                yield result
-
-    async def _attempts(
-        self, body: Mapping[str, Any], send: Callable[[_Attempt], AsyncGenerator[_Result]]
-    ) -> AsyncGenerator[_Result]:
-        left, delay_s, started = self._pool.options.retries, FIRST_RETRY_S, False
-        try:
-            while True:
-                server = await self._pool.pick(body[self._wire.ids])
-                try:
-                    async with aclosing(self._attempt(server, body, left, send)) as results:
-                        async for result in results:
-                            started = True
-                            yield result
-                    return
-                except (Unreachable, StaleServer) as error:
-                    self._pool.mark_lost(server, error)
-                    if started or not left or self._pool.closing:
-                        raise
-                await asyncio.sleep(delay_s)
-                left, delay_s = left - 1, 2 * delay_s
-        except (asyncio.CancelledError, Unreachable):
-            if self._pool.closing:
-                raise EngineStateError("the engine was destroyed while this request was in flight") from None
-            raise
+        async with self._free:
+            left, delay_s, started = self._pool.options.retries, FIRST_RETRY_S, False
+            try:
+                while True:
+                    server = await self._pool.pick(body[self._wire.ids])
+                    try:
+                        async with aclosing(self._attempt(server, body, left, send)) as results:
+                            async for result in results:
+                                started = True
+                                yield result
+                        return
+                    except (Unreachable, StaleServer) as error:
+                        self._pool.mark_lost(server, error)
+                        if started or not left or self._pool.closing:
+                            raise
+                    await asyncio.sleep(delay_s)
+                    left, delay_s = left - 1, 2 * delay_s
+            except (asyncio.CancelledError, Unreachable):
+                if self._pool.closing:
+                    raise EngineStateError(
+                        "the engine was destroyed while this request was in flight"
+                    ) from None
+                raise
 
     async def _attempt(
         self,

@@ -12,9 +12,10 @@ from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
 from core_rl.servers.pool import BLOCK, SLACK, PrefixRouter
 from core_rl.servers.wire import StaleServer
-from core_rl_sglang.wire import SglangWire, generation_body, to_response
+from core_rl_sglang.wire import SglangWire
 
 EOS = {2, 5}
+WIRE = SglangWire()
 
 
 def generated(ids: list[int], finish: dict[str, Any], versions: Any = None) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def test_answers_end_as_the_contract_says(
     sampling: dict[str, Any], ids: list[int], finish: str, retained: list[int], reason: str
 ) -> None:
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(**sampling))
-    actual = to_response(request, generated(ids, {"type": finish}), EOS, "here:1")
+    actual = WIRE.response(request, generated(ids, {"type": finish}), EOS, "here:1")
     assert (list(actual.output_ids), actual.stop_reason) == (retained, reason)
     assert len(actual.logprobs) == len(actual.versions) == len(retained)
 
@@ -61,7 +62,7 @@ def test_requests_stop_at_all_end_tokens(sampling: dict[str, Any], sent: list[in
 
 def test_request_aborted_in_queue_has_no_tokens() -> None:
     actual = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "Aborted"}}}
-    assert to_response(LLMRequest(input_ids=(1,)), actual, EOS, "here:1").stop_reason == "abort"
+    assert WIRE.response(LLMRequest(input_ids=(1,)), actual, EOS, "here:1").stop_reason == "abort"
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))
@@ -72,7 +73,7 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
         start += length
     finish = {"type": "length" if start else "abort"}
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=30, ignore_eos=True))
-    actual = to_response(request, generated([7] * start, finish, spans), EOS, "here:1")
+    actual = WIRE.response(request, generated([7] * start, finish, spans), EOS, "here:1")
     assert list(actual.versions) == [v for v, length in enumerate(lengths) for _ in range(length)]
 
 
@@ -86,11 +87,11 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
 )
 def test_foreign_or_missing_versions_are_refused(spans: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="here:1"):
-        to_response(LLMRequest(input_ids=(1,)), generated([7, 7], {"type": "length"}, spans), EOS, "here:1")
+        WIRE.response(LLMRequest(input_ids=(1,)), generated([7, 7], {"type": "length"}, spans), EOS, "here:1")
 
 
 def test_request_sets_every_generation_option() -> None:
-    body = generation_body(LLMRequest(input_ids=(1, 2)), "name")
+    body = WIRE.generation(LLMRequest(input_ids=(1, 2), rid="name"), ())
     sampling = body["sampling_params"]
     assert (body["rid"], body["input_ids"], body["return_logprob"]) == ("name", [1, 2], True)
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (
@@ -105,7 +106,7 @@ def test_request_sets_every_generation_option() -> None:
 def test_optional_sampling_has_the_names_of_the_server() -> None:
     options: dict[str, Any] = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5}
     selected = SamplingParams(**options, logit_bias=((7, 2.0), (3, -1.0)))
-    sampling = generation_body(LLMRequest(input_ids=(1,), sampling=selected), "n")["sampling_params"]
+    sampling = WIRE.generation(LLMRequest(input_ids=(1,), sampling=selected), ())["sampling_params"]
     assert {name: sampling[name] for name in options} == options
     assert sampling["logit_bias"] == {"3": -1.0, "7": 2.0}
 
@@ -115,7 +116,7 @@ def test_optional_sampling_has_the_names_of_the_server() -> None:
 )
 def test_single_candidate_token_keeps_temperature(temperature: float, top_k: int | None, sent: int) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k)
-    actual = generation_body(LLMRequest(input_ids=(1,), sampling=sampling), "n")["sampling_params"]
+    actual = WIRE.generation(LLMRequest(input_ids=(1,), sampling=sampling), ())["sampling_params"]
     assert actual["top_k"] == sent
     assert (actual["top_p"] < 1e-6) == (top_k == 1 and temperature > 0)
 

@@ -9,7 +9,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, Samp
 from core_rl.errors import RolloutError
 from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_of
 
-__all__ = ["SglangWire", "generation_body", "to_partial_response", "to_response"]
+__all__ = ["SglangWire", "to_partial_response"]
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
@@ -23,13 +23,42 @@ class SglangWire(Wire):
     rid = "rid"
 
     def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
-        return generation_body(request, request.rid, eos)
+        return {
+            "rid": request.rid,
+            "input_ids": list(request.input_ids),
+            "sampling_params": _sampling(request.sampling, eos),
+            "return_logprob": True,
+        }
 
     def adapter_fields(self, name: str | None) -> dict[str, str]:
         return {} if name is None else {"lora_path": name}
 
     def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
-        return to_response(request, response, eos, server)
+        with readable(response, f"{server} sent a response to request {request.rid}"):
+            meta, ids = response["meta_info"], tuple(response["output_ids"])
+            finish = meta["finish_reason"]
+            aborted = finish["type"] == "abort"
+            if aborted and finish.get("status_code"):
+                raise RolloutError(f"{server} refused request {request.rid}: {finish.get('message', finish)}")
+            if aborted and "weight_versions" not in meta:  # before it began
+                ids, meta = (), {"output_token_logprobs": [], "weight_versions": []}
+            pairs = meta["output_token_logprobs"]
+            versions = versions_of(meta["weight_versions"], len(ids), server)
+            if [token for _, token, _ in pairs] != list(ids):
+                raise ValueError("its log-probs are of other tokens than its output_ids")
+            sampling = request.sampling
+            stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+            # A server that ignores EOS ignores stop_token_ids too, and reports "length" where the last token ends it.
+            end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
+            reason: StopReason = "abort" if aborted else "length"
+            return LLMResponse(
+                rid=request.rid,
+                input_ids=request.input_ids,
+                output_ids=ids[:end],
+                logprobs=tuple(float(logprob) for logprob, _, _ in pairs[:end]),
+                versions=versions[:end],
+                stop_reason=reason if end is None else "stop",
+            )
 
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
         return {
@@ -56,24 +85,11 @@ class SglangWire(Wire):
             nonlocal seen
             part = to_partial_response(event, seen, server)
             if part is None:
-                return to_response(request, event, eos, server)
+                return self.response(request, event, eos, server)
             seen += len(part.output_ids)
             return part
 
         return read
-
-
-def generation_body(request: LLMRequest, rid: str, eos: Collection[int] = ()) -> dict[str, Any]:
-    """The body of ``POST /generate``; ``eos`` are the model's end tokens.
-
-    ``rid`` is new for each attempt: a server aborts by the beginning of a name.
-    """
-    return {
-        "rid": rid,
-        "input_ids": list(request.input_ids),
-        "sampling_params": _sampling(request.sampling, eos),
-        "return_logprob": True,
-    }
 
 
 def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
@@ -102,38 +118,6 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
         # Without --enable-deterministic-inference the server ignores it. It has 31 bits.
         parameters["sampling_seed"] = sampling.seed % 2**31
     return parameters
-
-
-def to_response(request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
-    """The response of ``server`` to ``request``; ``eos`` are the model's end-of-sequence tokens.
-
-    Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
-    """
-    with readable(response, f"{server} sent a response to request {request.rid}"):
-        meta, ids = response["meta_info"], tuple(response["output_ids"])
-        finish = meta["finish_reason"]
-        aborted = finish["type"] == "abort"
-        if aborted and finish.get("status_code"):
-            raise RolloutError(f"{server} refused request {request.rid}: {finish.get('message', finish)}")
-        if aborted and "weight_versions" not in meta:  # before it began
-            ids, meta = (), {"output_token_logprobs": [], "weight_versions": []}
-        pairs = meta["output_token_logprobs"]
-        versions = versions_of(meta["weight_versions"], len(ids), server)
-        if [token for _, token, _ in pairs] != list(ids):
-            raise ValueError("its log-probs are of other tokens than its output_ids")
-        sampling = request.sampling
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-        # A server that ignores EOS ignores stop_token_ids too, and reports "length" where the last token ends it.
-        end = next((index + 1 for index, token in enumerate(ids) if token in stops), None)
-        reason: StopReason = "abort" if aborted else "length"
-        return LLMResponse(
-            rid=request.rid,
-            input_ids=request.input_ids,
-            output_ids=ids[:end],
-            logprobs=tuple(float(logprob) for logprob, _, _ in pairs[:end]),
-            versions=versions[:end],
-            stop_reason=reason if end is None else "stop",
-        )
 
 
 def to_partial_response(event: Any, seen: int, server: str) -> PartialResponse | None:
