@@ -12,6 +12,7 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Self
 
+from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError, GroupError
 from core_rl.launch.hosts import Rank, Slot, end_ranks
 from core_rl.machine import most_open_files
@@ -86,9 +87,9 @@ class AgentHosts(ABC):
 
     # ------------------------------------------------------- how agents start
 
-    @abstractmethod
     def _key(self) -> bytes:
-        """The key that agents have to know."""
+        """The key that agents have to know; a new one where they are started for this object."""
+        return new_key()
 
     def _own_address(self) -> str:
         """The address of the driver towards the machines; raises `ConfigError` or `ClusterError`."""
@@ -98,12 +99,10 @@ class AgentHosts(ABC):
     def _launch(self, driver: str, key: bytes) -> None:
         """Start the agents, which connect to ``driver`` (``HOST:PORT``); raises `ClusterError` or `ConfigError`."""
 
-    @abstractmethod
-    def _check_launched(self) -> None:
+    def _check_launched(self) -> None:  # noqa: B027  (agents that others start are not known)
         """Raise `ClusterError` where a launched process has failed, and agents will not come."""
 
-    @abstractmethod
-    def _end_launched(self) -> None:
+    def _end_launched(self) -> None:  # noqa: B027  (those end by themselves when they are let go)
         """End launched processes, whose agents were let go. Further calls do nothing."""
 
     # ------------------------------------------------------------------ hosts

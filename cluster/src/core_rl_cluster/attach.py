@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError
 from core_rl.launch.hosts import LOOPBACK
 from core_rl.launch.process import signals_for_driver
@@ -45,12 +44,6 @@ class AttachHosts(AgentHosts):
             "waiting for %d machines; on each, start: core-rl agent --driver %s", self.machines, driver
         )
 
-    def _check_launched(self) -> None:
-        """Nothing is known about agents that others start."""
-
-    def _end_launched(self) -> None:
-        """Agents end by themselves when the driver lets them go."""
-
 
 @dataclass(eq=False, repr=False)
 class RehearsalHosts(AgentHosts):
@@ -72,9 +65,6 @@ class RehearsalHosts(AgentHosts):
     def agents(self) -> list[subprocess.Popen[bytes]]:
         """The processes of the agents, in the order of their machines."""
         return list(self._agents)
-
-    def _key(self) -> bytes:
-        return new_key()
 
     def _launch(self, driver: str, key: bytes) -> None:
         environ = {**os.environ, KEY_VARIABLE: key.hex()}

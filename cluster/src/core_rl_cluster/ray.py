@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError, MissingPackage
 from core_rl_cluster import ray_nodes
 from core_rl_cluster.agent_hosts import AGENT, AgentHosts
@@ -76,9 +75,6 @@ class RayHosts(AgentHosts):
         self._actors: list[Any] = []
         self._running: dict[Any, int] = {}
         """The machine of each agent's call, which returns when the agent ends."""
-
-    def _key(self) -> bytes:
-        return new_key()
 
     def _own_address(self) -> str:
         """The address under which this node is known to the others."""

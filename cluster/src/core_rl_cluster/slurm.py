@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import IO
 
-from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError
 from core_rl_cluster.agent_hosts import AGENT, AgentHosts
 from core_rl_cluster.hello import KEY_VARIABLE
@@ -75,9 +74,6 @@ class SlurmHosts(AgentHosts):
         """Nodes on which a step could not be started; Slurm may not know for minutes that they have failed."""
         self._step: _Step | None = None
         self._launched: tuple[str, bytes] = ("", b"")
-
-    def _key(self) -> bytes:
-        return new_key()
 
     def _launch(self, driver: str, key: bytes) -> None:
         self._launched = driver, key
