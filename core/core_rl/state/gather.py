@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from core_rl.backend.tensors import LocalSlice
+from core_rl.backend.tensors import LocalSlice, box_region
 from core_rl.distributed.comm import Comm
 from core_rl.state.slices import Box, Placements
 
@@ -20,17 +22,38 @@ __all__ = ["BUCKET_BYTES", "Gather", "buckets"]
 T = TypeVar("T")
 
 BUCKET_BYTES = 32 * 2**20
-"""Full tensors are gathered together up to this size, in bytes; a larger tensor is gathered alone."""
+"""Pieces of tensors are gathered together up to this size, in bytes; a larger row is gathered alone."""
 ALIGNMENT = 16
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a box that travel together."""
+
+    name: str
+    whole: Box
+    box: Box
+    """In the dtype in which it travels."""
+    last: bool
+    """Whether the tensor is complete with it."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.box.shape) * self.box.dtype.itemsize
+
+
+Slices = Mapping[tuple[str, Shape, Shape], LocalSlice]
+"""This rank's slices with replica 0 by name, offsets and shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
     """Gathers tensors on rank ``writer`` of ``world``, or on all ranks.
 
-    Every rank sends its slices of a bucket to the writer as one message, and slices of a larger tensor in pieces of
-    that size. So the writer needs memory for a bucket or the larger tensor, and any other rank for two buckets: its
-    slices, converted and as a message.
+    Boxes are cut into pieces of at most a bucket, and every rank sends its pieces of a bucket to the writer as one
+    message. So the writer needs memory for a bucket and one tensor, and any other rank for two buckets: its pieces,
+    converted and as a message.
     """
 
     world: Comm
@@ -49,126 +72,82 @@ class Gather:
 
         Collective: all ranks iterate to the end. A tensor is valid until the next item.
         """
-        local_slices: dict[str, list[LocalSlice]] = {}
-        for part in slices:
-            if part.replica == 0:
-                local_slices.setdefault(part.name, []).append(part)
-        sizes = (self._bytes_of(name, placements) for name in placements.shapes)
-        for names in buckets(placements.shapes, sizes, self.bucket_bytes):
-            if placements.shapes[names[0]] and self._bytes_of(names[0], placements) > self.bucket_bytes:
-                yield names[0], self._large(names[0], placements, local_slices.get(names[0], []))
-            else:
-                yield from self._gathered(names, placements, local_slices)
-
-    def _bytes_of(self, name: str, placements: Placements) -> int:
-        return math.prod(placements.shapes[name]) * self._dtype(placements, name).itemsize
-
-    def _dtype(self, placements: Placements, name: str) -> torch.dtype:
-        boxes = placements.boxes[name]
-        return self.dtype_of(name, boxes[0].dtype if boxes else torch.float32)
-
-    def _gathered(
-        self, names: list[str], placements: Placements, local_slices: dict[str, list[LocalSlice]]
-    ) -> Iterator[tuple[str, Tensor | None]]:
-        parts = {name: [self.convert(part).detach() for part in local_slices.get(name, ())] for name in names}
-        received = self._exchange(names, placements, parts)
-        for name in names:
-            full: Tensor | None = None
-            if received is not None:
-                full = self._assembled(name, placements, parts[name], received)
-            parts.pop(name)
-            yield name, self._shared(full, placements, name)
-            del full  # before the next one takes memory
-
-    def _large(self, name: str, placements: Placements, local_slices: list[LocalSlice]) -> Tensor | None:
-        """A tensor above the size of a bucket, box by box and in pieces; None where this rank receives none."""
-        boxes, dtype = placements.boxes[name], self._dtype(placements, name)
-        writes, mine = self.world.rank == self.writer, iter(local_slices)
-        if writes and [box.rank for box in boxes] == [self.writer]:
-            return self._shared(self.convert(local_slices[0]).detach(), placements, name)
+        local = {(part.name, part.offsets, part.shape): part for part in slices if part.replica == 0}
+        pieces = [piece for name in placements.shapes for piece in self._pieces(name, placements)]
+        sizes = (0 if piece.box.rank == self.writer else _aligned(piece.nbytes) for piece in pieces)
         full: Tensor | None = None
-        if writes:
-            full = torch.empty(placements.shapes[name], dtype=dtype, device=self.world.device)
-        for box in boxes:
-            part = next(mine) if box.rank == self.world.rank else None
-            for rows in _pieces(box.shape, dtype.itemsize, self.bucket_bytes):
-                if full is not None:
-                    target = full[box.region][rows]
-                    target.copy_(
-                        self._received(target, box.rank) if part is None else self._piece(part, rows)
-                    )
-                elif part is not None:
-                    self._send(self._piece(part, rows).contiguous())
-        return self._shared(full, placements, name)
+        for bucket in buckets(pieces, sizes, self.bucket_bytes):
+            received = self._exchange(bucket, local)
+            for piece in bucket:
+                shape = placements.shapes[piece.name]
+                if self.world.rank == self.writer:
+                    remote = received.get(piece.box.rank)
+                    values = self._values(piece, local) if remote is None else next(remote)
+                    full = self._filled(full, piece, values, shape)
+                if piece.last:
+                    if self.on_all_ranks and self.world.size > 1:
+                        full = self._broadcast(full, shape, piece.box.dtype)
+                    yield piece.name, full
+                    full = None  # before the next one takes memory
 
-    def _piece(self, part: LocalSlice, rows: slice) -> Tensor:
-        """Some rows of a slice, converted."""
-        offsets = (part.offsets[0] + rows.start, *part.offsets[1:])
-        return self.convert(replace(part, offsets=offsets, tensor=part.tensor[rows])).detach()
+    def _pieces(self, name: str, placements: Placements) -> Iterator[_Piece]:
+        shape, boxes = placements.shapes[name], placements.boxes[name]
+        if not boxes:  # of a tensor without elements
+            boxes = (Box(self.writer, (0,) * len(shape), shape, torch.float32),)
+        dtype = self.dtype_of(name, boxes[0].dtype)
+        alone = [box.rank for box in boxes] == [self.writer]
+        cuts = [
+            (box, cut) for box in boxes for cut in ([box] if alone else _cut(box, dtype, self.bucket_bytes))
+        ]
+        for number, (box, cut) in enumerate(cuts, start=1):
+            yield _Piece(name, box, replace(cut, dtype=dtype), last=number == len(cuts))
 
-    def _send(self, values: Tensor) -> None:
-        message = values.view(-1).view(torch.uint8).to(self.world.device)
-        dist.send(message, group=self.world.group, group_dst=self.writer)
+    def _exchange(self, bucket: Sequence[_Piece], local: Slices) -> dict[int, Iterator[Tensor]]:
+        """Send this rank's pieces; on the writer, receive the pieces of each other rank, in order."""
+        by_rank: dict[int, list[_Piece]] = {}
+        for piece in bucket:
+            by_rank.setdefault(piece.box.rank, []).append(piece)
+        own = by_rank.pop(self.world.rank, [])
+        if self.world.rank == self.writer:
+            return {rank: iter(self._receive(rank, pieces)) for rank, pieces in by_rank.items()}
+        if any(piece.nbytes for piece in own):
+            message = _packed([self._values(piece, local) for piece in own])
+            dist.send(message.to(self.world.device), group=self.world.group, group_dst=self.writer)
+        return {}
 
-    def _received(self, target: Tensor, rank: int) -> Tensor:
-        """The next piece of ``rank``, in ``target`` itself where that is contiguous."""
-        piece = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-        dist.recv(piece.view(-1).view(torch.uint8), group=self.world.group, group_src=rank)
-        return piece
-
-    def _shared(self, full: Tensor | None, placements: Placements, name: str) -> Tensor | None:
-        """``full`` on all ranks, where all are to have it."""
-        if self.on_all_ranks and self.world.size > 1:
-            return self._broadcast(full, placements, name)
-        return full
-
-    def _assembled(
-        self,
-        name: str,
-        placements: Placements,
-        local_values: list[Tensor],
-        received: dict[int, Iterator[Tensor]],
-    ) -> Tensor:
-        boxes, full_shape = placements.boxes[name], placements.shapes[name]
-        if len(boxes) == 1 and boxes[0].rank == self.world.rank:
-            return local_values[0]
-        mine = iter(local_values)
-        full = torch.empty(full_shape, dtype=self._dtype(placements, name), device=self.world.device)
-        for box in boxes:
-            full[box.region] = next(mine if box.rank == self.world.rank else received[box.rank])
-        return full
-
-    def _exchange(
-        self, names: list[str], placements: Placements, parts: dict[str, list[Tensor]]
-    ) -> dict[int, Iterator[Tensor]] | None:
-        """On the writer, the slices of each other rank in order; None on all other ranks."""
-        if self.world.rank != self.writer:
-            packed = [_bytes(part) for name in names for part in parts[name]]
-            if sum(map(len, packed)):
-                self._send(torch.cat(packed))
-            return None
-        expected: dict[int, list[tuple[Box, torch.dtype]]] = {}
-        for name in names:
-            for box in placements.boxes[name]:
-                if box.rank != self.world.rank:
-                    expected.setdefault(box.rank, []).append((box, self._dtype(placements, name)))
-        return {rank: iter(self._receive(rank, boxes)) for rank, boxes in expected.items()}
-
-    def _receive(self, rank: int, boxes: list[tuple[Box, torch.dtype]]) -> list[Tensor]:
-        sizes = [math.prod(box.shape) * dtype.itemsize for box, dtype in boxes]
-        message = torch.empty(sum(map(_aligned, sizes)), dtype=torch.uint8, device=self.world.device)
-        if len(message):
+    def _receive(self, rank: int, pieces: Sequence[_Piece]) -> list[Tensor]:
+        ends = [*accumulate((_aligned(piece.nbytes) for piece in pieces), initial=0)]
+        size = ends[-2] + pieces[-1].nbytes  # nothing pads the last one
+        message = torch.empty(size, dtype=torch.uint8, device=self.world.device)
+        if size:
             dist.recv(message, group=self.world.group, group_src=rank)
-        tensors, start = [], 0
-        for (box, dtype), size in zip(boxes, sizes, strict=True):
-            tensors.append(message[start : start + size].view(dtype).view(box.shape))
-            start += _aligned(size)
-        return tensors
+        return [
+            message[start : start + piece.nbytes].view(piece.box.dtype).view(piece.box.shape)
+            for start, piece in zip(ends, pieces, strict=False)
+        ]
 
-    def _broadcast(self, full: Tensor | None, placements: Placements, name: str) -> Tensor:
+    def _values(self, piece: _Piece, local: Slices) -> Tensor:
+        """The converted values of a piece of this rank."""
+        box, whole = piece.box, piece.whole
+        part = local.get((piece.name, whole.offsets, whole.shape))
+        if part is None:  # of a tensor without elements
+            return torch.empty(box.shape, dtype=box.dtype, device=self.world.device)
+        starts = [start - first for start, first in zip(box.offsets, whole.offsets, strict=True)]
+        rows = part.tensor[box_region(starts, box.shape)]
+        return self.convert(replace(part, offsets=box.offsets, tensor=rows)).detach()
+
+    def _filled(self, full: Tensor | None, piece: _Piece, values: Tensor, shape: Shape) -> Tensor:
+        """``full``, or a new tensor of ``shape``, with the values of one more piece."""
+        if full is None and piece.last and piece.box.rank == self.writer:
+            return values
         if full is None:
-            dtype = self._dtype(placements, name)
-            full = torch.empty(placements.shapes[name], dtype=dtype, device=self.world.device)
+            full = torch.empty(shape, dtype=piece.box.dtype, device=self.world.device)
+        full[piece.box.region] = values
+        return full
+
+    def _broadcast(self, full: Tensor | None, shape: Shape, dtype: torch.dtype) -> Tensor:
+        if full is None:
+            full = torch.empty(shape, dtype=dtype, device=self.world.device)
         full = full.contiguous()
         dist.broadcast(full, group=self.world.group, group_src=self.writer)
         return full
@@ -188,19 +167,23 @@ def buckets(items: Iterable[T], sizes: Iterable[int], limit: int) -> Iterator[li
         yield bucket
 
 
-def _pieces(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[slice]:
-    """Rows of a box of ``shape`` together up to ``limit`` bytes; a larger row is alone. None of an empty box."""
-    row = math.prod(shape[1:]) * itemsize
-    step = max(1, limit // row) if row else 1
-    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0] if row else 0, step))
+def _cut(box: Box, dtype: torch.dtype, limit: int) -> Iterator[Box]:
+    """Rows of ``box`` together up to ``limit`` bytes of ``dtype``; a larger row is alone."""
+    row = math.prod(box.shape[1:]) * dtype.itemsize
+    if not box.shape or not row:
+        yield box
+        return
+    count, step = box.shape[0], max(1, limit // row)
+    for start in range(0, max(1, count), step):
+        first = (box.offsets[0] + start, *box.offsets[1:])
+        yield replace(box, offsets=first, shape=(min(step, count - start), *box.shape[1:]))
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _bytes(part: Tensor) -> Tensor:
-    """The bytes of ``part``, padded so that the next part begins aligned."""
-    data = part.contiguous().reshape(-1).view(torch.uint8)
-    padding = _aligned(len(data)) - len(data)
-    return torch.cat([data, data.new_zeros(padding)]) if padding else data
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """The bytes of all ``parts``, with padding between them, so that each begins aligned."""
+    data = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat([*(F.pad(part, (0, _aligned(len(part)) - len(part))) for part in data[:-1]), data[-1]])
