@@ -73,9 +73,8 @@ def build_model(
     seed: int,
     attn_implementation: str,
     experts: ExpertsKernel = "eager",
-    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """A model in ``dtype`` on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
+    """A float32 model on the CPU, in evaluation mode, the same on every rank for the same ``seed``.
 
     With ``model.lora`` it has an adapter, and its base is frozen.
 
@@ -92,13 +91,13 @@ def build_model(
     with torch.random.fork_rng(devices=[]), _quiet(), building(model):
         torch.manual_seed(seed)
         if model.path is None:
-            built = family.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+            built = family.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
         else:
             built, report = family.from_pretrained(
                 model.path,
                 config=config,
                 attn_implementation=attn_implementation,
-                dtype=dtype,
+                dtype=torch.float32,
                 local_files_only=True,
                 output_loading_info=True,
             )

@@ -187,7 +187,6 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     # ---------------------------------------------------------------- adapter
 
     def low_rank(self) -> Mapping[str, LowRank]:
-        """The products of the adapter, by the checkpoint name of the weight."""
         products = low_rank_products(self.model)
         return {
             written: product
@@ -196,19 +195,16 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         }
 
     def adapter_config(self) -> dict[str, Any]:
-        """The ``adapter_config.json`` of ``peft``."""
         model_config = self.context.config.model
         assert model_config.lora is not None  # the core asks only then
         return adapter_config(self.model, model_config.lora, model_config.head, model_config.path)
 
     def set_adapter(self, enabled: bool) -> None:
-        """Turn the adapter layers on or off."""
         enable_adapter(self.model, enabled)
 
     # ---------------------------------------------------------------- offload
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
-        """This rank's weights, gradients or moments."""
         if part == "weights":
             yield from (local_part(parameter.detach()).tensor for parameter in self.model.parameters())
         elif part == "gradients":

@@ -85,7 +85,6 @@ def build_on_meta(
     seed: int,
     attn_implementation: str,
     experts: ExpertsKernel = "eager",
-    dtype: torch.dtype = torch.float32,
 ) -> Unloaded | None:
     """The model of ``model.path`` without memory, in evaluation mode; None where `build_model` must load it.
 
@@ -103,7 +102,7 @@ def build_on_meta(
         return None
     with building(model), torch.device("meta"):
         built: PreTrainedModel = model_family(model).from_config(
-            config, attn_implementation=attn_implementation, dtype=dtype
+            config, attn_implementation=attn_implementation, dtype=torch.float32
         )
     name_as_in_files(built, files.names())
     built = finished(built, model, seed=seed, experts=experts)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from core_rl.data.pinned import to_device
@@ -123,12 +124,14 @@ class RotaryEmbeddings:
             results.append(forward(x, _with_last(position_ids, index, longest), **keywords))
             indices.append(index)
         if len(results) == 1:
-            return _mapped(lambda *parts: parts[0][..., :-1, :], results)
+            output: RotaryOutput = tree_map(lambda part: part[..., :-1, :], results[0])
+            return output
         order = to_device(torch.cat(indices).argsort(), x.device)
-        return _mapped(
+        joined: RotaryOutput = tree_map(
             lambda *parts: torch.cat([part[..., :-1, :] for part in parts], -2).index_select(-2, order),
-            results,
+            *results,
         )
+        return joined
 
 
 def _with_last(position_ids: Tensor, index: Tensor, length: int) -> Tensor:
@@ -140,13 +143,6 @@ def _with_last(position_ids: Tensor, index: Tensor, length: int) -> Tensor:
         position_ids = position_ids.index_select(-1, to_device(index, position_ids.device))
     last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)
     return torch.cat([position_ids, last], dim=-1)
-
-
-def _mapped(function: Callable[..., Tensor], results: list[RotaryOutput]) -> RotaryOutput:
-    """``function`` of the corresponding tensors of all ``results``."""
-    if isinstance(results[0], Tensor):
-        return function(*results)
-    return tuple(function(*parts) for parts in zip(*results, strict=True))
 
 
 def require_positions(model: PreTrainedModel, longest: int) -> None:

@@ -175,25 +175,20 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
             yield from self.optimizer.memory(part)
 
     def rng_state(self) -> Mapping[str, Tensor]:
-        """The states of Megatron's tracker."""
         return self.rng.states
 
     def load_rng_state(self, states: Mapping[str, Tensor]) -> None:
-        """Set them."""
         self.rng.load(states)
 
     # ----------------------------------------------------------------- adapter
 
     def low_rank(self) -> Mapping[str, LowRank]:
-        """The products of the adapter, by the checkpoint name of the weight."""
         return self._products
 
     def adapter_config(self) -> dict[str, Any]:
-        """The ``adapter_config.json`` of ``peft``."""
         return self._adapter_config
 
     def set_adapter(self, enabled: bool) -> None:
-        """Turn the adapters of all layers on or off."""
         for chunk in self.model.chunks:
             enable_adapters(chunk, enabled)
 
