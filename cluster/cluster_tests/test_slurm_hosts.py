@@ -19,7 +19,7 @@ from pretend_machines import DRIVER_ADDRESS, within
 from slurm_daemons import Slurm
 
 from core_rl.errors import ClusterError, ConfigError
-from core_rl_cluster import slurm as slurm_module
+from core_rl_cluster import agent_hosts
 from core_rl_cluster.slurm import SlurmHosts
 
 BATCH = Path(__file__).with_name("cluster_batch.py")
@@ -77,7 +77,7 @@ def test_failed_steps_show_the_output_of_srun(allocation: None) -> None:
 
 def test_the_key_is_on_no_command_line(allocation: None, monkeypatch: pytest.MonkeyPatch) -> None:
     key = secrets.token_bytes(32)
-    monkeypatch.setattr(slurm_module, "new_key", lambda: key)
+    monkeypatch.setattr(agent_hosts, "new_key", lambda: key)
     with hosts(2):
         assert holders("environ", key)  # srun has it
         assert not holders("cmdline", key)
