@@ -28,6 +28,13 @@ def _positive(text: str) -> int:
     return number
 
 
+def _minutes(text: str) -> float:
+    """A positive number of minutes."""
+    if not (number := float(text)) > 0:
+        raise ValueError
+    return number
+
+
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--layout",
@@ -62,7 +69,10 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
         "--device",
         {"dest": "core_rl_device", "choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
     ),
-    ("--seed", {"dest": "core_rl_seed", "type": int, "default": 0, "help": "of models and data; default: 0"}),
+    (
+        "--seed",
+        {"dest": "core_rl_seed", "type": int, "help": "of models and data; default: 0, or drawn for a soak"},
+    ),
     (
         "--quick",
         {
@@ -80,6 +90,15 @@ OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
             "metavar": "N",
             "help": "each check on the second layout, on every Nth of the others, and with an Nth of the models; "
             "--seed moves them; default: 1, all",
+        },
+    ),
+    (
+        "--soak",
+        {
+            "dest": "core_rl_soak",
+            "type": _minutes,
+            "metavar": "MINUTES",
+            "help": "no checks: for so long, calls in any order with sizes over powers of two, drawn from the seed",
         },
     ),
     (

@@ -90,6 +90,8 @@ class TinyModel:
     """The number of experts, of a mixture; None is the family's own."""
     plain_gates: bool = False
     """Gates of a mixture are the probabilities of the chosen experts; otherwise these are divided by their sum."""
+    longest: int | None = None
+    """The tokens that it takes; None is the family's own number."""
     long: bool = False
     """Whether it takes `LONG_LENGTH` tokens and has three layers or more, and unusual constants."""
     exact: bool = False
@@ -111,6 +113,7 @@ class TinyModel:
         fields = {
             "num_labels": None if self.head == "lm" else 1,
             "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.longest,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_size,

@@ -25,6 +25,7 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, Outcome
 from core_rl_conformance.session.matrix import Selection, cases, pair_cases
+from core_rl_conformance.soak import soak_check
 
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<number>\d+)(?:,)? in (?P<function>.+)$')
 FOREIGN = (sysconfig.get_path("stdlib"), "<frozen", "<string>")
@@ -150,6 +151,9 @@ class CheckFile(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         plan = self.config.stash[PLAN]
+        if plan.selection.soak_minutes is not None:
+            yield from self._soaks(plan, plan.selection.soak_minutes) if self.path.stem == "__init__" else ()
+            return
         if self.path.stem == "__init__":
             checks = declared_checks()
         else:
@@ -158,6 +162,13 @@ class CheckFile(pytest.File):
             if plan.selection.wants(check.identifier):
                 for case in self._cases(check, plan):
                     yield CheckItem.build(self, case)
+
+    def _soaks(self, plan: Plan, minutes: float) -> Iterator[pytest.Item]:
+        """A soak of each train engine on each selected layout, which share the time."""
+        count = sum(len(plan.selection.of(target.profile)[0]) for target in plan.targets)
+        for target in plan.targets:
+            for case in cases(soak_check(60 * minutes / max(1, count)), target, plan.selection):
+                yield CheckItem.build(self, case)
 
     def _cases(self, check: Check, plan: Plan) -> Iterator[Case]:
         for target in plan.targets:

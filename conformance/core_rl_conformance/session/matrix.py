@@ -45,11 +45,13 @@ class Selection:
     """Above 1, each check is run on the second layout, on every so manieth of the others, and with that part of the
     models."""
     device: str = "cpu"
+    soak_minutes: float | None = None
+    """Time of a soak, which replaces the checks; None runs the checks."""
 
     @property
     def narrowed(self) -> bool:
         """True if it leaves something out that the profile names."""
-        parts = (self.layouts, self.families, self.checks, self.dtype)
+        parts = (self.layouts, self.families, self.checks, self.dtype, self.soak_minutes)
         return self.quick or self.sample_every > 1 or any(part is not None for part in parts)
 
     def wants(self, identifier: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import secrets
 from collections.abc import Collection, Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -201,6 +202,8 @@ def _plan(config: pytest.Config) -> Plan:
     # Tiny models gain nothing from threads, and the ranks want the cores.
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
+    if config.option.core_rl_seed is None:  # workers get the number that is set here
+        config.option.core_rl_seed = 0 if config.option.core_rl_soak is None else secrets.randbelow(10**6)
     layouts, families = config.getoption("core_rl_layouts"), config.getoption("core_rl_models")
     selection = Selection(
         layouts=tuple(layouts) if layouts else None,
@@ -211,6 +214,7 @@ def _plan(config: pytest.Config) -> Plan:
         quick=config.getoption("core_rl_quick"),
         sample_every=config.getoption("core_rl_sample_every"),
         device=config.getoption("core_rl_device"),
+        soak_minutes=config.getoption("core_rl_soak"),
     )
     try:
         checks = load_checks()

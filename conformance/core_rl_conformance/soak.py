@@ -1,0 +1,425 @@
+"""Soak of a train engine: calls in any order, with sizes over powers of two, compared with the oracle.
+
+A session with ``--soak=MINUTES`` runs this instead of the checks. Hypothesis draws the calls from the session's seed,
+and reduces a failing sequence of them to a smaller one, for at most five minutes more.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import count
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
+from core_rl.config.capability import Capability
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import OutputName
+from core_rl.errors import CoreRLError
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import Check, check, check_of
+from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
+from core_rl_conformance.expected_values import ExpectedGradients, Judged
+from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
+from core_rl_conformance.inputs.data import Ragged, Repeated, Row, ragged
+from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.outcomes import MeasurementRecord
+from core_rl_conformance.procedures.moving import FORMATS, state, verify_progress, verify_state
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_oracle.oracle import AdamW
+
+LOSS = TokenMeanLoss()
+LONGEST = 2**10 + 1
+"""Tokens of a sequence, at most."""
+MOST_TOKENS = 2**12
+"""Tokens of a batch, at most: few of its sequences differ, so that the oracle computes these alone."""
+MOST_CALLS = 2**5
+MOST_CUTS = 2**6
+EXAMPLES = 8
+"""Sequences of calls that one round of hypothesis draws."""
+CALLS = 6
+"""Calls of a sequence, at most."""
+TOKENS = ("drawn", "equal", "in pairs", "small")
+MASKS = ("all", "last", "holes", "none")
+TEMPERATURES = (1.0, 0.5, 0.8, 1.7)
+
+
+def sizes(most: int) -> st.SearchStrategy[int]:
+    """Numbers from 1 to ``most``: powers of two, and their neighbours."""
+    powers = [2**power for power in range(most.bit_length())]
+    return st.sampled_from(
+        sorted({n for power in powers for n in (power - 1, power, power + 1) if 1 <= n <= most})
+    )
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """``number`` sequences, equal but for three: two of ``length`` tokens and one of half of it, in turns."""
+
+    number: int
+    length: int
+    tokens: str
+    trained: str
+    draw: int
+
+    def data(self, vocab_size: int, times: int = 1) -> Repeated:
+        """The rows, ``times`` in a row; equal for equal fields."""
+        rows = ragged(vocab_size, self.draw, (self.length, self.length, (self.length + 1) // 2)).rows
+        distinct = Ragged(tuple(self._changed(row, vocab_size) for row in rows[: self.number]))
+        order = [number % len(distinct.rows) for number in range(self.number)]
+        return Repeated.of(distinct, order * times)
+
+    def _changed(self, row: Row, vocab_size: int) -> Row:
+        places = range(len(row.ids))
+        ids = {
+            "drawn": row.ids,
+            "equal": tuple(row.ids[0] for _ in places),
+            "in pairs": tuple(row.ids[place // 2] for place in places),
+            "small": tuple(token % min(4, vocab_size) for token in row.ids),
+        }
+        mask = {
+            "all": tuple(True for _ in places),
+            "last": tuple(place == places[-1] for place in places),
+            "holes": row.mask,
+            "none": tuple(False for _ in places),
+        }
+        return replace(row, ids=ids[self.tokens], mask=mask[self.trained])
+
+
+@st.composite
+def sequences(draw: st.DrawFn, most_tokens: int = MOST_TOKENS, most: int = MOST_TOKENS) -> Sequences:
+    """At most ``most`` sequences, with at most ``most_tokens`` tokens in all."""
+    length = draw(sizes(min(LONGEST, most_tokens)))
+    return Sequences(
+        number=draw(sizes(min(most, most_tokens // length))),
+        length=length,
+        tokens=draw(st.sampled_from(TOKENS)),
+        trained=draw(st.sampled_from(MASKS)),
+        draw=draw(st.integers(0, 2**16)),
+    )
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Micro-batches, by their number or by a budget that is ``times`` the longest sequence."""
+
+    number: int | None = None
+    times: int = 1
+
+    def of(self, data: Ragged) -> MicroBatchSpec:
+        """The cut of ``data``."""
+        if self.number is not None:
+            return MicroBatchSpec(count=self.number)
+        return MicroBatchSpec(max_tokens=self.times * max(data.lengths))
+
+
+cuts = st.one_of(st.builds(Cut, sizes(MOST_CUTS)), st.builds(Cut, st.none(), st.integers(1, 4)))
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model and the optimizer that an engine begins with."""
+
+    family: str
+    draw: int
+    deep: bool
+    rate: float
+    clip: float | None
+    frozen: bool
+
+    def optimizer(self) -> AdamW:
+        """AdamW with these settings; a large epsilon keeps updates smooth."""
+        return AdamW(lr=self.rate, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=self.clip)
+
+
+def starts(families: Sequence[str]) -> st.SearchStrategy[Start]:
+    """Models of these families, shallow or deep, with or without clipping and frozen parameters."""
+    rates, clips = st.sampled_from((1e-3, 3e-2)), st.sampled_from((None, 0.02))
+    return st.builds(
+        Start, st.sampled_from(families), st.integers(0, 2), st.booleans(), rates, clips, st.booleans()
+    )
+
+
+temperatures = st.sampled_from(TEMPERATURES)
+few = sequences(16)
+"""Sequences that the oracle computes one by one, for any loss."""
+output_names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
+output_sets = st.frozensets(st.sampled_from(output_names), min_size=1)
+losses = st.one_of(
+    st.builds(
+        TokenMeanLoss,
+        temperature=temperatures,
+        entropy_coef=st.sampled_from((0.0, 0.25)),
+    ),
+    st.builds(SequenceMeanLoss, temperature=temperatures),
+)
+
+
+class Soak:
+    """A soak of one engine: what all sequences of calls share."""
+
+    def __init__(self, subject: EngineUnderTest, until: float) -> None:
+        self.subject = subject
+        self.until = until
+        """The time, by ``time.monotonic()``, from which calls do nothing, unless a failing sequence is reduced."""
+        self.failed = False
+        self.calls: Counter[str] = Counter()
+        """Number of calls of each kind."""
+        self.worst: dict[str, MeasurementRecord] = {}
+        profile = subject.case.target.profile
+        self.families = subject.case.setting.suited(profile.families)
+        self._numbers = count()
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return not self.failed and time.monotonic() >= self.until
+
+    def begin(self, start: Start) -> EngineUnderTest:
+        """The engine under test with the model of ``start``."""
+        case = replace(self.subject.case, family=start.family, seed=self.subject.case.seed + start.draw)
+        directory = self.subject.directory(f"calls-{self.number()}")
+        return EngineUnderTest(case, self.subject.expected, directory)
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """One call; a failing one ends the ranks, whose state is unknown then."""
+        self.calls[name] += 1
+        try:
+            yield
+        except (AssertionError, CoreRLError):
+            self.failed = True
+            self.subject.expected.discard(self.subject.spec.name)
+            raise
+
+    def number(self) -> int:
+        """A new number, for a directory."""
+        return next(self._numbers)
+
+    def keep(self, measurements: Iterable[MeasurementRecord]) -> None:
+        """Keep the comparison of each kind that is closest to its limit."""
+        for record in measurements:
+            if record.what not in self.worst or record.ratio > self.worst[record.what].ratio:
+                self.worst[record.what] = record
+
+
+class EngineCalls(RuleBasedStateMachine):
+    """Calls of one engine, each compared with the oracle or with the engine's earlier state."""
+
+    soak: Soak
+    subject: EngineUnderTest
+    group: EngineGroup
+    model: TinyModel
+    judged: Judged
+    """The weights that outputs follow: the model's, or the engine's export after steps."""
+    optimizer: AdamW
+    frozen: Sequence[str]
+
+    def __init_subclass__(cls, soak: Soak) -> None:
+        cls.soak = soak
+
+    @initialize(start=st.runner().flatmap(lambda machine: starts(machine.soak.families)))
+    def begin(self, start: Start) -> None:
+        """Start the engine."""
+        if self.soak.over:
+            return
+        self.subject = subject = self.soak.begin(start)
+        model = replace(subject.model(), longest=LONGEST, layers=5 if start.deep else None)
+        self.model = self.judged = model.with_multiples(*subject.case.multiples)
+        self.optimizer = start.optimizer()
+        freezes = start.frozen and subject.spec.supports(Capability.FROZEN_PARAMETERS)
+        patterns = [subject.first_layer] if freezes else []
+        with self.soak.call("initialize"):
+            optimizer = optimizer_config(self.optimizer)
+            self.group = subject.start(self.model, optimizer=optimizer, frozen=patterns)
+        names = self.group.tensor_shapes("master")
+        self.frozen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+    @rule(drawn=sequences(), cut=cuts, temperature=temperatures, names=output_sets)
+    def forward(self, drawn: Sequences, cut: Cut, temperature: float, names: frozenset[OutputName]) -> None:
+        """Every output of a batch."""
+        if self.soak.over:
+            return
+        data, subject = self._data(drawn), self.subject
+        names = names if subject.spec.supports(Capability.LOGITS) else names - {"logits"}
+        with self.soak.call("forward"):
+            output = self.group.forward(data.all.batch(), cut.of(data.all), tuple(sorted(names)), temperature)
+            for name in sorted(names):
+                expected = subject.outputs(self.judged, data.distinct, name, temperature)
+                values = [expected.values[number] for number in data.order]
+                got, places = per_sequence(output, name, data.all), subject.places(data.all)
+                label = f"{name} of a drawn batch"
+                subject.verify(compare_tokens(label, got, values, expected.tolerance, places))
+
+    @rule(drawn=sequences(2**9, 16), cut=cuts, calls=sizes(MOST_CALLS))
+    def forward_backward(self, drawn: Sequences, cut: Cut, calls: int) -> None:
+        """Gradients of several calls that belong together, on many sequences."""
+        if self.soak.over or not _trained(data := self._data(drawn)):
+            return
+        total = drawn.data(self.model.vocab_size, calls)
+        self._verify_calls(
+            TokenMeanLoss(), data.all, cut, calls, self.subject.gradients_of_many(self.judged, total)
+        )
+
+    @rule(drawn=few, cut=cuts, calls=sizes(4), loss=losses)
+    def forward_backward_of_loss(self, drawn: Sequences, cut: Cut, calls: int, loss: CheckLoss) -> None:
+        """Gradients of several calls that belong together, for any loss."""
+        if self.soak.over or not _trained(data := self._data(drawn)):
+            return
+        total = drawn.data(self.model.vocab_size, calls).all
+        self._verify_calls(loss, data.all, cut, calls, self.subject.gradients(self.judged, total, loss))
+
+    def _verify_calls(
+        self, loss: CheckLoss, data: Ragged, cut: Cut, calls: int, expected: ExpectedGradients
+    ) -> None:
+        batch, spec = data.batch(), loss.spec()
+        weight, tokens = calls * loss.weight(batch), calls * sum(data.lengths)
+        with self.soak.call("forward_backward"):
+            self.group.optimizer_zero_grad()
+            for _ in range(calls):
+                metrics = self.group.forward_backward(
+                    batch, spec, cut.of(data), total_weight=weight, total_tokens=tokens
+                )
+                label = "the loss of a drawn call"
+                self.subject.verify_scalar(label, metrics["loss"], expected.oracle.loss, expected.loss)
+            trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in self.frozen}
+            grads = self.group.named_tensors("grads")
+            label = "gradients of drawn calls"
+            self.subject.verify(compare_named(label, grads, trained, expected.tolerances))
+            self.group.optimizer_zero_grad()
+
+    @rule(drawn=few, cut=cuts, loss=losses)
+    def eval_batch(self, drawn: Sequences, cut: Cut, loss: CheckLoss) -> None:
+        """The loss of a batch."""
+        if self.soak.over or not _trained(data := self._data(drawn)):
+            return
+        with self.soak.call("eval_batch"):
+            expected = self.subject.gradients(self.judged, data.all, loss)
+            got = self.group.eval_batch(data.all.batch(), loss.spec(), cut.of(data.all))["loss"]
+            label = "the loss of a drawn eval_batch()"
+            self.subject.verify_scalar(label, got, expected.oracle.loss, expected.loss)
+
+    @rule(drawn=few, updates=sizes(MOST_CALLS), cut=cuts, loss=losses, watched=st.booleans())
+    def train(self, drawn: Sequences, updates: int, cut: Cut, loss: CheckLoss, watched: bool) -> None:
+        """Updates; the watched ones are compared with a float64 AdamW, of others the next outputs."""
+        if self.soak.over or not _trained(data := self._data(drawn)):
+            return
+        subject, group, batch = self.subject, self.group, data.all.batch()
+        mb_spec = cut.of(data.all)
+        with self.soak.call("train"):
+            if watched:
+                shadow = Shadow.of(group, self.optimizer, frozen=self.frozen)
+                shadow.train(subject, group, [batch] * updates, loss.spec(), mb_spec)
+                shadow.verify(subject, group, "after drawn updates")
+            else:
+                before = group.progress.updates
+                for _ in range(updates):
+                    group.train_batch(batch, loss.spec(), mb_spec)
+                done = group.progress.updates - before
+                subject.require(done == updates, f"{updates} train_batch() calls made {done} updates")
+            self.judged = subject.snapshot(group, self.model, f"weights-{self.soak.number()}")
+
+    @rule(format_=st.sampled_from(sorted(FORMATS)), drawn=sequences(64))
+    def save_and_load(self, format_: CheckpointFormat, drawn: Sequences) -> None:
+        """A checkpoint, an update that is forgotten, and the load."""
+        if self.soak.over or not self.subject.spec.supports(FORMATS[format_]):
+            return
+        subject, group, data = self.subject, self.group, self._data(drawn)
+        meta = SaveLoadMeta(path=str(subject.directory(f"saved-{self.soak.number()}")), format=format_)
+        with self.soak.call(f"save and load {format_}"):
+            before, progress = state(group), group.progress
+            group.save(meta)
+            group.train_batch(data.all.batch(), LOSS.spec(), MicroBatchSpec(count=1))
+            group.load(meta)
+            verify_state(subject, f"after a load of {format_!r}", group, before)
+            verify_progress(subject, f"after a load of {format_!r}", group, progress)
+
+    @rule(draw=st.integers(3, 5))
+    def load_weights(self, draw: int) -> None:
+        """Another model's weights, by ``format="hf"``."""
+        if self.soak.over:
+            return
+        other = replace(self.model, seed=self.model.seed + draw)
+        path = self.subject.expected.models.directory(other)
+        with self.soak.call("load hf"):
+            self.group.load(SaveLoadMeta(path=str(path), format="hf"))
+        self.judged = other
+
+    @rule()
+    def offload(self) -> None:
+        """To the host and back."""
+        if self.soak.over or not self.subject.spec.supports(Capability.OFFLOAD):
+            return
+        with self.soak.call("offload"):
+            before = state(self.group)
+            self.group.offload()
+            self.group.onload()
+            verify_state(self.subject, "after offload() and onload()", self.group, before)
+
+    def teardown(self) -> None:
+        """Keep the comparisons of a sequence that has started."""
+        if hasattr(self, "subject"):
+            self.soak.keep(self.subject.measurements)
+
+    def _data(self, drawn: Sequences) -> Repeated:
+        return drawn.data(self.model.vocab_size)
+
+
+def _trained(data: Repeated) -> bool:
+    return bool(data.distinct.batch().loss_mask.any())
+
+
+def soak_check(seconds: float) -> Check:
+    """The soak of ``seconds`` for each layout, as a check."""
+
+    @check("contract.soak", each="layout")
+    def soak(subject: EngineUnderTest) -> None:
+        """Calls in any order, with sizes over powers of two, keep to the oracle.
+
+        Why: thresholds: from 24 updates, position 1,023, 5 equal tokens or the 33rd micro-batch on, a fault begins
+        that no fixed size shows.
+        Look at: the calls of the message, the smallest that fail.
+        """
+        soak = Soak(subject, time.monotonic() + seconds)
+        for round_ in count():
+            if soak.over:
+                break
+            _run_round(soak, subject.case.seed * 1000 + round_)
+        subject.measurements += soak.worst.values()
+        subject.require(bool(soak.calls), f"no call was made in {seconds:.0f} s")
+
+    declared = check_of(soak)
+    assert declared is not None
+    return declared
+
+
+def _run_round(soak: Soak, number: int) -> None:
+    class Calls(EngineCalls, soak=soak):
+        """The calls of a round."""
+
+    try:
+        run_state_machine_as_test(
+            seed(number)(Calls),
+            settings=settings(
+                max_examples=EXAMPLES,
+                stateful_step_count=CALLS,
+                database=None,
+                deadline=None,
+                report_multiple_bugs=False,
+                print_blob=False,
+                phases=(Phase.generate, Phase.shrink),
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    except AssertionError as error:
+        calls = "\n".join(getattr(error, "__notes__", []))
+        raise AssertionError(f"{error}\n{textwrap.indent(calls, '  ')}") from None
