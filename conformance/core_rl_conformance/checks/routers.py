@@ -65,7 +65,7 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, ALONE)
-    group = _started(subject, 1.0)
+    group = subject.start(changes={"model": {"router_aux_coef": 1.0}})
     for label, backward in _cuts(subject, group, data).items():
         metrics = backward()
         value = metrics.get("aux_loss", math.nan)
@@ -108,7 +108,7 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     loss = BalancedTokenMeanLoss(coef=COEF, tokens_per_trained=tokens / trained)
     expected = subject.gradients(model, data, loss)
     plain = subject.gradients(model, data, replace(loss, coef=0.0))
-    group = _started(subject, COEF)
+    group = subject.start(changes={"model": {"router_aux_coef": COEF}})
     metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
     grads = group.named_tensors("grads")
     subject.verify_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss)
@@ -123,11 +123,6 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
     grads = group.named_tensors("grads")
     subject.verify(compare_named("gradients of two calls", grads, expected.oracle.grads, expected.tolerances))
-
-
-def _started(subject: EngineUnderTest, coefficient: float) -> EngineGroup:
-    model = subject.config().model.model_dump()
-    return subject.start(changes={"model": {**model, "router_aux_coef": coefficient}})
 
 
 @check("I17.routing-replay", requires=[Capability.MOE, Capability.ROUTING_REPLAY], families=(MOE,))
