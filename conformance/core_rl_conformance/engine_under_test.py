@@ -31,6 +31,7 @@ from core_rl_conformance.expected_values import (
     Snapshot,
 )
 from core_rl_conformance.hints import diagnose
+from core_rl_conformance.hints.diagnose import Explain
 from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged
@@ -229,10 +230,26 @@ class EngineUnderTest:
         lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
         return "\n".join(lines)
 
-    def verify_scalar(self, label: str, got: float, expected: float, allowed: Tolerance) -> None:
+    def verify_scalar(
+        self, label: str, got: float, expected: float, allowed: Tolerance, *, explain: Explain | None = None
+    ) -> None:
         """Compare two numbers."""
         __tracebackhide__ = True
-        self.verify(diagnose.compare_scalar(label, got, expected, allowed))
+        self.verify(diagnose.compare_scalar(label, got, expected, allowed, explain=explain))
+
+    def verify_named(
+        self,
+        label: str,
+        got: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        tolerances: Mapping[str, Tolerance],
+        since: Mapping[str, Tensor] | None = None,
+        *,
+        explain: Explain | None = None,
+    ) -> None:
+        """Compare tensors by name, as `diagnose.compare_named` does."""
+        __tracebackhide__ = True
+        self.verify(diagnose.compare_named(label, got, expected, tolerances, since, explain=explain))
 
     def verify_same(self, label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare tensors by name, bit for bit."""
@@ -293,15 +310,9 @@ class EngineUnderTest:
         truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
         grads = group.named_tensors("grads")
         of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
-        self.verify(
-            diagnose.compare_scalar(f"the loss {label}", loss, truth.loss, expected.loss, explain=of_loss)
-        )
+        self.verify_scalar(f"the loss {label}", loss, truth.loss, expected.loss, explain=of_loss)
         of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
-        self.verify(
-            diagnose.compare_named(
-                f"gradients {label}", grads, truth.grads, expected.tolerances, explain=of_grads
-            )
-        )
+        self.verify_named(f"gradients {label}", grads, truth.grads, expected.tolerances, explain=of_grads)
 
     def verify_backward(
         self,

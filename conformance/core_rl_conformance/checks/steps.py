@@ -11,7 +11,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.procedures.moving import state, verify_state
 from core_rl_conformance.procedures.outputs import verify_outputs
@@ -205,4 +204,4 @@ def training_follows_the_oracle(subject: EngineUnderTest) -> None:
     verify_rates(subject, training, trained)
     start = subject.expected.oracle(subject.model()).parameters()
     label = f"weights after {len(trained.reports)} steps without an export"
-    subject.verify(compare_named(label, trained.weights, truth.weights, expected.weights, since=start))
+    subject.verify_named(label, trained.weights, truth.weights, expected.weights, since=start)

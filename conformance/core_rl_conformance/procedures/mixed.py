@@ -13,7 +13,6 @@ from torch import Tensor
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_oracle.muon import (
@@ -215,7 +214,6 @@ def verify_state(
     for kind in kinds:
         tensors = weights if kind == "params" else group.named_tensors(kind)
         since = steps.params if kind == "params" else None
-        finding = compare_named(
+        subject.verify_named(
             f"{NAMES[kind]} {label}", tensors, getattr(right, kind), allowed[kind], since, explain=explain
         )
-        subject.verify(finding)
