@@ -201,11 +201,11 @@ def _plan(config: pytest.Config) -> Plan:
     # Tiny models gain nothing from threads, and the ranks want the cores.
     torch.set_num_threads(1)
     hf_logging.disable_progress_bar()
-    layouts, families = config.getoption("core_rl_layouts"), config.getoption("core_rl_models")
+    layouts, families, names = (config.getoption(f"core_rl_{name}") for name in ("layout", "model", "check"))
     selection = Selection(
         layouts=tuple(layouts) if layouts else None,
         families=tuple(families) if families else None,
-        checks=tuple(names) if (names := config.getoption("core_rl_checks")) else None,
+        checks=tuple(names) if names else None,
         dtype=config.getoption("core_rl_dtype"),
         seed=config.getoption("core_rl_seed"),
         quick=config.getoption("core_rl_quick"),
