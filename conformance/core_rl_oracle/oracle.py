@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from core_rl_oracle.experts import balance, overwrite, watched, written
+from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, watched
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.low_rank import LowRank
 
@@ -89,11 +89,8 @@ class Oracle:
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters, float64, by their written names, a tied one once."""
-        return {
-            written_name: part.detach().clone()
-            for name, value in self.model.named_parameters()
-            for written_name, part in written(name, value)
-        }
+        parameters = all_written(dict(self.model.named_parameters()))
+        return {name: value.detach().clone() for name, value in parameters.items()}
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Replace the parameters named in ``values``."""
@@ -151,15 +148,10 @@ class Oracle:
                 if part.requires_grad:
                     part.backward()
             total, weight = total + float(part.detach()), weight + counted
-        grads = {
-            written_name: part
-            for name, value in self.model.named_parameters()
-            for written_name, part in written(
-                name, torch.zeros_like(value) if value.grad is None else value.grad / weight
-            )
-        }
+        grads = all_written(gradients_of(self.model))
+        means = {name: grad / weight for name, grad in grads.items()}
         self.model.zero_grad(set_to_none=True)
-        return Gradients(loss=total / weight, weight=weight, grads=grads)
+        return Gradients(loss=total / weight, weight=weight, grads=means)
 
 
 def _forget_lengths(model: PreTrainedModel) -> None:
