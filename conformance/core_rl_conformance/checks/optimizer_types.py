@@ -21,8 +21,8 @@ from core_rl_conformance.procedures.mixed import default_settings, verify_mixed_
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.training import MOMENTS, optimizer_config
 from core_rl_conformance.profile import DENSE
-from core_rl_oracle.muon import MixedOptimizer, MixedState, mixed_tolerances
-from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.muon import MixedOptimizer, mixed_tolerances
+from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.plain_adamw import share_of_values, with_rounding_to_codes
 from core_rl_oracle.tolerance import Tolerance
 
@@ -175,8 +175,8 @@ def _verify_step(subject: EngineUnderTest, group: EngineGroup, config: MixedOpti
     grads = group.named_tensors("grads")
     group.optimizer_step()
     moments = {kind: before[kind] for kind in MOMENTS}
-    start = MixedState(params=before["master"], **moments, count=number)
-    right = start.copied(config.dtype)
+    start = OptimizerState(params=before["master"], **moments, count=number)
+    right = start.copy(config.dtype)
     config.step(right, grads, CONFIG.lr)
     allowed = mixed_tolerances(start, right, config, [grads], [CONFIG.lr])
     label = f"after step {number}"

@@ -22,7 +22,7 @@ from core_rl_conformance.procedures.training import (
     training_of,
     verify_rates,
 )
-from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -62,7 +62,7 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     gradients = subject.gradients(model, data, LOSS)
     for cut in (ONE_PASS, MicroBatchSpec(count=4), MicroBatchSpec(max_tokens=48)):
         group = subject.start(optimizer=optimizer_config(config))
-        start = AdamWState.start(subject.expected.oracle(model).parameters())
+        start = OptimizerState.start(subject.expected.oracle(model).parameters())
         steps = Steps(config=config, start=start, grads=[gradients.oracle.grads], rates=[config.lr])
         reported = group.train_batch(data.batch(), LOSS.spec(), cut)
         largest = max(float(value.abs().max()) for value in steps.state().params.values())
