@@ -49,7 +49,7 @@ def _kinds(state: OptimizerState) -> dict[str, dict[str, Tensor]]:
     return {"params": state.params, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
 
 
-def _steps(sentence: str) -> Steps:
+def _steps(sentence: str) -> Steps[AdamW]:
     # Clipping would hide a factor, and few steps a count that wraps around.
     start = MISTAKES[sentence].start
     return replace(STEPS, start=start, config=UNCLIPPED if "times" in sentence else CONFIG)
