@@ -31,6 +31,7 @@ from core_rl_conformance.expected_values import (
     Snapshot,
 )
 from core_rl_conformance.hints import diagnose
+from core_rl_conformance.hints.diagnose import Explain
 from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged
@@ -38,7 +39,7 @@ from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
-from core_rl_conformance.profile import Setting
+from core_rl_conformance.profile import Setting, laid_over
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]
@@ -91,42 +92,6 @@ class EngineUnderTest:
         """A path inside a directory that is this case's own; nothing is there yet."""
         return self._directory / name
 
-    def config(
-        self,
-        model: TinyModel | None = None,
-        *,
-        layout: ParallelLayout | Setting | None = None,
-        optimizer: Mapping[str, Any] | None = None,
-        frozen: Sequence[str] = (),
-        spec: EngineSpec | None = None,
-        changes: Mapping[str, Any] | None = None,
-    ) -> TrainEngineConfig:
-        """The config of the engine, or of another one by its ``spec``, with ``changes`` of its fields.
-
-        A plain ``layout`` goes without the options of the case's setting.
-        """
-        model = model or self.model()
-        under_test = spec is None or spec == self.spec
-        path = str(self.expected.models.directory(model))
-        setting = self._setting(layout, under_test)
-        values: dict[str, Any] = {
-            **(setting.over(self.case.target.profile.options) if under_test else {}),
-            "model": {"path": path, "head": model.head, "frozen": list(frozen)},
-            "dtype": self.case.dtype if under_test else "float32",
-            "device": self.case.device if under_test else "cpu",
-            "layout": setting.layout,
-            "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
-            **(changes or {}),
-        }
-        return _parsed(spec or self.spec, values, TrainEngineConfig)
-
-    def _setting(self, layout: ParallelLayout | Setting | None, under_test: bool) -> Setting:
-        if isinstance(layout, Setting):
-            return layout
-        if layout is None and under_test:
-            return self.case.setting
-        return Setting(layout=layout or ParallelLayout())
-
     def start(
         self,
         model: TinyModel | None = None,
@@ -137,11 +102,29 @@ class EngineUnderTest:
         spec: EngineSpec | None = None,
         changes: Mapping[str, Any] | None = None,
     ) -> EngineGroup:
-        """The engine, or another one by its ``spec``, freshly initialized. An earlier group of it is gone."""
-        config = self.config(
-            model, layout=layout, optimizer=optimizer, frozen=frozen, spec=spec, changes=changes
-        )
-        return self.expected.groups.start(spec or self.spec, config, FinetuneSpec())
+        """The engine, or another one by its ``spec``, freshly initialized. An earlier group of it is gone.
+
+        ``changes`` are laid over the config, section by section. A plain ``layout`` goes without the options of the
+        case's setting.
+        """
+        model, spec = model or self.model(), spec or self.spec
+        under_test = spec == self.spec
+        setting = layout
+        if layout is None and under_test:
+            setting = self.case.setting
+        if not isinstance(setting, Setting):
+            setting = Setting(layout=setting or ParallelLayout())
+        path = str(self.expected.models.directory(model))
+        values: dict[str, Any] = {
+            **(setting.over(self.case.target.profile.options) if under_test else {}),
+            "model": {"path": path, "head": model.head, "frozen": list(frozen)},
+            "dtype": self.case.dtype if under_test else "float32",
+            "device": self.case.device if under_test else "cpu",
+            "layout": setting.layout,
+            "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
+        }
+        config = _parsed(spec, laid_over(values, changes or {}), TrainEngineConfig)
+        return self.expected.groups.start(spec, config, FinetuneSpec())
 
     def serve(
         self, model: TinyModel | None = None, *, keep: bool = True, adapter: TinyAdapter | None = None
@@ -247,10 +230,26 @@ class EngineUnderTest:
         lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
         return "\n".join(lines)
 
-    def verify_scalar(self, label: str, got: float, expected: float, allowed: Tolerance) -> None:
+    def verify_scalar(
+        self, label: str, got: float, expected: float, allowed: Tolerance, *, explain: Explain | None = None
+    ) -> None:
         """Compare two numbers."""
         __tracebackhide__ = True
-        self.verify(diagnose.compare_scalar(label, got, expected, allowed))
+        self.verify(diagnose.compare_scalar(label, got, expected, allowed, explain=explain))
+
+    def verify_named(
+        self,
+        label: str,
+        got: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        tolerances: Mapping[str, Tolerance],
+        since: Mapping[str, Tensor] | None = None,
+        *,
+        explain: Explain | None = None,
+    ) -> None:
+        """Compare tensors by name, as `diagnose.compare_named` does."""
+        __tracebackhide__ = True
+        self.verify(diagnose.compare_named(label, got, expected, tolerances, since, explain=explain))
 
     def verify_same(self, label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare tensors by name, bit for bit."""
@@ -311,15 +310,9 @@ class EngineUnderTest:
         truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
         grads = group.named_tensors("grads")
         of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
-        self.verify(
-            diagnose.compare_scalar(f"the loss {label}", loss, truth.loss, expected.loss, explain=of_loss)
-        )
+        self.verify_scalar(f"the loss {label}", loss, truth.loss, expected.loss, explain=of_loss)
         of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
-        self.verify(
-            diagnose.compare_named(
-                f"gradients {label}", grads, truth.grads, expected.tolerances, explain=of_grads
-            )
-        )
+        self.verify_named(f"gradients {label}", grads, truth.grads, expected.tolerances, explain=of_grads)
 
     def verify_backward(
         self,

@@ -26,8 +26,6 @@ from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
 from core_rl_oracle.plain import MANY_VARIANTS, VARIANTS, PlainModel
 from core_rl_oracle.tolerance import (
-    MeanSquare,
-    SignedMean,
     Tolerance,
     mean_square,
     scalar_tolerance,
@@ -61,12 +59,12 @@ class ExpectedOutputs:
     mistakes: Callable[[], Iterator[tuple[str, Sequence[Tensor]]]] = lambda: iter(())
     """Sentences about known mistakes, and the values that each would give; computed when asked for."""
 
-    def signed_mean(self, got: Sequence[Tensor]) -> SignedMean:
-        """Whether the errors of ``got`` point one way; first tokens, which are 0 by definition, left out."""
+    def signed_mean(self, got: Sequence[Tensor]) -> tuple[float, float]:
+        """The mean error of ``got`` and its limit; first tokens, which are 0 by definition, left out."""
         return signed_mean(self._errors(got), self._plain_errors(), self.tolerance.floor)
 
-    def mean_square(self, got: Sequence[Tensor]) -> MeanSquare:
-        """The root mean square error of ``got``."""
+    def mean_square(self, got: Sequence[Tensor]) -> tuple[float, Tolerance]:
+        """The root mean square error of ``got``, and its tolerance."""
         return mean_square(self._errors(got), self._plain_errors(), self.tolerance.floor)
 
     def _plain_errors(self) -> list[list[Tensor]]:

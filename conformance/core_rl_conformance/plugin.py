@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -35,99 +36,51 @@ def _minutes(text: str) -> float:
     return number
 
 
-OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (
-        "--layout",
-        {
-            "action": "append",
-            "dest": "core_rl_layouts",
-            "metavar": "LAYOUT",
-            "help": "only this layout or setting of the profile, such as dp2, dp2tp2 or dp4-hsdp; may be given several "
-            "times",
-        },
-    ),
-    (
-        "--model",
-        {
-            "action": "append",
-            "dest": "core_rl_models",
-            "metavar": "FAMILY",
-            "help": "only this tiny model, such as qwen3; may be given several times",
-        },
-    ),
-    (
-        "--check",
-        {
-            "action": "append",
-            "dest": "core_rl_checks",
-            "metavar": "NAME",
-            "help": "only checks whose names match, such as I1.* (see core-rl checks); may be given several times",
-        },
-    ),
-    ("--dtype", {"dest": "core_rl_dtype", "choices": ("float32", "bfloat16"), "help": "only this dtype"}),
-    (
-        "--device",
-        {"dest": "core_rl_device", "choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
-    ),
-    (
-        "--seed",
-        {"dest": "core_rl_seed", "type": int, "help": "of models and data; default: 0, or drawn for a soak"},
-    ),
-    (
-        "--quick",
-        {
-            "action": "store_true",
-            "dest": "core_rl_quick",
-            "help": "one layout, of several ranks, and one model",
-        },
-    ),
-    (
-        "--sample-every",
-        {
-            "dest": "core_rl_sample_every",
-            "type": _positive,
-            "default": 1,
-            "metavar": "N",
-            "help": "each check on the second layout, on every Nth of the others, and with an Nth of the models; "
-            "--seed moves them; default: 1, all",
-        },
-    ),
-    (
-        "--soak",
-        {
-            "dest": "core_rl_soak",
-            "type": _minutes,
-            "metavar": "MINUTES",
-            "help": "no checks: for so long, calls in any order with sizes over powers of two, drawn from the seed",
-        },
-    ),
-    (
-        "--agents",
-        {
-            "action": "store_true",
-            "dest": "core_rl_agents",
-            "help": "ranks under two agents, as on two machines: the way of calls over a network",
-        },
-    ),
-    (
-        "--call-timeout",
-        {
-            "dest": "core_rl_call_timeout",
-            "type": float,
-            "default": 120.0,
-            "metavar": "SECONDS",
-            "help": "after this a rank that does not answer hangs; default: 120",
-        },
-    ),
-    (
-        "--report",
-        {
-            "dest": "core_rl_report",
-            "metavar": "FILE.json",
-            "help": "write a report, and an HTML page next to it",
-        },
-    ),
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--layout": {
+        "action": "append",
+        "metavar": "LAYOUT",
+        "help": "only this layout or setting of the profile, such as dp2, dp2tp2 or dp4-hsdp; may be given several "
+        "times",
+    },
+    "--model": {
+        "action": "append",
+        "metavar": "FAMILY",
+        "help": "only this tiny model, such as qwen3; may be given several times",
+    },
+    "--check": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "only checks whose names match, such as I1.* (see core-rl checks); may be given several times",
+    },
+    "--dtype": {"choices": ("float32", "bfloat16"), "help": "only this dtype"},
+    "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
+    "--seed": {"type": int, "help": "of models and data; default: 0, or drawn for a soak"},
+    "--quick": {"action": "store_true", "help": "one layout, of several ranks, and one model"},
+    "--sample-every": {
+        "type": _positive,
+        "default": 1,
+        "metavar": "N",
+        "help": "each check on the second layout, on every Nth of the others, and with an Nth of the models; "
+        "--seed moves them; default: 1, all",
+    },
+    "--soak": {
+        "type": _minutes,
+        "metavar": "MINUTES",
+        "help": "no checks: for so long, calls in any order with sizes over powers of two, drawn from the seed",
+    },
+    "--agents": {
+        "action": "store_true",
+        "help": "ranks under two agents, as on two machines: the way of calls over a network",
+    },
+    "--call-timeout": {
+        "type": float,
+        "default": 120.0,
+        "metavar": "SECONDS",
+        "help": "after this a rank that does not answer hangs; default: 120",
+    },
+    "--report": {"metavar": "FILE.json", "help": "write a report, and an HTML page next to it"},
+}
 """The options of a session with an engine; `pytest --help` without one shows them as text."""
 
 
@@ -142,15 +95,19 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not requested and not {"-h", "--help"} & set(words):
         return
     group = parser.getgroup("core-rl conformance", "conformance of core-rl engines")
-    help_ = HELP if requested else "\n".join([f"{HELP}. With it:", *map(_usage, OPTIONS)])
+    help_ = HELP if requested else "\n".join([f"{HELP}. With it:", *starmap(_usage, OPTIONS.items())])
     group.addoption("--engine", action="append", dest=ENGINES, default=[], metavar="NAME", help=help_)
-    for name, fields in OPTIONS if requested else ():
-        group.addoption(name, **fields)
+    for name, fields in OPTIONS.items() if requested else ():
+        group.addoption(name, dest=destination(name), **fields)
 
 
-def _usage(option: tuple[str, dict[str, Any]]) -> str:
+def destination(name: str) -> str:
+    """The attribute of pytest's options that holds the option ``name``, a unique one."""
+    return f"core_rl_{name.removeprefix('--').replace('-', '_')}"
+
+
+def _usage(name: str, fields: dict[str, Any]) -> str:
     """A line of help about an option that is not added: its name may be another plugin's."""
-    name, fields = option
     choices = fields.get("choices")
     value = (
         "{" + ",".join(choices) + "}" if choices else fields.get("metavar", "N" if "type" in fields else "")

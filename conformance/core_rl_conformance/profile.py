@@ -51,7 +51,7 @@ class Setting:
 
     def over(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The profile's ``options``, overridden by this setting's."""
-        return _laid_over(options, self.options)
+        return laid_over(options, self.options)
 
     def suited(self, families: Sequence[str]) -> list[str]:
         """The part of ``families`` that it can take."""
@@ -74,11 +74,12 @@ class Setting:
         yield from _lost_options(where, self.options)
 
 
-def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields ``below``, overridden by those ``above``, section by section."""
     merged = dict(below)
     for name, value in above.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _laid_over(merged[name], value) if both else value
+        merged[name] = laid_over(merged[name], value) if both else value
     return merged
 
 

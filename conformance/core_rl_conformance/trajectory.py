@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss
-from core_rl_oracle.oracle import AdamW, AdamWState, Oracle, OracleHead, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleHead, grad_norm
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 from core_rl_oracle.plain_adamw import KERNELS, Kernel, PlainAdamW
 from core_rl_oracle.tolerance import Tolerance, scalar_tolerance, tolerances
@@ -65,7 +65,7 @@ def expected_training(
     The plain models compute in ``dtype`` and keep float32 master weights, as engines do.
     """
     oracle = Oracle(directory, head)
-    start = AdamWState.start(oracle.parameters())
+    start = OptimizerState.start(oracle.parameters())
     truth = _oracle_training(oracle, start.copy(), training)
     plain = PlainModel(directory, head, dtype, device)
     runs = [
@@ -80,7 +80,7 @@ def expected_training(
     )
 
 
-def _oracle_training(oracle: Oracle, state: AdamWState, training: Training) -> Trajectory:
+def _oracle_training(oracle: Oracle, state: OptimizerState, training: Training) -> Trajectory:
     losses, norms = [], []
     for data, rate in zip(training.data, training.rates, strict=True):
         oracle.set_parameters(state.params)
@@ -91,7 +91,7 @@ def _oracle_training(oracle: Oracle, state: AdamWState, training: Training) -> T
 
 
 def _plain_training(
-    plain: PlainModel, variant: Variant, kernel: Kernel, start: AdamWState, training: Training
+    plain: PlainModel, variant: Variant, kernel: Kernel, start: OptimizerState, training: Training
 ) -> Trajectory:
     optimizer = PlainAdamW(start, training.config, kernel)
     losses, norms = [], []

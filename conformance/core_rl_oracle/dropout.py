@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from core_rl_oracle.experts import written
+from core_rl_oracle.experts import all_written, gradients_of
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.plain import VARIANTS, PlainModel
 
@@ -65,13 +65,7 @@ class MaskedPairs:
         with _precise(exact):
             loss = -(logprobs + entropy_coef * entropy).mean()
             loss.backward()
-        grads = {
-            written_name: part.clone()
-            for name, value in model.named_parameters()
-            for written_name, part in written(
-                name, torch.zeros_like(value) if value.grad is None else value.grad
-            )
-        }
+        grads = {name: grad.clone() for name, grad in all_written(gradients_of(model)).items()}
         model.zero_grad(set_to_none=True)
         return float(loss.detach()), grads
 

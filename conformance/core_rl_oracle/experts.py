@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Choice", "balance", "overwrite", "watched", "written"]
+__all__ = ["Choice", "all_written", "balance", "gradients_of", "overwrite", "watched", "written"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,21 @@ def written(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.experts.{expert}.up_proj.weight", matrix[half:]
         else:
             yield f"{prefix}.experts.{expert}.{part}.weight", matrix
+
+
+def all_written(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Views of all ``values``, parameter-shaped and by the module's names, under the names of `written`."""
+    return {
+        written_name: part for name, value in values.items() for written_name, part in written(name, value)
+    }
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """All gradients, by the module's names; 0 where there is none."""
+    return {
+        name: torch.zeros_like(value) if value.grad is None else value.grad
+        for name, value in model.named_parameters()
+    }
 
 
 def overwrite(local: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

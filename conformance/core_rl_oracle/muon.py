@@ -9,20 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from core_rl_oracle.oracle import AdamW, grad_norm
+from core_rl_oracle.oracle import KINDS, AdamW, OptimizerState, grad_norm
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import Tolerance, tolerances
 
 __all__ = [
-    "KINDS",
     "MixedOptimizer",
-    "MixedState",
     "Settings",
     "hidden_matrix",
     "mixed_tolerances",
@@ -31,7 +29,6 @@ __all__ = [
     "scaled",
 ]
 
-KINDS = ("params", "momentum", "exp_avg", "exp_avg_sq")
 A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 Matrices = Mapping[str, Tensor]
@@ -98,7 +95,7 @@ class MixedOptimizer:
     transposed: bool = False
     dtype: torch.dtype = torch.float64
 
-    def step(self, state: MixedState, grads: Mapping[str, Tensor], lr: float) -> float:
+    def step(self, state: OptimizerState, grads: Mapping[str, Tensor], lr: float) -> float:
         """Update ``state`` in place with ``grads`` and the learning rate ``lr``; returns their norm before clipping."""
         norm = grad_norm(grads)
         scale = self.adamw.clip_scale(norm)
@@ -120,7 +117,7 @@ class MixedOptimizer:
         momentum.mul_(self.momentum).add_(grad * (1 - self.momentum))
         return self.momentum * momentum + (1 - self.momentum) * grad if self.nesterov else momentum.clone()
 
-    def _adam(self, state: MixedState, name: str, grad: Tensor, lr: float) -> None:
+    def _adam(self, state: OptimizerState, name: str, grad: Tensor, lr: float) -> None:
         beta1, beta2 = self.adamw.betas
         first = state.exp_avg[name].mul_(beta1).add_(grad * (1 - beta1))
         second = state.exp_avg_sq[name].mul_(beta2).add_(grad * grad * (1 - beta2))
@@ -128,40 +125,9 @@ class MixedOptimizer:
         state.params[name].sub_(lr * (first / (1 - beta1**state.count)) / (unbiased + self.adamw.eps))
 
 
-@dataclass(kw_only=True)
-class MixedState:
-    """Weights and moments, and the number of steps taken."""
-
-    params: dict[str, Tensor]
-    momentum: dict[str, Tensor] = field(default_factory=dict)
-    exp_avg: dict[str, Tensor] = field(default_factory=dict)
-    exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
-    count: int = 0
-
-    @staticmethod
-    def start(params: Mapping[str, Tensor], settings: Mapping[str, Settings]) -> MixedState:
-        """Copies of ``params`` in float64, and moments of zero."""
-        zeros = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in params.items()}
-        adamw = {name: zero for name, zero in zeros.items() if not settings[name].muon}
-        return MixedState(
-            params={name: value.detach().to(torch.float64, copy=True) for name, value in params.items()},
-            momentum={name: zero for name, zero in zeros.items() if settings[name].muon},
-            exp_avg=adamw,
-            exp_avg_sq={name: zero.clone() for name, zero in adamw.items()},
-        )
-
-    def copied(self, dtype: torch.dtype) -> MixedState:
-        """A copy in ``dtype``."""
-        copies = {
-            kind: {name: value.to(dtype, copy=True) for name, value in getattr(self, kind).items()}
-            for kind in KINDS
-        }
-        return MixedState(**copies, count=self.count)
-
-
 def mixed_tolerances(
-    start: MixedState,
-    expected: MixedState,
+    start: OptimizerState,
+    expected: OptimizerState,
     config: MixedOptimizer,
     grads: Sequence[Mapping[str, Tensor]],
     rates: Sequence[float],
@@ -170,7 +136,7 @@ def mixed_tolerances(
     runs = []
     for transposed, nudge in ((False, None), (True, None), (False, 1), (True, 2), (False, 3)):
         plain = replace(config, dtype=torch.float32, transposed=transposed)
-        state = start.copied(torch.float32)
+        state = start.copy(torch.float32)
         for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
             plain.step(
                 state, step_grads if nudge is None else _nudged(step_grads, 1000 * nudge + number), rate

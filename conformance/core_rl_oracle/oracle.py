@@ -10,7 +10,7 @@ sequence has log-prob, entropy and value 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -19,12 +19,23 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from core_rl_oracle.experts import balance, overwrite, watched, written
+from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, watched
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.low_rank import LowRank
 
-__all__ = ["AdamW", "AdamWState", "Gradients", "Oracle", "OracleSequence", "SequenceLoss", "grad_norm"]
+__all__ = [
+    "KINDS",
+    "AdamW",
+    "Gradients",
+    "OptimizerState",
+    "Oracle",
+    "OracleSequence",
+    "SequenceLoss",
+    "grad_norm",
+]
 
+KINDS = ("params", "momentum", "exp_avg", "exp_avg_sq")
+"""The tensors of an `OptimizerState`."""
 REFUSING = 2
 """Number of sequences of a call inspected for a smaller dtype; the others go through the same operations."""
 
@@ -89,11 +100,8 @@ class Oracle:
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters, float64, by their written names, a tied one once."""
-        return {
-            written_name: part.detach().clone()
-            for name, value in self.model.named_parameters()
-            for written_name, part in written(name, value)
-        }
+        parameters = all_written(dict(self.model.named_parameters()))
+        return {name: value.detach().clone() for name, value in parameters.items()}
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Replace the parameters named in ``values``."""
@@ -151,15 +159,10 @@ class Oracle:
                 if part.requires_grad:
                     part.backward()
             total, weight = total + float(part.detach()), weight + counted
-        grads = {
-            written_name: part
-            for name, value in self.model.named_parameters()
-            for written_name, part in written(
-                name, torch.zeros_like(value) if value.grad is None else value.grad / weight
-            )
-        }
+        grads = all_written(gradients_of(self.model))
+        means = {name: grad / weight for name, grad in grads.items()}
         self.model.zero_grad(set_to_none=True)
-        return Gradients(loss=total / weight, weight=weight, grads=grads)
+        return Gradients(loss=total / weight, weight=weight, grads=means)
 
 
 def _forget_lengths(model: PreTrainedModel) -> None:
@@ -223,7 +226,7 @@ class AdamW:
         """The factor for gradients of this ``norm``; the 1e-6 is that of torch's ``clip_grad_norm_``."""
         return 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
 
-    def step(self, state: AdamWState, grads: Mapping[str, Tensor], lr: float | None = None) -> float:
+    def step(self, state: OptimizerState, grads: Mapping[str, Tensor], lr: float | None = None) -> float:
         """Update ``state`` in place with float64 copies of ``grads``; returns their norm before clipping.
 
         Parameters without a gradient in ``grads`` are frozen.
@@ -246,28 +249,31 @@ class AdamW:
 
 
 @dataclass(kw_only=True)
-class AdamWState:
-    """Weights and moments in float64, and the number of steps taken."""
+class OptimizerState:
+    """Weights and moments, and the number of steps taken."""
 
     params: dict[str, Tensor]
-    exp_avg: dict[str, Tensor]
-    exp_avg_sq: dict[str, Tensor]
+    momentum: dict[str, Tensor] = field(default_factory=dict)
+    """Of parameters that Muon steps, in place of the moments of AdamW."""
+    exp_avg: dict[str, Tensor] = field(default_factory=dict)
+    exp_avg_sq: dict[str, Tensor] = field(default_factory=dict)
     count: int = 0
 
     @staticmethod
-    def start(params: Mapping[str, Tensor]) -> AdamWState:
-        """Float64 copies of ``params`` and moments of zero."""
-        return AdamWState(
+    def start(params: Mapping[str, Tensor], muon: Collection[str] = ()) -> OptimizerState:
+        """Float64 copies of ``params`` and moments of zero; the parameters named in ``muon`` have a momentum."""
+        zeros = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in params.items()}
+        return OptimizerState(
             params={name: value.detach().double().clone() for name, value in params.items()},
-            exp_avg={name: torch.zeros_like(value, dtype=torch.float64) for name, value in params.items()},
-            exp_avg_sq={name: torch.zeros_like(value, dtype=torch.float64) for name, value in params.items()},
+            momentum={name: zero for name, zero in zeros.items() if name in muon},
+            exp_avg={name: zero for name, zero in zeros.items() if name not in muon},
+            exp_avg_sq={name: zero.clone() for name, zero in zeros.items() if name not in muon},
         )
 
-    def copy(self) -> AdamWState:
-        """A deep copy."""
-        return AdamWState(
-            params={name: value.clone() for name, value in self.params.items()},
-            exp_avg={name: value.clone() for name, value in self.exp_avg.items()},
-            exp_avg_sq={name: value.clone() for name, value in self.exp_avg_sq.items()},
-            count=self.count,
-        )
+    def copy(self, dtype: torch.dtype = torch.float64) -> OptimizerState:
+        """A deep copy in ``dtype``."""
+        copies = {
+            kind: {name: value.to(dtype, copy=True) for name, value in getattr(self, kind).items()}
+            for kind in KINDS
+        }
+        return OptimizerState(**copies, count=self.count)

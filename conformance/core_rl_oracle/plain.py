@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from core_rl_oracle.experts import balance, overwrite, watched, written
+from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, watched
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
 
@@ -115,7 +115,7 @@ class PlainModel:
         total, weight = 0.0, sum(_weight(loss, sequence, self.head) for sequence in sequences)
         for rows in _cuts(variant, sequences):
             total += self._add_gradients(variant, rows, sequences, loss, temperature, weight)
-        return total, _written(_gradients(model))
+        return total, _written(gradients_of(model))
 
     def repeated_gradients(
         self, distinct: Sequence[OracleSequence], order: Sequence[int], loss: SequenceLoss, temperature: float
@@ -131,13 +131,13 @@ class PlainModel:
         for number in range(len(distinct)):
             model = self.model(alone)
             part = self._add_gradients(alone, [number], distinct, loss, temperature, weight)
-            results.append((part, list(_gradients(model).values())))
+            results.append((part, list(gradients_of(model).values())))
         total, sums = 0.0, [torch.zeros_like(grad) for grad in results[0][1]]
         for number in order:
             part, grads = results[number]
             total += part
             torch._foreach_add_(sums, grads)
-        return total, _written(dict(zip(_gradients(model), sums, strict=True)))
+        return total, _written(dict(zip(gradients_of(model), sums, strict=True)))
 
     def _add_gradients(
         self,
@@ -289,21 +289,9 @@ def _lse(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids[:, None])[:, 0] - lse, lse - (p * logits).sum(-1)
 
 
-def _gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All gradients, 0 where there is none."""
-    return {
-        name: torch.zeros_like(value) if value.grad is None else value.grad
-        for name, value in model.named_parameters()
-    }
-
-
 def _written(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``grads`` under the names of the checkpoint, in float32 on the CPU."""
-    return {
-        written_name: part.float().cpu()
-        for name, grad in grads.items()
-        for written_name, part in written(name, grad)
-    }
+    return {name: grad.float().cpu() for name, grad in all_written(grads).items()}
 
 
 def _cuts(variant: Variant, sequences: Sequence[OracleSequence]) -> Iterator[list[int]]:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, grad_norm
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance, tolerances
 
@@ -42,8 +42,8 @@ others. A number is at most half of their distance from its code.
 
 
 def step_tolerances(
-    start: AdamWState,
-    expected: AdamWState,
+    start: OptimizerState,
+    expected: OptimizerState,
     config: AdamW,
     grads: Sequence[Mapping[str, Tensor]],
     rates: Sequence[float],
@@ -72,7 +72,7 @@ def step_tolerances(
 class PlainAdamW:
     """torch's AdamW over float32 copies of the weights and moments of ``start``."""
 
-    def __init__(self, start: AdamWState, config: AdamW, kernel: Kernel = "foreach") -> None:
+    def __init__(self, start: OptimizerState, config: AdamW, kernel: Kernel = "foreach") -> None:
         self._params = {name: torch.nn.Parameter(value.float()) for name, value in start.params.items()}
         self._optimizer = _optimizer(self._params, config, kernel)
         for name, parameter in self._params.items():
@@ -88,10 +88,10 @@ class PlainAdamW:
         return {name: parameter.detach() for name, parameter in self._params.items()}
 
     @property
-    def state(self) -> AdamWState:
+    def state(self) -> OptimizerState:
         """Weights and moments, as they are now."""
         parts = {name: self._optimizer.state[parameter] for name, parameter in self._params.items()}
-        return AdamWState(
+        return OptimizerState(
             params=self.params,
             exp_avg={name: part["exp_avg"] for name, part in parts.items()},
             exp_avg_sq={name: part["exp_avg_sq"] for name, part in parts.items()},

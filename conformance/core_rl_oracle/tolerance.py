@@ -22,7 +22,6 @@ from torch import Tensor
 __all__ = [
     "FACTOR",
     "FLOOR_ULPS",
-    "MeanSquare",
     "Tolerance",
     "largest_difference",
     "mean_square",
@@ -97,23 +96,10 @@ def tolerances(
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class SignedMean:
-    """A mean error over sequences, and how far from zero it may be."""
-
-    mean: float
-    limit: float
-
-    @property
-    def passes(self) -> bool:
-        """Whether the mean is close enough to zero."""
-        return abs(self.mean) <= self.limit
-
-
 def signed_mean(
     errors: Sequence[Tensor], plain_errors: Sequence[Sequence[Tensor]], floor: float
-) -> SignedMean:
-    """Whether the mean of ``errors`` (one tensor of token errors for each sequence) is zero up to chance.
+) -> tuple[float, float]:
+    """The mean of ``errors``, one tensor of token errors for each sequence, and how far from 0 chance may take it.
 
     It may be 4 times the largest signed mean of the plain model's variants plus 4 standard errors over
     sequences. The deviation is the larger of the engine's and the plain model's: an engine with
@@ -124,30 +110,23 @@ def signed_mean(
     deviation = max(_deviation(ours), *(_deviation(variant) for variant in plain))
     limit = FACTOR * max(abs(fmean(variant)) for variant in plain) + SIGMAS * deviation / math.sqrt(len(ours))
     count = max(1, sum(error.numel() for error in errors))
-    return SignedMean(mean=fmean(ours), limit=limit + floor / math.sqrt(count))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeanSquare:
-    """The root of the mean square error over tokens, and its limit."""
-
-    error: float
-    tolerance: Tolerance
+    return fmean(ours), limit + floor / math.sqrt(count)
 
 
 def mean_square(
     errors: Sequence[Tensor], plain_errors: Sequence[Sequence[Tensor]], floor: float
-) -> MeanSquare:
-    """The rule for the whole of many tokens: 4 times the largest root mean square error of the plain model's variants.
+) -> tuple[float, Tolerance]:
+    """The root mean square of ``errors``, and the tolerance for the whole of many tokens.
 
-    The largest of many errors is ruled by its tail, above all in bfloat16; their mean square hardly differs
-    between equivalent computations, so that this sees a tenth of an error hidden by the largest. Of the floor
-    of a single token, independent roundings leave a part in ``sqrt(n)``.
+    That is 4 times the largest root mean square error of the plain model's variants. The largest of many errors
+    is ruled by its tail, above all in bfloat16; their mean square hardly differs between equivalent computations,
+    so that this sees a tenth of an error hidden by the largest. Of the floor of a single token, independent
+    roundings leave a part in ``sqrt(n)``.
     """
     count = max(1, sum(error.numel() for error in errors))
     baseline = max(_root_mean_square(variant) for variant in plain_errors)
     allowed = Tolerance(baseline=baseline, floor=floor / math.sqrt(count))
-    return MeanSquare(error=_root_mean_square(errors), tolerance=allowed)
+    return _root_mean_square(errors), allowed
 
 
 def _root_mean_square(errors: Sequence[Tensor]) -> float:

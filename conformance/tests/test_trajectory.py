@@ -13,7 +13,7 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import BATCHES, CONFIG, LOSS
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
-from core_rl_oracle.oracle import AdamWState, Oracle
+from core_rl_oracle.oracle import OptimizerState, Oracle
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 
 MODEL = TinyModel(family="gpt2")
@@ -37,7 +37,7 @@ def expected(directory: Path) -> ExpectedTraining:
 
 def test_steps_run_in_sequence(directory: Path, expected: ExpectedTraining) -> None:
     oracle = Oracle(directory)
-    state = AdamWState.start(oracle.parameters())
+    state = OptimizerState.start(oracle.parameters())
     for step, data in enumerate(TRAINING.data[:2]):
         result = oracle.gradients(data.for_oracle(), LOSS.of_sequence, LOSS.temperature)
         assert (result.loss, result.norm) == (expected.truth.losses[step], expected.truth.norms[step])

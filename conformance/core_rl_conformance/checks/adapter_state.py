@@ -18,7 +18,6 @@ from core_rl.errors import CheckpointMismatch, CoreRLError, EngineStateError, We
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.procedures import moving
@@ -93,7 +92,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     allowed = tolerances(variants, expected, subject.dtype)
     adapted_params = {name: value for name, value in params.items() if name in adapted}
     label = f"merged weights (rslora: {adapter.rslora})"
-    subject.verify(compare_named(label, adapted_params, expected, allowed))
+    subject.verify_named(label, adapted_params, expected, allowed)
     unadapted = {name: value.to(subject.dtype) for name, value in base.items() if name not in adapted}
     adapted_params = {name: value for name, value in params.items() if name not in adapted}
     subject.verify_same("exported weights without an adapter", adapted_params, unadapted)

@@ -85,10 +85,8 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = serving.requests_for(subject.data().select(serving.FEW))
-    long = serving.requests_for(
-        subject.data().select(serving.FEW), replace(serving.PLAIN, max_new_tokens=24), 20
-    )
+    requests = serving.few_requests(subject)
+    long = serving.few_requests(subject, replace(serving.PLAIN, max_new_tokens=24), 20)
     _verify_drawn(
         subject, "before an adapter came", serving.ask(engine, requests), kind.model, {0: kind.model}
     )
@@ -151,7 +149,7 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = serving.requests_for(subject.data().select(serving.FEW))
+    requests = serving.few_requests(subject)
     old = replace(kind, seed=2)
     _give(engine, _meta(subject, 2), old)
     for number, (label, (factors, metadata)) in enumerate(_misfits(replace(kind, seed=3)).items()):
@@ -201,6 +199,6 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
-        responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+        responses = serving.ask(engine, serving.few_requests(subject))
         trained = {version: snapshot_of(subject, adapter, group)}
         _verify_drawn(subject, f"after sync {version}", responses, adapter.model, trained)

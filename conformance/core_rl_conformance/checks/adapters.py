@@ -10,7 +10,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -154,7 +153,7 @@ def _verify_gradients(
     grads = group.named_tensors("grads")
     frozen = sorted(set(grads) & set(base))
     subject.require(not frozen, f"the base model has gradients next to an adapter: {', '.join(frozen[:6])}")
-    subject.verify(compare_named(f"gradients {label}", grads, trained, written(expected.tolerances)))
+    subject.verify_named(f"gradients {label}", grads, trained, written(expected.tolerances))
     group.optimizer_zero_grad()
 
 

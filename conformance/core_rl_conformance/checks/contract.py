@@ -64,6 +64,10 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
     def sync(meta: WeightUpdateMeta) -> Callable[[], object]:
         return lambda: subject.start().upload_weights(meta)
 
+    def save(format_: CheckpointFormat) -> Callable[[], object]:
+        meta = SaveLoadMeta(path=str(subject.directory(format_)), format=format_)
+        return lambda: subject.start().save(meta)
+
     def layout(asked: ParallelLayout) -> Callable[[], object]:
         return lambda: subject.start(layout=asked)
 
@@ -81,9 +85,11 @@ def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]
         C.BFLOAT16: lambda: subject.start(changes={"dtype": "bfloat16"}),
         C.OFFLOAD: lambda: subject.start().offload(),
         C.LORA: lambda: _ask_for_an_adapter(subject),
-        C.AUX_LOSS: lambda: _balance(subject),
-        C.SHARDED_CHECKPOINT: lambda: _save(subject, "sharded"),
-        C.PORTABLE_CHECKPOINT: lambda: _save(subject, "portable"),
+        C.AUX_LOSS: lambda: subject.start(
+            replace(subject.model(), family=MOE), changes={"model": {"router_aux_coef": 0.1}}
+        ),
+        C.SHARDED_CHECKPOINT: save("sharded"),
+        C.PORTABLE_CHECKPOINT: save("portable"),
         C.SYNC_DISK: sync(WeightUpdateMeta(version=1, path=str(subject.directory("sync")))),
     }
     if {C.SHARDED_CHECKPOINT, C.DATA_PARALLEL} <= subject.spec.capabilities:
@@ -97,24 +103,13 @@ def _ask_for_an_adapter(subject: EngineUnderTest) -> None:
     try:
         subject.start().run(disable_adapter)
     except UnsupportedCapability:
-        model = {**subject.config().model.model_dump(), "lora": {"rank": 2}}
-        subject.start(changes={"model": model})
-
-
-def _balance(subject: EngineUnderTest) -> None:
-    model = replace(subject.model(), family=MOE)
-    section = {**subject.config(model).model.model_dump(), "router_aux_coef": 0.1}
-    subject.start(model, changes={"model": section})
+        subject.start(changes={"model": {"lora": {"rank": 2}}})
 
 
 def _load_at_another_layout(subject: EngineUnderTest) -> None:
     meta = SaveLoadMeta(path=str(subject.directory("resharded")), format="sharded")
     subject.start(layout=ParallelLayout(dp=2)).save(meta)
     subject.start(layout=ParallelLayout()).load(meta)
-
-
-def _save(subject: EngineUnderTest, format_: CheckpointFormat) -> None:
-    subject.start().save(SaveLoadMeta(path=str(subject.directory(format_)), format=format_))
 
 
 @check("contract.version", each="layout")
@@ -139,7 +134,7 @@ def drawn_weights_are_one_model(subject: EngineUnderTest) -> None:
     Look at: the seed on each rank, and what fills parameters and buffers after a build on ``meta``.
     """
     model = subject.model()
-    section = {"config": model.config().to_dict(), "head": "lm"}
+    section = {"path": None, "config": model.config().to_dict()}
     runs = []
     for seed in (11, 11, 12):
         group = subject.start(model, changes={"model": section, "seed": seed})
@@ -161,7 +156,7 @@ def a_new_head_is_one_head(subject: EngineUnderTest) -> None:
     """
     language, model = subject.model(), subject.model(head="value")
     path = str(subject.expected.models.directory(language))
-    group = subject.start(model, changes={"model": {"path": path, "head": "value"}})
+    group = subject.start(model, changes={"model": {"path": path}})
     master = group.named_tensors("master")
     expected = subject.expected.oracle(language).parameters()
     trunk = {name: expected[name].float() for name in master if name != "score.weight"}

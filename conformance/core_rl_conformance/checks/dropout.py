@@ -15,7 +15,6 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
@@ -103,9 +102,7 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
         expected = _gradients_with(subject, adapter, keep_mask, data)
         of_rank = f"of one token on data-parallel rank {rank}, with the masks that they show"
         truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
-        subject.verify(
-            compare_named(f"gradients {of_rank}", grads, {name: truth[name] for name in grads}, allowed)
-        )
+        subject.verify_named(f"gradients {of_rank}", grads, {name: truth[name] for name in grads}, allowed)
         subject.verify_scalar(f"the loss {of_rank}", metrics["loss"], expected.oracle.loss, expected.loss)
         passes.append(keep_mask)
     verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", passes)

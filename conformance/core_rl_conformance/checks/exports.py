@@ -23,7 +23,7 @@ from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
-from core_rl_oracle.experts import written
+from core_rl_oracle.experts import all_written
 
 LOSS = TokenMeanLoss(temperature=0.8)
 CARRIED = {
@@ -96,11 +96,7 @@ def _verify_export(
     model, report = loading
     problems = {name: str(mismatch) for name, mismatch in report.items() if mismatch}
     subject.require(not problems, f"transformers reports while loading the export: {problems}")
-    loaded = {
-        written_name: part
-        for name, value in model.named_parameters()
-        for written_name, part in written(name, value.detach())
-    }
+    loaded = {name: part.detach() for name, part in all_written(dict(model.named_parameters())).items()}
     # The scalar heads stay in float32, whatever the compute dtype.
     params = {
         name: value if name == "score.weight" else value.to(subject.dtype).float()
@@ -130,9 +126,8 @@ def tensors_that_nobody_knows_are_carried(subject: EngineUnderTest) -> None:
     source = subject.directory("source")
     shutil.copytree(subject.expected.models.directory(subject.model()), source)
     save_file(tensors_of(source) | CARRIED, source / "model.safetensors", metadata={"format": "pt"})
-    section = {"path": str(source), "head": "lm"}
     try:
-        group = subject.start(changes={"model": section})
+        group = subject.start(changes={"model": {"path": str(source)}})
     except CoreRLError as error:
         subject.require(any(name in str(error) for name in CARRIED), f"the refusal names no tensor: {error}")
         return

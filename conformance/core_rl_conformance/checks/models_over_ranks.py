@@ -62,8 +62,7 @@ def value_gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> No
     """
     model = subject.model(head="value")
     path = str(subject.expected.models.directory(subject.model()))
-    section = {"path": path, "head": "value"}
-    group = subject.start(model, optimizer=OPTIMIZER, changes={"model": section})
+    group = subject.start(model, optimizer=OPTIMIZER, changes={"model": {"path": path}})
     _verify_after_steps(subject, group, model, ValueLoss())
 
 
@@ -105,7 +104,7 @@ def new_weights_are_drawn_from_the_seed(subject: EngineUnderTest) -> None:
     model = subject.model()
     path = str(subject.expected.models.directory(model))
     sections: dict[str, dict[str, Any]] = {
-        "weights drawn from a config": {"config": model.config().to_dict(), "head": "lm"}
+        "weights drawn from a config": {"path": None, "config": model.config().to_dict(), "head": "lm"}
     }
     if subject.spec.supports(Capability.VALUE_HEAD):
         sections["a model with a new head"] = {"path": path, "head": "value"}

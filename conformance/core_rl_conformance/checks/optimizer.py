@@ -14,7 +14,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
@@ -210,7 +209,7 @@ def _verify_frozen(
     group.forward_backward(data.batch(), loss.spec(), TWO)
     trained = {name: grad for name, grad in grads.items() if name not in frozen}
     found = group.named_tensors("grads")
-    subject.verify(compare_named(f"gradients {label}", found, trained, expected.tolerances))
+    subject.verify_named(f"gradients {label}", found, trained, expected.tolerances)
     shadow.step(subject, group, f"of the first step {label}")
     shadow.train(subject, group, [subject.data(seed=1).batch()], loss.spec(), TWO)
     shadow.verify(subject, group, label)

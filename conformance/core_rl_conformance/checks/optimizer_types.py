@@ -13,7 +13,6 @@ from core_rl.errors import ConfigError, MissingPackage
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import NotRun
@@ -22,8 +21,8 @@ from core_rl_conformance.procedures.mixed import default_settings, verify_mixed_
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.training import MOMENTS, optimizer_config
 from core_rl_conformance.profile import DENSE
-from core_rl_oracle.muon import MixedOptimizer, MixedState, mixed_tolerances
-from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.muon import MixedOptimizer, mixed_tolerances
+from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.plain_adamw import share_of_values, with_rounding_to_codes
 from core_rl_oracle.tolerance import Tolerance
 
@@ -176,19 +175,17 @@ def _verify_step(subject: EngineUnderTest, group: EngineGroup, config: MixedOpti
     grads = group.named_tensors("grads")
     group.optimizer_step()
     moments = {kind: before[kind] for kind in MOMENTS}
-    start = MixedState(params=before["master"], **moments, count=number)
-    right = start.copied(config.dtype)
+    start = OptimizerState(params=before["master"], **moments, count=number)
+    right = start.copy(config.dtype)
     config.step(right, grads, CONFIG.lr)
     allowed = mixed_tolerances(start, right, config, [grads], [CONFIG.lr])
     label = f"after step {number}"
     exported = group.named_tensors("master")
-    subject.verify(
-        compare_named(f"weights {label}", exported, right.params, allowed["params"], before["master"])
-    )
+    subject.verify_named(f"weights {label}", exported, right.params, allowed["params"], before["master"])
     for kind in MOMENTS:
         exact = getattr(right, kind)
         limits = with_rounding_to_codes(kind, exact, allowed[kind])
-        subject.verify(compare_named(f"{kind} {label}", group.named_tensors(kind), exact, limits))
+        subject.verify_named(f"{kind} {label}", group.named_tensors(kind), exact, limits)
 
 
 @check("I11.resume-8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
@@ -230,7 +227,7 @@ def _verify_near(subject: EngineUnderTest, group: EngineGroup, saved: moving.Sta
     for kind in MOMENTS:
         exact = Tolerance(baseline=0.0, floor=0.0)
         limits = with_rounding_to_codes(kind, saved[kind], dict.fromkeys(saved[kind], exact))
-        subject.verify(compare_named(f"{kind} {label}", group.named_tensors(kind), saved[kind], limits))
+        subject.verify_named(f"{kind} {label}", group.named_tensors(kind), saved[kind], limits)
 
 
 def _wide(subject: EngineUnderTest) -> TinyModel:

@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -143,24 +143,19 @@ def _enter(mode: AbstractContextManager[None]) -> None:
 # ------------------------------------------------------------------- memory
 
 
-@dataclass(frozen=True, kw_only=True)
-class Growth:
-    """Tensors of one rank that came during repeated calls and stayed."""
+def grown(
+    engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int
+) -> dict[str, tuple[int, int]]:
+    """Tensors of this rank that came in ``count`` training steps or forward passes, and stayed; and their bytes.
 
-    what: str
-    tensors: int
-    size: int
-    """Bytes of their storages; on CUDA, of the allocated memory."""
-
-
-def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int) -> list[Growth]:
-    """The growth over ``count`` training steps, and over as many forward passes, after some of both. Collective."""
+    After some of both, which fill caches. Collective. On CUDA, bytes are those of the allocated memory.
+    """
     batches = _endless(engine.shard_data(batch))
     calls: dict[str, Callable[[], object]] = {
         "train_batch()": lambda: engine.train_batch(next(batches), loss, ONE_PASS),
         "forward()": lambda: engine.forward(next(batches), ONE_PASS),
     }
-    growths = []
+    growths = {}
     with _earlier_objects_ignored():
         for call in calls.values():
             for _ in range(WARM_UP):
@@ -174,7 +169,7 @@ def grown(engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int)
                 live.append(_live(engine.device))
             # Growth is seen in each half. A message under way to another rank lives at one look alone.
             tensors, size = (2 * min(c - b, b - a) for a, b, c in zip(*live, strict=True))
-            growths.append(Growth(what=name, tensors=tensors, size=size))
+            growths[name] = (tensors, size)
     return growths
 
 
@@ -270,11 +265,10 @@ def memory_does_not_grow(subject: EngineUnderTest) -> None:
     group, batch = subject.start(), _few_tokens(subject)
     steps = STEPS if subject.layout.world_size == 1 else ON_SEVERAL_RANKS
     for rank, growths in enumerate(group.run(grown, batch, LOSS.spec(), steps)):
-        for growth in growths:
+        for name, (tensors, size) in growths.items():
             subject.require(
-                growth.tensors <= FEWER and growth.size <= FEWER * batch.input_ids.nbytes,
-                f"{steps} calls of {growth.what} left {growth.tensors} more tensors and {growth.size} more bytes on "
-                f"rank {rank}",
+                tensors <= FEWER and size <= FEWER * batch.input_ids.nbytes,
+                f"{steps} calls of {name} left {tensors} more tensors and {size} more bytes on rank {rank}",
             )
 
 

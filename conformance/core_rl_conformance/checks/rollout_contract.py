@@ -42,7 +42,7 @@ def undeclared_capabilities_of_rollouts_refuse(subject: EngineUnderTest) -> None
     """
     engine = subject.serve()
     verify_undeclared(subject, _refusals(subject, engine))
-    responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
+    responses = serving.ask(engine, serving.few_requests(subject))
     serving.verify_logprobs(subject, "log-probs after refusals", subject.model(), responses)
 
 
@@ -95,13 +95,11 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
     Look at: where the version of each token comes from, and what ``set_version`` sends to the server.
     """
     engine = subject.serve()
-    requests = serving.requests_for(subject.data().select(serving.FEW))
+    requests = serving.few_requests(subject)
     try:
         engine.set_version(41)
         _require_versions(subject, "after set_version(41)", serving.ask(engine, requests), {41})
-        longer = serving.requests_for(
-            subject.data().select(serving.FEW), replace(serving.PLAIN, max_new_tokens=20)
-        )
+        longer = serving.few_requests(subject, replace(serving.PLAIN, max_new_tokens=20))
         responses = asyncio.run(serving.meanwhile(engine, longer, partial(engine.set_version, 42)))
         _require_versions(subject, "with set_version(42) on the way", responses, {41, 42})
         serving.verify_version(subject, engine, 42, "after set_version(42)")
@@ -171,7 +169,7 @@ def requests_have_rids_of_their_own(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    request = serving.requests_for(subject.data().select(serving.FEW))[0]
+    request = serving.few_requests(subject)[0]
     refused, responses = asyncio.run(_sharing_a_rid(engine, request))
     subject.require(refused, f"two requests with the rid {request.rid!r} were in flight at one time")
     serving.verify_logprobs(subject, "log-probs next to a refused request", model, responses)
@@ -202,7 +200,7 @@ def paused_engines_hold_requests_back(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    requests = serving.requests_for(subject.data().select(serving.FEW))
+    requests = serving.few_requests(subject)
     early, responses = asyncio.run(_paused(engine, requests))
     subject.require(
         early == 0, f"{early} of {len(requests)} requests were answered while the engine was paused"

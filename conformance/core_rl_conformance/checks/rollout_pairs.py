@@ -136,8 +136,8 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
         group.upload_weights(meta)
         serving.installed(engine, meta)
         group.set_version(version)
-        responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
-        carried = {number for response in responses for number in response.versions}
+        responses = serving.ask(engine, serving.few_requests(subject))
+        carried = serving.versions_of(responses)
         versions = {"the train engine": group.get_version(), "the rollout engine": engine.get_version()}
         subject.require(
             carried == {version} == set(versions.values()),

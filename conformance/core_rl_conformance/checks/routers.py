@@ -16,7 +16,6 @@ from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_experts import alike
@@ -65,14 +64,14 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, ALONE)
-    group = _started(subject, 1.0)
+    group = subject.start(changes={"model": {"router_aux_coef": 1.0}})
     for label, backward in _cuts(subject, group, data).items():
         metrics = backward()
         value = metrics.get("aux_loss", math.nan)
-        balance = compare_scalar(f"the metric 'aux_loss' {label}", value, expected.oracle.loss, expected.loss)
-        subject.verify(balance)
+        label_of_value = f"the metric 'aux_loss' {label}"
+        subject.verify_scalar(label_of_value, value, expected.oracle.loss, expected.loss)
         grads = group.named_tensors("grads")
-        subject.verify(compare_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances))
+        subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
         group.optimizer_zero_grad()
 
 
@@ -108,13 +107,11 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     loss = BalancedTokenMeanLoss(coef=COEF, tokens_per_trained=tokens / trained)
     expected = subject.gradients(model, data, loss)
     plain = subject.gradients(model, data, replace(loss, coef=0.0))
-    group = _started(subject, COEF)
+    group = subject.start(changes={"model": {"router_aux_coef": COEF}})
     metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
     grads = group.named_tensors("grads")
     subject.verify_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss)
-    subject.verify(
-        compare_named("gradients next to a loss", grads, expected.oracle.grads, expected.tolerances)
-    )
+    subject.verify_named("gradients next to a loss", grads, expected.oracle.grads, expected.tolerances)
     group.optimizer_zero_grad()
     evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]
     subject.verify_scalar("the loss of eval_batch()", evaluated, plain.oracle.loss, plain.loss)
@@ -122,12 +119,7 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
         batch = data.select(part).batch()
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)
     grads = group.named_tensors("grads")
-    subject.verify(compare_named("gradients of two calls", grads, expected.oracle.grads, expected.tolerances))
-
-
-def _started(subject: EngineUnderTest, coefficient: float) -> EngineGroup:
-    model = subject.config().model.model_dump()
-    return subject.start(changes={"model": {**model, "router_aux_coef": coefficient}})
+    subject.verify_named("gradients of two calls", grads, expected.oracle.grads, expected.tolerances)
 
 
 @check("I17.routing-replay", requires=[Capability.MOE, Capability.ROUTING_REPLAY], families=(MOE,))

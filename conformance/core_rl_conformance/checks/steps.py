@@ -11,7 +11,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
-from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.procedures.moving import state, verify_state
 from core_rl_conformance.procedures.outputs import verify_outputs
@@ -23,7 +22,7 @@ from core_rl_conformance.procedures.training import (
     training_of,
     verify_rates,
 )
-from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -63,7 +62,7 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     gradients = subject.gradients(model, data, LOSS)
     for cut in (ONE_PASS, MicroBatchSpec(count=4), MicroBatchSpec(max_tokens=48)):
         group = subject.start(optimizer=optimizer_config(config))
-        start = AdamWState.start(subject.expected.oracle(model).parameters())
+        start = OptimizerState.start(subject.expected.oracle(model).parameters())
         steps = Steps(config=config, start=start, grads=[gradients.oracle.grads], rates=[config.lr])
         reported = group.train_batch(data.batch(), LOSS.spec(), cut)
         largest = max(float(value.abs().max()) for value in steps.state().params.values())
@@ -205,4 +204,4 @@ def training_follows_the_oracle(subject: EngineUnderTest) -> None:
     verify_rates(subject, training, trained)
     start = subject.expected.oracle(subject.model()).parameters()
     label = f"weights after {len(trained.reports)} steps without an export"
-    subject.verify(compare_named(label, trained.weights, truth.weights, expected.weights, since=start))
+    subject.verify_named(label, trained.weights, truth.weights, expected.weights, since=start)

@@ -159,7 +159,7 @@ def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
     __tracebackhide__ = True
     model = subject.model()
     engine = subject.serve(model, keep=False)
-    requests = serving.requests_for(subject.data().select(serving.FEW))
+    requests = serving.few_requests(subject)
     items = list(
         tensors_of(subject.expected.models.directory(replace(model, seed=model.seed + 2000))).items()
     )
@@ -247,8 +247,8 @@ def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
         group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sync_weights(group, engine, sync_meta(subject, method, version, bucket_bytes, verify=True), 120)
-        responses = serving.ask(engine, serving.requests_for(subject.data().select(serving.FEW)))
-        carried = {number for response in responses for number in response.versions}
+        responses = serving.ask(engine, serving.few_requests(subject))
+        carried = serving.versions_of(responses)
         subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
         truth = subject.snapshot(group, model, f"truth-{version}")
         serving.verify_logprobs(

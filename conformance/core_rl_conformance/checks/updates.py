@@ -124,7 +124,7 @@ def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     model = subject.model()
     engine = subject.serve(model, keep=False)
     engine.set_version(3)
-    requests = serving.requests_for(subject.data().select(serving.FEW))
+    requests = serving.few_requests(subject)
     for label, meta in _unreadable(subject, model).items():
         problem = f"an update from {label} did not raise a WeightsError or a CheckpointError"
         subject.require_error(
@@ -296,7 +296,7 @@ def _verify_sleep(
     version: int,
 ) -> None:
     """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
-    requests = serving.requests_for(subject.data().select(serving.FEW), GREEDY)
+    requests = serving.few_requests(subject, GREEDY)
     before = [response.output_ids for response in serving.ask(engine, requests)]
     engine.release_memory()
     try:
@@ -319,7 +319,7 @@ def launched_servers_serve_those_who_connect(subject: EngineUnderTest) -> None:
     """
     model = subject.model()
     engine = subject.serve(model)
-    requests = serving.requests_for(subject.data().select(serving.FEW))
+    requests = serving.few_requests(subject)
     second = subject.connect(model)
     try:
         serving.verify_logprobs(subject, "log-probs of a second client", model, serving.ask(second, requests))

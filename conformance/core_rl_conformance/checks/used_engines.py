@@ -8,8 +8,10 @@ from torch import Tensor
 from core_rl.backend.meta import CheckpointFormat
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
+from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import CoreRLError, EngineStateError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -18,7 +20,7 @@ from core_rl_conformance.inputs.losses import RaisingLoss, TokenMeanLoss
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
-from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.procedures.training import Shadow
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
@@ -177,14 +179,14 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     Look at: attributes of modules and classes; whether ``TrainBackend.teardown`` ends state of another engine.
     """
     models = [subject.model(dropout=0.1), moving.elsewhere(subject.model(dropout=0.1))]
-    reports, states = [], []
+    reports, states, configs = [], [], []
     for model in models:
         group = moving.start(subject, model)
+        configs.append(group.run(_config_of)[0])
         reports.append(moving.train(group, subject, [*COLOCATED_STEPS, 2]))
         states.append(moving.state(group))
     host = moving.start(subject, models[0])
-    config = subject.config(models[1], optimizer=optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS))
-    with EngineGroup(subject.spec, config, timeout_s=host.timeout_s, colocate_with=host) as guest:
+    with EngineGroup(subject.spec, configs[1], timeout_s=host.timeout_s, colocate_with=host) as guest:
         groups = {"first": host, "second": guest}
         for step in COLOCATED_STEPS:
             for (name, group), expected in zip(groups.items(), reports, strict=True):
@@ -196,6 +198,10 @@ def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     _verify_step(subject, host, 2, reports[0][2], "first")
     host.onload()
     moving.verify_state(subject, "of the first engine, which went on after the second", host, states[0])
+
+
+def _config_of(engine: TrainEngine) -> TrainEngineConfig:
+    return engine.config
 
 
 def _verify_step(

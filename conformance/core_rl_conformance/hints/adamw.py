@@ -5,43 +5,55 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from core_rl_conformance.hints.diagnose import Finding, compare_named
-from core_rl_oracle.oracle import AdamW, AdamWState, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Grads = Mapping[str, Tensor]
 Named = Mapping[str, Grads]
 """Tensors by name, of each kind: ``params``, ``exp_avg`` and ``exp_avg_sq``."""
-StepRule = Callable[[AdamW, AdamWState, Grads, float], object]
+StepRule = Callable[[AdamW, OptimizerState, Grads, float], object]
+"""Updates a state in place with one step's gradients and learning rate."""
 LEEWAY = 16.0
 """Leeway of a hint alone: other mistakes are off by thousands of tolerances."""
 KINDS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
+class Optimizer(Protocol):
+    """An optimizer of the oracle: `AdamW`, or Muon next to it."""
+
+    def step(self, state: OptimizerState, grads: Grads, lr: float) -> float: ...
+
+
+ConfigT = TypeVar("ConfigT", bound=Optimizer)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class Steps(Generic[ConfigT]):
     """Optimizer steps: the state before them, and the gradients and the learning rate of each."""
 
-    config: AdamW
-    start: AdamWState
+    config: ConfigT
+    start: OptimizerState
     grads: Sequence[Grads]
     rates: Sequence[float]
-    rule: StepRule = AdamW.step
-    """Update the state in place with one step's gradients and learning rate."""
+    rule: Callable[[ConfigT, OptimizerState, Grads, float], object] | None = None
+    """The step, where it is not that of ``config``."""
 
-    def state(self) -> AdamWState:
+    def state(self) -> OptimizerState:
         """Weights and moments after the steps."""
         state = self.start.copy()
+        step = self.config.step if self.rule is None else partial(self.rule, self.config)
         for grads, rate in zip(self.grads, self.rates, strict=True):
-            self.rule(self.config, state, grads, rate)
+            step(state, grads, rate)
         return state
 
 
 def compare_steps(
-    label: str, got: Named, steps: Steps, allowed: Mapping[str, Mapping[str, Tolerance]], ranks: int
+    label: str, got: Named, steps: Steps[AdamW], allowed: Mapping[str, Mapping[str, Tolerance]], ranks: int
 ) -> list[Finding]:
     """Compare weights, or weights and moments, after ``steps`` on ``ranks`` data-parallel ranks.
 
@@ -69,7 +81,10 @@ def compare_steps(
 
 
 def _explains(
-    mistaken: AdamWState, got: Named, right: AdamWState, allowed: Mapping[str, Mapping[str, Tolerance]]
+    mistaken: OptimizerState,
+    got: Named,
+    right: OptimizerState,
+    allowed: Mapping[str, Mapping[str, Tolerance]],
 ) -> bool:
     return all(
         _near(actual, getattr(mistaken, kind), getattr(right, kind), allowed[kind])
@@ -108,13 +123,13 @@ def _rounded(got: Named) -> str | None:
     return f"it looks like: the {' and '.join(rounded)} moments are kept in bfloat16" if rounded else None
 
 
-def _guess(steps: Steps, fits: Callable[[AdamWState], bool], ranks: int) -> str | None:
+def _guess(steps: Steps[AdamW], fits: Callable[[OptimizerState], bool], ranks: int) -> str | None:
     matching = (sentence for sentence, wrong in _mistakes(steps, ranks) if fits(wrong.state()))
     sentence = next(matching, None)
     return None if sentence is None else f"it looks like: {sentence}"
 
 
-def _mistakes(steps: Steps, ranks: int) -> Iterator[tuple[str, Steps]]:
+def _mistakes(steps: Steps[AdamW], ranks: int) -> Iterator[tuple[str, Steps[AdamW]]]:
     config, rates = steps.config, list(steps.rates)
     for sentence, changed in (
         ("gradients are not clipped", replace(config, max_grad_norm=None)),
@@ -135,7 +150,7 @@ def _mistakes(steps: Steps, ranks: int) -> Iterator[tuple[str, Steps]]:
         yield sentence, replace(steps, rule=rule)
 
 
-def _step_with_coupled_decay(config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+def _step_with_coupled_decay(config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
     clip = config.clip_scale(grad_norm(grads))
     values = {
         name: clip * value.double() + config.weight_decay * (value.dim() >= 2) * state.params[name]
@@ -144,19 +159,19 @@ def _step_with_coupled_decay(config: AdamW, state: AdamWState, grads: Grads, rat
     replace(config, weight_decay=0.0, max_grad_norm=None).step(state, values, rate)
 
 
-def _step_with_decay_of_vectors(config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+def _step_with_decay_of_vectors(config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
     for name, value in grads.items():
         if value.dim() < 2:
             state.params[name].mul_(1 - rate * config.weight_decay)
     config.step(state, grads, rate)
 
 
-def _step_up_to(last: int, config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+def _step_up_to(last: int, config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
     state.count = min(state.count, last - 1)
     config.step(state, grads, rate)
 
 
-def _step_modulo(size: int, config: AdamW, state: AdamWState, grads: Grads, rate: float) -> None:
+def _step_modulo(size: int, config: AdamW, state: OptimizerState, grads: Grads, rate: float) -> None:
     counted = max(1, (state.count + 1) % size)
     config.step(replace(state, count=counted - 1), grads, rate)
     state.count += 1

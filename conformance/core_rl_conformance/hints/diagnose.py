@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl_conformance.hints.tensor_shapes import Named, named_hints
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens, named_factor
-from core_rl_oracle.tolerance import MeanSquare, SignedMean, Tolerance, largest_difference
+from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 NEAR = 3.0
 """Times the limit."""
@@ -212,26 +212,25 @@ def compare_scalar(
     return _with_hints(finding, [head], _explained(explain) or hints)
 
 
-def compare_mean_square(label: str, mean_square: MeanSquare) -> Finding:
+def compare_mean_square(label: str, error: float, tolerance: Tolerance) -> Finding:
     """Report errors that pass one by one and are too large on the whole."""
     problem = None
-    if not mean_square.tolerance.allows(mean_square.error):
+    if not tolerance.allows(error):
         problem = (
-            f"the root mean square error of {label} is {mean_square.error:.3e}; allowed {mean_square.tolerance}: "
+            f"the root mean square error of {label} is {error:.3e}; allowed {tolerance}: "
             "no single value is far off, and all of them together are; look for a step in a smaller dtype"
         )
     name = f"root mean square error of {label}"
-    limit = mean_square.tolerance.limit
-    return Finding(what=name, error=mean_square.error, limit=limit, problem=problem, names_cause=True)
+    return Finding(what=name, error=error, limit=tolerance.limit, problem=problem, names_cause=True)
 
 
-def compare_signed_mean(label: str, mean: SignedMean) -> Finding:
+def compare_signed_mean(label: str, mean: float, limit: float) -> Finding:
     """Report a mean error that points one way."""
     problem = None
-    if not mean.passes:
+    if not abs(mean) <= limit:
         problem = (
-            f"the mean error of {label} is {mean.mean:+.3e}, and chance explains {mean.limit:.3e}: "
+            f"the mean error of {label} is {mean:+.3e}, and chance explains {limit:.3e}: "
             "small, but always in one direction"
         )
     name = f"mean error of {label}"
-    return Finding(what=name, error=abs(mean.mean), limit=mean.limit, problem=problem, names_cause=True)
+    return Finding(what=name, error=abs(mean), limit=limit, problem=problem, names_cause=True)

@@ -33,14 +33,8 @@ def start(
 
     ``fields`` replace some of ``model.lora``.
     """
-    model = adapter.model
-    section = {
-        "path": str(subject.expected.models.directory(model)),
-        "head": model.head,
-        "lora": {**adapter.section(), **(fields or {})},
-    }
-    changes = {"model": section, "seed": seed}
-    return subject.start(model, optimizer=optimizer, layout=layout, changes=changes)
+    changes = {"model": {"lora": {**adapter.section(), **(fields or {})}}, "seed": seed}
+    return subject.start(adapter.model, optimizer=optimizer, layout=layout, changes=changes)
 
 
 def load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,13 +13,11 @@ from torch import Tensor
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_named
+from core_rl_conformance.hints.adamw import Steps
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_oracle.muon import (
-    KINDS,
     MixedOptimizer,
-    MixedState,
     Settings,
     hidden_matrix,
     mixed_tolerances,
@@ -27,6 +25,7 @@ from core_rl_oracle.muon import (
     rate_factor,
     scaled,
 )
+from core_rl_oracle.oracle import KINDS, OptimizerState
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Matrices = Mapping[str, Tensor]
@@ -44,29 +43,8 @@ NAMES = {
 TWO = MicroBatchSpec(count=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedSteps:
-    """Steps from ``params`` and moments of zero: the gradients and the learning rate of each."""
-
-    config: MixedOptimizer
-    params: Mapping[str, Tensor]
-    grads: Sequence[Mapping[str, Tensor]]
-    rates: Sequence[float]
-
-    def start(self) -> MixedState:
-        """Weights and moments before the steps."""
-        return MixedState.start(self.params, self.config.settings)
-
-    def state(self) -> MixedState:
-        """Weights and moments after the steps."""
-        state = self.start()
-        for grads, rate in zip(self.grads, self.rates, strict=True):
-            self.config.step(state, grads, rate)
-        return state
-
-
 def likely_mistake(
-    steps: MixedSteps,
+    steps: Steps[MixedOptimizer],
     weights: Mapping[str, Tensor],
     allowed: Mapping[str, Tolerance],
     defaults: Mapping[str, Settings],
@@ -182,7 +160,8 @@ def verify_mixed_steps(
     label: str,
 ) -> None:
     """Take ``steps`` on ``group``, which is fresh; its weights and moments follow ``config``."""
-    params, grads = group.named_tensors("master"), []
+    muon = [name for name, setting in config.settings.items() if setting.muon]
+    start, grads = OptimizerState.start(group.named_tensors("master"), muon), []
     for number in range(steps):
         group.optimizer_zero_grad()
         group.forward_backward(subject.data(PROBE, number).batch(), loss.spec(), TWO)
@@ -190,21 +169,20 @@ def verify_mixed_steps(
         reported = group.optimizer_step()
         subject.require(reported["update_successful"] == 1.0, f"the update of step {number} was not made")
     rates = [config.adamw.lr] * steps
-    verify_state(
-        subject, group, MixedSteps(config=config, params=params, grads=grads, rates=rates), defaults, label
-    )
+    taken = Steps(config=config, start=start, grads=grads, rates=rates)
+    verify_state(subject, group, taken, defaults, label)
 
 
 def verify_state(
     subject: EngineUnderTest,
     group: EngineGroup,
-    steps: MixedSteps,
+    steps: Steps[MixedOptimizer],
     defaults: Mapping[str, Settings],
     label: str,
 ) -> None:
     """Compare weights and moments of ``group`` with those after ``steps``; name the known mistake behind others."""
     right = steps.state()
-    allowed = mixed_tolerances(steps.start(), right, steps.config, steps.grads, steps.rates)
+    allowed = mixed_tolerances(steps.start, right, steps.config, steps.grads, steps.rates)
     weights = group.named_tensors("master")
 
     def explain() -> str | None:
@@ -214,8 +192,7 @@ def verify_state(
     kinds = [kind for kind in KINDS if getattr(right, kind)]
     for kind in kinds:
         tensors = weights if kind == "params" else group.named_tensors(kind)
-        since = steps.params if kind == "params" else None
-        finding = compare_named(
+        since = steps.start.params if kind == "params" else None
+        subject.verify_named(
             f"{NAMES[kind]} {label}", tensors, getattr(right, kind), allowed[kind], since, explain=explain
         )
-        subject.verify(finding)

@@ -89,5 +89,5 @@ def verify_overall(
 ) -> None:
     """Require that the errors of all tokens together are small, and do not point one way."""
     __tracebackhide__ = True
-    subject.verify(compare_signed_mean(label, expected.signed_mean(got)))
-    subject.verify(compare_mean_square(label, expected.mean_square(got)))
+    subject.verify(compare_signed_mean(label, *expected.signed_mean(got)))
+    subject.verify(compare_mean_square(label, *expected.mean_square(got)))

@@ -44,6 +44,18 @@ def requests_for(
     return [LLMRequest(input_ids=row.ids[:longest], sampling=sampling) for row in data.rows]
 
 
+def few_requests(
+    subject: EngineUnderTest, sampling: SamplingParams = PLAIN, longest: int | None = None
+) -> list[LLMRequest]:
+    """Requests for a `FEW` of the usual sequences."""
+    return requests_for(subject.data().select(FEW), sampling, longest)
+
+
+def versions_of(responses: Sequence[LLMResponse]) -> set[int]:
+    """The versions that the tokens of ``responses`` carry."""
+    return {version for response in responses for version in response.versions}
+
+
 async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
     """All answers, asked for at one time; `RolloutError` if they take longer than any tiny model should."""
     try:
@@ -125,14 +137,27 @@ def distributions(
     subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
 ) -> list[Tensor]:
     """The oracle's log-probs of all tokens, float64 ``[n, V]``, where each of the ``n`` generated ones was drawn."""
-    rows = subject.expected.oracle(weights).evaluate(sequences_of(responses).for_oracle(), temperature)
-    return [torch.log_softmax(part, -1) for part in _generated([row["logits"] for row in rows], responses)]
+    rows = _evaluated(subject, weights, responses, "logits", temperature)
+    return [torch.log_softmax(part, -1) for part in rows]
 
 
 def raw_logits(subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse]) -> list[Tensor]:
     """The oracle's logits, float64 ``[n, V]``, where each of the ``n`` generated tokens was drawn."""
-    rows = subject.expected.oracle(weights).evaluate(sequences_of(responses).for_oracle())
-    return _generated([row["logits"] for row in rows], responses)
+    return _evaluated(subject, weights, responses, "logits")
+
+
+def _evaluated(
+    subject: EngineUnderTest,
+    weights: Judged,
+    responses: Sequence[LLMResponse],
+    name: str,
+    temperature: float = 1.0,
+    before: tuple[int, ...] = (),
+) -> list[Tensor]:
+    """The oracle's output ``name`` at generated tokens, with the tokens ``before`` each prompt."""
+    sequences = sequences_of(responses, before).for_oracle()
+    rows = subject.expected.oracle(weights).evaluate(sequences, temperature)
+    return _generated([row[name] for row in rows], responses)
 
 
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
@@ -199,7 +224,7 @@ def verify_served(
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
     __tracebackhide__ = True
-    carried = {v for response in responses for v in response.versions}
+    carried = versions_of(responses)
     subject.require(
         carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
     )
@@ -220,7 +245,7 @@ def verify_by_version(
     __tracebackhide__ = True
     cut = [response for response in responses if response.stop_reason != "length"]
     subject.require(not cut, f"{label}: {len(cut)} of {len(responses)} answers were cut short")
-    carried = {version for response in responses for version in response.versions}
+    carried = versions_of(responses)
     subject.require(carried <= set(sides), f"{label}: tokens carry {sorted(carried)}, not {sorted(sides)}")
     required = [
         torch.stack([sides[version].values[number][place] for place, version in enumerate(response.versions)])
@@ -256,21 +281,15 @@ def _explanation(
 def _known_mistakes(
     subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float
 ) -> dict[str, Callable[[], list[Tensor]]]:
-    oracle = subject.expected.oracle(weights)
-
-    def after(*before: int) -> list[Tensor]:
-        rows = oracle.evaluate(sequences_of(responses, before).for_oracle(), temperature)
-        return _generated([row["logprobs"] for row in rows], responses)
-
-    def without_temperature() -> list[Tensor]:
-        rows = oracle.evaluate(sequences_of(responses).for_oracle(), 1.0)
-        return _generated([row["logprobs"] for row in rows], responses)
-
+    logprobs = partial(_evaluated, subject, weights, responses, "logprobs")
+    config = subject.expected.oracle(weights).model.config.get_text_config()
+    bos = config.bos_token_id
     mistakes: dict[str, Callable[[], list[Tensor]]] = {}
     if temperature != 1.0:
-        mistakes["log-probs at temperature 1: the temperature is missing"] = without_temperature
-    bos = oracle.model.config.get_text_config().bos_token_id
+        mistakes["log-probs at temperature 1: the temperature is missing"] = logprobs
     longest = max(len(row.ids) for row in sequences_of(responses).rows)
-    if bos is not None and longest < oracle.model.config.get_text_config().max_position_embeddings:
-        mistakes[f"an extra BOS (id {bos}) stands before each prompt"] = lambda: after(bos)
+    if bos is not None and longest < config.max_position_embeddings:
+        mistakes[f"an extra BOS (id {bos}) stands before each prompt"] = partial(
+            logprobs, temperature, (bos,)
+        )
     return mistakes

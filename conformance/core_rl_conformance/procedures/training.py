@@ -25,7 +25,7 @@ from core_rl_conformance.hints.adamw import Steps, compare_steps
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.trajectory import ExpectedTraining, Training
-from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
@@ -56,14 +56,14 @@ class Shadow:
     """A float64 AdamW that takes every step that the engine takes."""
 
     config: AdamW
-    state: AdamWState
+    state: OptimizerState
     """Names of the trained parameters."""
     total_steps: int | None = None
     """Step at which the learning rate has fallen linearly to 0; None keeps it."""
     lr_steps: int = 0
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     """Frozen parameters, unchanged bit for bit."""
-    _start: AdamWState = field(init=False)
+    _start: OptimizerState = field(init=False)
     _grads: list[Mapping[str, Tensor]] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
     _weights: list[Mapping[str, Tensor]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Shadow:
         progress = group.progress
         master = group.named_tensors("master")
         trained = {name: value for name, value in master.items() if name not in frozen}
-        state = replace(AdamWState.start(trained), count=progress.updates)
+        state = replace(OptimizerState.start(trained), count=progress.updates)
         for kind in MOMENTS:
             tensors = group.named_tensors(kind)
             getattr(state, kind).update({name: tensors[name].double() for name in tensors if name in trained})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,6 @@ from core_rl.pages import Area, Chart, Dot, Tick, page_environment
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.report.model import (
     CapabilityRecord,
-    CapabilityState,
-    CheckRecord,
     EngineRecord,
     Report,
 )
@@ -42,18 +41,11 @@ OUTCOMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErrorRow:
-    """The cases of one check, each at its largest error in relation to the limit."""
-
-    check: str
-    dots: tuple[Dot, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ErrorPlot:
     """Error in relation to its limit, for all checks that measure."""
 
-    rows: tuple[ErrorRow, ...]
+    rows: Mapping[str, Sequence[Dot]]
+    """The cases of each check, each at its largest error in relation to the limit."""
     ticks: tuple[Tick, ...]
     limit: float
     """Value at which error and limit are equal."""
@@ -91,18 +83,17 @@ def error_plot(report: Report) -> ErrorPlot:
             label=f"{case.engine} {case.place}: {case.outcome}; {worst.what}: {error}",
         )
 
-    rows = [
-        ErrorRow(
-            check=check.identifier,
-            dots=tuple(dot(case, worst) for case, worst in pairs if case.check == check.identifier),
-        )
+    rows = {
+        check.identifier: [dot(case, worst) for case, worst in pairs if case.check == check.identifier]
         for check in report.checks
-    ]
+    }
     ticks = [
         Tick(at=EXACT, label="exact"),
         *(Tick(at=place(10.0**k), label=_power(k), minor=k not in (0, high)) for k in range(low, high + 1)),
     ]
-    return ErrorPlot(rows=tuple(row for row in rows if row.dots), ticks=tuple(ticks), limit=place(1.0))
+    return ErrorPlot(
+        rows={check: dots for check, dots in rows.items() if dots}, ticks=tuple(ticks), limit=place(1.0)
+    )
 
 
 def _numbers(report: Report) -> dict[str, int]:
@@ -208,56 +199,12 @@ def _evenly(points: Sequence[_Point]) -> list[_Point]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineView:
-    """One engine with the number of its cases by outcome."""
-
-    record: EngineRecord
-    counts: dict[Outcome, int]
-
-    @property
-    def certified(self) -> int:
-        """The number of its certified capabilities."""
-        return [capability.state for capability in self.record.capabilities].count(CapabilityState.CERTIFIED)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckView:
-    """One check with its cases."""
-
-    record: CheckRecord
-    cases: Sequence[CaseRecord]
-    counts: dict[Outcome, int]
-
-    @property
-    def worst(self) -> CaseRecord | None:
-        """The case that came closest to its limit, or went furthest beyond it."""
-        measured = [case for case in self.cases if case.worst is not None]
-        return max(measured, key=lambda case: case.worst.ratio if case.worst else 0.0, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapabilityRow:
-    """One capability with its state in each engine; None where the engine does not declare it."""
-
-    name: str
-    cells: Sequence[CapabilityRecord | None]
-
-
 def report_page(report: Report) -> str:
     """The whole page."""
     values = {
         "report": report,
         "outcomes": OUTCOMES,
-        "counts": count_outcomes(report.results),
-        "engines": [
-            EngineView(record=engine, counts=count_outcomes(report.cases(engine.name)))
-            for engine in report.engines
-        ],
         "capabilities": capability_rows(report.engines),
-        "failures": [case for case in report.results if case.outcome is Outcome.FAILED],
-        "waived": [case for case in report.results if case.outcome is Outcome.WAIVED],
-        "checks": [_check_view(report, check) for check in report.checks],
         "plot": error_plot(report),
         "scatters": scatter_plots(report),
     }
@@ -271,7 +218,14 @@ def render(template: str, values: Mapping[str, object]) -> str:
 
 def _environment() -> jinja2.Environment:
     environment = page_environment(TEMPLATES)
-    environment.filters |= {"measured": _measured, "number": _number, "prose": _prose, "slug": _slug}
+    environment.filters |= {
+        "closest": _closest,
+        "counts": count_outcomes,
+        "measured": _measured,
+        "number": _number,
+        "prose": _prose,
+        "slug": _slug,
+    }
     return environment
 
 
@@ -294,18 +248,20 @@ def _slug(value: str) -> str:
     return value.replace(" ", "-").replace(".", "-").lower()
 
 
-def count_outcomes(cases: Sequence[CaseRecord]) -> dict[Outcome, int]:
+def count_outcomes(cases: Iterable[CaseRecord]) -> dict[Outcome, int]:
     """The number of cases with each of the five outcomes."""
-    return {outcome: sum(case.outcome is outcome for case in cases) for outcome in Outcome}
+    counts = Counter(case.outcome for case in cases)
+    return {outcome: counts[outcome] for outcome in Outcome}
 
 
-def capability_rows(engines: Sequence[EngineRecord]) -> list[CapabilityRow]:
-    """Capabilities that any of ``engines`` declares."""
+def _closest(cases: Iterable[CaseRecord]) -> MeasurementRecord | None:
+    """The measurement of ``cases`` that came closest to its limit, or went furthest beyond it."""
+    measured = [worst for case in cases if (worst := case.worst) is not None]
+    return max(measured, key=lambda worst: worst.ratio, default=None)
+
+
+def capability_rows(engines: Sequence[EngineRecord]) -> dict[str, list[CapabilityRecord | None]]:
+    """Capabilities that any of ``engines`` declares, with the state in each; None where one does not declare it."""
     declared = [{part.name: part for part in engine.capabilities} for engine in engines]
     names = sorted({name for group in declared for name in group})
-    return [CapabilityRow(name=name, cells=[group.get(name) for group in declared]) for name in names]
-
-
-def _check_view(report: Report, check: CheckRecord) -> CheckView:
-    cases = report.cases(check=check.identifier)
-    return CheckView(record=check, cases=cases, counts=count_outcomes(cases))
+    return {name: [group.get(name) for group in declared] for name in names}

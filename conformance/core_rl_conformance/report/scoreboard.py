@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
-from core_rl_conformance.report.html import CapabilityRow, EngineView, capability_rows, count_outcomes, render
+from core_rl_conformance.report.html import capability_rows, render
 from core_rl_conformance.report.model import (
     CapabilityRecord,
     CapabilityState,
@@ -34,17 +34,6 @@ LEGEND = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckCount:
-    """The number of checks that passed in all their cases, of all counted checks that ran."""
-
-    passed: int
-    executed: int
-
-    def __str__(self) -> str:
-        return f"{self.passed} of {self.executed}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Entry:
     """One version of one engine, with what all reports together show of it."""
 
@@ -59,22 +48,13 @@ class Entry:
         return f"{self.engine.name} {self.engine.version}".removesuffix(" -")
 
     @property
-    def view(self) -> EngineView:
-        """For a page."""
-        return EngineView(record=self.engine, counts=count_outcomes(self.cases))
-
-    @property
-    def checks(self) -> CheckCount:
-        """Provisional checks are not counted."""
+    def checks_passed(self) -> str:
+        """The number of checks that passed in all their cases, of all that ran; provisional ones are not counted."""
         executed: dict[str, bool] = {}
         for case in self.cases:
             if case.outcome.executed and not case.provisional:
                 executed[case.check] = executed.get(case.check, True) and case.outcome is Outcome.PASSED
-        return CheckCount(passed=sum(executed.values()), executed=len(executed))
-
-    def outcomes(self, check: str) -> dict[Outcome, int]:
-        """The outcomes of the cases of one check."""
-        return count_outcomes([case for case in self.cases if case.check == check])
+        return f"{sum(executed.values())} of {len(executed)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +64,8 @@ class Scoreboard:
     entries: Sequence[Entry]
 
     @property
-    def capabilities(self) -> list[CapabilityRow]:
-        """Capabilities that any of them declares."""
+    def capabilities(self) -> dict[str, list[CapabilityRecord | None]]:
+        """Capabilities that any of them declares, with the state in each."""
         return capability_rows([entry.engine for entry in self.entries])
 
     @property
@@ -150,12 +130,12 @@ def markdown(board: Scoreboard) -> str:
         ["", *(entry.title for entry in entries)],
         ["---", *("---" for _ in entries)],
         ["verdict", *(f"{SYMBOLS[entry.engine.verdict]} {entry.engine.verdict}" for entry in entries)],
-        ["checks passed", *(str(entry.checks) for entry in entries)],
+        ["checks passed", *(entry.checks_passed for entry in entries)],
         ["cases", *(str(len(entry.cases)) for entry in entries)],
         ["suite", *(entry.reports[-1].suite_version for entry in entries)],
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
-    rows += [[f"`{row.name}`", *map(_cell, row.cells)] for row in board.capabilities]
+    rows += [[f"`{name}`", *map(_cell, cells)] for name, cells in board.capabilities.items()]
     lines = ["| " + " | ".join(part.replace("|", "\\|") for part in row) + " |" for row in rows]
     return "\n".join([*lines, "", LEGEND, ""])
 

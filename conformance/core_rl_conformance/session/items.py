@@ -45,7 +45,6 @@ BASICS = {
 """Checks that others build on, the most basic ones first."""
 MODULES = {
     "outputs": 1,
-    "heads": 1,
     "contract": 1,
     "gradients": 3,
     "properties": 3,

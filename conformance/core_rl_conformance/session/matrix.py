@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from core_rl.config.base import Config, parse_config
@@ -18,6 +18,7 @@ from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import FAMILIES, Profile, Setting
 
+Place = tuple[Setting, str, DType]
 FULL = 2
 """Number of layouts of a profile that see several models in each check, and every dtype: one and several ranks differ
 most."""
@@ -149,12 +150,28 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
         if setting.suited(suited) or not suited
     ]
     not_run = _not_run(check, target, wide, suited)
-    if not_supported or not_run:
-        places = [(settings[0], families[0], dtypes[0])]
-    else:
-        places = list(places_of(check, wide, suited, dtypes, selection))
-    return [
-        Case(
+    first, places = (settings[0], families[0], dtypes[0]), places_of(check, wide, suited, dtypes, selection)
+    selected = []
+    for case in _at(check, target, selection, first, places, not_supported, not_run):
+        second = _other(case.setting, case.family, settings, profile)
+        alone = not (case.not_run or second or check.min_layouts < 2)
+        reason = f"no other layout takes {case.family}" if alone else case.not_run
+        selected.append(replace(case, other_setting=second, not_run=reason))
+    return selected
+
+
+def _at(
+    check: Check,
+    target: Target,
+    selection: Selection,
+    first: Place,
+    places: Iterable[Place],
+    not_supported: str,
+    not_run: str,
+) -> Iterator[Case]:
+    """The cases of a check at ``places``, or at the ``first`` one alone with the reason why it does not run."""
+    for setting, family, dtype in [first] if not_supported or not_run else places:
+        yield Case(
             check=check,
             target=target,
             setting=setting,
@@ -162,12 +179,9 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
             dtype=dtype,
             seed=selection.seed,
             device=selection.device,
-            other_setting=(second := _other(setting, family, settings, profile)),
             not_supported=not_supported,
-            not_run=not_run or ("" if second or check.min_layouts < 2 else f"no other layout takes {family}"),
+            not_run=not_run,
         )
-        for setting, family, dtype in places
-    ]
 
 
 def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: Profile) -> Setting | None:
@@ -209,7 +223,7 @@ def places_of(
     families: Sequence[str],
     dtypes: Sequence[DType],
     selection: Selection,
-) -> Iterator[tuple[Setting, str, DType]]:
+) -> Iterator[Place]:
     """Settings, models and dtypes of ``check``: every model on the first layout, three on the second, one on others.
 
     Models rotate over settings too, and over further dtypes, which stay on the first two layouts: there checks that
@@ -267,36 +281,21 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
     suited = [family for family in shared if check.families is None or family in check.families]
     common = [dtype for dtype in dtypes if dtype in other_dtypes]
     settings = [setting for setting in settings if setting.suited(suited)] or settings[:1]
-    not_supported, not_run = _undeclared(check, target, partner), _missing(suited, common)
-    places: list[tuple[Setting, str, DType]] = [(settings[0], families[0], dtypes[0])]
-    if not (not_supported or not_run):
-        places = list(places_of(check, settings, suited, common, selection))
-    for setting, family, dtype in places:
+    missing = sorted(check.partner_requires - partner.spec.capabilities)
+    reasons = [
+        _not_supported(check, target, selection),
+        f"undeclared by {partner.spec.name}: {', '.join(missing)}" if missing else "",
+    ]
+    not_supported, not_run = "; ".join(filter(None, reasons)), _missing(suited, common)
+    first, places = (
+        (settings[0], families[0], dtypes[0]),
+        places_of(check, settings, suited, common, selection),
+    )
+    for case in _at(check, target, selection, first, places, not_supported, not_run):
         # Partners' layouts rotate, among layouts that can take the model.
-        takes = [
-            partner_setting for partner_setting in partner_settings if partner_setting.suited([family])
-        ] or partner_settings
-        yield Case(
-            check=check,
-            target=target,
-            setting=setting,
-            family=family,
-            dtype=dtype,
-            seed=selection.seed,
-            device=selection.device,
-            partner=partner,
-            partner_setting=takes[settings.index(setting) % len(takes)],
-            not_supported=not_supported,
-            not_run=not_run,
-        )
-
-
-def _undeclared(check: Check, target: Target, partner: Target) -> str:
-    missing = sorted(check.requires - target.spec.capabilities)
-    partner_missing = sorted(check.partner_requires - partner.spec.capabilities)
-    parts = [f"undeclared: {', '.join(missing)}"] if missing else []
-    parts += [f"undeclared by {partner.spec.name}: {', '.join(partner_missing)}"] if partner_missing else []
-    return "; ".join(parts)
+        takes = [other for other in partner_settings if other.suited([case.family])] or partner_settings
+        partner_setting = takes[settings.index(case.setting) % len(takes)]
+        yield replace(case, partner=partner, partner_setting=partner_setting)
 
 
 def _missing(families: Sequence[str], dtypes: Sequence[DType]) -> str:

@@ -204,11 +204,11 @@ def _plan(config: pytest.Config) -> Plan:
     hf_logging.disable_progress_bar()
     if config.option.core_rl_seed is None:  # workers get the number that is set here
         config.option.core_rl_seed = 0 if config.option.core_rl_soak is None else secrets.randbelow(10**6)
-    layouts, families = config.getoption("core_rl_layouts"), config.getoption("core_rl_models")
+    layouts, families, names = (config.getoption(f"core_rl_{name}") for name in ("layout", "model", "check"))
     selection = Selection(
         layouts=tuple(layouts) if layouts else None,
         families=tuple(families) if families else None,
-        checks=tuple(names) if (names := config.getoption("core_rl_checks")) else None,
+        checks=tuple(names) if names else None,
         dtype=config.getoption("core_rl_dtype"),
         seed=config.getoption("core_rl_seed"),
         quick=config.getoption("core_rl_quick"),

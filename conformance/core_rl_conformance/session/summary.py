@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -36,14 +35,6 @@ PACKAGES = {Capability.ADAMW_8BIT: "torchao"}
 SLOWEST = 10
 """Number of listed slowest cases."""
 FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-
-
-class Terminal(Protocol):
-    """The part of pytest's terminal reporter that the summary uses."""
-
-    def write_sep(self, sep: str, title: str | None = None) -> None: ...
-
-    def write_line(self, line: str) -> None: ...
 
 
 class Summary:
@@ -102,7 +93,7 @@ class Summary:
 
     # -------------------------------------------------------------- terminal
 
-    def write(self, terminal: Terminal) -> None:
+    def write(self, terminal: pytest.TerminalReporter) -> None:
         """The tables at the end of a session."""
         terminal.write_sep("=", "core-rl conformance")
         for target in self.plan.targets:
@@ -112,7 +103,7 @@ class Summary:
             for problem in problems:
                 terminal.write_line(f"NOT A SUCCESS: engine {name!r}: {problem}")
 
-    def _write_engine(self, terminal: Terminal, target: Target) -> None:
+    def _write_engine(self, terminal: pytest.TerminalReporter, target: Target) -> None:
         engine_results = [result for result in self.results if result.engine == target.spec.name]
         columns = list(dict.fromkeys((result.layout, result.dtype) for result in engine_results))
         heads = [layout if dtype == "float32" else f"{layout} {dtype}" for layout, dtype in columns]
@@ -135,7 +126,7 @@ class Summary:
             meaning = f": {capability.meaning}" if capability.meaning else ""
             terminal.write_line(f"  {capability.name}: {capability.state}{reason}{meaning}")
 
-    def _write_slowest(self, terminal: Terminal) -> None:
+    def _write_slowest(self, terminal: pytest.TerminalReporter) -> None:
         slowest = sorted(self.results, key=lambda result: -result.seconds)[:SLOWEST]
         total = sum(result.seconds for result in self.results)
         starting = sum(result.starting_s for result in self.results)
@@ -205,10 +196,8 @@ class ReportWriter:
         problems = self._summary.problems()
         engines = []
         for spec in (target.spec for target in plan.targets):
-            engine_results, entry = (
-                [case for case in results if case.engine == spec.name],
-                entries.get(spec.name),
-            )
+            engine_results = [case for case in results if case.engine == spec.name]
+            entry = entries.get(spec.name)
             record = EngineRecord(
                 name=spec.name,
                 kind=spec.kind,

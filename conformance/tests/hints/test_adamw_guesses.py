@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core_rl_conformance.hints.adamw import RULES, Steps, compare_steps
-from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.tolerance import Tolerance
 
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=1.0)
@@ -23,7 +23,7 @@ def _tensors() -> dict[str, Tensor]:
     }
 
 
-START = AdamWState.start(_tensors())
+START = OptimizerState.start(_tensors())
 START.count = 3
 STEPS = Steps(config=CONFIG, start=START, grads=[_tensors() for _ in range(3)], rates=[1e-2, 8e-3, 6e-3])
 ALLOWED = dict.fromkeys(START.params, Tolerance(baseline=0.0, floor=1e-9))
@@ -45,11 +45,11 @@ MISTAKES = {
 }
 
 
-def _kinds(state: AdamWState) -> dict[str, dict[str, Tensor]]:
+def _kinds(state: OptimizerState) -> dict[str, dict[str, Tensor]]:
     return {"params": state.params, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
 
 
-def _steps(sentence: str) -> Steps:
+def _steps(sentence: str) -> Steps[AdamW]:
     # Clipping would hide a factor, and few steps a count that wraps around.
     start = MISTAKES[sentence].start
     return replace(STEPS, start=start, config=UNCLIPPED if "times" in sentence else CONFIG)

@@ -22,7 +22,7 @@ from core_rl_conformance.inputs.losses import (
 )
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_oracle.float64 import PrecisionError, float64_only
-from core_rl_oracle.oracle import AdamW, AdamWState, Oracle, OracleSequence, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleSequence, grad_norm
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2", "qwen3_moe")
 
@@ -249,7 +249,7 @@ def test_adamw_matches_torch_in_float64(max_grad_norm: float | None) -> None:
     torch.manual_seed(0)
     config = AdamW(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3, max_grad_norm=max_grad_norm)
     start = {"matrix": torch.randn(3, 4, dtype=torch.float64), "vector": torch.randn(4, dtype=torch.float64)}
-    state = AdamWState.start(start)
+    state = OptimizerState.start(start)
     params = {name: torch.nn.Parameter(value.clone()) for name, value in start.items()}
     optimizer = torch.optim.AdamW(
         [
@@ -278,7 +278,7 @@ def test_adamw_matches_torch_in_float64(max_grad_norm: float | None) -> None:
 
 def test_frozen_parameters_do_not_move() -> None:
     config = AdamW(lr=0.1, weight_decay=0.3)
-    state = AdamWState.start({"a": torch.ones(2, 2), "b": torch.ones(2, 2)})
+    state = OptimizerState.start({"a": torch.ones(2, 2), "b": torch.ones(2, 2)})
     config.step(state, {"a": torch.ones(2, 2)})
     assert torch.equal(state.params["b"], torch.ones(2, 2, dtype=torch.float64))
     assert not torch.equal(state.params["a"], torch.ones(2, 2, dtype=torch.float64))

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_rl_conformance.procedures.mixed import FUSED, MixedSteps, likely_mistake, of_fused, of_shards
-from core_rl_oracle.muon import MixedOptimizer, MixedState, Settings, hidden_matrix, mixed_tolerances
-from core_rl_oracle.oracle import AdamW, AdamWState
+from core_rl_conformance.hints.adamw import Steps
+from core_rl_conformance.procedures.mixed import FUSED, likely_mistake, of_fused, of_shards
+from core_rl_oracle.muon import MixedOptimizer, Settings, hidden_matrix, mixed_tolerances
+from core_rl_oracle.oracle import AdamW, OptimizerState
 
 SHAPES = {
     "embed_tokens.weight": (11, 8),
@@ -47,7 +48,8 @@ RULED = {
     "embed_tokens.weight": Settings(lr_factor=2.0, weight_decay=0.0),
 }
 CONFIG = MixedOptimizer(adamw=ADAMW, settings=RULED)
-STEPS = MixedSteps(config=CONFIG, params=START, grads=GRADS, rates=RATES)
+BEGIN = OptimizerState.start(START, [name for name, setting in RULED.items() if setting.muon])
+STEPS = Steps(config=CONFIG, start=BEGIN, grads=GRADS, rates=RATES)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ STEPS = MixedSteps(config=CONFIG, params=START, grads=GRADS, rates=RATES)
 def test_the_oracle_is_torchs_muon_in_float64(fields: dict[str, Any]) -> None:
     settings = {name: Settings(muon=value.dim() == 2, weight_decay=0.1) for name, value in START.items()}
     config = MixedOptimizer(adamw=replace(ADAMW, max_grad_norm=None), settings=settings, **fields)
-    state = MixedState.start(START, settings)
+    state = OptimizerState.start(START, [name for name, setting in settings.items() if setting.muon])
     parameters = {name: nn.Parameter(value.clone()) for name, value in START.items() if value.dim() == 2}
     optimizer = torch.optim.Muon(
         parameters.values(), weight_decay=0.1, **{"adjust_lr_fn": "match_rms_adamw", **fields}
@@ -76,7 +78,7 @@ def test_the_oracle_is_torchs_muon_in_float64(fields: dict[str, Any]) -> None:
 
 def test_remaining_parameters_take_adamw_steps() -> None:
     settings = {name: Settings(weight_decay=0.1 * (value.dim() >= 2)) for name, value in START.items()}
-    state, expected = MixedState.start(START, settings), AdamWState.start(START)
+    state, expected = OptimizerState.start(START), OptimizerState.start(START)
     config = MixedOptimizer(adamw=ADAMW, settings=settings)
     for grads, rate in zip(GRADS, RATES, strict=True):
         assert config.step(state, grads, rate) == ADAMW.step(expected, grads, rate)
@@ -94,13 +96,13 @@ def test_remaining_parameters_take_adamw_steps() -> None:
     ],
 )
 def test_known_mistakes_are_named(sentence: str, config: MixedOptimizer) -> None:
-    allowed = mixed_tolerances(STEPS.start(), STEPS.state(), CONFIG, GRADS, RATES)["params"]
+    allowed = mixed_tolerances(BEGIN, STEPS.state(), CONFIG, GRADS, RATES)["params"]
     wrong = {name: value.float() for name, value in replace(STEPS, config=config).state().params.items()}
     assert sentence in str(likely_mistake(STEPS, wrong, allowed, DEFAULTS, ranks=4))
 
 
-def _off(got: Mapping[str, Tensor], state: MixedState) -> list[str]:
-    allowed = mixed_tolerances(STEPS.start(), state, CONFIG, GRADS, RATES)["params"]
+def _off(got: Mapping[str, Tensor], state: OptimizerState) -> list[str]:
+    allowed = mixed_tolerances(BEGIN, state, CONFIG, GRADS, RATES)["params"]
     return [
         name
         for name, value in got.items()

@@ -91,25 +91,25 @@ def test_dots_show_the_side_of_limit() -> None:
     ratios = [0.0, 1e-9, 0.01, 1.0, 1.5, 1e9, math.inf, math.nan]
     cases = [case(seed=number, measurements=(measured(ratio, 1.0),)) for number, ratio in enumerate(ratios)]
     plot = error_plot(report(*cases))
-    (row,) = plot.rows
-    places = [dot.x for dot in row.dots]
+    (dots,) = plot.rows.values()
+    places = [dot.x for dot in dots]
     assert (
         places == sorted(places) and places[0] < places[1] < places[2] < places[3] == plot.limit < places[4]
     )
     assert places[5] == places[6] and all(0 <= place <= 100 for place in places)
-    assert [dot.failed for dot in row.dots] == [False] * 4 + [True] * 4
+    assert [dot.failed for dot in dots] == [False] * 4 + [True] * 4
 
 
 def test_case_dot_shows_worst_measurement() -> None:
     plot = error_plot(EVERYTHING)
-    assert {row.check: len(row.dots) for row in plot.rows} == {"I2.logprobs": 2, "I10.value": 2}
-    worst = next(dot for row in plot.rows for dot in row.dots if dot.failed)
+    assert {check: len(dots) for check, dots in plot.rows.items()} == {"I2.logprobs": 2, "I10.value": 2}
+    worst = next(dot for dots in plot.rows.values() for dot in dots if dot.failed)
     assert "mine dp1-qwen3-float32: failed; logprobs: error inf" in worst.label
 
 
 def test_failed_exact_comparison_exceeds_limit() -> None:
-    (row,) = error_plot(report(case(measurements=(measured(1e-9, 0.0),)))).rows
-    assert row.dots[0].failed
+    (dots,) = error_plot(report(case(measurements=(measured(1e-9, 0.0),)))).rows.values()
+    assert dots[0].failed
 
 
 def test_points_of_comparison_share_plot() -> None:

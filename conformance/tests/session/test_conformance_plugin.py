@@ -102,7 +102,7 @@ def test_help_names_all_options(pytester: pytest.Pytester) -> None:
     assert result.ret == pytest.ExitCode.OK
     result.stdout.fnmatch_lines(["*--engine=NAME*"])
     text = " ".join(result.stdout.str().split())
-    for name, fields in OPTIONS:
+    for name, fields in OPTIONS.items():
         assert f"{name}" in text and " ".join(fields["help"].split()) in text
     assert "--seed=SEED of mine" in text
     result = run(pytester, "--engine=reference", "--help", "--noconftest")
