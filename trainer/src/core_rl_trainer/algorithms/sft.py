@@ -58,7 +58,7 @@ class SupervisedInterface(ModelInterface[ConfigT]):
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
     ) -> SequenceBatch:
-        """``batch`` with ``logprobs [T]`` of the engine's weights; the caller stores those of a reference."""
+        """``batch`` with ``logprobs [T]`` of the engine's weights; the caller stores the reference's."""
         return batch.with_tokens(logprobs=engine.forward(batch, mb_spec)["logprobs"])
 
 
