@@ -86,7 +86,7 @@ def main() -> None:
         "run", "largest relative difference: loss", "gradient norm", title=f"{arguments.steps} steps"
     )
     for name, curve in curves.items():
-        table.add_row(name, *(f"{difference:.1e}" for difference in differences(curve, first)))
+        table.add_row(name, *(f"{max(values):.1e}" for values in differences(curve, first)))
     Console(width=120).print(table)
     if arguments.figure:
         draw(curves, arguments.figure)
@@ -122,12 +122,11 @@ def batch_of(step: int) -> SequenceBatch:
     return SequenceBatch.from_sequences(rows)
 
 
-def differences(curve: list[tuple[float, float]], first: list[tuple[float, float]]) -> list[float]:
-    """The largest relative difference of losses, and that of norms."""
+def differences(curve: list[tuple[float, float]], first: list[tuple[float, float]]) -> list[list[float]]:
+    """The relative differences of the losses, and of the norms, at each step."""
     pairs = list(zip(curve, first, strict=True))
     return [
-        max(abs(values[i] - reference[i]) / abs(reference[i]) for values, reference in pairs)
-        for i in range(2)
+        [abs(values[i] - reference[i]) / abs(reference[i]) for values, reference in pairs] for i in range(2)
     ]
 
 
@@ -144,11 +143,8 @@ def draw(curves: Mapping[str, list[tuple[float, float]]], path: Path) -> None:
         width = 8.0 - number  # they lie on one another
         for index in range(2):
             axes[index].plot([point[index] for point in curve], label=name, linewidth=width)
-        differences = [
-            abs(values[1] - reference[1]) / reference[1]
-            for values, reference in zip(curve, first, strict=True)
-        ]
-        axes[2].plot(differences, ".", color=axes[0].lines[-1].get_color())
+        _, norms = differences(curve, first)
+        axes[2].plot(norms, ".", color=axes[0].lines[-1].get_color())
     axes[2].set_yscale("log")
     axes[2].set_ylim(1e-9, 10)
     axes[2].axhline(2.0, color="black", linestyle=":")

@@ -26,7 +26,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import build
-from common.measure import spread, turns
+from common.measure import rounds, spread
 from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
 from common.workload import MODEL
 
@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "TRL, no checkpointing": trl_grpo(path, rollout, rows=arguments.rows,
                                                   minibatches=arguments.minibatches, checkpointing=False),
             }  # fmt: skip
-            seconds = interleave(sides, arguments.repeats)
+            seconds = rounds(sides, repeats=arguments.repeats, warmup=1)
     report(rollout, seconds, arguments.threads)
 
 
@@ -96,25 +96,13 @@ def core_rl_step(
     return step
 
 
-def interleave(
-    sides: Mapping[str, Callable[[], GRPOPhases]], repeats: int, warmup: int = 1
-) -> dict[str, list[GRPOPhases]]:
-    """The phases of each round: every round runs every side once, and starts with another one each time."""
-    timings: dict[str, list[GRPOPhases]] = {name: [] for name in sides}
-    for name, counts in turns(list(sides), repeats=repeats, warmup=warmup):
-        phases = sides[name]()
-        if counts:
-            timings[name].append(phases)
-    return timings
-
-
 def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: int) -> None:
     """A table of the phases, and of the ratio of their sum to ours in the same round."""
     title = (
         f"{len(rollout.completions)} completions, {rollout.tokens} real tokens, float32, {threads} threads"
     )
-    rounds = len(seconds[OURS])
-    table = Table(title=title, caption=f"median (quartiles) of {rounds} rounds; torch {torch.__version__}")
+    caption = f"median (quartiles) of {len(seconds[OURS])} rounds; torch {torch.__version__}"
+    table = Table(title=title, caption=caption)
     table.add_column("")
     for column in ("log-probs, s", "updates, s", "both, s", f"both / {OURS}"):
         table.add_column(column, justify="right")
@@ -122,9 +110,8 @@ def report(rollout: Rollout, seconds: Mapping[str, list[GRPOPhases]], threads: i
         name: [sum(phases[p] for p in PHASES) for phases in timings] for name, timings in seconds.items()
     }
     for name, timings in seconds.items():
-        columns = [[phases[phase] for phase in PHASES] for phases in timings]
         ratios = [time_s / base_s for time_s, base_s in zip(totals[name], totals[OURS], strict=True)]
-        parts = [spread([column[index] for column in columns]) for index in range(len(PHASES))]
+        parts = [spread([phases[phase] for phases in timings]) for phase in PHASES]
         table.add_row(name, *parts, spread(totals[name]), spread(ratios))
     Console(width=max(120, Console().width)).print(table)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-__all__ = ["Side", "compare", "interleave", "is_first", "spread", "turns"]
+__all__ = ["Side", "compare", "interleave", "rounds", "spread"]
+
+Result = TypeVar("Result")
 
 Side = Callable[[], object]
 """A function that does the work once."""
@@ -31,7 +35,7 @@ def compare(
 ) -> None:
     """Time ``sides``; rank 0 prints seconds, the ``amount`` of each second, and the ratio to ``base`` in its round."""
     seconds = interleave(sides, repeats=repeats, warmup=warmup)
-    if not is_first():
+    if not _is_first():
         return
     table = Table(title=title, caption=f"median (quartiles) of {repeats} rounds; {_hardware()}")
     table.add_column("")
@@ -45,31 +49,35 @@ def compare(
 
 
 def interleave(sides: Mapping[str, Side], *, repeats: int, warmup: int = 2) -> dict[str, list[float]]:
-    """Seconds of each run: every round runs every side once, and starts with another one each time.
-
-    With several ranks, all run the same side at the same time, until the slowest is done.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for name, counts in turns(list(sides), repeats=repeats, warmup=warmup):
-        _wait()
-        start = time.perf_counter()
-        sides[name]()
-        _wait()
-        if counts:
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+    """Seconds of each run. With several ranks, all run the same side at the same time, until the slowest is done."""
+    timed = {name: partial(_seconds, side) for name, side in sides.items()}
+    return rounds(timed, repeats=repeats, warmup=warmup)
 
 
-def turns(names: Sequence[str], *, repeats: int, warmup: int) -> Iterator[tuple[str, bool]]:
-    """Whose turn it is, and whether it counts: every name once a round, from another one on in each."""
-    rounds = range(-warmup, repeats)
-    for number in track(rounds, description="measuring", disable=not is_first()):
+def rounds(
+    sides: Mapping[str, Callable[[], Result]], *, repeats: int, warmup: int
+) -> dict[str, list[Result]]:
+    """The results of ``repeats`` rounds: each runs every side once, and starts with another one than the last."""
+    results: dict[str, list[Result]] = {name: [] for name in sides}
+    names = list(sides)
+    for number in track(range(-warmup, repeats), description="measuring", disable=not _is_first()):
         shift = number % len(names)
         for name in (*names[shift:], *names[:shift]):
-            yield name, number >= 0
+            result = sides[name]()
+            if number >= 0:
+                results[name].append(result)
+    return results
 
 
-def is_first() -> bool:
+def _seconds(side: Side) -> float:
+    _wait()
+    start = time.perf_counter()
+    side()
+    _wait()
+    return time.perf_counter() - start
+
+
+def _is_first() -> bool:
     """Whether this process prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from common.bare import build
 from common.rollouts import LOGPROB, GRPOPhases, Rollout, reward_of, word_tokenizer
-from common.trl_side import NEVER, StepGate
+from common.trl_side import UNLOGGED, StepGate
 from common.workload import MODEL
 
 __all__ = ["trl_grpo"]
@@ -32,10 +32,7 @@ def trl_grpo(
     updates = len(rollout.completions) // (rows * minibatches)
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
-        use_cpu=True,
-        bf16=False,
         learning_rate=1e-6,
-        lr_scheduler_type="constant",
         loss_type="grpo",
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=updates,
@@ -44,11 +41,7 @@ def trl_grpo(
         max_completion_length=max(map(len, rollout.completions)),
         shuffle_dataset=False,
         gradient_checkpointing=checkpointing,
-        max_steps=NEVER,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **UNLOGGED,
     )
     names = [f"w{number}" for number in range(len(rollout.prompts))]
     trainer = _Timed(

@@ -24,9 +24,19 @@ from trl import SFTConfig, SFTTrainer
 from common.bare import build
 from common.workload import MODEL
 
-__all__ = ["NEVER", "StepGate", "trl_step"]
+__all__ = ["UNLOGGED", "StepGate", "trl_step"]
 
-NEVER = 10**9
+UNLOGGED: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "lr_scheduler_type": "constant",
+    "max_steps": 10**9,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Settings of every trainer: float32, a constant learning rate, no end, no logging and no saving."""
 
 
 def trl_step(
@@ -41,21 +51,14 @@ def trl_step(
     arguments: dict[str, Any] = {} if checkpointing is None else {"gradient_checkpointing": checkpointing}
     config = SFTConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"),
-        use_cpu=True,
-        bf16=False,
         learning_rate=1e-4,
-        lr_scheduler_type="constant",
         weight_decay=0.01,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=len(ids) // rows,
-        max_steps=NEVER,
         max_length=None,
         padding_free=padding_free,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         dataset_kwargs={"skip_prepare_dataset": True},
+        **UNLOGGED,
         **arguments,
     )
     first, last = "<first>", "<last>"  # The trainer wants a tokenizer, and uses only its padding token.

@@ -127,9 +127,9 @@ def calculator_environment(tokenizer: PreTrainedTokenizerBase) -> ToolEnvironmen
     return ToolEnvironment(tokenizer, calculator)
 
 
-def model_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """A tiny Qwen3."""
-    return {
+def make_engine(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> EngineGroup:
+    """A tiny Qwen3 with randomly drawn weights, on two ranks where the engine can be data parallel."""
+    config = {
         "model_type": "qwen3",
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
@@ -144,18 +144,11 @@ def model_config(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> dict
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-
-
-def make_engine(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> EngineGroup:
-    """The engine with randomly drawn weights, on two ranks where it can be data parallel."""
+    schedule = {"warmup_steps": settings.warmup_steps}
     return EngineGroup(
         settings.engine,
-        model={"config": model_config(settings, tokenizer)},
-        optimizer={
-            "lr": settings.lr,
-            "betas": (0.9, 0.98),
-            "schedule": {"warmup_steps": settings.warmup_steps},
-        },
+        model={"config": config},
+        optimizer={"lr": settings.lr, "betas": (0.9, 0.98), "schedule": schedule},
         layout={"dp": 2 if get_spec(settings.engine).supports(Capability.DATA_PARALLEL) else 1},
         seed=settings.seed,
         device="cpu",
@@ -264,21 +257,15 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Prepare the arithmetic example.")
     parser.add_argument("--engine", default="fsdp", help="the train engine that warms the model up")
-    parser.add_argument(
-        "--output", type=Path, help="by default runs/arithmetic/start, or tool-start beside it"
-    )
-    parser.add_argument(
-        "--tool", action="store_true", help="teach the model to ask a calculator now and then"
-    )
+    parser.add_argument("--tool", action="store_true", help="teach the model to ask a calculator")
     parser.add_argument(
         "--heads", type=int, default=Settings.heads, help="2 for vLLM on a CPU, which takes no smaller ones"
     )
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    settings = Settings(
-        engine=arguments.engine, seed=arguments.seed, tool=arguments.tool, heads=arguments.heads
-    )
-    output = arguments.output or Path("runs/arithmetic", "tool-start" if settings.tool else "start")
+    parser.add_argument("--output", type=Path, help="by default runs/arithmetic/start, or tool-start there")
+    arguments = vars(parser.parse_args())
+    output, settings = arguments.pop("output"), Settings(**arguments)
+    output = output or Path("runs/arithmetic", "tool-start" if settings.tool else "start")
     prepare(settings, output, Console(highlight=False, soft_wrap=True))
 
 

@@ -22,7 +22,7 @@ from core_rl.data.micro_batch import MicroBatchSpec, units
 from core_rl.data.outputs import ModelOutput, masked_fill, segment_sum
 from core_rl.errors import BatchError, raise_all
 from core_rl_trainer.algorithms.aggregation import sequence_mean
-from core_rl_trainer.algorithms.fields import BEHAVIOUR, CHOSEN, MARGIN, REFERENCE, SCORES, require_fields
+from core_rl_trainer.algorithms.fields import CHOSEN, MARGIN, REFERENCE, SCORES, require_fields
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 
@@ -194,12 +194,6 @@ class DPOInterface(SupervisedInterface[DPOConfig]):
         """Raise `BatchError` that names invalid pairs and missing fields."""
         require_fields("DPO", batch, {REFERENCE})
         check_pairs(batch)
-
-    def inference(
-        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
-    ) -> SequenceBatch:
-        """``batch`` with ``logprobs [T]`` of the engine's weights; the caller stores the reference's."""
-        return batch.with_tokens(**{BEHAVIOUR: engine.forward(batch, mb_spec)["logprobs"]})
 
 
 class RewardModelConfig(Config):

@@ -55,6 +55,12 @@ class SupervisedInterface(ModelInterface[ConfigT]):
     def check(self, batch: SequenceBatch) -> None:
         """Raise `BatchError` that names fields that the batch lacks."""
 
+    def inference(
+        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
+    ) -> SequenceBatch:
+        """``batch`` with ``logprobs [T]`` of the engine's weights; the caller stores the reference's."""
+        return batch.with_tokens(logprobs=engine.forward(batch, mb_spec)["logprobs"])
+
 
 class SFTConfig(Config):
     """Settings of supervised fine-tuning."""
@@ -88,9 +94,3 @@ class SFTInterface(SupervisedInterface[SFTConfig]):
 
     def loss(self) -> LossSpec:
         return SFTLoss(aggregation=self.config.aggregation).spec()
-
-    def inference(
-        self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
-    ) -> SequenceBatch:
-        """``batch`` with ``logprobs [T]`` of the engine's weights."""
-        return batch.with_tokens(logprobs=engine.forward(batch, mb_spec)["logprobs"])
