@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +260,16 @@ def slowly(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     return gate
 
 
-def test_writer_thread_hashes_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def engine() -> Iterator[TrainEngine]:
+    built = support.engine()
+    yield built
+    built.destroy()
+
+
+def test_writer_thread_hashes_its_shards(
+    engine: TrainEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And rank 0 hashes nothing of other ranks, whose files it may have to fetch."""
     real, names = records_of, list[list[str]]()
 
@@ -269,7 +278,6 @@ def test_writer_thread_hashes_its_shards(tmp_path: Path, monkeypatch: pytest.Mon
         return real(directory, found, threads)
 
     monkeypatch.setattr(background, "records_of", noted)
-    engine = support.engine()
     engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="sharded", asynchronous=True))
     engine.wait_for_saves()
     assert names == [["shards/rank-00000.safetensors"], []]
@@ -278,9 +286,8 @@ def test_writer_thread_hashes_its_shards(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("form", ["sharded", "portable", "hf"])
 def test_background_save_is_a_snapshot(
-    form: CheckpointFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: TrainEngine, form: CheckpointFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = support.engine()
     gate = slowly(engine, monkeypatch)
     train(engine, 0)
     engine.set_version(4)
@@ -301,8 +308,7 @@ def test_background_save_is_a_snapshot(
 
 
 @pytest.mark.parametrize("form", ["portable", "sharded"])
-def test_background_save_to_a_url(form: CheckpointFormat, tmp_path: Path) -> None:
-    engine = support.engine()
+def test_background_save_to_a_url(engine: TrainEngine, form: CheckpointFormat, tmp_path: Path) -> None:
     train(engine, 0)
     expected = held(engine)
     meta = SaveLoadMeta(path=f"file://{tmp_path}/a", format=form, asynchronous=True)
@@ -310,11 +316,11 @@ def test_background_save_to_a_url(form: CheckpointFormat, tmp_path: Path) -> Non
     train(engine, 1)
     engine.load(meta)  # waits for the save
     assert all(torch.equal(value, expected[name]) for name, value in held(engine).items())
-    engine.destroy()
 
 
-def test_next_save_waits_for_previous_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = support.engine()
+def test_next_save_waits_for_previous_save(
+    engine: TrainEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = slowly(engine, monkeypatch)
     meta = SaveLoadMeta(path=str(tmp_path / "a"), asynchronous=True)
     engine.save(meta)
@@ -327,7 +333,6 @@ def test_next_save_waits_for_previous_save(tmp_path: Path, monkeypatch: pytest.M
     found = held(engine)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert hidden(tmp_path) == []
-    engine.destroy()
 
 
 def save_again(engine: TrainEngine, meta: SaveLoadMeta) -> None:
