@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu/tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from common.engine import engine_step, start_engine
 from common.measure import Side, interleave, spread
 from common.workload import MODEL, make_batch, skewed_lengths
-from core_rl_gpu.shapes import PEAKS, QWEN3_0_6B, QWEN3_8B, model_flops
+from gpu_models import PEAKS, QWEN3_0_6B, QWEN3_8B, model_flops
 
 from core_rl.data.batch import SequenceBatch
 
