@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import count
 
@@ -28,9 +28,23 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import Check, check, check_of
 from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedGradients, Judged
-from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
-from core_rl_conformance.inputs.data import Ragged, Repeated, Row, ragged
-from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.data import Ragged, Repeated
+from core_rl_conformance.inputs.drawn import (
+    LONGEST,
+    Cut,
+    Sequences,
+    Start,
+    cuts,
+    few,
+    losses,
+    output_sets,
+    sequences,
+    sizes,
+    starts,
+    temperatures,
+)
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.procedures.moving import FORMATS, state, verify_progress, verify_state
@@ -38,130 +52,11 @@ from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss()
-LONGEST = 2**10 + 1
-"""Tokens of a sequence, at most."""
-MOST_TOKENS = 2**12
-"""Tokens of a batch, at most: few of its sequences differ, so that the oracle computes these alone."""
 MOST_CALLS = 2**5
-MOST_CUTS = 2**6
 EXAMPLES = 8
 """Sequences of calls that one round of hypothesis draws."""
 CALLS = 6
 """Calls of a sequence, at most."""
-TOKENS = ("drawn", "equal", "in pairs", "small")
-MASKS = ("all", "last", "holes", "none")
-TEMPERATURES = (1.0, 0.5, 0.8, 1.7)
-
-
-def sizes(most: int) -> st.SearchStrategy[int]:
-    """Numbers from 1 to ``most``: powers of two, and their neighbours."""
-    powers = [2**power for power in range(most.bit_length())]
-    return st.sampled_from(
-        sorted({n for power in powers for n in (power - 1, power, power + 1) if 1 <= n <= most})
-    )
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """``number`` sequences, equal but for three: two of ``length`` tokens and one of half of it, in turns."""
-
-    number: int
-    length: int
-    tokens: str
-    trained: str
-    draw: int
-
-    def data(self, vocab_size: int, times: int = 1) -> Repeated:
-        """The rows, ``times`` in a row; equal for equal fields."""
-        rows = ragged(vocab_size, self.draw, (self.length, self.length, (self.length + 1) // 2)).rows
-        distinct = Ragged(tuple(self._changed(row, vocab_size) for row in rows[: self.number]))
-        order = [number % len(distinct.rows) for number in range(self.number)]
-        return Repeated.of(distinct, order * times)
-
-    def _changed(self, row: Row, vocab_size: int) -> Row:
-        places = range(len(row.ids))
-        ids = {
-            "drawn": row.ids,
-            "equal": tuple(row.ids[0] for _ in places),
-            "in pairs": tuple(row.ids[place // 2] for place in places),
-            "small": tuple(token % min(4, vocab_size) for token in row.ids),
-        }
-        mask = {
-            "all": tuple(True for _ in places),
-            "last": tuple(place == places[-1] for place in places),
-            "holes": row.mask,
-            "none": tuple(False for _ in places),
-        }
-        return replace(row, ids=ids[self.tokens], mask=mask[self.trained])
-
-
-@st.composite
-def sequences(draw: st.DrawFn, most_tokens: int = MOST_TOKENS, most: int = MOST_TOKENS) -> Sequences:
-    """At most ``most`` sequences, with at most ``most_tokens`` tokens in all."""
-    length = draw(sizes(min(LONGEST, most_tokens)))
-    return Sequences(
-        number=draw(sizes(min(most, most_tokens // length))),
-        length=length,
-        tokens=draw(st.sampled_from(TOKENS)),
-        trained=draw(st.sampled_from(MASKS)),
-        draw=draw(st.integers(0, 2**16)),
-    )
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Micro-batches, by their number or by a budget that is ``times`` the longest sequence."""
-
-    number: int | None = None
-    times: int = 1
-
-    def of(self, data: Ragged) -> MicroBatchSpec:
-        """The cut of ``data``."""
-        if self.number is not None:
-            return MicroBatchSpec(count=self.number)
-        return MicroBatchSpec(max_tokens=self.times * max(data.lengths))
-
-
-cuts = st.one_of(st.builds(Cut, sizes(MOST_CUTS)), st.builds(Cut, st.none(), st.integers(1, 4)))
-
-
-@dataclass(frozen=True)
-class Start:
-    """The model and the optimizer that an engine begins with."""
-
-    family: str
-    draw: int
-    deep: bool
-    rate: float
-    clip: float | None
-    frozen: bool
-
-    def optimizer(self) -> AdamW:
-        """AdamW with these settings; a large epsilon keeps updates smooth."""
-        return AdamW(lr=self.rate, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=self.clip)
-
-
-def starts(families: Sequence[str]) -> st.SearchStrategy[Start]:
-    """Models of these families, shallow or deep, with or without clipping and frozen parameters."""
-    rates, clips = st.sampled_from((1e-3, 3e-2)), st.sampled_from((None, 0.02))
-    return st.builds(
-        Start, st.sampled_from(families), st.integers(0, 2), st.booleans(), rates, clips, st.booleans()
-    )
-
-
-temperatures = st.sampled_from(TEMPERATURES)
-few = sequences(16)
-"""Sequences that the oracle computes one by one, for any loss."""
-output_names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
-output_sets = st.frozensets(st.sampled_from(output_names), min_size=1)
-losses = st.one_of(
-    st.builds(
-        TokenMeanLoss,
-        temperature=temperatures,
-        entropy_coef=st.sampled_from((0.0, 0.25)),
-    ),
-    st.builds(SequenceMeanLoss, temperature=temperatures),
-)
 
 
 class Soak:
@@ -246,11 +141,12 @@ class EngineCalls(RuleBasedStateMachine):
 
     @rule(drawn=sequences(), cut=cuts, temperature=temperatures, names=output_sets)
     def forward(self, drawn: Sequences, cut: Cut, temperature: float, names: frozenset[OutputName]) -> None:
-        """Every output of a batch."""
+        """Every output of a batch that the engine declares."""
         if self.soak.over:
             return
         data, subject = self._data(drawn), self.subject
-        names = names if subject.spec.supports(Capability.LOGITS) else names - {"logits"}
+        if not subject.spec.supports(Capability.LOGITS):
+            names = names - {"logits"} or frozenset({"logprobs"})
         with self.soak.call("forward"):
             output = self.group.forward(data.all.batch(), cut.of(data.all), tuple(sorted(names)), temperature)
             for name in sorted(names):
@@ -294,7 +190,7 @@ class EngineCalls(RuleBasedStateMachine):
             trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in self.frozen}
             grads = self.group.named_tensors("grads")
             label = "gradients of drawn calls"
-            self.subject.verify(compare_named(label, grads, trained, expected.tolerances))
+            self.subject.verify_named(label, grads, trained, expected.tolerances)
             self.group.optimizer_zero_grad()
 
     @rule(drawn=few, cut=cuts, loss=losses)

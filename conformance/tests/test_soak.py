@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,23 +20,20 @@ from mutants.thresholds import (
     ZeroFromPosition1023,
 )
 from mutants.zoo import DP1, make_engine, spec_of
+from plugin_support import run
 
+from core_rl.config.capability import Capability
 from core_rl_conformance.case import Case, Target
+from core_rl_conformance.catalogue import Check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
+from core_rl_conformance.inputs.drawn import LONGEST, MOST_TOKENS, Cut, Sequences, Start, sequences
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.soak import (
-    LONGEST,
-    MOST_TOKENS,
-    Cut,
-    EngineCalls,
-    Sequences,
-    Soak,
-    Start,
-    sequences,
-    soak_check,
-)
+from core_rl_conformance.session import items
+from core_rl_conformance.soak import EngineCalls, Soak, soak_check
+
+pytest_plugins = ["pytester"]
 
 FOREVER_S = 600.0
 """A fault is known to be met earlier with the seed of these tests."""
@@ -60,14 +58,20 @@ def _subject(engine: type[Packed], directory: Path) -> Iterator[EngineUnderTest]
 
 def _calls(engine: type[Packed], directory: Path, act: Callable[[EngineCalls], None]) -> None:
     with _subject(engine, directory) as subject:
-
-        class Calls(EngineCalls, soak=Soak(subject, time.monotonic() + FOREVER_S)):
-            """Calls without hypothesis."""
-
-        calls = Calls()
-        calls.begin(START)
+        calls = _begun(subject)
         act(calls)
         calls.teardown()
+
+
+def _begun(subject: EngineUnderTest) -> EngineCalls:
+    """Calls without hypothesis."""
+
+    class Calls(EngineCalls, soak=Soak(subject, time.monotonic() + FOREVER_S)):
+        """Of this engine."""
+
+    calls = Calls()
+    calls.begin(START)
+    return calls
 
 
 def _forward(drawn: Sequences) -> Callable[[EngineCalls], None]:
@@ -135,6 +139,38 @@ def test_every_kind_of_call_follows_the_oracle(tmp_path: Path) -> None:
 def test_threshold_is_met_and_reduced(engine: type[Packed], calls: str, tmp_path: Path) -> None:
     with _subject(engine, tmp_path) as subject, pytest.raises(AssertionError, match=calls):
         subject.case.check.function(subject)
+
+
+def test_undeclared_logits_are_not_asked_for(tmp_path: Path) -> None:
+    with _subject(Packed, tmp_path) as subject:
+        spec = replace(subject.spec, capabilities=subject.spec.capabilities - {Capability.LOGITS})
+        target = replace(subject.case.target, spec=spec)
+        without = EngineUnderTest(replace(subject.case, target=target), subject.expected, tmp_path / "cases")
+        calls = _begun(without)
+        calls.forward(ONE, Cut(1), 1.0, frozenset({"logits"}))
+
+
+def test_soaks_of_a_session_share_its_time(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = list[float]()
+
+    def noted(seconds: float) -> Check:
+        shares.append(seconds)
+        return soak_check(seconds)
+
+    monkeypatch.setattr(items, "soak_check", noted)
+    options = ["--soak=3", "--collect-only", "--layout=dp1", "--layout=dp2"]
+    result = run(pytester, "--engine=reference", "--engine=fsdp", *options, "--pyargs", "core_rl_conformance")
+    count = sum("contract.soak[" in line for line in result.outlines)
+    assert count > 2  # of fsdp in bfloat16 as well
+    assert shares == [180.0, 180.0 / count]
+
+
+def test_soak_without_train_engine_is_refused(pytester: pytest.Pytester) -> None:
+    result = run(pytester, "--engine=reference-rollout", "--soak=1", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--soak: reference-rollout: no train engine*"])
 
 
 @given(sequences())

@@ -163,11 +163,12 @@ class CheckFile(pytest.File):
                     yield CheckItem.build(self, case)
 
     def _soaks(self, plan: Plan, minutes: float) -> Iterator[pytest.Item]:
-        """A soak of each train engine on each selected layout, which share the time."""
-        count = sum(len(plan.selection.of(target.profile)[0]) for target in plan.targets)
-        for target in plan.targets:
-            for case in cases(soak_check(60 * minutes / max(1, count)), target, plan.selection):
-                yield CheckItem.build(self, case)
+        """A soak for each layout and dtype of each train engine; they share the time."""
+        whole = soak_check(60 * minutes)
+        planned = [case for target in plan.targets for case in cases(whole, target, plan.selection)]
+        share = soak_check(60 * minutes / max(1, len(planned)))
+        for case in planned:
+            yield CheckItem.build(self, replace(case, check=share))
 
     def _cases(self, check: Check, plan: Plan) -> Iterator[Case]:
         for target in plan.targets:

@@ -223,6 +223,10 @@ def _plan(config: pytest.Config) -> Plan:
         select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
+    if selection.soak_minutes is not None and all(target.spec.kind != "train" for target in targets):
+        raise pytest.UsageError(
+            f"--soak: {', '.join(engines)}: no train engine; a soak draws calls of train engines"
+        )
     return Plan(targets, selection)
 
 
