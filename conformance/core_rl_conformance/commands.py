@@ -79,7 +79,8 @@ def report(
 ) -> None:
     """Merge conformance reports into one scoreboard of engines, and print it as Markdown or write it.
 
-    Of several results for one case of one engine version, the newest counts.
+    Of several results for one case of one engine's code, the newest counts. Reports about different code of the
+    engine or of the suite stand in columns of their own.
 
     Example: core-rl report fsdp.json mine.json --html scoreboard.html
     """

@@ -10,7 +10,7 @@ from typing import Any
 from core_rl.machine import Machine
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
-from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
+from core_rl_conformance.report.model import CheckRecord, CodeRecord, EngineRecord, Report
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 CHECKS = (
@@ -63,11 +63,14 @@ def report(
     declared: Sequence[str] = ("value_head",),
     version: str = "0.1.0",
     problems: tuple[str, ...] = (),
+    code: str = "c0de",
+    suite: str = "5417e",
 ) -> Report:
     """A report of all engines that ``cases`` name, ``hours`` after the first."""
     names = list(dict.fromkeys(case.engine for case in cases)) or ["mine"]
     return Report(
         suite_version="0.1.0",
+        suite_code=CodeRecord(digest=suite),
         protocol=(0, 2),
         created=NOON + timedelta(hours=hours),
         command="pytest --engine=mine --pyargs core_rl_conformance",
@@ -83,7 +86,7 @@ def report(
             packages={"core-rl": "0.1.0", "torch": "2.13.0"},
         ),
         engines=tuple(
-            _engine(name, [c for c in cases if c.engine == name], complete, declared, version, problems)
+            _engine(name, [c for c in cases if c.engine == name], complete, declared, version, problems, code)
             for name in names
         ),
         checks=CHECKS,
@@ -98,6 +101,7 @@ def _engine(
     declared: Sequence[str],
     version: str,
     problems: tuple[str, ...],
+    code: str,
 ) -> EngineRecord:
     return EngineRecord(
         name=name,
@@ -105,6 +109,7 @@ def _engine(
         description="An engine & a half",
         distribution=f"core-rl-{name}",
         version=version,
+        code=CodeRecord(digest=code, commit="1234567890abcdef-dirty"),
         protocol=(0, 2),
         capabilities=certify(declared, cases, needs_of(CHECKS, "train")),
         verdict=judge(cases, problems, complete=complete),

@@ -18,7 +18,7 @@ from core_rl.registry.spec import EngineKind
 from core_rl_conformance.catalogue import natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseRecord, Record
 
-SCHEMA_VERSION: Literal["1.0"] = "1.0"
+SCHEMA_VERSION: Literal["1.1"] = "1.1"
 
 
 MEANINGS = {
@@ -96,6 +96,22 @@ class CapabilityRecord(Record):
         return MEANINGS.get(self.name, "")
 
 
+class CodeRecord(Record):
+    """Identity of some code: results of two digests are results of two engines."""
+
+    digest: str
+    """SHA-256 of the names and contents of its source files, as the session imported them."""
+    commit: str = ""
+    """The commit in its repository, with ``-dirty`` after changes; empty outside of a repository."""
+
+    @property
+    def short(self) -> str:
+        """The first digits of the digest, and of the commit where there is one."""
+        sha, _, dirty = self.commit.partition("-")
+        commit = f"{sha[:8]}{dirty and '-'}{dirty}"
+        return f"{self.digest[:8]} (commit {commit})" if commit else self.digest[:8]
+
+
 class EngineRecord(Record):
     """An engine, where it comes from, and the verdict on it."""
 
@@ -104,6 +120,8 @@ class EngineRecord(Record):
     description: str
     distribution: str
     version: str
+    code: CodeRecord
+    """Source files of the distribution."""
     protocol: tuple[int, int]
     """The interface version that it was written for."""
     capabilities: tuple[CapabilityRecord, ...]
@@ -116,9 +134,11 @@ class EngineRecord(Record):
 class Report(Record):
     """One session of the suite."""
 
-    schema_version: Literal["1.0"] = SCHEMA_VERSION
+    schema_version: Literal["1.1"] = SCHEMA_VERSION
     suite_version: str
     """The version of core-rl that the suite came with."""
+    suite_code: CodeRecord
+    """Source files of the suite, its oracle, and the core."""
     protocol: tuple[int, int]
     """The interface version of that core."""
     created: datetime

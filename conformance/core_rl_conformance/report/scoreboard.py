@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -35,7 +36,7 @@ LEGEND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One version of one engine, with what all reports together show of it."""
+    """The code of one engine under one suite, with the results of all reports about it."""
 
     engine: EngineRecord
     cases: Sequence[CaseRecord]
@@ -43,9 +44,14 @@ class Entry:
     """Oldest first."""
 
     @property
-    def title(self) -> str:
-        """Name and version."""
+    def version(self) -> str:
+        """Name and version, which several codes may share."""
         return f"{self.engine.name} {self.engine.version}".removesuffix(" -")
+
+    @property
+    def suite(self) -> str:
+        """Version and code of the suite."""
+        return f"{self.reports[-1].suite_version} {self.reports[-1].suite_code.short}"
 
     @property
     def checks_passed(self) -> str:
@@ -64,6 +70,30 @@ class Scoreboard:
     entries: Sequence[Entry]
 
     @property
+    def titles(self) -> list[str]:
+        """A title for each entry: name and version, with the code where the version has several."""
+        shared = self.ambiguous
+        return [
+            f"{entry.version} {entry.engine.code.digest[:8]}" if entry.version in shared else entry.version
+            for entry in self.entries
+        ]
+
+    @property
+    def ambiguous(self) -> list[str]:
+        """Names and versions under which the reports have several codes of the engine or the suite."""
+        counts = Counter(entry.version for entry in self.entries)
+        return [version for version, count in counts.items() if count > 1]
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence for each version with several codes."""
+        return [
+            f"{version}: the reports are about different code of the engine or of the suite, and are not merged; "
+            "run the suite again on one checkout for one verdict"
+            for version in self.ambiguous
+        ]
+
+    @property
     def capabilities(self) -> dict[str, list[CapabilityRecord | None]]:
         """Capabilities that any of them declares, with the state in each."""
         return capability_rows([entry.engine for entry in self.entries])
@@ -80,17 +110,17 @@ class Scoreboard:
 
 
 def merge(reports: Iterable[Report]) -> Scoreboard:
-    """One entry for each version of each engine.
+    """One entry for each version and code of each engine under each code of the suite.
 
     Of several results for one case the newest counts, and an unexecuted result never replaces an executed result.
     """
     ordered = sorted(reports, key=attrgetter("created"))
-    entries: dict[tuple[str, str, str], list[tuple[Report, EngineRecord]]] = {}
+    entries: dict[tuple[str, ...], list[tuple[Report, EngineRecord]]] = {}
     for report in ordered:
         for engine in report.engines:
-            entries.setdefault((engine.name, engine.distribution, engine.version), []).append(
-                (report, engine)
-            )
+            codes = (engine.code.digest, report.suite_code.digest)
+            key = (engine.name, engine.distribution, engine.version, *codes)
+            entries.setdefault(key, []).append((report, engine))
     return Scoreboard(entries=[_entry(entries[key]) for key in sorted(entries)])
 
 
@@ -127,17 +157,18 @@ def markdown(board: Scoreboard) -> str:
     """A table for a README: a column for each engine, a row for each capability."""
     entries = board.entries
     rows = [
-        ["", *(entry.title for entry in entries)],
+        ["", *board.titles],
         ["---", *("---" for _ in entries)],
         ["verdict", *(f"{SYMBOLS[entry.engine.verdict]} {entry.engine.verdict}" for entry in entries)],
         ["checks passed", *(entry.checks_passed for entry in entries)],
         ["cases", *(str(len(entry.cases)) for entry in entries)],
-        ["suite", *(entry.reports[-1].suite_version for entry in entries)],
+        ["code", *(entry.engine.code.short for entry in entries)],
+        ["suite", *(entry.suite for entry in entries)],
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
     rows += [[f"`{name}`", *map(_cell, cells)] for name, cells in board.capabilities.items()]
     lines = ["| " + " | ".join(part.replace("|", "\\|") for part in row) + " |" for row in rows]
-    return "\n".join([*lines, "", LEGEND, ""])
+    return "\n".join([*lines, "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""])
 
 
 def _cell(capability: CapabilityRecord | None) -> str:

@@ -19,6 +19,7 @@ from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import Check, load_checks, natural_order
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.certify import certify, judge, needs_of
+from core_rl_conformance.report.code import engine_code, suite_code
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
 from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
 from core_rl_conformance.session.items import Plan
@@ -198,12 +199,14 @@ class ReportWriter:
         for spec in (target.spec for target in plan.targets):
             engine_results = [case for case in results if case.engine == spec.name]
             entry = entries.get(spec.name)
+            distribution = entry.distribution if entry else "(this process)"
             record = EngineRecord(
                 name=spec.name,
                 kind=spec.kind,
                 description=spec.description,
-                distribution=entry.distribution if entry else "(this process)",
+                distribution=distribution,
                 version=entry.version if entry else "-",
+                code=engine_code(spec, distribution),
                 protocol=spec.protocol,
                 capabilities=certify(spec.capabilities, engine_results, needs_of(checks, spec.kind)),
                 verdict=judge(engine_results, problems[spec.name], complete=complete),
@@ -212,6 +215,7 @@ class ReportWriter:
             engines.append(record)
         return Report(
             suite_version=__version__,
+            suite_code=suite_code(),
             protocol=PROTOCOL_VERSION,
             created=datetime.now(UTC).replace(microsecond=0),
             command=shlex.join(["pytest", *map(str, self._config.invocation_params.args)]),

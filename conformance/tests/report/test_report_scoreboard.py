@@ -22,7 +22,7 @@ def _states(board: Scoreboard) -> list[str]:
 
 def test_engines_of_several_reports_stand_side_by_side() -> None:
     board = merge([PASSED, report(case(engine="other"), declared=("moe",)), report(case(), version="0.2.0")])
-    assert [entry.title for entry in board.entries] == ["mine 0.1.0", "mine 0.2.0", "other 0.1.0"]
+    assert board.titles == ["mine 0.1.0", "mine 0.2.0", "other 0.1.0"]
     assert list(board.capabilities) == ["moe", "value_head"]
     assert [cell and cell.state for cell in list(board.capabilities.values())[1]] == [
         CapabilityState.CERTIFIED,
@@ -74,6 +74,18 @@ def test_reports_merge_by_case(reports: list[Report], verdict: Verdict, state: s
     board = merge(reports)
     assert [entry.engine.verdict for entry in board.entries] == [verdict]
     assert _states(board) == [state]
+
+
+@pytest.mark.parametrize(("code", "suite"), [("0ther", "5417e"), ("c0de", "0ther")])
+def test_different_codes_never_merge(code: str, suite: str) -> None:
+    newer = report(case("I10.value"), hours=1, code=code, suite=suite)
+    board = merge([report(FAILED), newer, report(case(), hours=2)])
+    assert [entry.engine.verdict for entry in board.entries].count(Verdict.FAILED) == 1
+    assert sorted(len(entry.cases) for entry in board.entries) == [1, 2]
+    assert len(board.titles) == 2 and all(title.startswith("mine 0.1.0 ") for title in board.titles)
+    for text in (markdown(board), scoreboard_page(board)):
+        assert "mine 0.1.0: the reports are about different code" in text
+        assert "0ther" in text and "c0de (commit 12345678-dirty)" in text
 
 
 def test_gpu_case_keeps_cpu_case() -> None:

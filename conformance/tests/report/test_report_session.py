@@ -33,6 +33,7 @@ def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]
     assert all(case.outcome is Outcome.PASSED for case in report.results)
     (engine,) = report.engines
     assert (engine.name, engine.distribution) == ("reference", "core-rl")
+    assert len(engine.code.digest) == len(report.suite_code.digest) == 64
     assert (report.complete, engine.verdict) == (False, Verdict.PARTIAL)
     # I7.values is among the checks that a value head needs.
     assert {part.state for part in engine.capabilities} == {CapabilityState.UNCERTIFIED}
