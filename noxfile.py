@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import secrets
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import nox
-from nox.command import CommandFailed
 
 nox.needs_version = ">=2025.2.9"
 nox.options.reuse_venv = "yes"
@@ -307,67 +303,14 @@ def _torchao(session: nox.Session, *arguments: str) -> None:
     )
 
 
-NIGHTLY = [
-    "tests",
-    "mutants",
-    "reference",
-    "rollout",
-    "fsdp",
-    "megatron",
-    "pairs",
-    "sglang",
-    "vllm",
-    "cluster",
-    "torchao",
-]
-NIGHTLY_RECORD = ROOT / ".nox" / "nightly.json"
-
-
-def _nightly_part(session: nox.Session, part: str, seed: int) -> None:
-    match part:
-        case "tests":
-            chosen = [f"--ignore={MUTANTS}", f"--hypothesis-seed={seed}"]
-            session.run("pytest", *STEALING, *chosen, env=ENV)
-        case "mutants":
-            session.run("pytest", MUTANTS, f"--first-seed={seed}", *STEALING, env=ENV)
-        case "torchao":
-            _torchao(session, f"--seed={seed}")
-        case "pairs":
-            _conformance(session, DISTRIBUTED_ENGINES, "--quick", f"--seed={seed}")
-        case "sglang" | "vllm":
-            _served(session, part, f"--seed={seed}")
-        case "cluster":
-            session.install("-c", str(CONSTRAINTS), "ray")
-            _cluster(session)
-        case engine:
-            _conformance(session, ["reference-rollout" if engine == "rollout" else engine], f"--seed={seed}")
-
-
 @nox.session
-def nightly(session: nox.Session) -> None:
-    """Run all there is, or the parts that are named: `-- PART ...`. What passed on this commit is not run again."""
-    unknown = [part for part in session.posargs if part not in NIGHTLY]
-    if unknown:
-        session.error(f"no such part: {', '.join(unknown)}; there are {', '.join(NIGHTLY)}")
+def pytest(session: nox.Session) -> None:
+    """Run pytest with the arguments, in an environment that has everything."""
     _install(session, "dev")
-    commit = str(session.run("git", "rev-parse", "HEAD", external=True, silent=True)).strip()
-    dirty = bool(session.run("git", "status", "--porcelain", external=True, silent=True))
-    passed = json.loads(NIGHTLY_RECORD.read_text()) if NIGHTLY_RECORD.exists() else {}
-    failed: list[str] = []
-    for part in session.posargs or NIGHTLY:
-        if passed.get(part, {}).get("commit") == commit and not dirty:
-            session.log(f"{part} passed on {commit[:10]} with seed {passed[part]['seed']}")
-            continue
-        seed, started = secrets.randbelow(2**20), time.monotonic()
-        session.log(f"{part}: seed {seed}")
-        try:
-            _nightly_part(session, part, seed)
-        except CommandFailed:
-            failed.append(f"{part} (seed {seed})")
-            continue
-        if not dirty:
-            minutes = round((time.monotonic() - started) / 60, 1)
-            passed[part] = {"commit": commit, "seed": seed, "minutes": minutes}
-            NIGHTLY_RECORD.write_text(json.dumps(passed, indent=2) + "\n")
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    session.run("pytest", *session.posargs, env=ENV)
+
+
+@nox.session(venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """Run all there is at the last commit, in a worktree, or `-- PART ...`; passed parts run only after changes."""
+    session.run(sys.executable, "tools/nightly.py", *session.posargs, external=True)

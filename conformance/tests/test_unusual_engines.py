@@ -22,7 +22,8 @@ pytest_plugins = ["pytester"]
 LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
 PROFILE = Profile(layouts=LAYOUTS)
 IN_HALF = Profile(layouts=LAYOUTS, dtypes=("float32", "bfloat16"), families=("llama",))
-SESSIONS = [("--quick", "--seed=0"), ("--quick", "--seed=1"), ("--seed=2",)]
+FULL_EVERY = 10
+"""Of so many seeds, the last has a full session."""
 ENOUGH = 12
 """Checks that fail on an engine with every fault."""
 Add = Callable[..., EngineSpec]
@@ -33,6 +34,13 @@ def declared(kind: type[Packed]) -> frozenset[C]:
     return CAPABILITIES - {C.OPTIMIZER_RULES, C.MUON} if kind is OptimizerInHooks else CAPABILITIES
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Three seeds, or ``--seeds`` of them from ``--first-seed`` on."""
+    if "seed" in metafunc.fixturenames:
+        first, count = (metafunc.config.getoption(name) for name in ("first_seed", "seeds"))
+        metafunc.parametrize("seed", range(first, first + (count or 3)))
+
+
 def session(pytester: pytest.Pytester, spec: EngineSpec, *arguments: str) -> dict[str, int]:
     """Outcomes of a session of the whole suite."""
     result = run(pytester, f"--engine={spec.name}", "--pyargs", "core_rl_conformance", *arguments)
@@ -40,11 +48,11 @@ def session(pytester: pytest.Pytester, spec: EngineSpec, *arguments: str) -> dic
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("arguments", SESSIONS, ids=" ".join)
 @pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
 def test_correct_engines_raise_no_alarm(
-    pytester: pytest.Pytester, engine: Add, kind: type[Packed], arguments: tuple[str, ...]
+    pytester: pytest.Pytester, engine: Add, kind: type[Packed], seed: int
 ) -> None:
+    arguments = [f"--seed={seed}", *([] if seed % FULL_EVERY == FULL_EVERY - 1 else ["--quick"])]
     result = session(pytester, engine(kind, PROFILE, declared(kind)), *arguments)
     assert "failed" not in result and result["passed"] > ENOUGH
 
