@@ -189,7 +189,7 @@ class EngineUnderTest:
             )
         )
         if finding.problem is not None:
-            raise AssertionError(self.failure_message(finding.problem + finding.precision_hint))
+            raise AssertionError(self.failure_message(finding.message, advice=False))
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
@@ -215,8 +215,11 @@ class EngineUnderTest:
             problem = f"{problem}, but {type(error).__name__}: {error}"
         self.require(False, problem)
 
-    def failure_message(self, problem: str) -> str:
-        """``problem`` between a line with the place and a line with where to look."""
+    def failure_message(self, problem: str, *, advice: bool = True) -> str:
+        """``problem`` between a line with the place and a line with where to look.
+
+        Values without a known cause go without ``advice``, and a known cause needs none.
+        """
         case, check = self.case, self.case.check
         partner = f", with {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
         place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
@@ -226,7 +229,7 @@ class EngineUnderTest:
             textwrap.indent(problem, "  "),
             f"  required: {check.title}",
         ]
-        lines += [f"  look at: {check.where_to_look}"] if check.where_to_look else []
+        lines += [f"  look at: {check.where_to_look}"] if advice and check.where_to_look else []
         lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
         return "\n".join(lines)
 

@@ -77,7 +77,8 @@ def compare_steps(
     guess = _rounded(got) or _guess(steps, lambda mistaken: _explains(mistaken, got, right, allowed), ranks)
     problems = [str(finding.problem) for finding in wrong.values()]
     problem = "\n".join(filter(None, (f"{label}: {verdict}", *problems, guess)))
-    return [replace(next(iter(wrong.values())), problem=problem)]
+    known = guess is not None or any(finding.names_cause for finding in wrong.values())
+    return [replace(next(iter(wrong.values())), problem=problem, names_cause=known)]
 
 
 def _explains(
@@ -177,9 +178,33 @@ def _step_modulo(size: int, config: AdamW, state: OptimizerState, grads: Grads, 
     state.count += 1
 
 
+Denominator = Callable[[Tensor, float, float], Tensor]
+"""Of an update, from the second moment, its correction ``1 - beta2**step``, and eps."""
+
+
+def _step_over(
+    denominator: Denominator, config: AdamW, state: OptimizerState, grads: Grads, rate: float
+) -> None:
+    before = {name: state.params[name].clone() for name in grads}
+    config.step(state, grads, rate)
+    corrections = [1 - beta**state.count for beta in config.betas]
+    for name, start in before.items():
+        decay = rate * config.weight_decay * (start.dim() >= 2)
+        update = state.exp_avg[name] / corrections[0]
+        update /= denominator(state.exp_avg_sq[name], corrections[1], config.eps)
+        state.params[name].copy_(start * (1 - decay) - rate * update)
+
+
+DENOMINATORS: Mapping[str, Denominator] = {
+    "eps is added before the bias correction": lambda v, c, eps: (v.sqrt() + eps) / c**0.5,
+    "eps is added inside of the root": lambda v, c, eps: (v / c + eps).sqrt(),
+    "eps is added inside of the root, before the bias correction": lambda v, c, eps: ((v + eps) / c).sqrt(),
+    "the second moments have no bias correction": lambda v, c, eps: v.sqrt() + eps,
+}
 RULES: Mapping[str, StepRule] = {
     "the decay goes through the moments (Adam, not AdamW)": _step_with_coupled_decay,
     "norms and biases decay as well": _step_with_decay_of_vectors,
     **{f"the bias correction stays at step {last}": partial(_step_up_to, last) for last in range(1, 8)},
+    **{sentence: partial(_step_over, denominator) for sentence, denominator in DENOMINATORS.items()},
     **{f"the step count wraps around at {size}": partial(_step_modulo, size) for size in (2**8, 2**16)},
 }

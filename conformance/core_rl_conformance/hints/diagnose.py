@@ -16,6 +16,7 @@ from core_rl_oracle.tolerance import Tolerance, largest_difference
 NEAR = 3.0
 """Times the limit."""
 LOOKS_LIKE = "it looks like: "
+UNKNOWN = "no known cause fits these values"
 Explain = Callable[[], str | None]
 """Finds out what explains a difference, where that needs more than the values; asked only about wrong ones."""
 MOST_POINTS = 100
@@ -34,17 +35,14 @@ class Finding:
     points: tuple[tuple[float, float], ...] = ()
     """Some of the compared values as (got, expected)."""
     names_cause: bool = False
-    """The problem names a likely cause, which a general hint would contradict."""
+    """The problem names its cause, by evidence."""
 
     @property
-    def precision_hint(self) -> str:
-        """A line for an error without a known shape that a logical mistake would hardly leave so small."""
-        if self.names_cause or not 0 < self.error < NEAR * self.limit:
-            return ""
-        return (
-            f"\nthis is {self.error / self.limit:.1f} times the limit: think of precision before logic "
-            "(a smaller dtype, a sum in an unfortunate order)"
-        )
+    def message(self) -> str:
+        """The problem, which is called unknown where nothing explains it."""
+        near = 0 < self.error < NEAR * self.limit
+        size = [f"this is {self.error / self.limit:.1f} times the limit"] if near else []
+        return "\n".join([self.problem or "", *(() if self.names_cause else (*size, UNKNOWN))])
 
 
 # ------------------------------------------------------------------- tokens
@@ -69,7 +67,9 @@ def compare_tokens(
             problem = (
                 f"{label} of sequence {index} has shape {list(left.shape)}; expected {list(right.shape)}"
             )
-            return Finding(what=label, error=float("inf"), limit=tolerance.limit, problem=problem)
+            return Finding(
+                what=label, error=float("inf"), limit=tolerance.limit, problem=problem, names_cause=True
+            )
     errors = [largest_difference(left, right) for left, right in zip(got, expected, strict=True)]
     error = max(errors, default=0.0)
     points = _some_points(got, expected) if keep_points else ()
@@ -139,7 +139,7 @@ def compare_named(
     """
     problem = _names_problem(label, got, expected)
     if problem is not None:
-        return Finding(what=label, error=float("inf"), limit=0.0, problem=problem)
+        return Finding(what=label, error=float("inf"), limit=0.0, problem=problem, names_cause=True)
     errors = {name: largest_difference(got[name], value) for name, value in expected.items()}
     worst = max(errors, key=lambda name: errors[name] / max(tolerances[name].limit, 1e-300))
     wrong = [name for name, error in errors.items() if not tolerances[name].allows(error)]
@@ -162,7 +162,7 @@ def same_named(label: str, got: Mapping[str, Tensor], expected: Mapping[str, Ten
     if dtypes:
         name = dtypes[0]
         problem = f"{label}: {name} is {got[name].dtype}; expected {expected[name].dtype}"
-        return Finding(what=label, error=float("inf"), limit=0.0, problem=problem)
+        return Finding(what=label, error=float("inf"), limit=0.0, problem=problem, names_cause=True)
     return compare_named(label, got, expected, exact)
 
 
@@ -218,7 +218,7 @@ def compare_mean_square(label: str, error: float, tolerance: Tolerance) -> Findi
     if not tolerance.allows(error):
         problem = (
             f"the root mean square error of {label} is {error:.3e}; allowed {tolerance}: "
-            "no single value is far off, and all of them together are; look for a step in a smaller dtype"
+            "no single value is far off, and all of them together are"
         )
     name = f"root mean square error of {label}"
     return Finding(what=name, error=error, limit=tolerance.limit, problem=problem, names_cause=True)

@@ -159,8 +159,7 @@ def _by_layer(comparison: Named) -> Iterator[tuple[str, set[str]]]:
 def _by_kind(comparison: Named) -> Iterator[tuple[str, set[str]]]:
     for label, pattern in KINDS.items():
         names = {name for name in comparison.expected if pattern.search(name)}
-        note = ", which layouts replicate" if label in ("biases are", "norms are") else ""
-        yield f"only {label} wrong{note}", names
+        yield f"only {label} wrong", names
     for module in dict.fromkeys(
         name.rsplit(".", 2)[-2] for name in comparison.expected if name.count(".") > 1
     ):
@@ -169,14 +168,14 @@ def _by_kind(comparison: Named) -> Iterator[tuple[str, set[str]]]:
 
 def _by_dimension(comparison: Named) -> Iterator[tuple[str, set[str]]]:
     vectors = {name for name, value in comparison.expected.items() if value.dim() < 2}
-    yield "only vectors (norms, biases) are wrong, which layouts replicate", vectors
+    yield "only vectors (norms, biases) are wrong", vectors
     yield "only matrices are wrong; vectors (norms, biases) are right", set(comparison.expected) - vectors
 
 
 def _by_tie(comparison: Named) -> Iterator[tuple[str, set[str]]]:
     if not any(KINDS["the head is"].search(name) for name in comparison.expected):
         tied = {name for name in comparison.expected if EMBEDDING.search(name)}
-        yield "only the embedding is wrong, which is tied to the head: are both uses in it?", tied
+        yield "only the embedding is wrong, which is tied to the head", tied
 
 
 SETS: tuple[Callable[[Named], Iterator[tuple[str, set[str]]]], ...] = (
@@ -214,7 +213,7 @@ def _shard(comparison: Named) -> str | None:
                 number = next(iter(parts))
                 return (
                     f"all wrong entries are in part {number} (from 0) of {count} equal parts of the {label} "
-                    "dimension: the shard of one rank?"
+                    "dimension"
                 )
     return None
 
@@ -240,7 +239,7 @@ def _edges(comparison: Named) -> str | None:
         }
         sizes = {name: comparison.expected[name].shape[dimension] for name in comparison.wrong}
         if all(sizes[name] > 1 and rows == {sizes[name] - 1} for name, rows in positions.items()):
-            return f"only the last index of the {label} dimension is wrong: uneven shards, or padding?"
+            return f"only the last index of the {label} dimension is wrong"
         for count in RANKS[::-1]:
             if all(
                 sizes[name] > 2 * count and rows <= _next_to_cuts(sizes[name], count)

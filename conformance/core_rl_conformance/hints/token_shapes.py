@@ -50,14 +50,10 @@ def _by_position(tokens: Tokens) -> Iterator[Place]:
     if low == high:
         yield f"only position {low} of sequences is wrong", tokens.position == low
     elif low == 2:
-        sentence = (
-            "position 1, which attends to one token alone, is right and later ones are not: "
-            "attention (its mask, scale, heads), or position ids"
-        )
+        sentence = "position 1, which attends to one token alone, is right and later ones are not"
         yield sentence, tokens.position >= low
     elif low > 2:
-        sentence = f"only positions from {low} on are wrong: position ids, a window or a maximum length"
-        yield sentence, tokens.position >= low
+        yield f"only positions from {low} on are wrong", tokens.position >= low
     if low <= 1 and high > 1:
         yield f"only positions up to {high} are wrong", tokens.position <= high
 
@@ -82,7 +78,7 @@ def _periodic(order: Tensor, tokens: Tokens, label: str) -> Iterator[Place]:
         rest = places % period
         if bool((rest == rest[0]).all()):
             shown = ", ".join(str(int(place)) for place in places[:3]) + (", ..." if len(places) > 3 else "")
-            sentence = f"only every {period}th position {label} is wrong ({shown}): the edges of chunks?"
+            sentence = f"only every {period}th position {label} is wrong ({shown})"
             yield sentence, order % period == rest[0]
 
 
@@ -124,10 +120,7 @@ def _by_id(tokens: Tokens) -> Iterator[Place]:
             )
     for special in (0, 1, 2, size - 1):
         seen = _seen_before(ids == special, tokens)
-        sentence = (
-            f"only tokens after one with the id {_name(special, size)} in their sequence are wrong: "
-            "is it taken for padding or an end?"
-        )
+        sentence = f"only tokens after one with the id {_name(special, size)} in their sequence are wrong"
         yield sentence, seen
 
 
@@ -151,13 +144,10 @@ def _by_size(tokens: Tokens) -> Iterator[Place]:
     for order, label in ((places.number, "sequences"), (places.order, "tokens")):
         low = int(order[wrong].min())
         if low >= SMALLEST_BUFFER:
-            sentence = (
-                f"only {label} from number {low} of a pass on are wrong: a buffer, or a loop, of that size?"
-            )
-            yield sentence, order >= low
+            yield f"only {label} from number {low} of a pass on are wrong", order >= low
     for most in (2**16 - 1, 2**15 - 1):
         seen = _seen_before(places.ids > most, tokens)
-        yield f"only tokens after an id above {most:,} in their sequence are wrong: ids in 16 bits?", seen
+        yield f"only tokens after an id above {most:,} in their sequence are wrong", seen
 
 
 def _by_rank(tokens: Tokens) -> Iterator[Place]:
@@ -185,7 +175,7 @@ def _by_sequence(tokens: Tokens) -> Iterator[Place]:
 
 
 def _by_neighbour(tokens: Tokens) -> Iterator[Place]:
-    sentence = "the first sequence is right and later ones are not: do sequences see their packed neighbours?"
+    sentence = "the first sequence is right and later ones are not"
     yield sentence, tokens.sequence > 0
     if tokens.places is not None:
         rank = tokens.places.rank
@@ -310,19 +300,24 @@ def _grows(tokens: Tokens) -> str | None:
         return None
     return (
         f"errors grow with the position: {means[0]:.1e} on average in the first quarter of sequences, "
-        f"{means[3]:.1e} in the last: position ids, rotary embedding, or attention?"
+        f"{means[3]:.1e} in the last"
     )
 
 
 def _small(tokens: Tokens) -> str | None:
-    """Whether most values are wrong, and all of them by little."""
+    """Whether most values are wrong, and all of them by little; rounding points both ways."""
     share = float(_errors(tokens).max() / tokens.expected.abs().max())
     if not share < 1 / 64 or 2 * int(tokens.wrong.sum()) < int((tokens.position > 0).sum()):
         return None
-    return (
-        f"errors are everywhere and small, {share:.1e} of the largest value at most: a smaller dtype or TF32 "
-        "somewhere, or another constant (an epsilon)?"
+    difference = (tokens.got - tokens.expected)[tokens.wrong]
+    by_chance = 3 * float(difference.std()) / difference.numel() ** 0.5
+    rounding = abs(float(difference.mean())) <= by_chance
+    ways = (
+        "in both directions alike, as by rounding to a smaller dtype"
+        if rounding
+        else "mostly in one direction"
     )
+    return f"errors are everywhere and small, {share:.1e} of the largest value at most, {ways}"
 
 
 def _errors(tokens: Tokens) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.adamw import RULES, Steps, compare_steps
+from core_rl_conformance.hints.adamw import DENOMINATORS, RULES, Steps, compare_steps
 from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.tolerance import Tolerance
 
@@ -39,6 +39,7 @@ MISTAKES = {
     "through the moments": replace(STEPS, rule=RULES["the decay goes through the moments (Adam, not AdamW)"]),
     "norms and biases decay": replace(STEPS, rule=RULES["norms and biases decay as well"]),
     "stays at step 5": replace(STEPS, rule=RULES["the bias correction stays at step 5"]),
+    **{sentence: replace(STEPS, rule=RULES[sentence]) for sentence in DENOMINATORS},
     "wraps around at 256": replace(
         STEPS, start=replace(START.copy(), count=254), rule=RULES["the step count wraps around at 256"]
     ),

@@ -110,7 +110,7 @@ SHAPES = {
     "only sequence 4": _at(SEQUENCE == 4),
     "sequences of 9 and more": _at(LENGTH >= 9),
     "sequences of at most 7": _at(LENGTH <= 7),
-    "packed neighbours": _at(SEQUENCE > 0),
+    "the first sequence is right": _at(SEQUENCE > 0),
     "errors grow with the position": VALUES + NOISE * POSITIONS / LENGTH,
     "errors are everywhere and small": VALUES + 1e-3 * NOISE,
 }
@@ -381,11 +381,12 @@ def _never() -> str | None:
     raise AssertionError
 
 
-def test_a_named_cause_leaves_no_place_for_precision() -> None:
+def test_values_without_cause_are_called_unknown() -> None:
     wide = Tolerance(baseline=0.0, floor=1.0)
-    assert "precision before logic" in compare_scalar("loss", 3.7, 1.0, wide).precision_hint
-    finding = compare_scalar("loss", 3.0, 1.0, wide)
-    assert finding.names_cause and finding.precision_hint == ""
+    message = compare_scalar("loss", 3.7, 1.0, wide).message
+    assert message.endswith("this is 2.7 times the limit\nno known cause fits these values")
+    finding = compare_scalar("loss", 2.0, 1.0, Tolerance(baseline=0.0, floor=0.5))
+    assert finding.names_cause and finding.message == finding.problem
 
 
 @pytest.mark.parametrize(
