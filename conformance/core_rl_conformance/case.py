@@ -20,6 +20,22 @@ class Target:
     spec: EngineSpec
     profile: Profile
 
+    @property
+    def three_ranks(self) -> Setting | None:
+        """Three data-parallel ranks, for an engine whose profile has several of them but not three.
+
+        Checks with ``on_three_ranks`` run there, unless the engine refuses it.
+        """
+        three, layouts = Setting(layout=ParallelLayout(dp=3)), self.profile.layouts
+        several = any(layout.dp > 1 and layout == ParallelLayout(dp=layout.dp) for layout in layouts)
+        return three if several and three not in self.profile.places else None
+
+    @property
+    def places(self) -> tuple[Setting, ...]:
+        """The layouts and settings of the profile, and the added one."""
+        added = self.three_ranks
+        return self.profile.places if added is None else (*self.profile.places, added)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

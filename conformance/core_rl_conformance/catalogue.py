@@ -81,6 +81,8 @@ class Check:
     """Least number of ranks that share sequences."""
     min_layouts: int
     """Least number of layouts in the profile."""
+    on_three_ranks: bool
+    """Whether it runs on three data-parallel ranks too, whatever the layouts of the profile."""
     families: tuple[str, ...] | None
     """The tiny models that it can use; None is all."""
     dtype: DType | None
@@ -139,6 +141,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
     min_dp: int = 1,
     min_cp: int = 1,
     min_layouts: int = 1,
+    on_three_ranks: bool = False,
     families: tuple[str, ...] | None = None,
     dtype: DType | None = None,
 ) -> Callable[[Function], Function]:
@@ -170,6 +173,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
             min_dp=min_dp,
             min_cp=min_cp,
             min_layouts=min_layouts,
+            on_three_ranks=on_three_ranks,
             families=families,
             dtype=dtype,
             function=function,

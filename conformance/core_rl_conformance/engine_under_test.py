@@ -67,13 +67,14 @@ class EngineUnderTest:
         self.measurements: list[MeasurementRecord] = []
         self._directory = directory
 
-    def model(self, head: Head = "lm", dropout: float = 0.0) -> TinyModel:
-        """The tiny model, with this head."""
+    def model(self, head: Head = "lm", dropout: float = 0.0, layers: int | None = None) -> TinyModel:
+        """The tiny model, with this head, and this number of layers or more; None is the family's own."""
         model = TinyModel(
             family=self.case.family,
             seed=self.case.seed,
             head=head,
             dropout=dropout,
+            layers=layers,
             head_size=self.case.head_size,
         )
         return model.with_multiples(*self.case.multiples)

@@ -13,6 +13,7 @@ from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderT
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, outputs_of, start, written
 from core_rl_conformance.procedures.outputs import verify_outputs, verify_overall
 from core_rl_conformance.procedures.training import Shadow, fail_without_adapter, optimizer_config
@@ -166,7 +167,7 @@ def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     that decays moves without a gradient.
     Look at: the seed on each rank, and which parameters reach the optimizer.
     """
-    model = subject.model()
+    model = subject.model(layers=DEEP)
     adapter = TinyAdapter(model=model)
     first, second = (start(subject, adapter, seed=seed).named_tensors("master") for seed in (11, 12))
     group = start(subject, adapter, seed=11, optimizer=optimizer_config(CONFIG))

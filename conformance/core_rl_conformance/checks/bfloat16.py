@@ -19,7 +19,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per
 from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
@@ -201,9 +201,9 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     nothing at the learning rates of post-training.
     Look at: which tensor is made of which when the engine is built, and in ``after_load``; the dtype of moments.
     """
-    model = subject.model()
+    model = subject.model(layers=DEEP)
     truth = {name: value.float() for name, value in subject.expected.oracle(model).parameters().items()}
-    group = subject.start(optimizer=optimizer_config(SMALL))
+    group = subject.start(model, optimizer=optimizer_config(SMALL))
     subject.verify_same("master weights at the start", group.named_tensors("master"), truth)
     shadow = Shadow.of(group, SMALL)
     batches = [subject.data(PROBE[:3], seed).batch() for seed in range(UPDATES)]

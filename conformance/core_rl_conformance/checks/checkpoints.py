@@ -23,6 +23,7 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.profile import Setting
@@ -168,7 +169,7 @@ def _verify_refused(
 
 @check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
 def resume_is_bitwise(subject: EngineUnderTest) -> None:
-    """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
+    """Steps, three saves, load of the last into a fresh engine, steps again: bitwise what all give, with dropout.
 
     Why: moments that are dropped without an error (AReaL #1468), a scheduler that is not restored or
     advanced twice (NeMo-RL #3171, slime #1152; a constant learning rate hides it), random state that
@@ -176,11 +177,13 @@ def resume_is_bitwise(subject: EngineUnderTest) -> None:
     Look at: ``ShardedState.local``: master weights and both moments; the ``count`` of ``TrainBackend.step``; the
     random state of every rank.
     """
-    model = subject.model(dropout=0.1)
+    model = subject.model(dropout=0.1, layers=DEEP)
     group = moving.start(subject, model)
-    moving.train(group, subject, [0, 1])
     group.set_version(7)
-    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
+    for step, name in enumerate(("first", "second", "checkpoint")):
+        if step:
+            moving.train(group, subject, [step - 1])
+        group.save(moving.meta(subject.directory(name), "sharded"))
     saved = moving.state(group)
     reports = moving.train(group, subject, [2, 3])
     expected, progress = moving.state(group), group.progress

@@ -25,7 +25,7 @@ from core_rl_conformance.profile import DENSE
 LOSS = TokenMeanLoss()
 
 
-@check("I9.dropout-masks", each="layout", families=DENSE, dtype="float32")
+@check("I9.dropout-masks", each="layout", families=DENSE, dtype="float32", on_three_ranks=True)
 def masks_are_independent_draws(subject: EngineUnderTest) -> None:
     """In training, each head is dropped independently at the config's rate; the remaining heads are divided by ``1 -
     rate``.

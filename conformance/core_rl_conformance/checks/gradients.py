@@ -20,6 +20,7 @@ from core_rl_oracle.oracle import grad_norm
 from core_rl_oracle.tolerance import Tolerance
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
+CALLS = (2, 3, 5)
 LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())
 
 
@@ -49,7 +50,7 @@ def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     group = subject.start(model)
-    for cut in (*(MicroBatchSpec(count=count) for count in (2, 4, 7)), MicroBatchSpec(max_tokens=48)):
+    for cut in (*(MicroBatchSpec(count=count) for count in (2, 3, 5, 8)), MicroBatchSpec(max_tokens=48)):
         label = (
             f"with {cut.count} micro-batches" if cut.count else f"with a budget of {cut.max_tokens} tokens"
         )
@@ -78,7 +79,7 @@ def _verify_metrics(
         subject.verify_scalar(f"the metric {name!r} {label}", got, value, tolerance)
 
 
-@check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2)
+@check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2, on_three_ranks=True)
 def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
     """The gradients do not depend on how sequences fall on data-parallel ranks, even if one has none.
 
@@ -146,33 +147,33 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     )
 
 
-@check("I5.two-calls", each="layout")
-def two_calls_equal_one(subject: EngineUnderTest) -> None:
-    """Two calls of ``forward_backward`` with the ``total_weight`` of both leave the gradients of one call.
+@check("I5.two-calls", each="layout", on_three_ranks=True)
+def several_calls_equal_one(subject: EngineUnderTest) -> None:
+    """Two, three and five calls of ``forward_backward`` with the ``total_weight`` of all leave the gradients of one.
 
     Why: a zero_grad or a division inside forward/backward makes accumulation wrong (torchtitan #3575,
-    verl #6957).
+    verl #6957); two buffers that take turns are right for two calls.
     Look at: gradients that are dropped, reduced or averaged in each call; they add up until
     ``optimizer_step()`` or an export reduces them once.
     """
     model, data = subject.model(), subject.data()
     expected = subject.gradients(model, data, TOKEN_MEAN)
     group = subject.start(model)
-    halves = [
-        data.select(range(0, len(data.rows), 3)),
-        data.select([i for i in range(len(data.rows)) if i % 3]),
-    ]
-    losses = [_loss_part(group, half, expected.oracle.weight) for half in halves]
-    subject.verify_gradients("of two calls", group, {"loss": sum(losses)}, expected)
+    for count in CALLS:
+        group.optimizer_zero_grad()
+        parts = [data.select(range(first, len(data.rows), count)) for first in range(count)]
+        losses = [_loss_part(group, part, expected.oracle.weight) for part in parts]
+        subject.verify_gradients(f"of {count} calls", group, {"loss": sum(losses)}, expected)
     norm = group.optimizer_step()["grad_norm"]
-    subject.verify_scalar("the norm of two calls", norm, expected.oracle.norm, expected.norm)
+    subject.verify_scalar(f"the norm of {CALLS[-1]} calls", norm, expected.oracle.norm, expected.norm)
 
 
 def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:
     """Accumulate one part; its share of the whole loss."""
     loss = TOKEN_MEAN.spec()
     metrics = group.forward_backward(data.batch(), loss, MicroBatchSpec(count=2), total_weight=total_weight)
-    return metrics["loss"] * loss.weight(data.batch()) / total_weight
+    weight = loss.weight(data.batch())
+    return metrics["loss"] * weight / total_weight if weight else 0.0
 
 
 @check("I5.eval-leaves-nothing", each="layout")

@@ -16,7 +16,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of
+from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel, layer_of
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
@@ -49,8 +49,7 @@ def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
     Look at: the optimizer's construction (matrices decay, norms and biases do not), ``TrainBackend.step`` and its
     ``lr``, the float32 master weights.
     """
-    model = subject.model()
-    _verify_steps(subject, model, LOSS, STEPS)
+    _verify_steps(subject, subject.model(layers=DEEP), LOSS, STEPS)
 
 
 @check("I20.adamw-value-head", requires=[Capability.VALUE_HEAD], each="layout")
@@ -62,7 +61,7 @@ def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None
     Look at: whether ``score.weight`` is among the parameters that the optimizer is built with, and in the
     group that decays; whether its float32 weight is used by the forward pass.
     """
-    _verify_steps(subject, subject.model(head="value"), ValueLoss(), 3)
+    _verify_steps(subject, subject.model(head="value", layers=DEEP), ValueLoss(), 3)
 
 
 def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, steps: int) -> None:
@@ -86,7 +85,7 @@ def bias_correction_follows_the_update_count(subject: EngineUnderTest) -> None:
     Look at: the ``count`` of ``TrainBackend.step``; the dtype of the optimizer's own step count, and whether every
     parameter has it.
     """
-    group = subject.start(optimizer=optimizer_config(LONG_MEMORY))
+    group = subject.start(subject.model(layers=DEEP), optimizer=optimizer_config(LONG_MEMORY))
     for updates in UPDATES:
         group.restore_progress(EngineProgress(updates=updates))
         shadow = Shadow.of(group, LONG_MEMORY)

@@ -16,7 +16,7 @@ from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutpu
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Repeated, ragged
 from core_rl_conformance.inputs.losses import ScaledLoss, TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import UNUSUAL, TinyModel
+from core_rl_conformance.inputs.tiny_models import DEEP, UNUSUAL, TinyModel
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
@@ -37,8 +37,10 @@ FEW = (13, 2, 19, 5)
 SMALL_IDS = (5, 21, 300, 7, 2**15 - 1)
 OUTPUTS: tuple[OutputName, ...] = ("logprobs", "entropy")
 COLD, WARMER = 0.05, (0.1, 0.2, 0.25, 0.5, 1.0)
-EXPONENTS = (-40, 40)
-"""Powers of two: gradients that float16 flushes to 0, and gradients that overflow it."""
+EXPONENTS = (-80, -40, 16, 40, 64)
+"""Powers of two: gradients that float16 flushes to 0, or that overflow it, and norms whose squares are no float32."""
+CLIPPING = AdamW(lr=0.1, eps=0.1, weight_decay=0.1, max_grad_norm=0.5)
+"""With a large epsilon an update shows the scale of its gradients."""
 CONFIG = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 UPDATES, DECAYED = 20, 16
 """Updates, and the one from which the learning rate is exactly 0."""
@@ -189,22 +191,26 @@ def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I1.gradient-sizes", each="layout")
 def gradients_of_any_size_match_the_oracle(subject: EngineUnderTest) -> None:
-    """Gradients of a loss times 2^-40, and times 2^40, are the oracle's times that, and so is the reported norm.
+    """Gradients of a loss times 2^-80 to 2^64 are the oracle's times that, and so are the reported norm and a step.
 
-    Why: gradients that pass through float16 are 0 where they are tiny and infinite where they are large. A loss of a
-    usual size never shows it.
-    Look at: the dtype of gradients in buffers and reductions; loss scalers; clamps and ``nan_to_num``.
+    Why: gradients that pass through float16 are 0 where they are tiny and infinite where they are large, and the square
+    of a norm below 1e-22 or above 1e19 is no float32. A loss of a usual size never shows it.
+    Look at: the dtype of gradients in buffers and reductions, and that of the squares of the norm; loss scalers; clamps
+    and ``nan_to_num``. If the step alone is wrong: how ``TrainBackend.step`` uses its ``scale``.
     """
     model, data = subject.model(), subject.data(PROBE)
     expected = subject.gradients(model, data, TokenMeanLoss())
-    group = subject.start(model, optimizer={"lr": 0.0})
     for exponent in EXPONENTS:
-        loss = ScaledLoss(exponent=exponent)
-        metrics = group.forward_backward(data.batch(), loss.spec(), MicroBatchSpec(count=2))
-        of = _times(expected, 2.0**exponent)
-        subject.verify_gradients(f"of a loss times 2^{exponent}", group, metrics, of)
-        norm = group.optimizer_step()["grad_norm"]
-        subject.verify_scalar(f"the norm of a loss times 2^{exponent}", norm, of.oracle.norm, of.norm)
+        size, of = f"of a loss times 2^{exponent}", _times(expected, 2.0**exponent)
+        group = subject.start(model, optimizer=optimizer_config(CLIPPING))
+        shadow = Shadow.of(group, CLIPPING)
+        metrics = group.forward_backward(
+            data.batch(), ScaledLoss(exponent=exponent).spec(), MicroBatchSpec(count=2)
+        )
+        subject.verify_gradients(size, group, metrics, of)
+        norm = shadow.step(subject, group, size)
+        subject.verify_scalar(f"the norm {size}", norm, of.oracle.norm, of.norm)
+        shadow.verify(subject, group, f"after a step {size}")
 
 
 def _times(expected: ExpectedGradients, factor: float) -> ExpectedGradients:
@@ -233,7 +239,8 @@ def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
     Why: a rate of 0 that is taken for none at all, so that another one is used; small errors of each step that add up.
     Look at: ``lr or ...`` and defaults of the optimizer's groups; the dtype of weights and moments.
     """
-    group = subject.start(optimizer=optimizer_config(CONFIG, total_steps=DECAYED))
+    model = subject.model(layers=DEEP)
+    group = subject.start(model, optimizer=optimizer_config(CONFIG, total_steps=DECAYED))
     shadow = Shadow.of(group, CONFIG, total_steps=DECAYED)
     loss, batches = TokenMeanLoss().spec(), [subject.data((9, 2, 6), seed).batch() for seed in range(UPDATES)]
     shadow.train(subject, group, batches[:DECAYED], loss, ONE_PASS)

@@ -12,6 +12,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.moving import state, verify_state
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.training import (
@@ -41,9 +42,9 @@ def clipping_scales_the_update(subject: EngineUnderTest) -> None:
     """
     # Adam's update hardly depends on the scale of its gradients, unless epsilon is large.
     config = AdamW(lr=1e-1, eps=1e-2, max_grad_norm=0.02)
-    group = subject.start(optimizer=optimizer_config(config))
+    group = subject.start(subject.model(layers=DEEP), optimizer=optimizer_config(config))
     shadow = Shadow.of(group, config)
-    shadow.train(subject, group, [subject.data(seed=s).batch() for s in range(2)], LOSS.spec(), ONE_PASS)
+    shadow.train(subject, group, [subject.data(seed=s).batch() for s in range(3)], LOSS.spec(), ONE_PASS)
     shadow.verify(subject, group, "after clipped steps")
 
 
@@ -159,7 +160,7 @@ def all_masked_skips_the_step(subject: EngineUnderTest) -> None:
     verify_state(subject, "after an all-masked batch", group, before)
 
 
-@check("I16.few-sequences", each="layout")
+@check("I16.few-sequences", each="layout", on_three_ranks=True)
 def few_sequences_are_enough(subject: EngineUnderTest) -> None:
     """A batch with fewer sequences, or tokens, than ranks or micro-batches trains like the oracle, and in time.
 
@@ -180,7 +181,7 @@ def few_sequences_are_enough(subject: EngineUnderTest) -> None:
         subject.verify_logprobs(label, group, model, part, MicroBatchSpec(count=3))
 
 
-@check("I1.training", each="layout")
+@check("I1.training", each="layout", on_three_ranks=True)
 def training_follows_the_oracle(subject: EngineUnderTest) -> None:
     """Several steps of ``train_batch`` go the oracle's way: the loss and norm of each, and the last weights.
 

@@ -38,6 +38,8 @@ from core_rl_oracle.experts import overwrite
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
+DEEP = 3
+"""Layers of models for steps and checkpoints: a fault of layers from the third on shows."""
 LONG_LENGTH = 640
 """Tokens that a long tiny model takes."""
 LONG_WINDOW = 150
@@ -168,7 +170,7 @@ class TinyModel:
 def _make_long(config: PretrainedConfig, usual: Collection[str]) -> None:
     """Change length, depth and constants of ``config``, but for the parts ``usual`` of `UNUSUAL`."""
     config.max_position_embeddings = LONG_LENGTH
-    _set_layers(config, 3)
+    _set_layers(config, DEEP)
     if getattr(config, "sliding_window", None):
         config.sliding_window = LONG_WINDOW
     for part, values in UNUSUAL.items():

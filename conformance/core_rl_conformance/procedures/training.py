@@ -115,8 +115,8 @@ class Shadow:
             group.forward_backward(batch, loss, mb_spec)
             self.step(subject, group, f"of step {number}")
 
-    def step(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
-        """One step of both with the gradients that the engine holds, then a step of the schedule."""
+    def step(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> float:
+        """One step of both with the gradients that the engine holds, then a step of the schedule. The reported norm."""
         grads = group.named_tensors("grads")
         odd = sorted(set(grads).symmetric_difference(self.state.params))
         subject.require(
@@ -136,6 +136,7 @@ class Shadow:
         self._weights.append(group.named_tensors("master"))
         group.lr_scheduler_step()
         self.lr_steps += 1
+        return reported["grad_norm"]
 
     def verify(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
         """Compare the engine's weights and moments with the float64 AdamW."""

@@ -18,13 +18,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from core_rl.errors import CoreRLError, RankTimeout
+from core_rl.errors import CoreRLError, LayoutError, RankTimeout
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, Outcome
-from core_rl_conformance.session.matrix import Selection, cases, pair_cases
+from core_rl_conformance.session.matrix import Selection, cases, pair_cases, three_rank_cases
 from core_rl_conformance.soak import soak_check
 
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<number>\d+)(?:,)? in (?P<function>.+)$')
@@ -173,6 +173,7 @@ class CheckFile(pytest.File):
     def _cases(self, check: Check, plan: Plan) -> Iterator[Case]:
         for target in plan.targets:
             yield from cases(check, target, plan.selection)
+            yield from three_rank_cases(check, target, plan.selection)
         yield from pair_cases(check, plan.targets, plan.selection)
 
 
@@ -225,6 +226,9 @@ class CheckItem(pytest.Item):
         except NotRun as reason:
             self._leave_out(str(reason))
         except CoreRLError as error:
+            if isinstance(error, LayoutError) and self.case.setting == self.case.target.three_ranks:
+                self.case = replace(self.case, not_supported=f"refused: {error}".splitlines()[0])
+                pytest.skip(self.case.not_supported)
             if isinstance(error, RankTimeout):
                 expected_values.groups.hangs[self._place] += 1
             for target in filter(None, (self.case.target, self.case.partner)):

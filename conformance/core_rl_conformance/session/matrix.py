@@ -59,9 +59,13 @@ class Selection:
         """Whether the check ``identifier`` is selected."""
         return self.checks is None or any(fnmatchcase(identifier, pattern) for pattern in self.checks)
 
+    def wants_layout(self, setting: Setting) -> bool:
+        """Whether the layout or setting is selected."""
+        return self.layouts is None or str(setting) in self.layouts
+
     def of(self, profile: Profile) -> tuple[list[Setting], list[str], list[DType]]:
         """The layouts and settings, models and dtypes of ``profile`` that are selected."""
-        places = [p for p in profile.places if self.layouts is None or str(p) in self.layouts]
+        places = [place for place in profile.places if self.wants_layout(place)]
         families = [f for f in profile.families if self.families is None or f in self.families]
         dtypes = self.dtypes_of(profile)
         # The smallest layout and the smallest with several ranks show most bugs.
@@ -106,7 +110,7 @@ def _try_options(name: str, profile: Profile, config: type[Config]) -> None:
 
 def select(targets: Sequence[Target], selection: Selection, known_checks: Collection[str]) -> None:
     """Raise `ConfigError` for a selection that is empty or unknown for every engine."""
-    layouts = {str(place) for target in targets for place in target.profile.places}
+    layouts = {str(place) for target in targets for place in target.places}
     families = {family for target in targets for family in target.profile.families}
     dtypes = {dtype for target in targets for dtype in target.profile.dtypes}
     problems = [
@@ -158,6 +162,19 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
         reason = f"no other layout takes {case.family}" if alone else case.not_run
         selected.append(replace(case, other_setting=second, not_run=reason))
     return selected
+
+
+def three_rank_cases(check: Check, target: Target, selection: Selection) -> Iterator[Case]:
+    """The case of one check on the three data-parallel ranks that the suite adds; none for a check without them."""
+    _, families, dtypes = selection.of(target.profile)
+    suited = [family for family in families if check.families is None or family in check.families]
+    setting = target.three_ranks
+    if setting is None or not (check.on_three_ranks and suited and dtypes) or selection.quick:
+        return
+    if selection.wants_layout(setting) and not _not_supported(check, target, selection):
+        family = suited[_turn(check, selection) % len(suited)]
+        place = (setting, family, dtypes[0] if check.dtype is None else check.dtype)
+        yield from _at(check, target, selection, place, [place], "", "")
 
 
 def _at(
@@ -237,9 +254,7 @@ def places_of(
         return
     if selection.quick:
         settings = settings[-1:]
-    # Checks begin at different models, so that a session sees all of them even on a single layout; and with
-    # another seed they begin at others.
-    first = sum(map(ord, check.identifier)) + selection.seed
+    first = _turn(check, selection)
     every = max(selection.sample_every, OF_STATE if check.each == "layout" else 1)
     always = range(EVERY_CHECK) if selection.sample_every == 1 else (min(1, len(settings) - 1),)
     for number, dtype in enumerate(dtypes):
@@ -255,6 +270,14 @@ def places_of(
             suited = setting.suited(families)
             turn = 0 if selection.quick else (first + number + place) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])
+
+
+def _turn(check: Check, selection: Selection) -> int:
+    """The number of the model that ``check`` begins with.
+
+    A session sees all of them even on a single layout, and each check begins at another one with another seed.
+    """
+    return sum(map(ord, check.identifier)) + selection.seed
 
 
 def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) -> Iterator[Case]:

@@ -14,6 +14,7 @@ from mutants import (
     checkpoints,
     context_parallel,
     dropout,
+    edges,
     eight_bit,
     expert_parallel,
     experts,
@@ -44,6 +45,7 @@ from mutants import (
     streams,
     tensor_parallel,
     tensor_parallel_state,
+    three,
     updates,
 )
 
@@ -55,6 +57,8 @@ MUTANTS = (
     *dropout.MUTANTS,
     *sizes.MUTANTS,
     *larger_sizes.MUTANTS,
+    *edges.MUTANTS,
+    *three.MUTANTS,
     *bfloat16.MUTANTS,
     *steps.MUTANTS,
     *failed_passes.MUTANTS,

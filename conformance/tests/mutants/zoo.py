@@ -47,6 +47,7 @@ CAPABILITIES = frozenset(
 Context = InferenceContext[ReferenceRolloutConfig]
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
+DP3 = ParallelLayout(dp=3)
 TP2 = ParallelLayout(tp=2)
 TP2SP = ParallelLayout(tp=2, sequence_parallel=True)
 CP2 = ParallelLayout(cp=2)

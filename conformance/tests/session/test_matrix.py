@@ -17,7 +17,7 @@ from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
 from core_rl_conformance.session.items import Plan
-from core_rl_conformance.session.matrix import Selection, cases, select
+from core_rl_conformance.session.matrix import Selection, cases, select, three_rank_cases
 from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
@@ -91,6 +91,17 @@ def test_second_layout_runs_three_models() -> None:
         assert {case.family for case in selected if case.layout == DP1} == set(FAMILIES)
         seen |= {case.family for case in selected if case.layout == DP2}
     assert seen == set(FAMILIES)
+
+
+def test_three_data_parallel_ranks_are_added() -> None:
+    calls, quick = CHECKS["I5.two-calls"], Selection(quick=True)
+    (case,) = three_rank_cases(calls, WIDE, Selection())
+    assert (str(case.layout), case.setting) == ("dp3", WIDE.three_ranks)
+    without = [(CHECKS["I20.adamw"], WIDE, Selection()), (calls, NARROW, Selection()), (calls, WIDE, quick)]
+    assert not [case for arguments in without for case in three_rank_cases(*arguments)]
+    profile = replace(WIDE.profile, layouts=(DP1, ParallelLayout(dp=3)))
+    assert replace(WIDE, profile=profile).three_ranks is None
+    select([WIDE], Selection(layouts=("dp3",)), CHECKS)
 
 
 def test_checks_are_chosen_by_patterns_of_their_names() -> None:
