@@ -223,7 +223,7 @@ MUTANTS = (
         engine=ZeroGradInForwardBackward,
         killed_by="I5.two-calls",
         issue="torchtitan #3575",
-        says="of two calls",
+        says="of 2 calls",
     ),
     Mutant(
         engine=NeverZeroesGradients,
@@ -271,7 +271,7 @@ MUTANTS = (
         engine=ReducesInEachCall,
         killed_by="I5.two-calls",
         issue="verl #6957",
-        says="of two calls",
+        says="of 2 calls",
         layout=DP2,
     ),
     Mutant(

@@ -274,6 +274,6 @@ MUTANTS = (
         engine=GradientsInFloat16,
         killed_by=SIZES,
         issue="gradients reduced in float16",
-        says=r"gradients of a loss times 2\^-40",
+        says=r"gradients of a loss times 2\^-80",
     ),
 )

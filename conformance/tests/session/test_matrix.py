@@ -220,7 +220,7 @@ def test_cases_certify_capabilities_of_their_layout_and_check() -> None:
 @pytest.mark.parametrize(
     ("selection", "message"),
     [
-        (Selection(layouts=("dp8",)), "--layout=dp8: the profiles have dp1, dp2, dp4"),
+        (Selection(layouts=("dp8",)), "--layout=dp8: the profiles have dp1, dp2, dp3, dp4"),
         (Selection(families=("gpt5",)), "--model=gpt5: the profiles have llama, qwen3"),
         (Selection(dtype="bfloat16"), "--dtype=bfloat16: the profiles have float32"),
     ],
