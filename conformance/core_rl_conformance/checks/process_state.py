@@ -3,141 +3,37 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.inputs.losses import RaisingLoss, TokenMeanLoss
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.procedures.settings import (
+    changed_settings,
+    initialized_settings,
+    state_and_draws,
+    unusual_settings,
+)
 
 WARM_UP = 3
 """Steps, and passes, after which caches are filled and moments exist."""
 IDS = 128
 """Every tiny model has more ids of tokens."""
-USUAL = {
-    "torch.get_default_dtype()": torch.float32,
-    "torch.get_default_device()": torch.device("cpu"),
-    "torch.is_grad_enabled()": True,
-    "torch.is_inference_mode_enabled()": False,
-    "torch.is_autocast_enabled('cpu')": False,
-    "torch.is_autocast_enabled('cuda')": False,
-    "torch.is_anomaly_enabled()": False,
-}
-"""Settings that torch begins with."""
 LOSS = TokenMeanLoss(temperature=0.8)
 STEPS, ON_SEVERAL_RANKS = 50, 20
 """Repeated calls; on several ranks, which are slow on few cores, not so many."""
 FEWER = 5
 """Number of new tensors that a later step may replace."""
-
-
-# ---------------------------------------------------------- global settings
-
-
-def _settings() -> dict[str, object]:
-    """Global settings of this process that a program around the engine relies on, by what Python calls them."""
-    return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "torch.get_default_device()": torch.get_default_device(),
-        "torch.is_grad_enabled()": torch.is_grad_enabled(),
-        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled(),
-        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
-        "torch.is_autocast_enabled('cuda')": torch.is_autocast_enabled("cuda"),
-        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
-        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
-        "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled(),
-        "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled(),
-        "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "gc.isenabled()": gc.isenabled(),
-    }
-
-
-def _state() -> dict[str, object]:
-    """The settings, and states that differ from process to process."""
-    return {
-        **_settings(),
-        "torch.get_num_threads()": torch.get_num_threads(),
-        "the working directory": Path.cwd(),
-        "torch.get_rng_state()": torch.get_rng_state().numpy().tobytes(),
-        "random.getstate()": random.getstate(),
-        "numpy.random.get_state()": np.random.get_state()[1].tobytes(),  # type: ignore[index]
-    }
-
-
-def unusual_settings(_engine: TrainEngine) -> list[str]:
-    """Settings of this rank that torch does not begin with, and their values."""
-    before = _settings()
-    return [f"{name} is {before[name]}" for name, usual in USUAL.items() if before[name] != usual]
-
-
-def changed_settings(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
-    """Settings of the process that a public call changed, and their new values; ``path`` is for a save. Collective."""
-    changed = []
-    for name, call in _calls(engine, path, engine.shard_data(batch), loss):
-        before = _state()
-        call()
-        after = _state()
-        changed += [
-            f"{name} left {_shown(label, after[label])}" for label in before if before[label] != after[label]
-        ]
-    return changed
-
-
-def _shown(label: str, value: object) -> str:
-    """The setting with its value, where that is short; a state of random numbers is not."""
-    return f"{label} another one" if "state" in label else f"{label} = {value}"
-
-
-def _calls(
-    engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec
-) -> Iterator[tuple[str, Callable[[], object]]]:
-    saved = SaveLoadMeta(path=path, format="hf")
-    yield "forward()", lambda: engine.forward(batch, ONE_PASS)
-    yield "eval_batch()", lambda: engine.eval_batch(batch, loss, ONE_PASS)
-    yield "train_batch()", lambda: engine.train_batch(batch, loss, ONE_PASS)
-    yield "forward_backward()", lambda: engine.forward_backward(batch, loss, ONE_PASS)
-    yield "optimizer_step()", engine.optimizer_step
-    yield "lr_scheduler_step()", engine.lr_scheduler_step
-    yield "optimizer_zero_grad()", engine.optimizer_zero_grad
-    yield "train_mode()", partial(_enter, engine.train_mode())
-    yield "eval_mode()", partial(_enter, engine.eval_mode())
-    yield "named_tensors()", lambda: list(engine.named_tensors("params"))
-    yield "save()", lambda: engine.save(saved)
-    yield "load()", lambda: engine.load(saved)
-    yield "set_version()", lambda: engine.set_version(1)
-    if engine.spec.supports(Capability.OFFLOAD):
-        yield "offload()", engine.offload
-        yield "onload()", engine.onload
-    if engine.config.layout.pp == 1:  # elsewhere one stage raises, and the others wait for its gradients
-        # The last call, since an engine of several ranks has failed then.
-        yield "forward_backward() that raised", partial(_raise_in_a_pass, engine, batch)
-
-
-def _raise_in_a_pass(engine: TrainEngine, batch: SequenceBatch) -> None:
-    with suppress(CoreRLError, RuntimeError):
-        engine.forward_backward(batch, RaisingLoss().spec(), ONE_PASS)
-
-
-def _enter(mode: AbstractContextManager[None]) -> None:
-    with mode:
-        pass
 
 
 # ------------------------------------------------------------------- memory
@@ -237,7 +133,8 @@ def _few_tokens(subject: EngineUnderTest) -> SequenceBatch:
 def calls_leave_global_state(subject: EngineUnderTest) -> None:
     """No public call changes global settings of the process: dtype, device, modes, random states, threads, directory.
 
-    Nor does a pass that raises. After ``initialize()``, dtype, device and modes have torch's defaults.
+    Nor does a pass that raises. After ``initialize()``, dtype, device, modes, and the precision of matrix products have
+    torch's defaults; another ``initialize()`` in the same process changes no setting and seeds no global generator.
 
     Why: a default dtype of bfloat16 that a build leaves behind halves the precision of whatever is computed next in the
     process, another engine's included; a seed that a load sets makes all draws around it the same.
@@ -247,6 +144,10 @@ def calls_leave_global_state(subject: EngineUnderTest) -> None:
     group = subject.start()
     for rank, changes in enumerate(group.run(unusual_settings)):
         subject.require(not changes, f"after initialize(), on rank {rank}: {', '.join(changes)}")
+    states = group.run(state_and_draws)
+    group = subject.start()
+    for rank, changes in enumerate(group.run_each(initialized_settings, [(state,) for state in states])):
+        subject.require(not changes, f"on rank {rank}: initialize() {', '.join(changes)}")
     path = str(subject.directory("saved"))
     for rank, changes in enumerate(group.run(changed_settings, path, _few_tokens(subject), LOSS.spec())):
         subject.require(not changes, f"on rank {rank}: {'; '.join(changes)}")
