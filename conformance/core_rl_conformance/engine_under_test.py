@@ -13,12 +13,13 @@ from torch import Tensor
 
 from core_rl.backend.meta import FinetuneSpec
 from core_rl.config.base import parse_config
+from core_rl.config.capability import Capability
 from core_rl.config.engine import Head, InferenceEngineConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import CoreRLError, GroupError
+from core_rl.errors import ConfigError, CoreRLError, GroupError, LayoutError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl.registry.spec import EngineSpec
@@ -42,10 +43,12 @@ from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting, laid_over
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["BUDGET", "ONE_PASS", "EngineUnderTest", "per_sequence"]
+__all__ = ["BUDGET", "ONE_PASS", "REFUSALS", "EngineUnderTest", "per_sequence"]
 
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
+REFUSALS = (UnsupportedCapability, LayoutError)
+"""The errors of an engine that does not compute a model or an option, and of degrees that do not fit."""
 """Several micro-batches of unequal numbers of sequences."""
 ConfigT = TypeVar("ConfigT", TrainEngineConfig, InferenceEngineConfig)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,12 +71,15 @@ class EngineUnderTest:
         self._directory = directory
 
     def model(self, head: Head = "lm", dropout: float = 0.0, layers: int | None = None) -> TinyModel:
-        """The tiny model, with this head, and this number of layers or more; None is the family's own."""
+        """The tiny model, with this head, and this number of layers or more; None is the family's own.
+
+        ``dropout`` is for an engine that declares it, and 0 for others.
+        """
         model = TinyModel(
             family=self.case.family,
             seed=self.case.seed,
             head=head,
-            dropout=dropout,
+            dropout=dropout if self.spec.supports(Capability.DROPOUT) else 0.0,
             layers=layers,
             head_size=self.case.head_size,
         )
@@ -126,6 +132,23 @@ class EngineUnderTest:
         }
         config = _parsed(spec, laid_over(values, changes or {}), TrainEngineConfig)
         return self.expected.groups.start(spec, config, FinetuneSpec())
+
+    def start_unless_refused(
+        self, model: TinyModel, layout: ParallelLayout | None = None
+    ) -> EngineGroup | None:
+        """The engine with a ``model`` that it need not compute; None where it raises one of `REFUSALS`."""
+        __tracebackhide__ = True
+        try:
+            return self.start(model, layout=layout)
+        except REFUSALS:
+            return None
+        except ConfigError as error:
+            problem = (
+                f"a model of type {model.config().model_type!r} was refused by a ConfigError; raise an "
+                "UnsupportedCapability for a model that is not computed, and a LayoutError for degrees that do not "
+                f"fit. The message was: {error}"
+            )
+            raise AssertionError(self.failure_message(problem)) from error
 
     def serve(
         self, model: TinyModel | None = None, *, keep: bool = True, adapter: TinyAdapter | None = None

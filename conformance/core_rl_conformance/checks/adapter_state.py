@@ -147,10 +147,10 @@ def _verify_config(subject: EngineUnderTest, path: Path, adapter: TinyAdapter) -
 
 @check("I11.adapter-resume", requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT], each="layout")
 def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
-    """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give, with dropout.
+    """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give.
 
-    ``portable`` too, where it is declared: weights and moments are the same. Nor do these change on the way to
-    the host and back, where ``offload`` is declared.
+    With dropout, where it is declared. ``portable`` too: weights and moments are the same. Nor do these change on
+    the way to the host and back, where ``offload`` is declared.
     Why: moments that are looked up by the names of the base are not there (AReaL #1468), and a checkpoint of what
     is trained alone continues from another base; so does offloaded state.
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
@@ -176,7 +176,7 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
         moving.verify_state(subject, f"after the load of {form!r}", group, saved)
         got = moving.train(group, subject, [2])
         if form == "sharded":
-            moving.verify_steps(subject, 2, got, reports, dropout=True)
+            moving.verify_steps(subject, 2, got, reports, dropout=subject.spec.supports(Capability.DROPOUT))
             moving.verify_state(subject, "after resuming", group, expected)
 
 
@@ -218,7 +218,13 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
 
 def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
     optimizer = optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS)
-    return start(subject, adapter, optimizer=optimizer, layout=layout, fields={"dropout": 0.1})
+    return start(
+        subject,
+        adapter,
+        optimizer=optimizer,
+        layout=layout,
+        fields={"dropout": subject.model(dropout=0.1).dropout},
+    )
 
 
 def _verify_kept(subject: EngineUnderTest, group: EngineGroup, saved: moving.State) -> None:

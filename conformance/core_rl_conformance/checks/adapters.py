@@ -75,7 +75,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
     _verify_gradients(subject, group, adapter, data, LOSS, ONE_PASS, disabled=True)
 
 
-@check("I9.adapter-dropout", requires=[Capability.LORA], each="layout")
+@check("I9.adapter-dropout", requires=[Capability.LORA, Capability.DROPOUT], each="layout")
 def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     """The adapter's dropout acts in training, and in no forward pass.
 

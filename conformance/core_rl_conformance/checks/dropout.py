@@ -25,7 +25,14 @@ from core_rl_conformance.profile import DENSE
 LOSS = TokenMeanLoss()
 
 
-@check("I9.dropout-masks", each="layout", families=DENSE, dtype="float32", on_three_ranks=True)
+@check(
+    "I9.dropout-masks",
+    requires=[Capability.DROPOUT],
+    each="layout",
+    families=DENSE,
+    dtype="float32",
+    on_three_ranks=True,
+)
 def masks_are_independent_draws(subject: EngineUnderTest) -> None:
     """In training, each head is dropped independently at the config's rate; the remaining heads are divided by ``1 -
     rate``.
@@ -79,7 +86,13 @@ def _verify_off(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, 
     subject.verify_logprobs(f"{when}, without dropout,", group, masks.model, masks.data)
 
 
-@check("I9.adapter-dropout-masks", requires=[Capability.LORA], each="layout", families=DENSE, dtype="float32")
+@check(
+    "I9.adapter-dropout-masks",
+    requires=[Capability.LORA, Capability.DROPOUT],
+    each="layout",
+    families=DENSE,
+    dtype="float32",
+)
 def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     """In training, each input of an adapter is dropped at the adapter's rate; the others are divided by ``1 - rate``.
 

@@ -19,7 +19,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
-from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.errors import CoreRLError
 from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_state import HFShardedState
@@ -35,7 +35,6 @@ from core_rl_conformance.procedures.outputs import verify_form, verify_outputs
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 SEED = 13
 HEADS_LOSS = TokenMeanLoss(temperature=0.8)
-REFUSALS = (LayoutError, UnsupportedCapability, ConfigError)
 
 
 @check("I3.gradients-after-steps", each="layout")
@@ -148,7 +147,7 @@ def few_key_value_heads_are_enough(subject: EngineUnderTest) -> None:
 def heads_that_tp_does_not_divide(subject: EngineUnderTest) -> None:
     """Heads that ``tp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
-    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
+    The refusal is a `LayoutError` or an `UnsupportedCapability`, and the group still works after it.
 
     Why: half a head on each rank fails in the middle of a run, or trains another model without an error; a single
     rank that refuses leaves the others waiting for it.
@@ -161,7 +160,7 @@ def heads_that_tp_does_not_divide(subject: EngineUnderTest) -> None:
 def heads_that_cp_does_not_divide(subject: EngineUnderTest) -> None:
     """Heads that ``cp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
-    The refusal is a `LayoutError`, `UnsupportedCapability` or `ConfigError`, and the group still works after it.
+    The refusal is a `LayoutError` or an `UnsupportedCapability`, and the group still works after it.
 
     Why: an exchange of tokens for heads (Ulysses) that rounds down loses the last head, and nothing fails.
     Look at: where the layout is compared with the model's heads: before the first collective, on all ranks alike.
@@ -172,9 +171,8 @@ def heads_that_cp_does_not_divide(subject: EngineUnderTest) -> None:
 def _verify_odd_heads(subject: EngineUnderTest, layout: ParallelLayout) -> None:
     model = subject.model().with_odd_heads()
     label = f"of a model with {model.heads} heads at {layout}"
-    try:
-        group = subject.start(model, layout=layout)
-    except REFUSALS:
+    group = subject.start_unless_refused(model, layout)
+    if group is None:
         fields = subject.model()
         _verify_right(subject, subject.start(fields), fields, f"after the refusal {label}")
         return
@@ -209,9 +207,8 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
     for family in (family for family in OTHER_LAYERS if family in CONFIG_MAPPING):
         model = TinyModel(family=family, seed=subject.case.seed).with_multiples(*subject.case.multiples)
         data = ragged(model.vocab_size, 1000 * subject.case.seed)
-        try:
-            group = subject.start(model)
-        except (UnsupportedCapability, LayoutError):
+        group = subject.start_unless_refused(model)
+        if group is None:
             continue
         output = group.forward(data.batch(), BUDGET)
         verify_form(subject, output, "logprobs", data)

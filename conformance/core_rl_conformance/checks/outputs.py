@@ -186,7 +186,7 @@ def neighbours_change_nothing(subject: EngineUnderTest) -> None:
         subject.verify(compare_tokens(f"log-probs {label}", got, values, expected.tolerance))
 
 
-@check("I9.dropout-off", each="layout")
+@check("I9.dropout-off", requires=[Capability.DROPOUT], each="layout")
 def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     """``forward`` and ``eval_batch`` run without dropout, also inside ``train_mode()``, which they restore.
 

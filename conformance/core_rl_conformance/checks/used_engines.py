@@ -172,7 +172,7 @@ def _raise_in_a_pass(subject: EngineUnderTest, group: EngineGroup) -> None:
 def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     """Two engines in the same rank processes, offloaded in turns, compute bitwise the same as alone.
 
-    With dropout; and the first continues after the other was destroyed.
+    With dropout, where it is declared; and the first continues after the other was destroyed.
     Why: recipes with ``colocated`` have actor, critic and reference in the same processes. Process-wide state (host
     copies, step counts, random states, process groups) is shared by both engines. Roles then train on each other's
     state without an error.

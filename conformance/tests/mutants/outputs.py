@@ -17,8 +17,11 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
+from core_rl.errors import ConfigError
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.build import read_config
+from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from mutants.bases import Packed, TrainContext
 from mutants.zoo import C, Mutant
 
@@ -160,6 +163,15 @@ class StateCrosses(Packed):
         """Without the toolkit's probe, which would refuse the model."""
 
 
+class RefusesByConfigError(ReferenceBackend):
+    """An honest refusal that reads like a config that is wrong everywhere."""
+
+    def build(self, context: TrainContext) -> None:
+        if (kind := read_config(context.config.model).model_type) in OTHER_LAYERS:
+            raise ConfigError(f"{kind!r} is not supported")
+        super().build(context)
+
+
 class PositionsRunOn(Packed):
     """Positions do not restart in each packed sequence; rotary embeddings hide it, absolute ones do not."""
 
@@ -275,6 +287,12 @@ MUTANTS = (
         killed_by="I6.layer-kinds",
         issue="verl #6660",
         says="log-probs of qwen3_5_text",
+    ),
+    Mutant(
+        engine=RefusesByConfigError,
+        killed_by="I6.layer-kinds",
+        issue="classes of a refusal",
+        says="refused by a ConfigError; raise an UnsupportedCapability",
     ),
     Mutant(
         engine=PositionsRunOn,

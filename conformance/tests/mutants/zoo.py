@@ -29,6 +29,7 @@ CAPABILITIES = frozenset(
         C.VALUE_HEAD,
         C.REWARD_HEAD,
         C.LOGITS,
+        C.DROPOUT,
         C.FROZEN_PARAMETERS,
         C.OPTIMIZER_RULES,
         C.MUON,

@@ -26,6 +26,7 @@ SPEC = EngineSpec(
             C.VALUE_HEAD,
             C.REWARD_HEAD,
             C.LOGITS,
+            C.DROPOUT,
             C.FROZEN_PARAMETERS,
             C.DATA_PARALLEL,
             C.CONTEXT_PARALLEL,

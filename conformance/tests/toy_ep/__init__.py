@@ -27,6 +27,7 @@ SPEC = EngineSpec(
             C.VALUE_HEAD,
             C.REWARD_HEAD,
             C.LOGITS,
+            C.DROPOUT,
             C.FROZEN_PARAMETERS,
             C.MOE,
             C.DATA_PARALLEL,

@@ -25,6 +25,7 @@ SPEC = EngineSpec(
             C.VALUE_HEAD,
             C.REWARD_HEAD,
             C.LOGITS,
+            C.DROPOUT,
             C.FROZEN_PARAMETERS,
             C.DATA_PARALLEL,
             C.PIPELINE_PARALLEL,

@@ -30,6 +30,7 @@ SPEC = EngineSpec(
             C.VALUE_HEAD,
             C.REWARD_HEAD,
             C.LOGITS,
+            C.DROPOUT,
             C.FROZEN_PARAMETERS,
             C.LORA,
             C.DATA_PARALLEL,

@@ -27,6 +27,7 @@ class Capability(StrEnum):
     # training
     BFLOAT16 = "bfloat16"
     CUDA = "cuda"
+    DROPOUT = "dropout"
     FROZEN_PARAMETERS = "frozen_parameters"
     OPTIMIZER_RULES = "optimizer_rules"
     MUON = "muon"

@@ -206,7 +206,7 @@ class TrainComponents:
             world=world,
             groups=groups,
             device=device,
-            check_model=partial(guards.check_experts, spec, config.model),
+            check_model=partial(guards.check_model, spec, config),
         )
         with rng.own():
             backend.build(context)
@@ -218,7 +218,7 @@ class TrainComponents:
             lora=config.model.lora is not None,
         )
         model = backend.hf_config()
-        guards.check_experts(spec, config.model, model)
+        guards.check_model(spec, config, model)
         if context.parameter_rules is not None:
             context.parameter_rules.check(tensors.shapes("grads"))
         tensors.check()

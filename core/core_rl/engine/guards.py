@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import StatePart, SyncMethod, TensorKind
 from core_rl.config.capability import Capability
-from core_rl.config.engine import EngineConfig, ModelConfig, OptimizerConfig, TrainEngineConfig
+from core_rl.config.engine import EngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
@@ -41,6 +42,8 @@ HEAD_OUTPUTS: dict[str, frozenset[OutputName]] = {
     "reward": frozenset({"scores", "routing"}),
 }
 ROUTING_DTYPES = (torch.int16, torch.uint8, torch.int32, torch.int64)
+UNUSED_DROPOUT = re.compile(r"classifier_|summary_")
+"""Dropout of heads that an engine does not have."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SYNC_CAPABILITY: dict[SyncMethod, Capability] = {
     "disk": Capability.SYNC_DISK,
@@ -57,6 +60,7 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         Capability.VALUE_HEAD: config.model.head == "value",
         Capability.REWARD_HEAD: config.model.head == "reward",
         Capability.BFLOAT16: config.dtype == "bfloat16",
+        Capability.DROPOUT: config.optimizer and config.model.lora and config.model.lora.dropout,
         Capability.FROZEN_PARAMETERS: config.model.frozen,
         Capability.OPTIMIZER_RULES: config.optimizer is not None and config.optimizer.rules,
         Capability.MUON: config.optimizer is not None and config.optimizer.uses("muon"),
@@ -80,17 +84,32 @@ def check_layout(spec: EngineSpec, layout: ParallelLayout) -> None:
         )
 
 
-def check_experts(spec: EngineSpec, config: ModelConfig, model: PretrainedConfig) -> None:
-    """Raise `UnsupportedCapability` for a mixture of experts on an engine that does not declare it.
+def check_model(spec: EngineSpec, config: TrainEngineConfig, model: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` for experts, or dropout in training, on an engine that does not declare it.
 
     And `ConfigError` where the routers of a model without any are to be balanced.
     """
+    coefficient = config.model.router_aux_coef
     if _expert_count(model):
         require_capability(spec, Capability.MOE, f"{model.model_type!r}, a mixture of experts")
-    elif config.router_aux_coef:
+    elif coefficient:
         raise ConfigError(
-            f"model.router_aux_coef = {config.router_aux_coef}, and {model.model_type!r} routes nothing; set it to 0"
+            f"model.router_aux_coef = {coefficient}, and {model.model_type!r} routes nothing; set it to 0"
         )
+    if config.optimizer is not None:
+        for name, rate in dropout_rates(model).items():
+            subject = f"training {model.model_type!r} with {name} = {rate} (0 in its config turns it off)"
+            require_capability(spec, Capability.DROPOUT, subject)
+
+
+def dropout_rates(model: PretrainedConfig) -> dict[str, float]:
+    """Positive rates of dropout by field of the config; families of transformers have different names for it."""
+    fields = vars(model.get_text_config())
+    return {
+        name: value
+        for name, value in fields.items()
+        if "drop" in name and not UNUSED_DROPOUT.match(name) and isinstance(value, float) and value > 0
+    }
 
 
 def _expert_count(model: PretrainedConfig) -> int:

@@ -18,7 +18,7 @@ from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
 from core_rl.distributed.collectives import gather
-from core_rl.errors import ConfigError, UnsupportedCapability
+from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments
 from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
@@ -218,7 +218,7 @@ class PackedModel(nn.Module):
         """Outputs of the language-model head, computed inside its forward pass, for which a wrapper may gather it."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
-            raise ConfigError(
+            raise UnsupportedCapability(
                 f"{type(self.model).__name__} has no output embeddings, so it gives no log-probs"
             )
 

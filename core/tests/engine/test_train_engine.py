@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 from core_rl.backend.loss import LossSpec, count_sequences
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict
+from core_rl.config.capability import Capability
 from core_rl.config.engine import LoraConfig, ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
@@ -33,11 +35,13 @@ from core_rl.errors import (
     EngineStateError,
     LayoutError,
     LossError,
+    UnsupportedCapability,
     WeightsError,
 )
 from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.reference.train import ReferenceBackend
 
+DROPPING = ModelConfig(config=support.TINY | {"attention_dropout": 0.3})
 ONE, TWO = MicroBatchSpec(count=1), MicroBatchSpec(count=2)
 NLL = LossSpec(fn=support.weighted_nll)
 
@@ -381,8 +385,19 @@ def test_frozen_parameters_have_no_moments() -> None:
 
 
 def dropping(seed: int) -> TrainEngine:
-    model = ModelConfig(config=support.TINY | {"attention_dropout": 0.3})
-    return support.engine(ReferenceConfig(model=model, optimizer=support.OPTIMIZER, seed=seed))
+    return support.engine(ReferenceConfig(model=DROPPING, optimizer=support.OPTIMIZER, seed=seed))
+
+
+def test_undeclared_dropout_is_refused_in_training() -> None:
+    spec = replace(SPEC, capabilities=SPEC.capabilities - {Capability.DROPOUT})
+    adapter = ModelConfig(config=support.TINY, lora=LoraConfig(dropout=0.1))
+    with pytest.raises(UnsupportedCapability, match="attention_dropout = 0.3.*does not declare 'dropout'"):
+        load_engine(spec, ReferenceConfig(model=DROPPING, optimizer=support.OPTIMIZER)).initialize()
+    with pytest.raises(UnsupportedCapability, match="does not declare 'dropout'"):
+        load_engine(spec, ReferenceConfig(model=adapter, optimizer=support.OPTIMIZER))
+    forward_only = load_engine(spec, ReferenceConfig(model=DROPPING, optimizer=None))
+    forward_only.initialize()
+    forward_only.destroy()
 
 
 def test_draws_depend_on_seed_alone() -> None:

@@ -19,6 +19,7 @@ SPEC = EngineSpec(
             Capability.VALUE_HEAD,
             Capability.REWARD_HEAD,
             Capability.LOGITS,
+            Capability.DROPOUT,
             Capability.FROZEN_PARAMETERS,
             Capability.OPTIMIZER_RULES,
             Capability.MUON,

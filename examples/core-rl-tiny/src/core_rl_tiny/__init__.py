@@ -19,6 +19,7 @@ SPEC = EngineSpec(
             Capability.LOGITS,
             Capability.SHARDED_CHECKPOINT,
             Capability.RESHARDING,
+            Capability.DROPOUT,
             Capability.PORTABLE_CHECKPOINT,
             Capability.SYNC_DISK,
             Capability.SYNC_TENSOR,

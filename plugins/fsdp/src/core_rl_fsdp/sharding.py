@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from core_rl.distributed.comm import Comm
-from core_rl.errors import ConfigError
+from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part, shard_parameter
 from core_rl.toolkit.experts import dispatch_experts, expert_modules
 from core_rl.toolkit.packed import PackedModel
@@ -146,7 +146,9 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        raise ConfigError(f"{type(model).__name__} names no blocks to shard (_no_split_modules is empty)")
+        raise UnsupportedCapability(
+            f"{type(model).__name__} names no blocks to shard (_no_split_modules is empty)"
+        )
     return blocks
 
 

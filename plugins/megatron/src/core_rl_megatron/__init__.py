@@ -31,6 +31,7 @@ SPEC = EngineSpec(
             Capability.OFFLOAD,
             Capability.CUDA,
             Capability.BFLOAT16,
+            Capability.DROPOUT,
             Capability.FROZEN_PARAMETERS,
             Capability.OPTIMIZER_RULES,
             Capability.SHARDED_CHECKPOINT,
