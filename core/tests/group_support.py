@@ -32,7 +32,7 @@ from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.guards import check_config
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import BatchError
+from core_rl.errors import BatchError, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 
@@ -114,6 +114,14 @@ def make_engine(spec: EngineSpec, config: TrainEngineConfig) -> TrainEngine:
     return cast("TrainEngine", EchoEngine(spec, config))
 
 
+def make_after_import(spec: EngineSpec, config: TrainEngineConfig) -> TrainEngine:
+    import slow_import  # noqa: F401
+
+    if config.seed == FAILING_SEED:
+        raise ConfigError("this seed is refused")
+    return make_engine(spec, config)
+
+
 def echo_group(*args: Any, **settings: Any) -> EngineGroup:
     """An `EngineGroup` whose ranks hold an `EchoEngine`."""
     return EngineGroup(*args, make_engine=make_engine, **settings)
@@ -185,6 +193,12 @@ def echo(engine: TrainEngine, value: T) -> T:
 
 def unpicklable(engine: TrainEngine) -> object:
     return threading.Lock()
+
+
+def fail_beside_import(engine: TrainEngine) -> None:
+    if rank_of(engine) == 0:
+        raise BatchError("bad shard")
+    import slow_import  # noqa: F401
 
 
 class Poison:

@@ -57,6 +57,11 @@ class Call:
         fn = self.arguments[0]
         return getattr(fn, "__qualname__", None) or repr(fn)
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether a rank may wait for another one in it."""
+        return self.method != "prepare"
+
 
 NAMES = {"prepare": "the check of the config", "open_store": "opening the store of the ranks"}
 FUNCTION_CALLS = ("run", "run_alone")

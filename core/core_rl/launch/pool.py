@@ -24,7 +24,11 @@ __all__ = ["RankPool", "Watch"]
 START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
 GRACE_S = 5.0
-"""Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective."""
+"""Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective.
+
+A rank that still imports a module has not come to any: for it they begin again."""
+IMPORTING = "<frozen importlib._bootstrap>"
+"""Part of a stack inside an import."""
 KEPT_BYTES = 2**20
 """Smallest message that is sent once to a machine with several ranks."""
 START = "the start"
@@ -72,7 +76,7 @@ class RankPool:
             first = len(self._ranks)
             if missing := list(enumerate(slots))[first:]:
                 self._ranks += self._hosts.start(missing)
-            self._collect(self._ranks[first:], START, START_TIMEOUT_S)
+            self._collect(self._ranks[first:], START, START_TIMEOUT_S, GRACE_S)
         self.starting_s += time.monotonic() - started
 
     def call(self, call: Call, per_rank: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
@@ -95,7 +99,7 @@ class RankPool:
                 receivers[rank.machine, id(args)].append(rank)
             for (_, key), group in receivers.items():
                 self._send(group, payloads[key], name, deadline, messages)
-            replies = self._collect(ranks, name, timeout_s)
+            replies = self._collect(ranks, name, timeout_s, GRACE_S if call.is_collective else timeout_s)
             places = {rank.rank: rank.place for rank in ranks}
         for number, failure in _failures(replies).items():
             raise failure.to_error(number, len(ranks), places[number])
@@ -169,13 +173,21 @@ class RankPool:
         except OSError:
             raise _death(rank, name, {}) from None
 
-    def _collect(self, ranks: Sequence[Rank], name: str, timeout_s: float) -> dict[int, Any]:
-        """The replies in the order of their arrival; raises unless every rank has answered."""
+    def _collect(self, ranks: Sequence[Rank], name: str, timeout_s: float, grace_s: float) -> dict[int, Any]:
+        """The replies in the order of their arrival; raises unless every rank has answered.
+
+        After a failure the others have ``grace_s`` seconds.
+        """
         waiting = {rank.rank: rank for rank in ranks}
         replies: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        last = deadline = time.monotonic() + timeout_s
         watch, graced = Watch(ranks), False
-        while waiting and (ready := watch.ready(deadline)):
+        while waiting:
+            ready = watch.ready(deadline)
+            if not ready and (deadline == last or not any(map(_imports, waiting.values()))):
+                break
+            if not ready:
+                deadline = min(last, time.monotonic() + grace_s)
             for rank, has_answer in ready:
                 if not has_answer:
                     raise _death(rank, name, replies)
@@ -189,9 +201,9 @@ class RankPool:
                 watch.drop(rank)
             if not graced and _failures(replies):
                 graced = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(last, time.monotonic() + grace_s)
         if waiting:
-            raise _silence(list(waiting.values()), ranks, name, timeout_s, replies)
+            raise _silence(list(waiting.values()), ranks, name, (timeout_s, grace_s), replies)
         return replies
 
 
@@ -205,6 +217,12 @@ def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, messages: Exit
         return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
     messages.callback(message.close)
     return packed(message.reference)
+
+
+def _imports(rank: Rank) -> bool:
+    """Whether ``rank`` is inside an import at this moment."""
+    before = len(rank.stacks())
+    return IMPORTING in rank.stacks(ask=True)[before:]
 
 
 def _failures(replies: Mapping[int, Any]) -> dict[int, Failure]:
@@ -223,15 +241,20 @@ def _death(rank: Rank, name: str, replies: Mapping[int, Any]) -> RankDied:
 
 
 def _silence(
-    silent: Sequence[Rank], ranks: Sequence[Rank], name: str, timeout_s: float, replies: Mapping[int, Any]
+    silent: Sequence[Rank],
+    ranks: Sequence[Rank],
+    name: str,
+    limits_s: tuple[float, float],
+    replies: Mapping[int, Any],
 ) -> CoreRLError:
-    """The error for ``silent`` ranks: the first failure, or a timeout."""
+    """The error for ``silent`` ranks: the first failure, or a timeout. ``limits_s`` are without and after a failure."""
+    timeout_s, grace_s = limits_s
     numbers = [rank.rank for rank in silent]
     places = {rank.rank: rank.place for rank in ranks}
     for number, failure in _failures(replies).items():
         error = failure.to_error(number, len(ranks), places[number])
         error.add_note(
-            f"Ranks {numbers} did not answer within {GRACE_S:g} s after that, so the group was ended."
+            f"Ranks {numbers} did not answer within {grace_s:g} s after that, so the group was ended."
         )
         return error
     stacks = "\n".join(f"Rank {rank.rank}{rank.place} was at:\n{rank.stacks(ask=True)}" for rank in silent)

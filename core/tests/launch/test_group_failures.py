@@ -15,7 +15,15 @@ from typing import Any
 import group_support as support
 import pytest
 
-from core_rl.errors import BatchError, CheckpointMismatch, GroupError, RankDied, RankFailed, RankTimeout
+from core_rl.errors import (
+    BatchError,
+    CheckpointMismatch,
+    ConfigError,
+    GroupError,
+    RankDied,
+    RankFailed,
+    RankTimeout,
+)
 from core_rl.launch import pool, process
 from core_rl.launch.group import EngineGroup
 
@@ -139,6 +147,21 @@ def test_failed_initialize_can_be_repeated(shared: EngineGroup) -> None:
         shared.initialize(config=support.config(seed=support.FAILING_SEED, dp=2))
     shared.initialize(config=support.config(dp=2))
     assert len(shared.run(support.whoami)) == 2
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_refusal_beside_slow_import_changes_nothing() -> None:
+    with EngineGroup(support.SPEC, support.config(), make_engine=support.make_after_import) as group:
+        with pytest.raises(ConfigError, match="this seed is refused"):
+            group.initialize(config=support.config(seed=support.FAILING_SEED, dp=2))
+        assert group.run(support.whoami) == [(0,)]
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_importing_ranks_keep_group(group: EngineGroup) -> None:
+    with pytest.raises(BatchError, match="bad shard"):
+        group.run(support.fail_beside_import)
+    assert len(group.run(support.whoami)) == 2
 
 
 # ------------------------------------------------------------------ some rank does not answer: the group ends

@@ -1,0 +1,5 @@
+"""A backend that takes long to import."""
+
+import time
+
+time.sleep(2.0)
