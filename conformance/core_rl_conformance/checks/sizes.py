@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
@@ -50,15 +51,15 @@ UPDATES, DECAYED = 20, 16
 def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
     """A sequence of 523 tokens, among 260 on each rank with more than 4,096 tokens in a pass, is computed as any other.
 
-    The model has three layers or more, and an unusual rotary base, rotary scaling and epsilon.
+    The model has three layers or more, an unusual rotary base and epsilon, and the rotary scaling of published models
+    of its family, which an engine may refuse.
 
     Why: a window, a table of positions, a buffer or a constant that is right for all tiny models fails in a real one,
     and nothing raises: a mask of 128 positions, rotary frequencies of the default base.
     Look at: the message: the positions, sequences or tokens of a pass from which on values are wrong, or the constant
     of the config that is ignored.
     """
-    model, data = _long_model(subject), _repeated(subject, ROWS)
-    group = subject.start(model)
+    (group, model), data = _start_long(subject), _repeated(subject, ROWS)
     output = group.forward(data.all.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:
         _verify_outputs(subject, output, model, data, name)
@@ -111,8 +112,7 @@ def gradients_of_many_sequences_match_the_oracle(subject: EngineUnderTest) -> No
     Look at: the micro-batches from the 17th on, and the layers whose gradients differ. If only one micro-batch is
     wrong: buffers and kernels with a number of tokens in them.
     """
-    model, data = _long_model(subject), _repeated(subject, TRAINED_ROWS)
-    group = subject.start(model)
+    (group, model), data = _start_long(subject), _repeated(subject, TRAINED_ROWS)
     expected = subject.gradients_of_many(model, data)
     for cut, where in ((MANY, "20 micro-batches"), (ONE_PASS, "one pass")):
         metrics = group.forward_backward(data.all.batch(), TokenMeanLoss().spec(), cut)
@@ -120,8 +120,14 @@ def gradients_of_many_sequences_match_the_oracle(subject: EngineUnderTest) -> No
         group.optimizer_zero_grad()
 
 
-def _long_model(subject: EngineUnderTest) -> TinyModel:
-    return replace(subject.model(), long=True).with_multiples(*subject.case.multiples)
+def _start_long(subject: EngineUnderTest) -> tuple[EngineGroup, TinyModel]:
+    """The engine with a long model, without rotary scaling where it refuses the family's."""
+    model = replace(subject.model(), long=True).with_multiples(*subject.case.multiples)
+    group = subject.start_unless_refused(model)
+    if group is None:
+        model = replace(model, usual="rope scaling")
+        group = subject.start(model)
+    return group, model
 
 
 def _repeated(subject: EngineUnderTest, rows: int) -> Repeated:

@@ -46,18 +46,24 @@ LONG_WINDOW = 150
 """Tokens of sliding attention in a long model, more than others take at all."""
 UNUSUAL: dict[str, dict[str, Any]] = {
     "rope_theta": {"rope_parameters": {"rope_theta": 500.0}},
-    "rope scaling": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
+    "rope scaling": {},
     "the epsilon of norms": {"rms_norm_eps": 0.03, "layer_norm_epsilon": 0.03},
 }
-"""Constants away from any default, by name; a family has some of them."""
+"""Constants away from any default, by name; a family has some of them, and its own scaling of `SCALINGS`."""
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": LONG_LENGTH // 4,
+}
+SCALINGS = {"llama": LLAMA3, "qwen2": YARN, "qwen3": YARN, "qwen3_moe": YARN}
+"""The rotary scaling of published models, by model type; those of Gemma 2 and GPT-2 have none."""
 FOCUS = 60.0
 """Attention scores of a focused model, for each pair of rotary dimensions."""
 LOGIT_STD = 3.0
@@ -173,7 +179,8 @@ def _make_long(config: PretrainedConfig, usual: Collection[str]) -> None:
     _set_layers(config, DEEP)
     if getattr(config, "sliding_window", None):
         config.sliding_window = LONG_WINDOW
-    for part, values in UNUSUAL.items():
+    scaling = {"rope scaling": {"rope_parameters": SCALINGS.get(config.model_type, {})}}
+    for part, values in (UNUSUAL | scaling).items():
         for name, value in values.items():
             if part in usual or not hasattr(config, name):
                 continue

@@ -85,6 +85,15 @@ class UnscaledRotary(_Adopts):
         _set_rope(model, rope_type="default")
 
 
+class YarnKeepsScores(_Adopts):
+    """Yarn's frequencies without its factor of the scores."""
+
+    def change(self, model: PreTrainedModel) -> None:
+        super().change(model)
+        rotary: Any = model.base_model.rotary_emb
+        rotary.attention_scaling = 1.0
+
+
 def _set_rope(model: PreTrainedModel, **values: object) -> None:
     """Give ``model`` the frequencies of a config with other ``values``; its own config stays."""
     rotary: Any = model.base_model.rotary_emb
@@ -227,6 +236,13 @@ MUTANTS = (
         killed_by=LONG,
         issue="rope_scaling is ignored",
         says="rope scaling of the config is ignored",
+    ),
+    Mutant(
+        engine=YarnKeepsScores,
+        killed_by=LONG,
+        issue="the attention factor of yarn",
+        says="logprobs of .* differs",
+        family="qwen3",
     ),
     Mutant(
         engine=EpsilonByDefault,

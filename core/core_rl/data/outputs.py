@@ -64,7 +64,8 @@ class ModelOutput:
     def __getitem__(self, name: str) -> Tensor:
         value = getattr(self, name, None)
         if not isinstance(value, Tensor):
-            raise LossError(f"the output {name!r} was not computed; list it in 'outputs'")
+            listed = "'values'" if name == "bootstrap" else "it"
+            raise LossError(f"the output {name!r} was not computed; list {listed} in 'outputs'")
         return value
 
     def masked(self, loss_mask: Tensor) -> ModelOutput:
@@ -90,14 +91,15 @@ class ModelOutput:
     def check(self, requested: Sequence[str], num_tokens: int, num_sequences: int) -> None:
         """Raise `EngineContractError` unless the requested outputs exist and have the right dtype and length."""
         problems = []
-        for name in requested:
+        for name in [*requested, *["bootstrap"] * ("values" in requested)]:
             value = getattr(self, name)
             length = num_sequences if name in SEQUENCE_OUTPUTS else num_tokens
             dtype = DTYPES.get(name, torch.float32)
             if name == "aux_loss" and isinstance(value, Tensor) and value.dim() == 0:
                 continue
             if not isinstance(value, Tensor):
-                problems.append(f"output {name!r} was requested and is {type(value).__name__}")
+                why = "comes with 'values'" if name == "bootstrap" else "was requested"
+                problems.append(f"output {name!r} {why} and is {type(value).__name__}")
             elif value.dtype != dtype or value.dim() < 1 or len(value) != length:
                 expected = f"{str(dtype).removeprefix('torch.')} [{length}]"
                 problems.append(f"output {name!r} is {value.dtype} {list(value.shape)}, not {expected}")
