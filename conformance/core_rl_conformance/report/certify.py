@@ -10,7 +10,7 @@ from core_rl_conformance.catalogue import Check
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CheckRecord, Verdict
 
-ANY_CHECK = frozenset(
+LAYOUTS = frozenset(
     {
         Capability.DATA_PARALLEL,
         Capability.TENSOR_PARALLEL,
@@ -18,10 +18,9 @@ ANY_CHECK = frozenset(
         Capability.PIPELINE_PARALLEL,
         Capability.CONTEXT_PARALLEL,
         Capability.EXPERT_PARALLEL,
-        Capability.BFLOAT16,
-        Capability.CUDA,
     }
 )
+ANY_CHECK = LAYOUTS | {Capability.BFLOAT16, Capability.CUDA}
 """Capabilities of the place of a run: every check counts for these."""
 
 
@@ -53,6 +52,7 @@ def certify(
                 if name in case.capabilities and not (name in ANY_CHECK and _is_about(case, unknown))
             ],
             sorted(check for check, required in absent.items() if name in required or name in ANY_CHECK),
+            needs,
         )
         for name in sorted(declared)
     )
@@ -70,9 +70,15 @@ def _is_about(case: CaseRecord, unknown: frozenset[str]) -> bool:
     return case.outcome is Outcome.NOT_RUN and not unknown.isdisjoint(case.capabilities)
 
 
-def _certify(name: str, cases: Sequence[CaseRecord], absent: Sequence[str]) -> CapabilityRecord:
+def _certify(
+    name: str, cases: Sequence[CaseRecord], absent: Sequence[str], needs: Mapping[str, Collection[str]]
+) -> CapabilityRecord:
     """Cases that are not supported for want of another capability do not count for this one."""
     state, reason = _state(cases, absent)
+    # A check that requires a layout may start it by itself, in a session on others.
+    ran = any(case.outcome.executed and name not in needs.get(case.check, ()) for case in cases)
+    if name in LAYOUTS and state is CapabilityState.CERTIFIED and not ran:
+        state, reason = CapabilityState.UNCERTIFIED, "no layout with it was run"
     if name == Capability.CUDA and not cases:
         reason = "run with --device=cuda"
     return CapabilityRecord(name=name, state=state, reason=reason)

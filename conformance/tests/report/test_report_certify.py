@@ -47,6 +47,14 @@ def test_layout_needs_all_checks() -> None:
     assert narrow.reason.endswith("was not selected")
 
 
+def test_layout_needs_cases_of_its_own() -> None:
+    names = [check.identifier for check in CHECKS if check.kind == "train"]
+    needs = NEEDS | {names[0]: ["tensor_parallel"]}
+    own = case(names[0], capabilities=("tensor_parallel",))
+    (layout,) = certify(["tensor_parallel"], [own, *map(case, names[1:])], needs)
+    assert (layout.state, layout.reason) == (UNCERTIFIED, "no layout with it was run")
+
+
 def test_missing_package_does_not_block_layouts() -> None:
     capabilities = ("data_parallel",)
     every = [case(check.identifier, capabilities=capabilities) for check in CHECKS if check.kind == "train"]
