@@ -19,7 +19,9 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per
 from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel
+from core_rl_conformance.procedures.adapters import load, start
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
@@ -46,7 +48,7 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, the norm, the temperature, the softmax and a scalar head compute in float32.
 
     Hidden states and logits of the model are bfloat16 numbers, so that nothing rounds where these steps are
-    in float32: log-probs, entropy and values then have the accuracy of float32, and the loss of a training pass.
+    in float32: log-probs, entropy, logits, values and the loss of a training pass then have the accuracy of float32.
 
     Why: the usual tolerance of bfloat16 is some nats, and hides a temperature that divides bfloat16 logits (rms error
     6.6e-2 at 0.3), values that are bfloat16 numbers, or a norm that squares in bfloat16.
@@ -56,7 +58,10 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     data = subject.data()
     model = replace(subject.model(), exact=True)
     group = subject.start(model)
-    for name, temperature in RUNS:
+    logits: list[tuple[OutputName, float]] = (
+        [("logits", 0.3)] if subject.spec.supports(Capability.LOGITS) else []
+    )
+    for name, temperature in (*RUNS, *logits):
         _verify_exact(subject, group, model, data, name, temperature)
     _verify_trained(subject, group, model, subject.data(PROBE), TokenMeanLoss(temperature=0.3))
     if subject.spec.supports(Capability.VALUE_HEAD):
@@ -126,7 +131,7 @@ def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, gradients of micro-batches are added up in float32, and over data-parallel ranks as well.
 
     Each sequence is a micro-batch of its own, so that its gradient rounds alike alone and among others. The gradient of
-    many is compared with the float64 sum of each, exported in turn.
+    many is compared with the float64 sum of each, exported in turn. So it is for the factors of an adapter.
 
     With expert parallelism, gradients of experts are left out: one product adds up the tokens of several ranks.
 
@@ -134,17 +139,28 @@ def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     the loss only falls a little slower.
     Look at: the dtype of ``grad`` between micro-batches, and the dtype of the reduction (``reduce_dtype``).
     """
+    _verify_sums(subject, subject.start(), "")
+    if subject.spec.supports(Capability.LORA):
+        adapter = TinyAdapter(model=subject.model())
+        group = start(subject, adapter)
+        load(subject, group, adapter)
+        _verify_sums(subject, group, "of an adapter ")
+
+
+def _verify_sums(subject: EngineUnderTest, group: EngineGroup, of: str) -> None:
     per_rank = DIFFERENT * COPIES
     data = subject.data(lengths=(LENGTH,) * (DIFFERENT * subject.layout.dp)).all_trained()
-    loss, group = TokenMeanLoss().spec(), subject.start()
+    loss = TokenMeanLoss().spec()
     total = float((LENGTH - 1) * per_rank * subject.layout.dp)
     parts = [_gradients(group, data.select([number]), loss, total) for number in range(len(data.rows))]
     if subject.layout.dp > 1:
         first = list(range(subject.layout.dp))
         got = _gradients(group, data.select(first), loss, total)
-        _verify_sum(subject, "with one micro-batch on each data-parallel rank", got, parts[: len(first)], 1)
+        label = f"{of}with one micro-batch on each data-parallel rank"
+        _verify_sum(subject, label, got, parts[: len(first)], 1)
     got = _gradients(group, data.select([*range(len(data.rows))] * COPIES), loss, total, per_rank)
-    _verify_sum(subject, f"with {per_rank} micro-batches on each data-parallel rank", got, parts, COPIES)
+    label = f"{of}with {per_rank} micro-batches on each data-parallel rank"
+    _verify_sum(subject, label, got, parts, COPIES)
 
 
 def _gradients(

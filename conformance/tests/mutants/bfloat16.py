@@ -53,6 +53,15 @@ class AddsUpInHalf(HalfCopies):
             _round_grads(self.model, self.half)
 
 
+class AddsAdaptersUpInHalf(HalfCopies):
+    """The gradient of an adapter is rounded after each micro-batch."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        for micro_batch in micro_batches:
+            super().run([micro_batch], step, mode)
+            _round_grads(self.model, self.half and self.context.config.model.lora is not None)
+
+
 class ReducesInHalf(HalfCopies):
     """The sum over ranks is in bfloat16."""
 
@@ -158,6 +167,16 @@ class LogprobsInHalf(HalfCopies):
         return replace(output, logprobs=output.logprobs + (rounded - output.logprobs).detach())
 
 
+class LogitsInHalf(HalfCopies):
+    """Logits are rounded after the temperature."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        if output.logits is None or not self.half:
+            return output
+        return replace(output, logits=output.logits.bfloat16().float())
+
+
 class TrainsInHalf(LogprobsInHalf):
     """The same in training passes alone."""
 
@@ -205,6 +224,12 @@ MUTANTS = tuple(
             "reduce_dtype=bfloat16 by default",
             "with one micro-batch on each data-parallel rank[\\s\\S]*added up in less than float32",
         ),
+        (
+            AddsAdaptersUpInHalf,
+            SUMS,
+            "grad_dtype of an adapter's dtype",
+            "gradients of an adapter with 32 micro-batches[\\s\\S]*added up in less than float32",
+        ),
         (MastersOfHalf, STEPS, "masters from bfloat16 weights", "master weights at the start"),
         (LoadsMastersOfHalf, STEPS, "NeMo-RL #2372, in part", "master weights after a load of float32 files"),
         (StepsInHalf, STEPS, "optimizer over bfloat16 weights", "after 20 small updates"),
@@ -212,6 +237,7 @@ MUTANTS = tuple(
         (TemperatureInHalf, UPCASTS, "verl: logits divided in bfloat16", "logprobs at temperature 0.3 of"),
         (ValuesInHalf, UPCASTS, "verl, AReaL: values in bfloat16", "values at temperature 1 of a model that"),
         (LogprobsInHalf, UPCASTS, "accelerate #3979", "logprobs at temperature 1 of a model that bfloat16"),
+        (LogitsInHalf, UPCASTS, "a buffer of logits", "logits at temperature 0.3 of a model that bfloat16"),
         (
             TrainsInHalf,
             UPCASTS,

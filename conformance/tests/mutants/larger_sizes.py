@@ -52,6 +52,16 @@ class TrainsSmallIds(Packed):
         return super().outputs(micro_batch, step)
 
 
+class TrainsSmallHead(Packed):
+    """Rows of the head from 32,768 on have no gradient."""
+
+    def reduce_grads(self) -> None:
+        super().reduce_grads()
+        head = self.model.get_output_embeddings()
+        if isinstance(head, nn.Linear) and head.weight.grad is not None:
+            head.weight.grad[2**15 :] = 0.0
+
+
 class TrainsWarm(Packed):
     """In training, temperatures below 0.5 are taken for 0.5."""
 
@@ -89,7 +99,13 @@ MUTANTS = (
         engine=TrainsSmallIds,
         killed_by=WIDE,
         issue="labels as int16",
-        says="the mean log-prob of a training pass with a large vocabulary is",
+        says="the loss with a large vocabulary is",
+    ),
+    Mutant(
+        engine=TrainsSmallHead,
+        killed_by=WIDE,
+        issue="a kernel over 2^15 columns",
+        says=r"gradients with a large vocabulary[\s\S]*lm_head",
     ),
     Mutant(
         engine=TrainsWarm,
