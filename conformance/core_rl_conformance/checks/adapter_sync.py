@@ -17,6 +17,7 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
+from core_rl_conformance.checks.update_moments import arrives_asleep
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -174,6 +175,29 @@ def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], Adapter
         "without a factor": ({name: value for name, value in factors.items() if name != last}, metadata),
         "with a wrong shape": ({**factors, last: factors[last][:-1]}, metadata),
     }
+
+
+@check(
+    "I15.adapter-asleep",
+    kind="inference",
+    requires=[Capability.SYNC_LORA, Capability.RELEASE_MEMORY],
+    families=NAMED_APART,
+    each="engine",
+)
+def adapters_while_asleep_are_served(subject: EngineUnderTest) -> None:
+    """An adapter that arrives while the memory is released is served after `resume_memory`, or the update is refused.
+
+    Why: an engine that wakes with the adapter that it fell asleep with samples from an old policy (verl #7014).
+    Look at: copies of the weights that ``release_memory`` makes and ``resume_memory`` restores.
+    """
+    old = TinyAdapter(model=subject.model(), rslora=True, seed=1)
+    engine = subject.serve(old.model, keep=False, adapter=old)
+    _give(engine, _meta(subject, 1), old)
+    new = replace(old, seed=2)
+    arrived = arrives_asleep(engine, partial(_give, engine, _meta(subject, 2), new))
+    side: dict[int, Judged] = {2: new} if arrived else {1: old}
+    responses = serving.ask(engine, serving.few_requests(subject))
+    _verify_drawn(subject, "after an adapter while asleep", responses, old.model, side, old)
 
 
 @check(

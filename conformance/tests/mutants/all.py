@@ -47,6 +47,7 @@ from mutants import (
     tensor_parallel,
     tensor_parallel_state,
     three,
+    update_moments,
     updates,
 )
 
@@ -90,6 +91,7 @@ MUTANTS = (
     *rollout_draws.MUTANTS,
     *rollout_details.MUTANTS,
     *updates.MUTANTS,
+    *update_moments.MUTANTS,
     *streams.MUTANTS,
     *adapter_sync.MUTANTS,
     *interruptions.MUTANTS,

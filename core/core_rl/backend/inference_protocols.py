@@ -77,7 +77,10 @@ class SupportsReleaseMemory(Protocol):
         """Free the memory; nothing is in flight."""
 
     def resume_memory(self) -> None:
-        """Allocate the memory again, with the same weights and version."""
+        """Allocate the memory again, with the same weights and version, or with weights that arrived meanwhile.
+
+        An engine that cannot receive weights while its memory is released raises `EngineStateError` from the update.
+        """
 
 
 @runtime_checkable
