@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.config.capability import Capability
-from core_rl.config.engine import Head
 from core_rl.errors import CoreRLError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.tiny_models import TinyModel, save_as
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.experts import all_written
+from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
+SMALL = AdamW(lr=2e-5, betas=(0.8, 0.95), weight_decay=0.1)
+"""Its steps are too small for most weights to move in half precision."""
+STEPS = 3
+FILE_SIZE = "20KB"
+"""A tiny model has many such files."""
+FREE_FIELDS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+"""Fields of a config that an export writes anew."""
 CARRIED = {
     "extra_tower.blocks.0.weight": torch.linspace(-3, 3, 35).reshape(7, 5).bfloat16(),
     "extra_head.steps": torch.tensor([7, 1 << 40]),
@@ -35,18 +52,27 @@ CARRIED = {
 
 @check("I10.export")
 def export_loads_in_transformers(subject: EngineUnderTest) -> None:
-    """An ``hf`` export after training loads in transformers: every tensor bitwise, tied weights written once.
+    """An ``hf`` export after training loads in transformers: tensors bitwise, tied ones once, and the source's config.
+
+    Its constants (rope theta and scaling, eps, end tokens) are unusual. The oracle computes the log-probs of the engine
+    from the export.
 
     Why: an export that writes both copies of a tied weight comes back untied, without any copy, it comes
-    back with a random head (verl #6334, Automodel #2511).
-    Look at: the names of ``named_tensors("params")``, and ``tie_word_embeddings`` in the written config.
+    back with a random head (verl #6334, Automodel #2511); a config with the defaults of its class is served as another
+    model.
+    Look at: the names of ``named_tensors("params")``, and ``hf_config()``: the config in ``model.path``.
     """
-    group = subject.start(optimizer={"lr": 3e-3, "weight_decay": 0.1})
+    model = replace(subject.model(), long=True, eos=(3, 7))
+    group = subject.start(model, optimizer={"lr": 3e-3, "weight_decay": 0.1})
     for seed in range(2):
         group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")
     group.save(SaveLoadMeta(path=str(path), format="hf"))
-    _verify_export(subject, group, path, "lm")
+    _verify_export(subject, group, model, path)
+    data = subject.data(PROBE)
+    logprobs = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
+    expected = subject.outputs(Snapshot(path), data, "logprobs")
+    subject.verify_tokens("log-probs of the engine, compared with its export", logprobs, expected)
 
 
 @check("I10.export-value-head", requires=[Capability.VALUE_HEAD], each="layout")
@@ -56,10 +82,11 @@ def value_export_loads_in_transformers(subject: EngineUnderTest) -> None:
     Why: a head under a private name is lost, and a critic starts again from noise.
     Look at: the name of the head, and ``num_labels`` in the written config.
     """
-    group = subject.start(subject.model(head="value"))
+    model = subject.model(head="value")
+    group = subject.start(model)
     path = subject.directory("export")
     group.save(SaveLoadMeta(path=str(path), format="hf"))
-    _verify_export(subject, group, path, "value")
+    _verify_export(subject, group, model, path)
 
 
 @check("I12.disk", requires=[Capability.SYNC_DISK], each="layout")
@@ -77,18 +104,20 @@ def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
         group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
-        _verify_export(subject, group, path, "lm")
+        _verify_export(subject, group, model, path)
     old_directory = subject.expected.models.directory(elsewhere(model))
     group.load(SaveLoadMeta(path=str(old_directory), format="hf"))
     path = subject.directory("sync-after-a-load")
     group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
-    _verify_export(subject, group, path, "lm", " after a load")
+    _verify_export(subject, group, model, path, " after a load")
     verify_version(subject, group, 3, "after uploading weights")
 
 
 def _verify_export(
-    subject: EngineUnderTest, group: EngineGroup, path: Path, head: Head, when: str = ""
+    subject: EngineUnderTest, group: EngineGroup, source: TinyModel, path: Path, when: str = ""
 ) -> None:
+    head = source.head
+    _verify_config(subject, source, path)
     family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     loading: tuple[PreTrainedModel, dict[str, object]] = family.from_pretrained(  # type: ignore[assignment]
         path, output_loading_info=True, local_files_only=True, dtype=torch.float32
@@ -97,10 +126,8 @@ def _verify_export(
     problems = {name: str(mismatch) for name, mismatch in report.items() if mismatch}
     subject.require(not problems, f"transformers reports while loading the export: {problems}")
     loaded = {name: part.detach() for name, part in all_written(dict(model.named_parameters())).items()}
-    # The scalar heads stay in float32, whatever the compute dtype.
     params = {
-        name: value if name == "score.weight" else value.to(subject.dtype).float()
-        for name, value in group.named_tensors("master").items()
+        name: value.to(_dtype(subject, name)).float() for name, value in group.named_tensors("master").items()
     }
     subject.verify_same(f"parameters of the export{when}", loaded, params)
     tied = model.config.tie_word_embeddings and head == "lm"
@@ -108,11 +135,44 @@ def _verify_export(
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
     subject.require(same or not tied, "the config says tied, and the export does not load as tied")
-    files = set(tensors_of(path))
+    files = tensors_of(path)
     subject.require(
-        files == set(loaded),
-        f"the files hold other tensors than the model: {sorted(files ^ set(loaded))}; a tied one is written once",
+        files.keys() == loaded.keys(),
+        f"the files hold other tensors than the model: {sorted(files.keys() ^ loaded.keys())}; a tied one is written "
+        "once",
     )
+    wrong = [
+        f"{name} ({value.dtype})" for name, value in files.items() if value.dtype != _dtype(subject, name)
+    ]
+    subject.require(not wrong, f"the dtype of files is not the compute dtype: {', '.join(wrong[:6])}")
+
+
+def _dtype(subject: EngineUnderTest, name: str) -> torch.dtype:
+    """The dtype of an exported tensor: scalar heads stay in float32, whatever the compute dtype."""
+    return torch.float32 if name == "score.weight" else subject.dtype
+
+
+def _verify_config(subject: EngineUnderTest, source: TinyModel, path: Path) -> None:
+    """Compare each field of the exported configs with ``source``'s; only the dtype and the class may be new."""
+    free = FREE_FIELDS if source.head == "lm" else {*FREE_FIELDS, "pad_token_id"}
+    directory = subject.expected.models.directory(source)
+    written, expected = (AutoConfig.from_pretrained(place).to_dict() for place in (path, directory))
+    names = sorted((written.keys() | expected.keys()) - free)
+    wrong = [
+        f"{name} is {written.get(name)!r}, not {expected.get(name)!r}"
+        for name in names
+        if written.get(name) != expected.get(name)
+    ]
+    subject.require(not wrong, f"config.json of the export: {'; '.join(wrong)}")
+    dtype = str(subject.dtype).removeprefix("torch.")
+    subject.require(
+        str(written["dtype"]).removeprefix("torch.") == dtype,
+        f"config.json of the export has dtype {written['dtype']}; its files have {dtype}",
+    )
+    if source.head == "lm":
+        texts = [(place / "generation_config.json").read_text() for place in (path, directory)]
+        got, original = (json.loads(text) for text in texts)
+        subject.require(got == original, f"generation_config.json of the export is {got}, not {original}")
 
 
 @check("I10.carried", each="layout")
@@ -180,3 +240,34 @@ def engine_loads_an_export(subject: EngineUnderTest) -> None:
     subject.verify_same("parameters after a load", group.named_tensors("master"), expected)
     subject.verify_logprobs("after a load", group, source, data)
     subject.verify_backward("after a load", group, source, data, LOSS)
+
+
+@check("I10.files", each="layout")
+def files_of_published_models_are_read(subject: EngineUnderTest) -> None:
+    """Files in half precision, several of them: ``build`` and ``load(format="hf")`` take their very values.
+
+    Small steps after each move the weights as AdamW does.
+
+    Why: published models are in bfloat16, so master weights that are rounded to the dtype of the files never move; with
+    several files, tensors outside the first one stay as they were drawn.
+    Look at: the dtype of master weights and whatever writes to them after a step; the index next to the files.
+    """
+    model = subject.model()
+    path = subject.directory("bfloat16")
+    expected = save_as(model, torch.bfloat16, FILE_SIZE, path)
+    group = subject.start(model, changes={"model": {"path": str(path)}}, optimizer=optimizer_config(SMALL))
+    _verify_small_steps(subject, group, expected, "built from bfloat16 files")
+    path = subject.directory("float16")
+    expected = save_as(elsewhere(model), torch.float16, FILE_SIZE, path)
+    group.load(SaveLoadMeta(path=str(path), format="hf"))
+    _verify_small_steps(subject, group, expected, "loaded from float16 files")
+
+
+def _verify_small_steps(
+    subject: EngineUnderTest, group: EngineGroup, weights: Mapping[str, Tensor], label: str
+) -> None:
+    subject.verify_same(f"weights {label}", group.named_tensors("master"), weights)
+    shadow = Shadow.of(group, SMALL)
+    batches = [subject.data(PROBE, seed).batch() for seed in range(STEPS)]
+    shadow.train(subject, group, batches, LOSS.spec(), ONE_PASS)
+    shadow.verify(subject, group, f"after small steps {label}")

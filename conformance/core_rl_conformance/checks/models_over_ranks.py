@@ -19,6 +19,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
+from core_rl.engine.train import TrainEngine
 from core_rl.errors import CoreRLError
 from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.build import build_model
@@ -92,27 +93,50 @@ def _verify_after_steps(
 
 @check("I3.seeded-draws", each="layout")
 def new_weights_are_drawn_from_the_seed(subject: EngineUnderTest) -> None:
-    """Weights from a config, a new value head and a new adapter are what ``build_model`` draws from the same seed.
+    """Weights from a config, new heads and new adapters are what ``build_model`` draws from the seed, on every rank.
 
-    Bit for bit in float32; the head and the adapter where they are declared.
+    Bit for bit in float32; heads and adapters where they are declared.
 
     Why: engines that draw by themselves begin a comparison of two engines, or a move to another layout, from two
-    models; a rank's number in the seed makes one model of several.
-    Look at: the seed that reaches ``build_model``, the order of draws, and the dtype in which they are made.
+    models; a rank's number in the seed makes one model of several, of which one is exported.
+    Look at: the seed that reaches ``build_model``, the order of draws, the dtype in which they are made, and ranks
+    whose ``ShardedState.local`` differs from the exported tensors.
     """
-    model = subject.model()
+    for label, section in _drawn_sections(subject).items():
+        group = subject.start(subject.model(), changes={"model": section, "seed": SEED})
+        drawn = _drawn(section)
+        subject.verify_same(label, group.named_tensors("master"), drawn)
+        for rank, names in enumerate(group.run(_different_slices, drawn)):
+            problem = f"{label}: rank {rank} has other values than the exported ones: {', '.join(names[:6])}"
+            subject.require(not names, problem)
+
+
+def _drawn_sections(subject: EngineUnderTest) -> dict[str, dict[str, Any]]:
+    """Sections ``model`` of a config whose weights are drawn: all of them, a head, or an adapter."""
+    model, supports = subject.model(), subject.spec.supports
     path = str(subject.expected.models.directory(model))
+    lora = TinyAdapter(model=model).section() if supports(Capability.LORA) else None
+    config = model.config().to_dict()
     sections: dict[str, dict[str, Any]] = {
-        "weights drawn from a config": {"path": None, "config": model.config().to_dict(), "head": "lm"}
+        "a model drawn from a config": {"path": None, "config": config, "head": "lm", "lora": lora}
     }
-    if subject.spec.supports(Capability.VALUE_HEAD):
-        sections["a model with a new head"] = {"path": path, "head": "value"}
-    if subject.spec.supports(Capability.LORA):
-        lora = TinyAdapter(model=model).section()
-        sections["a model with a new adapter"] = {"path": path, "head": "lm", "lora": lora}
-    for label, section in sections.items():
-        group = subject.start(model, changes={"model": section, "seed": SEED})
-        subject.verify_same(label, group.named_tensors("master"), _drawn(section))
+    if supports(Capability.VALUE_HEAD):
+        sections["a model with a new value head"] = {"path": path, "head": "value", "lora": lora}
+    if supports(Capability.REWARD_HEAD):
+        sections["a model with a new reward head"] = {"path": path, "head": "reward"}
+    return sections
+
+
+def _different_slices(engine: TrainEngine, expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors whose slices on this rank differ from ``expected``: masters, or compute copies."""
+    engine.backend.synchronize()
+    state, names = engine.backend.state(), []
+    for kind in ("master", "params"):
+        for part in state.local(kind):
+            value = part.tensor.detach().cpu()
+            if not value.equal(expected[part.name][part.region].to(value.dtype)):
+                names.append(f"{part.name} ({kind})")
+    return names
 
 
 def _drawn(section: Mapping[str, Any]) -> dict[str, Tensor]:

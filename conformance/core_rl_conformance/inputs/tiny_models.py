@@ -34,7 +34,7 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_oracle.experts import overwrite
+from core_rl_oracle.experts import all_written, overwrite
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
@@ -363,6 +363,17 @@ def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> No
     built = build(model)
     overwrite({name: parameter.detach() for name, parameter in built.named_parameters()}, weights)
     built.save_pretrained(path)
+
+
+def save_as(model: TinyModel, dtype: torch.dtype, file_size: str, path: Path) -> dict[str, Tensor]:
+    """Write ``model`` in ``dtype`` to files of up to ``file_size`` each, such as ``20KB``; the values of its weights.
+
+    They are float32, by the names in the files.
+    """
+    built = build(model).to(dtype)
+    built.save_pretrained(path, max_shard_size=file_size)
+    written = all_written(dict(built.named_parameters()))
+    return {name: value.detach().float() for name, value in written.items()}
 
 
 def build(model: TinyModel) -> PreTrainedModel:

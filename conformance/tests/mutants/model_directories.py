@@ -1,0 +1,292 @@
+"""Files in half precision, several of them, configs of exports, and what a load, a save or a draw leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.tensors import TensorSource
+from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.reference.train import ReferenceBackend
+from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext
+from mutants.zoo import DP2, Mutant
+
+FILES = "I10.files"
+DRAWS = "I3.seeded-draws"
+CHANGES = "I20.mode-changes"
+
+
+class _OfHalfFiles(ReferenceBackend):
+    """Knows whether the files that it was built from are in bfloat16."""
+
+    @property
+    def half_files(self) -> bool:
+        path = self.context.config.model.path
+        return path is not None and '"bfloat16"' in (Path(path) / "config.json").read_text()
+
+
+class RoundsWeightsToTheFiles(_OfHalfFiles):
+    """Master weights have the dtype of the files after each step."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
+        if self.half_files:
+            _round(list(self.model.parameters()))
+
+
+class RoundsMomentsToTheFiles(_OfHalfFiles):
+    """First moments have the dtype of the files."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
+        if self.half_files and self.optimizer is not None:
+            _round([state["exp_avg"] for state in self.optimizer.state.values()])
+
+
+@torch.no_grad()
+def _round(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.copy_(tensor.bfloat16().float())
+
+
+def _behind_first_file(directory: Path) -> list[str]:
+    """Names of tensors outside the first file of an index."""
+    index = directory / "model.safetensors.index.json"
+    files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    return [name for name, file in files.items() if file != min(files.values())]
+
+
+class BuildsFromTheFirstFile(ReferenceBackend):
+    """Tensors outside the first of several files stay as they were drawn."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        path = context.config.model.path
+        with torch.no_grad():
+            for name in _behind_first_file(Path(path)) if path else ():
+                self.model.get_parameter(name).mul_(0.5)
+
+
+class _LoadsTheFirstFile(Persistence):
+    """A load of several files reads the first one."""
+
+    def load(self, meta: SaveLoadMeta) -> None:
+        backend = self.runtime.backend
+        assert isinstance(backend, ReferenceBackend)
+        names = _behind_first_file(Path(meta.path)) if meta.format == "hf" else []
+        before = {name: backend.model.get_parameter(name).detach().clone() for name in names}
+        super().load(meta)
+        with torch.no_grad():
+            for name, value in before.items():
+                backend.model.get_parameter(name).copy_(value)
+
+
+class LoadsTheFirstFile(ReferenceBackend):
+    """A load of several files leaves tensors outside the first one as they were."""
+
+    components = TrainComponents(persistence=_LoadsTheFirstFile)
+
+
+class _InBfloat16(TensorSource):
+    """Tensors in float16 are cast to bfloat16."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    def names(self) -> list[str]:
+        return list(self._source.names())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def read(self, name: str, region: tuple[slice, ...] | None = None) -> Tensor:
+        value = self._source.read(name, region)
+        return value.bfloat16() if value.dtype == torch.float16 else value
+
+
+class CastsHalfFiles(OwnExport):
+    """A load takes float16 files for bfloat16 ones."""
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        super().import_tensors(kind, _InBfloat16(source))
+
+
+class ConfigOfItsClass(ReferenceBackend):
+    """The exported config has the rotary base and the eps of its class."""
+
+    def hf_config(self) -> PretrainedConfig:
+        config = copy.deepcopy(super().hf_config())
+        plain = type(config)()
+        for name in ("rope_parameters", "rms_norm_eps", "layer_norm_epsilon"):
+            if hasattr(config, name):
+                setattr(config, name, getattr(plain, name))
+        return config
+
+
+class OneEndToken(ReferenceBackend):
+    """The exported config has one of several end tokens."""
+
+    def hf_config(self) -> PretrainedConfig:
+        config = copy.deepcopy(super().hf_config())
+        if isinstance(config.eos_token_id, list):
+            config.eos_token_id = config.eos_token_id[0]
+        return config
+
+
+class ShortPositions(ReferenceBackend):
+    """The exported config has as many positions as the longest sequence so far."""
+
+    def hf_config(self) -> PretrainedConfig:
+        config = copy.deepcopy(super().hf_config())
+        config.max_position_embeddings = min(64, config.max_position_embeddings)
+        return config
+
+
+class FrozenStayAtALoad(OwnExport):
+    """A load of a model directory leaves frozen parameters as they were."""
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        frozen = [p for p in self.model.parameters() if not p.requires_grad]
+        before = [p.detach().clone() for p in frozen]
+        super().import_tensors(kind, source)
+        with torch.no_grad():
+            for parameter, value in zip(frozen, before, strict=True):
+                parameter.copy_(value)
+
+
+class _UnfreezesAtASave(Persistence):
+    """A save leaves all parameters trained."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        super().save(meta)
+        backend = self.runtime.backend
+        assert isinstance(backend, ReferenceBackend)
+        backend.model.requires_grad_(True)
+
+
+class UnfreezesAtASave(ReferenceBackend):
+    """After a save, frozen parameters have gradients."""
+
+    components = TrainComponents(persistence=_UnfreezesAtASave)
+
+
+class LoadsZeroMoments(ReferenceBackend):
+    """A load of weights alone begins the moments again."""
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        if self.optimizer is not None and not kinds & {*MOMENTS}:
+            for state in self.optimizer.state.values():
+                for kind in MOMENTS:
+                    state[kind].zero_()
+
+
+class RewardHeadTooLarge(ReferenceBackend):
+    """A new reward head is 100 times too large."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.head == "reward":
+            with torch.no_grad():
+                self.model.get_parameter("score.weight").mul_(100)
+
+
+class AdapterOfEachRank(Replicated):
+    """Each rank draws an adapter of its own next to a new head; the first rank's is exported."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.head != "lm":
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    if "lora_A" in name:
+                        parameter.mul_(1 + context.world.rank)
+
+
+MUTANTS = (
+    Mutant(
+        engine=RoundsWeightsToTheFiles,
+        killed_by=FILES,
+        issue="masters in the dtype of the files",
+        says="weights after small steps built from bfloat16 files",
+    ),
+    Mutant(
+        engine=BuildsFromTheFirstFile,
+        killed_by=FILES,
+        issue="an index that is not read",
+        says="weights built from bfloat16 files",
+    ),
+    Mutant(
+        engine=RoundsMomentsToTheFiles,
+        killed_by=FILES,
+        issue="moments in the dtype of the files",
+        says="first moments",
+    ),
+    Mutant(
+        engine=LoadsTheFirstFile,
+        killed_by=FILES,
+        issue="an index that is not read",
+        says="weights loaded from float16 files",
+    ),
+    Mutant(
+        engine=CastsHalfFiles,
+        killed_by=FILES,
+        issue="half precision is bfloat16",
+        says="weights loaded from float16 files",
+    ),
+    Mutant(
+        engine=ConfigOfItsClass,
+        killed_by="I10.export",
+        issue="defaults of a config",
+        says="config.json of the export: .*rope_parameters is",
+    ),
+    Mutant(
+        engine=OneEndToken,
+        killed_by="I10.export",
+        issue="one of several end tokens",
+        says="eos_token_id is 3, not",
+    ),
+    Mutant(
+        engine=ShortPositions,
+        killed_by="I10.export",
+        issue="positions of a config",
+        says="max_position_embeddings is 64, not 640",
+    ),
+    Mutant(
+        engine=FrozenStayAtALoad,
+        killed_by=CHANGES,
+        issue="frozen parameters at a load",
+        says="master after load",
+    ),
+    Mutant(
+        engine=UnfreezesAtASave,
+        killed_by=CHANGES,
+        issue="parameters trained after a save",
+        says=r"of a step after forward.*save\(format='hf'\)",
+    ),
+    Mutant(
+        engine=LoadsZeroMoments,
+        killed_by=CHANGES,
+        issue="moments at a load of weights",
+        says="exp_avg after load",
+    ),
+    Mutant(
+        engine=RewardHeadTooLarge,
+        killed_by=DRAWS,
+        issue="initializer of a head",
+        says="a model with a new reward head",
+    ),
+    Mutant(
+        engine=AdapterOfEachRank,
+        killed_by=DRAWS,
+        issue="a seed for each rank",
+        says="rank 1 has other values than the exported ones: base_model.*lora_A",
+        layout=DP2,
+    ),
+)
