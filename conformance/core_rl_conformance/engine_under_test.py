@@ -305,7 +305,9 @@ class EngineUnderTest:
             expected.tolerance,
             places,
             keep_points=plotted,
-            explain=partial(explain_tokens, got, expected.tolerance, expected.mistakes, again),
+            explain=partial(
+                explain_tokens, got, expected.values, expected.tolerance, expected.mistakes, again
+            ),
         )
         self.verify(finding)
 

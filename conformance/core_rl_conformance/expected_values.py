@@ -16,6 +16,7 @@ from core_rl.config.engine import Head
 from core_rl.engine.loading import load_engine
 from core_rl.launch.hosts import Hosts
 from core_rl_conformance.hints.explanations import Mistakes
+from core_rl_conformance.hints.output_mistakes import MISTAKES
 from core_rl_conformance.inputs.data import Ragged, Repeated
 from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -23,7 +24,7 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
 from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
+from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, grad_norm
 from core_rl_oracle.plain import MANY_VARIANTS, VARIANTS, PlainModel
 from core_rl_oracle.tolerance import (
     Tolerance,
@@ -199,6 +200,7 @@ class ExpectedValues:
 class _OutputRuns:
     """All outputs of the oracle, and of each variant of the plain model, by sequence."""
 
+    sequences: Sequence[OracleSequence]
     truth: list[dict[str, Tensor]]
     variants: list[list[dict[str, Tensor]]]
     temperature: float
@@ -221,11 +223,15 @@ class _OutputRuns:
                 "the entropy is minus the log-prob of the drawn token, and not its mean over all tokens"
             )
             yield sentence, [-outputs["logprobs"] for outputs in self.truth]
+        for sentence, runs in _mistaken(self.truth, self.sequences):
+            if name in ("logprobs", "entropy"):
+                yield sentence, [outputs[name] for outputs in runs]
 
 
 def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: float) -> _OutputRuns:
     sequences = data.for_oracle()
     return _OutputRuns(
+        sequences=sequences,
         truth=oracle.evaluate(sequences, temperature),
         variants=[plain.outputs(variant, sequences, temperature) for variant in VARIANTS],
         temperature=temperature,
@@ -250,11 +256,31 @@ def _run_gradients(
         tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
         loss=scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
         norm=scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
-        mistakes=lambda: (
-            (sentence, oracle.gradients(sequences, wrong.of_sequence, wrong.temperature))
-            for sentence, wrong in loss.mistakes()
-        ),
+        mistakes=partial(_gradient_mistakes, oracle, sequences, loss),
     )
+
+
+def _gradient_mistakes(
+    oracle: Oracle, sequences: Sequence[OracleSequence], loss: CheckLoss
+) -> Iterator[tuple[str, Gradients]]:
+    """Of a mistake in the outputs the loss alone, which it always changes."""
+    for sentence, wrong in loss.mistakes():
+        yield sentence, oracle.gradients(sequences, wrong.of_sequence, wrong.temperature)
+    for sentence, runs in _mistaken(oracle.evaluate(sequences, loss.temperature), sequences):
+        pairs = zip(runs, sequences, strict=True)
+        sums = [loss.of_sequence(outputs, sequence.in_dtype(torch.float64)) for outputs, sequence in pairs]
+        weight = sum(counted for _, counted in sums)
+        yield sentence, Gradients(loss=sum(float(part) for part, _ in sums) / weight, weight=weight, grads={})
+
+
+def _mistaken(
+    truth: Sequence[dict[str, Tensor]], sequences: Sequence[OracleSequence]
+) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
+    """Sentences about mistakes of language models, and all outputs with each."""
+    if all("logits" in outputs for outputs in truth):
+        ids = [torch.tensor(sequence.input_ids) for sequence in sequences]
+        for sentence, mistake in MISTAKES.items():
+            yield sentence, [{**right, **mistake(right, row)} for right, row in zip(truth, ids, strict=True)]
 
 
 def _flat(values: Sequence[Tensor]) -> Tensor:

@@ -78,7 +78,7 @@ def compare_tokens(
     tokens = Tokens.of(got, expected, tolerance, places)
     head = [f"{label} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens)]
     finding = Finding(what=label, error=error, limit=tolerance.limit, points=points)
-    return _with_hints(finding, head, _explained(explain) or token_hints(tokens))
+    return _with_hints(finding, head, token_hints(tokens, _explained(explain)))
 
 
 def _explained(explain: Explain | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from core_rl_oracle.oracle import Gradients
@@ -19,15 +20,19 @@ NEAR = 4.0
 
 def explain_tokens(
     got: Sequence[Tensor],
+    expected: Sequence[Tensor],
     tolerance: Tolerance,
     mistakes: Callable[[], Iterator[tuple[str, Sequence[Tensor]]]],
     again: Callable[[], Sequence[Tensor]] | None,
 ) -> str | None:
-    """The explanation of wrong values, one tensor for each sequence: another answer to the same call, or a mistake."""
+    """The explanation of wrong values, one tensor for each sequence: another answer to the same call, or a mistake.
+
+    The mistake explains all wrong values; others may be right, as where it is made for some sequences only.
+    """
     if again is not None and (distance := _distance(got, again())) > tolerance.limit:
         return _not_deterministic(distance)
     near = NEAR * tolerance.limit
-    return next((sentence for sentence, values in mistakes() if _distance(got, values) <= near), None)
+    return next((sentence for sentence, wrong in mistakes() if _fits(got, expected, wrong, near)), None)
 
 
 def explain_loss(got: float, tolerance: Tolerance, mistakes: Mistakes, again: Again | None) -> str | None:
@@ -51,6 +56,21 @@ def explain_named(
         if worst is not None and not moved[worst] <= tolerances[worst].limit:
             return _not_deterministic(moved[worst])
     return next((sentence for sentence, wrong in mistakes() if _same(got, wrong.grads, tolerances)), None)
+
+
+def _fits(got: Sequence[Tensor], right: Sequence[Tensor], wrong: Sequence[Tensor], near: float) -> bool:
+    """Whether each value is near the wrong or the right one, and several are near the wrong one alone."""
+    if [value.shape for value in got] != [value.shape for value in wrong]:
+        return False
+    actual, expected, mistaken = (
+        torch.cat([part.double().flatten() for part in parts]) for parts in (got, right, wrong)
+    )
+    is_wrong, is_right = (actual - mistaken).abs() <= near, (actual - expected).abs() <= near
+    return bool((is_wrong | is_right).all()) and int((is_wrong & ~is_right).sum()) > 1
+
+
+def _flat(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.double().flatten() for value in values])
 
 
 def _distance(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

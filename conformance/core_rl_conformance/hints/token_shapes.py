@@ -7,7 +7,7 @@ it are right. The smallest of several such sets counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -197,16 +197,19 @@ PLACES: tuple[Callable[[Tokens], Iterator[Place]], ...] = (
 )
 
 
-def token_hints(tokens: Tokens) -> list[str]:
-    """Hints on the shape and the positions of the wrong values; at most one line for each."""
+def token_hints(tokens: Tokens, explained: Sequence[str] = ()) -> list[str]:
+    """Hints on the shape and the positions of the wrong values; at most one line for each.
+
+    What ``explained`` the values replaces the shape.
+    """
     if int(tokens.wrong.sum()) < 2:
-        return []
-    value = next((sentence for shape in VALUES if (sentence := shape(tokens))), None)
-    hints = [] if value is None else [f"it looks like: {value}"]
+        return list(explained)
+    value = None if explained else next((text for shape in VALUES if (text := shape(tokens))), None)
+    hints = list(explained) if value is None else [f"it looks like: {value}"]
     matching = [part for shape in PLACES for part in shape(tokens) if _explains(part[1], tokens)]
     if matching:
         hints.append(min(matching, key=lambda part: int(part[1].sum()))[0])
-    elif value is None:
+    elif not hints:
         hints += [trend for shape in TRENDS if (trend := shape(tokens))][:1]
     return hints
 

@@ -14,6 +14,7 @@ from core_rl_oracle.tolerance import Tolerance
 
 SMALL = Tolerance(baseline=1e-6, floor=1e-6)
 GOT = [torch.tensor([0.0, -1.0, -2.0])]
+RIGHT = [torch.zeros(3)]
 WRONG = Gradients(loss=2.0, weight=1.0, grads={"weight": torch.ones(3, dtype=torch.float64)})
 
 
@@ -23,10 +24,18 @@ def _same() -> list[Tensor]:
 
 def test_nondeterminism_is_explained_first() -> None:
     moved = [GOT[0] + torch.tensor([0.0, 0.0, 0.1])]
-    message = explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), lambda: moved)
+    message = explain_tokens(GOT, RIGHT, SMALL, lambda: iter([("a mistake", GOT)]), lambda: moved)
     assert message is not None and message.startswith("not deterministic") and "1.0e-01" in message
-    assert explain_tokens(GOT, SMALL, lambda: iter([("a mistake", GOT)]), _same) == "a mistake"
-    assert explain_tokens(GOT, SMALL, lambda: iter([("a mistake", moved)]), None) is None
+    assert explain_tokens(GOT, RIGHT, SMALL, lambda: iter([("a mistake", GOT)]), _same) == "a mistake"
+    assert explain_tokens(GOT, RIGHT, SMALL, lambda: iter([("a mistake", moved)]), None) is None
+
+
+def test_mistake_in_some_values_is_explained() -> None:
+    got = [torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-3.0])]
+    right = [torch.tensor([0.0, -1.5, -2.5]), torch.tensor([-3.0])]
+    wrong = [torch.tensor([0.0, -1.0, -2.0]), torch.tensor([-4.0])]
+    assert explain_tokens(got, right, SMALL, lambda: iter([("a mistake", wrong)]), None) == "a mistake"
+    assert explain_tokens(got, wrong, SMALL, lambda: iter([("a mistake", right)]), None) is None
 
 
 def test_losses_and_gradients_are_explained() -> None:

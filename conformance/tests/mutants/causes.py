@@ -40,6 +40,26 @@ class TrainsAtTemperatureOne(ReferenceBackend):
         return super().sequence(ids, WithTemperature(step, 1.0) if torch.is_grad_enabled() else step)
 
 
+class RollsLabelsTwice(ReferenceBackend):
+    """In training, labels that the data pipeline has rolled are rolled again."""
+
+    @staticmethod
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        labels = ids.roll(-1) if torch.is_grad_enabled() else ids
+        return ReferenceBackend.language_model(labels, logits, step)
+
+
+class CountsPaddedColumns(ReferenceBackend):
+    """The softmax counts the columns that pad the vocabulary to a multiple of 64."""
+
+    @staticmethod
+    def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        size = logits.shape[-1]
+        padded = torch.nn.functional.pad(logits, (0, -size % 64 or 64))
+        outputs = ReferenceBackend.language_model(ids, padded, step)
+        return {name: value[:, :size] if name == "logits" else value for name, value in outputs.items()}
+
+
 class EntropyIsDetached(ReferenceBackend):
     """The entropy is right and has no gradient."""
 
@@ -85,6 +105,18 @@ MUTANTS = (
         killed_by="I1.gradients",
         issue="AReaL #581",
         says=r"it looks like: the temperature 0\.8 is left out",
+    ),
+    Mutant(
+        engine=RollsLabelsTwice,
+        killed_by="I1.gradients",
+        issue="labels that a collator has rolled already",
+        says="it looks like: labels are rolled one token too far",
+    ),
+    Mutant(
+        engine=CountsPaddedColumns,
+        killed_by="I7.logprobs",
+        issue="a vocabulary padded for tensor parallelism",
+        says=r"it looks like: the softmax counts (\d+ more columns|the columns that pad)",
     ),
     Mutant(
         engine=EntropyIsDetached,
