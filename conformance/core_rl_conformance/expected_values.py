@@ -85,6 +85,34 @@ class ExpectedGradients:
     norm: Tolerance
     mistakes: Mistakes = lambda: iter(())
 
+    def times(self, factor: float) -> ExpectedGradients:
+        """The same of the loss times ``factor``."""
+        truth = self.oracle
+        return ExpectedGradients(
+            oracle=Gradients(
+                loss=truth.loss * factor,
+                weight=truth.weight,
+                grads={name: grad * factor for name, grad in truth.grads.items()},
+            ),
+            tolerances={name: allowed.times(factor) for name, allowed in self.tolerances.items()},
+            loss=self.loss.times(factor),
+            norm=self.norm.times(factor),
+        )
+
+    def __add__(self, other: ExpectedGradients) -> ExpectedGradients:
+        """Those of the sum of two losses."""
+        left, right = self.oracle, other.oracle
+        return ExpectedGradients(
+            oracle=Gradients(
+                loss=left.loss + right.loss,
+                weight=left.weight,
+                grads={name: grad + right.grads[name] for name, grad in left.grads.items()},
+            ),
+            tolerances={name: allowed + other.tolerances[name] for name, allowed in self.tolerances.items()},
+            loss=self.loss + other.loss,
+            norm=self.norm + other.norm,
+        )
+
 
 class ExpectedValues:
     """Expected values that checks share in one process. Close it, or use it as a context manager."""

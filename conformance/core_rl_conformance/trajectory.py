@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss
-from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleHead, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleHead, Schedule, grad_norm
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 from core_rl_oracle.plain_adamw import KERNELS, Kernel, PlainAdamW
 from core_rl_oracle.tolerance import Tolerance, scalar_tolerance, tolerances
@@ -29,13 +29,12 @@ class Training:
     data: tuple[Ragged, ...]
     loss: CheckLoss
     config: AdamW
-    total_steps: int
-    """Step at which the learning rate has fallen linearly to 0."""
+    schedule: Schedule
 
     @property
     def rates(self) -> list[float]:
         """The learning rate of each step."""
-        return [self.config.linear_lr(step, self.total_steps) for step in range(len(self.data))]
+        return [self.config.lr * self.schedule.factor(step) for step in range(len(self.data))]
 
 
 @dataclass(frozen=True, kw_only=True)

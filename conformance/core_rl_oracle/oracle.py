@@ -30,6 +30,7 @@ __all__ = [
     "OptimizerState",
     "Oracle",
     "OracleSequence",
+    "Schedule",
     "SequenceLoss",
     "grad_norm",
 ]
@@ -206,6 +207,27 @@ def grad_norm(grads: Mapping[str, Tensor]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Factors of the learning rate: a linear warm-up, and then a decay to ``min_lr_ratio`` at ``total_steps``."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+
+    def factor(self, step: int) -> float:
+        """The factor of step ``step`` (from 0); a warm-up of W steps has 1 / (W + 1), 2 / (W + 1), ..."""
+        rise = (step + 1) / (self.warmup_steps + 1)
+        if rise < 1.0 or self.type == "constant":
+            return min(1.0, rise)
+        assert self.total_steps is not None
+        left = max(0, self.total_steps - step) / (self.total_steps - self.warmup_steps)
+        if self.type == "cosine":  # half a period, from the top to the bottom
+            left = math.sin(math.pi / 2 * left) ** 2
+        return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamW:
     """AdamW with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101), and gradient clipping.
 
@@ -217,10 +239,6 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
-
-    def linear_lr(self, step: int, total: int) -> float:
-        """The rate of step ``step`` (from 0) when it falls linearly to 0 at ``total``."""
-        return self.lr * max(0.0, 1.0 - step / total)
 
     def clip_scale(self, norm: float) -> float:
         """The factor for gradients of this ``norm``; the 1e-6 is that of torch's ``clip_grad_norm_``."""

@@ -59,6 +59,10 @@ class Tolerance:
         """The allowed difference of two engines that have their own tolerances."""
         return Tolerance(baseline=self.baseline + other.baseline, floor=self.floor + other.floor)
 
+    def times(self, factor: float) -> Tolerance:
+        """Of a value times ``factor``, which is positive."""
+        return Tolerance(baseline=self.baseline * factor, floor=self.floor * factor)
+
     def __str__(self) -> str:
         return f"{self.limit:.1e} (= {FACTOR:g} x {self.baseline:.1e} of the plain model + {self.floor:.1e})"
 

@@ -13,7 +13,7 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import BATCHES, CONFIG, LOSS
 from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
-from core_rl_oracle.oracle import OptimizerState, Oracle
+from core_rl_oracle.oracle import OptimizerState, Oracle, Schedule
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 
 MODEL = TinyModel(family="gpt2")
@@ -21,7 +21,7 @@ TRAINING = Training(
     data=tuple(ragged(MODEL.vocab_size, seed, PROBE) for seed in BATCHES),
     loss=LOSS,
     config=CONFIG,
-    total_steps=len(BATCHES) + 2,
+    schedule=Schedule(type="linear", total_steps=len(BATCHES) + 2),
 )
 
 
@@ -41,7 +41,7 @@ def test_steps_run_in_sequence(directory: Path, expected: ExpectedTraining) -> N
     for step, data in enumerate(TRAINING.data[:2]):
         result = oracle.gradients(data.for_oracle(), LOSS.of_sequence, LOSS.temperature)
         assert (result.loss, result.norm) == (expected.truth.losses[step], expected.truth.norms[step])
-        CONFIG.step(state, result.grads, CONFIG.linear_lr(step, len(BATCHES) + 2))
+        CONFIG.step(state, result.grads, TRAINING.rates[step])
         oracle.set_parameters(state.params)
 
 
@@ -58,7 +58,13 @@ def test_every_step_clips_and_moves_weights(directory: Path, expected: ExpectedT
 def test_wrong_schedule_exceeds_every_tolerance(
     directory: Path, expected: ExpectedTraining, part: str
 ) -> None:
-    second = expected_training(directory, "lm", replace(TRAINING, total_steps=20), torch.float32, "cpu").truth
+    second = expected_training(
+        directory,
+        "lm",
+        replace(TRAINING, schedule=Schedule(type="linear", total_steps=20)),
+        torch.float32,
+        "cpu",
+    ).truth
     if part == "weights":
         for name, value in expected.truth.weights.items():
             assert not expected.weights[name].allows(float((value - second.weights[name]).abs().max()))

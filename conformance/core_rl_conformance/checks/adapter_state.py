@@ -217,7 +217,7 @@ def an_adapter_moves_to_another_layout(subject: EngineUnderTest) -> None:
 
 
 def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | None = None) -> EngineGroup:
-    optimizer = optimizer_config(moving.OPTIMIZER, moving.TOTAL_STEPS)
+    optimizer = optimizer_config(moving.OPTIMIZER, moving.SCHEDULE)
     return start(
         subject,
         adapter,

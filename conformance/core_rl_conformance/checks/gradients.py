@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import torch
 
@@ -13,20 +16,29 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.losses import CheckLoss, SequenceMeanLoss, TokenMeanLoss
+from core_rl_conformance.inputs.losses import CheckLoss, OutputsLoss, SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.training import backward_on_parts
+from core_rl_conformance.procedures.outputs import PROBE
+from core_rl_conformance.procedures.training import (
+    CONFIG,
+    backward_on_parts,
+    optimizer_config,
+    verify_steps_of_losses,
+)
 from core_rl_oracle.oracle import grad_norm
 from core_rl_oracle.tolerance import Tolerance
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
 CALLS = (2, 3, 5)
 LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())
+OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
 
 
 @check("I1.gradients")
 def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of every parameter is that of (sum of totals) / (sum of weights), the oracle's.
+
+    For losses over log-probs, over the entropy, and over both; their steps are AdamW's.
 
     Why: two backends that differ in the loss scale, a denominator or a reduction train differently
     without an error (verl #4710: one backend's gradient norm is three times the other's).
@@ -34,9 +46,12 @@ def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     over micro-batches and over data-parallel ranks, and divides by nothing.
     """
     model, data = subject.model(), subject.data()
-    group = subject.start(model)
-    for loss in LOSSES:
-        subject.verify_backward(f"of {type(loss).__name__}", group, model, data, loss)
+    group = subject.start(model, optimizer=optimizer_config(CONFIG))
+    losses = (*LOSSES, OF_ENTROPY)
+    for loss in losses:
+        label = f"of {type(loss).__name__} over {' and '.join(loss.spec().outputs)}"
+        subject.verify_backward(label, group, model, data, loss)
+    verify_steps_of_losses(subject, group, losses)
 
 
 @check("I1.micro-batches")
@@ -114,6 +129,31 @@ def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
             )
             subject.verify_gradients(label, group, metrics[0], expected)
             group.optimizer_zero_grad()
+
+
+@check("I2.own-means", requires=[Capability.DATA_PARALLEL], each="layout", min_dp=2)
+def means_of_ranks_are_averaged(subject: EngineUnderTest) -> None:
+    """With ``normalize_scope="dp"``, loss and gradients are the average of the ranks' own means; of no tokens it is 0.
+
+    Why: a denominator of all ranks gives the global mean, which looks alike as long as ranks have equally many tokens.
+    Look at: the scale of the loss on each rank, which has the weight of this rank and the number of ranks.
+    """
+    model, data, ranks = subject.model(), subject.data(PROBE), subject.layout.dp
+    loss = replace(TOKEN_MEAN.spec(), normalize_scope="dp")
+    rows = range(len(data.rows))
+    group = subject.start(model)
+    for label, parts in (
+        ("of unequal ranks", [rows[rank::ranks] for rank in range(ranks)]),
+        ("with one rank empty", [rows[:0], *(rows[rank :: ranks - 1] for rank in range(ranks - 1))]),
+    ):
+        batches = data.batch().split(list(map(list, parts)))
+        trained = [
+            data.select(part) for part, batch in zip(parts, batches, strict=True) if loss.weight(batch)
+        ]
+        metrics = group.run(backward_on_parts, batches, loss, MicroBatchSpec(max_tokens=24))
+        shares = [subject.gradients(model, part, TOKEN_MEAN).times(1 / ranks) for part in trained]
+        subject.verify_gradients(f"{label}, their means averaged,", group, metrics[0], reduce(add, shares))
+        group.optimizer_zero_grad()
 
 
 @check("I4.grad-norm")

@@ -20,7 +20,8 @@ from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel, layer_of
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
-from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.oracle import AdamW, Schedule
+from core_rl_oracle.tolerance import Tolerance
 
 LOSS = TokenMeanLoss(temperature=0.8)
 TWO = MicroBatchSpec(count=2)
@@ -35,6 +36,13 @@ KINDS: tuple[TensorKind, ...] = ("params", "master", "exp_avg", "exp_avg_sq", "b
 HEADS: tuple[tuple[Head, Capability, CheckLoss], ...] = (
     ("value", Capability.VALUE_HEAD, ValueLoss()),
     ("reward", Capability.REWARD_HEAD, RewardLoss()),
+)
+SCHEDULES = (
+    Schedule(warmup_steps=3),
+    Schedule(type="linear", total_steps=8, min_lr_ratio=0.25),
+    Schedule(type="linear", warmup_steps=2, total_steps=7),
+    Schedule(type="cosine", total_steps=8),
+    Schedule(type="cosine", warmup_steps=3, total_steps=8, min_lr_ratio=0.1),
 )
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.02)
 """Clipped in every step, with an epsilon that makes the update depend on the scale."""
@@ -52,6 +60,33 @@ def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
     _verify_steps(subject, subject.model(layers=DEEP), LOSS, STEPS)
 
 
+@check("I20.schedules", each="engine")
+def rates_follow_the_schedule(subject: EngineUnderTest) -> None:
+    """The reported learning rates are those of the configured schedule: of each kind, at each step, and after a resume.
+
+    With and without a warm-up and a smallest rate, up to steps behind the end of the decay.
+
+    Why: a warm-up that is late by one step, or a decay that counts the warm-up twice, makes two engines differ by a few
+    per cent from the first step on, and every loss looks right.
+    Look at: ``lr_scheduler_step()``, and what the engine computes the rate from; it is a function of the number of
+    those calls alone. I20.adamw shows whether the steps have the reported rate.
+    """
+    nothing = subject.data(PROBE).without_mask().batch()
+    for schedule in SCHEDULES:
+        group = subject.start(optimizer=optimizer_config(CONFIG, schedule))
+        for steps in (range(10), range(5, 7)):
+            group.restore_progress(EngineProgress(lr_steps=steps[0]))
+            for step in steps:
+                rate = CONFIG.lr * schedule.factor(step)
+                exact = Tolerance(baseline=0.0, floor=1e-12 * CONFIG.lr)
+                # Nothing is trained: the step is skipped, and still tells the rate.
+                reported = group.train_batch(nothing, LOSS.spec(), ONE_PASS)["lr"]
+                subject.verify_scalar(
+                    f"the learning rate of step {step} of {schedule}", reported, rate, exact
+                )
+                group.lr_scheduler_step()
+
+
 @check("I20.adamw-value-head", requires=[Capability.VALUE_HEAD], each="layout")
 def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """The scalar head takes the same steps as every other matrix: same learning rate, same decay.
@@ -65,8 +100,9 @@ def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None
 
 
 def _verify_steps(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss, steps: int) -> None:
-    group = subject.start(model, optimizer=optimizer_config(DECAYING, total_steps=steps + 2))
-    shadow = Shadow.of(group, DECAYING, total_steps=steps + 2)
+    schedule = Schedule(type="cosine", warmup_steps=2, total_steps=steps + 2, min_lr_ratio=0.1)
+    group = subject.start(model, optimizer=optimizer_config(DECAYING, schedule))
+    shadow = Shadow.of(group, DECAYING, schedule)
     batches = [subject.data(PROBE, seed).batch() for seed in range(steps)]
     shadow.train(subject, group, batches, loss.spec(), TWO)
     label = f"after {steps} steps"

@@ -17,11 +17,23 @@ from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderT
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
-from core_rl_conformance.inputs.losses import CheckLoss, LogitsLoss, RewardLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.losses import CheckLoss, OutputsLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.outputs import verify_form, verify_overall, verify_precision
-from core_rl_conformance.procedures.training import forward_inside_train_mode, train_mode_losses
+from core_rl_conformance.procedures.outputs import PROBE, verify_form, verify_overall, verify_precision
+from core_rl_conformance.procedures.training import (
+    CONFIG,
+    forward_inside_train_mode,
+    optimizer_config,
+    train_mode_losses,
+    verify_steps_of_losses,
+)
 
+WITH_LOGITS: tuple[tuple[OutputName, ...], ...] = (
+    ("logits",),
+    ("logprobs", "logits"),
+    ("entropy", "logits"),
+    ("logprobs", "entropy", "logits"),
+)
 LARGE_VOCABULARY = 1543
 """Prime, and more than the usual blocks of kernels that loop over the vocabulary."""
 
@@ -84,17 +96,23 @@ def logits_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I1.logits-gradients", requires=[Capability.LOGITS], each="layout")
 def logits_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
-    """The gradients of a loss that reads all logits, at a temperature, are the oracle's.
+    """The gradients of a loss that reads all logits, alone or with other outputs, are the oracle's at a temperature.
+
+    Their steps are AdamW's.
 
     Why: logits that come detached, or that lose the temperature in training only, give a distillation loss
-    that looks right and trains nothing, or something else.
-    Look at: ``detach`` and in-place changes on the way of the logits, and the temperature where
-    ``step.trained_only`` is set.
+    that looks right and trains nothing, or something else. An engine has a branch for each set of outputs.
+    Look at: ``detach`` and in-place changes on the way of the logits, the temperature where ``step.trained_only`` is
+    set, and the branch for the outputs that the message names.
     """
-    model, data, loss = subject.model(), subject.data(), LogitsLoss(temperature=0.8)
-    group = subject.start(model)
-    for cut in (ONE_PASS, BUDGET):
-        subject.verify_backward(f"of a loss over logits with {cut}", group, model, data, loss, cut)
+    model = subject.model()
+    group = subject.start(model, optimizer=optimizer_config(CONFIG))
+    losses = [OutputsLoss(names=names, temperature=0.8) for names in WITH_LOGITS]
+    for loss in losses:
+        data = subject.data(PROBE) if len(loss.names) == 2 else subject.data()
+        label = f"of a loss over {' and '.join(loss.names)} with {BUDGET}"
+        subject.verify_backward(label, group, model, data, loss, BUDGET)
+    verify_steps_of_losses(subject, group, losses)
 
 
 def _verify_token_output(

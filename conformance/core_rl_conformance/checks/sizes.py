@@ -12,7 +12,7 @@ from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
+from core_rl_conformance.expected_values import ExpectedOutputs
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Repeated, ragged
 from core_rl_conformance.inputs.losses import ScaledLoss, TokenMeanLoss
@@ -20,8 +20,7 @@ from core_rl_conformance.inputs.tiny_models import DEEP, UNUSUAL, TinyModel
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
-from core_rl_oracle.oracle import AdamW, Gradients
-from core_rl_oracle.tolerance import Tolerance
+from core_rl_oracle.oracle import AdamW, Schedule
 
 LENGTHS = (523, 17, 2, 31, 5, 1, 23, 9, 40, 3, 64, 12)
 """A long sequence, and others as they are elsewhere."""
@@ -44,6 +43,7 @@ CLIPPING = AdamW(lr=0.1, eps=0.1, weight_decay=0.1, max_grad_norm=0.5)
 CONFIG = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 UPDATES, DECAYED = 20, 16
 """Updates, and the one from which the learning rate is exactly 0."""
+FALLING = Schedule(type="linear", total_steps=DECAYED)
 
 
 @check("I7.long-sequences", each="layout", families=DENSE)
@@ -202,7 +202,7 @@ def gradients_of_any_size_match_the_oracle(subject: EngineUnderTest) -> None:
     model, data = subject.model(), subject.data(PROBE)
     expected = subject.gradients(model, data, TokenMeanLoss())
     for exponent in EXPONENTS:
-        size, of = f"of a loss times 2^{exponent}", _times(expected, 2.0**exponent)
+        size, of = f"of a loss times 2^{exponent}", expected.times(2.0**exponent)
         group = subject.start(model, optimizer=optimizer_config(CLIPPING))
         shadow = Shadow.of(group, CLIPPING)
         metrics = group.forward_backward(
@@ -214,25 +214,6 @@ def gradients_of_any_size_match_the_oracle(subject: EngineUnderTest) -> None:
         shadow.verify(subject, group, f"after a step {size}")
 
 
-def _times(expected: ExpectedGradients, factor: float) -> ExpectedGradients:
-    """The same of a loss times a power of two."""
-    truth = expected.oracle
-    return ExpectedGradients(
-        oracle=Gradients(
-            loss=truth.loss * factor,
-            weight=truth.weight,
-            grads={name: grad * factor for name, grad in truth.grads.items()},
-        ),
-        tolerances={name: _tolerance_times(value, factor) for name, value in expected.tolerances.items()},
-        loss=_tolerance_times(expected.loss, factor),
-        norm=_tolerance_times(expected.norm, factor),
-    )
-
-
-def _tolerance_times(tolerance: Tolerance, factor: float) -> Tolerance:
-    return Tolerance(baseline=tolerance.baseline * factor, floor=tolerance.floor * factor)
-
-
 @check("I20.many-updates", each="layout")
 def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """After 20 updates, of which the last four have a learning rate of exactly 0, all is as a float64 AdamW leaves it.
@@ -241,8 +222,8 @@ def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
     Look at: ``lr or ...`` and defaults of the optimizer's groups; the dtype of weights and moments.
     """
     model = subject.model(layers=DEEP)
-    group = subject.start(model, optimizer=optimizer_config(CONFIG, total_steps=DECAYED))
-    shadow = Shadow.of(group, CONFIG, total_steps=DECAYED)
+    group = subject.start(model, optimizer=optimizer_config(CONFIG, FALLING))
+    shadow = Shadow.of(group, CONFIG, FALLING)
     loss, batches = TokenMeanLoss().spec(), [subject.data((9, 2, 6), seed).batch() for seed in range(UPDATES)]
     shadow.train(subject, group, batches[:DECAYED], loss, ONE_PASS)
     shadow.verify(subject, group, f"after {DECAYED} updates")

@@ -111,7 +111,7 @@ def used_engines_load_every_format(subject: EngineUnderTest) -> None:
             )
             exact = answer
             continue
-        shadow = Shadow.of(group, moving.OPTIMIZER, moving.TOTAL_STEPS)
+        shadow = Shadow.of(group, moving.OPTIMIZER, moving.SCHEDULE)
         shadow.train(subject, group, [subject.data(seed=2).batch()], LOSS.spec(), TWO)
         shadow.verify(subject, group, f"a step {label}")
 

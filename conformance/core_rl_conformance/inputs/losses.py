@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -205,24 +205,34 @@ class SequenceMeanLoss(CheckLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogitsLoss(CheckLoss):
-    """The mean over trained tokens of ``-log p + advantage * (E[c] + mean(c * logits))``, with costs ``c [V]``.
+class OutputsLoss(CheckLoss):
+    """The mean over trained tokens of ``advantage`` times a sum: of ``-log p``, entropy and the costs of the logits.
 
-    It reads every entry of the logits and the log-probs, as distillation does.
+    It reads no outputs but those with these ``names``.
     """
 
-    outputs = ("logprobs", "logits")
+    names: tuple[OutputName, ...]
+    outputs = ()
+
+    def spec(self) -> LossSpec:
+        return LossSpec(fn=self, weight_fn=self.weight, outputs=self.names, temperature=self.temperature)
 
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
-        costs = _mean_costs(output["logits"])
-        terms = -output["logprobs"] + batch["advantages"] * costs
-        mask = batch.loss_mask
-        return masked_sum(terms, mask), {"cost": Metric.mean(masked_sum(costs, mask), mask.sum())}
+        terms = batch["advantages"] * self._sum(dict(output.items()))
+        return masked_sum(terms, batch.loss_mask), {}
 
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
-        mask, advantages = sequence.fields["mask"], sequence.fields["advantages"]
-        terms = -outputs["logprobs"] + advantages * _mean_costs(outputs["logits"])
+        mask = sequence.fields["mask"]
+        terms = sequence.fields["advantages"] * self._sum(outputs)
         return terms[mask].sum(), float(mask.sum())
+
+    def _sum(self, outputs: Outputs) -> Tensor:
+        terms: dict[OutputName, Callable[[Tensor], Tensor]] = {
+            "logprobs": torch.neg,
+            "entropy": torch.clone,
+            "logits": _mean_costs,
+        }
+        return torch.stack([terms[name](outputs[name]) for name in self.names]).sum(0)
 
 
 def _mean_costs(logits: Tensor) -> Tensor:

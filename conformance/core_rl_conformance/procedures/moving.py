@@ -24,12 +24,12 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import Setting
-from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.oracle import AdamW, Schedule
 
 LOSSES: Mapping[Head, CheckLoss] = {"lm": TokenMeanLoss(temperature=0.8), "value": ValueLoss()}
 TWO = MicroBatchSpec(count=2)
 OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
-TOTAL_STEPS = 8
+SCHEDULE = Schedule(type="linear", total_steps=8)
 KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 FORMATS: Mapping[CheckpointFormat, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINT,
@@ -61,7 +61,7 @@ def start(
     config: AdamW = OPTIMIZER,
 ) -> EngineGroup:
     """The engine with an optimizer whose learning rate falls, and with ``changes`` of its config."""
-    optimizer = optimizer_config(config, TOTAL_STEPS)
+    optimizer = optimizer_config(config, SCHEDULE)
     return subject.start(model, layout=layout, spec=spec, optimizer=optimizer, frozen=frozen, changes=changes)
 
 
@@ -222,7 +222,7 @@ def verify_next_steps(
         f"second moments are negative, {label}: {', '.join(negative[:6])}; exp_avg_sq is a mean of squares: does "
         "the engine export exp_avg under its name?",
     )
-    shadow = Shadow.of(group, config, TOTAL_STEPS)
+    shadow = Shadow.of(group, config, SCHEDULE)
     shadow.train(
         subject, group, [subject.data(seed=seed).batch() for seed in (2, 3)], LOSSES[model.head].spec(), TWO
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,13 +22,14 @@ from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.trajectory import ExpectedTraining, Training
-from core_rl_oracle.oracle import AdamW, OptimizerState
+from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
+CONSTANT = Schedule()
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)
@@ -38,16 +39,15 @@ CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_n
 """With a large epsilon an update is a smooth function of its gradient; clipping acts in every step."""
 
 
-def optimizer_config(config: AdamW, total_steps: int | None = None) -> dict[str, Any]:
-    """``config`` as the ``optimizer`` section of an engine; ``total_steps`` asks for a linear decay."""
-    schedule = {} if total_steps is None else {"schedule": {"type": "linear", "total_steps": total_steps}}
+def optimizer_config(config: AdamW, schedule: Schedule = CONSTANT) -> dict[str, Any]:
+    """``config`` and ``schedule`` as the ``optimizer`` section of an engine."""
     return {
         "lr": config.lr,
         "betas": list(config.betas),
         "eps": config.eps,
         "weight_decay": config.weight_decay,
         "max_grad_norm": config.max_grad_norm,
-        **schedule,
+        "schedule": asdict(schedule),
     }
 
 
@@ -58,8 +58,7 @@ class Shadow:
     config: AdamW
     state: OptimizerState
     """Names of the trained parameters."""
-    total_steps: int | None = None
-    """Step at which the learning rate has fallen linearly to 0; None keeps it."""
+    schedule: Schedule = CONSTANT
     lr_steps: int = 0
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     """Frozen parameters, unchanged bit for bit."""
@@ -74,7 +73,7 @@ class Shadow:
 
     @staticmethod
     def of(
-        group: EngineGroup, config: AdamW, total_steps: int | None = None, frozen: Collection[str] = ()
+        group: EngineGroup, config: AdamW, schedule: Schedule = CONSTANT, frozen: Collection[str] = ()
     ) -> Shadow:
         """Begin where the engine is: its weights, moments and step counts; ``frozen`` names the unchanged
         parameters.
@@ -89,7 +88,7 @@ class Shadow:
         return Shadow(
             config=config,
             state=state,
-            total_steps=total_steps,
+            schedule=schedule,
             lr_steps=progress.lr_steps,
             frozen={name: value for name, value in master.items() if name in frozen},
         )
@@ -97,9 +96,7 @@ class Shadow:
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        if self.total_steps is None:
-            return self.config.lr
-        return self.config.linear_lr(self.lr_steps, self.total_steps)
+        return self.config.lr * self.schedule.factor(self.lr_steps)
 
     def train(
         self,
@@ -170,6 +167,17 @@ class Shadow:
         return f"\nweights were right after each of the {len(self._grads)} steps when they were made"
 
 
+def verify_steps_of_losses(
+    subject: EngineUnderTest, group: EngineGroup, losses: Sequence[CheckLoss], config: AdamW = CONFIG
+) -> None:
+    """Take one step with each of ``losses`` on ``group``, whose optimizer has ``config``; compare with AdamW's."""
+    shadow, batch = Shadow.of(group, config), subject.data(PROBE).batch()
+    for loss in losses:
+        shadow.train(subject, group, [batch], loss.spec(), CUT)
+    names = "; ".join(" and ".join(loss.spec().outputs) for loss in losses)
+    shadow.verify(subject, group, f"after one step for each of these outputs: {names}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """The reports of the training steps, and the weights at the end."""
@@ -184,7 +192,7 @@ def training_of(subject: EngineUnderTest) -> Training:
         data=tuple(subject.data(PROBE, seed) for seed in BATCHES),
         loss=LOSS,
         config=CONFIG,
-        total_steps=len(BATCHES) + 2,
+        schedule=Schedule(type="linear", total_steps=len(BATCHES) + 2),
     )
 
 
@@ -195,7 +203,7 @@ def expected_training(subject: EngineUnderTest, training: Training) -> ExpectedT
 
 def train_end_to_end(side: EngineUnderTest, training: Training) -> Trained:
     """The engine of ``side`` goes through ``training``; its weights are looked at only at the end."""
-    optimizer = optimizer_config(training.config, training.total_steps)
+    optimizer = optimizer_config(training.config, training.schedule)
     group = side.start(side.model(), optimizer=optimizer)
     reports = []
     for step, data in enumerate(training.data):

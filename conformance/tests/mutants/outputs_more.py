@@ -155,6 +155,19 @@ class AtMost24Sequences(ReferenceBackend):
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
+class EntropyAloneHasNoGraph(ReferenceBackend):
+    """A loss that asks for nothing but the entropy trains nothing."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        output = super().outputs(micro_batch, step)
+        alone = output.entropy is not None and tuple(step.outputs) == ("entropy",)
+        return (
+            replace(output, entropy=output.entropy.detach())
+            if alone and output.entropy is not None
+            else output
+        )
+
+
 class SkipsTheEighthMicroBatch(ReferenceBackend):
     """The eighth micro-batch of a pass has no backward pass."""
 
@@ -167,10 +180,16 @@ class SkipsTheEighthMicroBatch(ReferenceBackend):
 
 MUTANTS = (
     Mutant(
+        engine=EntropyAloneHasNoGraph,
+        killed_by="I1.gradients",
+        issue="a metric that becomes a loss",
+        says="gradients of OutputsLoss over entropy.*(zero|detached|gradient)",
+    ),
+    Mutant(
         engine=DetachedLogits,
         killed_by="I1.logits-gradients",
         issue="distillation that trains nothing",
-        says="gradients of a loss over logits",
+        says="gradients of a loss over logits with",
     ),
     Mutant(
         engine=LogitsScaledInPlace,

@@ -13,13 +13,14 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice
 from core_rl.backend.train_backend import PassMode
+from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import OwnNorm, TrainContext
-from mutants.zoo import Mutant
+from mutants.zoo import DP2, Mutant
 
 
 class ClippingForgotten(ReferenceBackend):
@@ -72,6 +73,33 @@ class LearningRateLagsBehind(ReferenceBackend):
     def step(self, scale: float, lr: float, count: int) -> None:
         previous, self._next = self._next, lr
         super().step(scale, lr if previous is None else previous, count)
+
+
+class _WarmsUpLate(TrainStep):
+    """The core's, with a warm-up that is one step late."""
+
+    def learning_rate(self, optimizer: OptimizerConfig) -> float:
+        steps, warm_up = self.progress.lr_steps, optimizer.schedule.warmup_steps
+        return optimizer.lr * steps / warm_up if steps < warm_up else super().learning_rate(optimizer)
+
+
+class WarmsUpLate(ReferenceBackend):
+    """The first step of a warm-up has a learning rate of 0."""
+
+    components = TrainComponents(step=_WarmsUpLate)
+
+
+class _DividesByAll(TrainStep):
+    """The core's, with one denominator for all ranks, whatever the scope."""
+
+    def loss_scale(self, loss: LossSpec, weights: list[float], total_weight: float | None) -> float:
+        return super().loss_scale(replace(loss, normalize_scope="global"), weights, total_weight)
+
+
+class DividesByAllRanks(ReferenceBackend):
+    """With ``normalize_scope="dp"``, a rank's sum is divided by the weight of all ranks."""
+
+    components = TrainComponents(step=_DividesByAll)
 
 
 class HalfPrecisionMoments(ReferenceBackend):
@@ -247,6 +275,19 @@ MUTANTS = (
     ),
     Mutant(
         engine=LearningRateLagsBehind, killed_by="I20.adamw", issue="slime #1152", says="of the step before"
+    ),
+    Mutant(
+        engine=WarmsUpLate,
+        killed_by="I20.schedules",
+        issue="warm-up",
+        says="rate of step 0 of Schedule.*warm",
+    ),
+    Mutant(
+        engine=DividesByAllRanks,
+        killed_by="I2.own-means",
+        issue="AReaL's token_normalize_scope",
+        says="of unequal ranks, their means averaged",
+        layout=DP2,
     ),
     Mutant(
         engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="kept in bfloat16"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.losses import (
     CheckLoss,
-    LogitsLoss,
+    OutputsLoss,
     RewardLoss,
     SequenceMeanLoss,
     TokenMeanLoss,
@@ -22,7 +22,7 @@ from core_rl_conformance.inputs.losses import (
 )
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_oracle.float64 import PrecisionError, float64_only
-from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleSequence, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleSequence, Schedule, grad_norm
 
 FAMILIES = ("qwen3", "llama", "qwen2", "gpt2", "gemma2", "qwen3_moe")
 
@@ -172,7 +172,7 @@ def test_unpromotable_values_are_refused() -> None:
 LOSSES: list[tuple[CheckLoss, str]] = [
     (TokenMeanLoss(temperature=0.7), "lm"),
     (SequenceMeanLoss(), "lm"),
-    (LogitsLoss(temperature=0.7), "lm"),
+    (OutputsLoss(names=("logprobs", "entropy", "logits"), temperature=0.7), "lm"),
     (ValueLoss(), "value"),
     (RewardLoss(), "reward"),
 ]
@@ -262,7 +262,7 @@ def test_adamw_matches_torch_in_float64(max_grad_norm: float | None) -> None:
     )
     for step in range(4):
         grads = {name: torch.randn_like(value) for name, value in start.items()}
-        rate = config.linear_lr(step, 5)
+        rate = config.lr * Schedule(type="linear", total_steps=5).factor(step)
         norm = config.step(state, grads, rate)
         assert norm == pytest.approx(grad_norm(grads))
         for name, parameter in params.items():
@@ -285,5 +285,17 @@ def test_frozen_parameters_do_not_move() -> None:
 
 
 def test_learning_rate_falls_linearly_to_zero() -> None:
-    config = AdamW(lr=2.0)
-    assert [config.linear_lr(step, 4) for step in range(6)] == [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]
+    schedule = Schedule(type="linear", total_steps=4)
+    assert [schedule.factor(step) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+def test_cosine_follows_torch_after_the_warm_up() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    torchs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5, eta_min=0.1)
+    schedule = Schedule(type="cosine", warmup_steps=3, total_steps=8, min_lr_ratio=0.1)
+    assert [schedule.factor(step) for step in range(3)] == [0.25, 0.5, 0.75]
+    for step in range(3, 9):
+        assert schedule.factor(step) == pytest.approx(torchs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        torchs.step()
+    assert schedule.factor(11) == pytest.approx(0.1)
