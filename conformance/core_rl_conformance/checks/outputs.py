@@ -29,8 +29,8 @@ from core_rl_conformance.procedures.training import (
 )
 
 WITH_LOGITS: tuple[tuple[OutputName, ...], ...] = (
-    ("logits",),
     ("logprobs", "logits"),
+    ("logits",),
     ("entropy", "logits"),
     ("logprobs", "entropy", "logits"),
 )
@@ -109,7 +109,7 @@ def logits_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     group = subject.start(model, optimizer=optimizer_config(CONFIG))
     losses = [OutputsLoss(names=names, temperature=0.8) for names in WITH_LOGITS]
     for loss in losses:
-        data = subject.data(PROBE) if len(loss.names) == 2 else subject.data()
+        data = subject.data() if len(loss.names) == 3 else subject.data(PROBE)
         label = f"of a loss over {' and '.join(loss.names)} with {BUDGET}"
         subject.verify_backward(label, group, model, data, loss, BUDGET)
     verify_steps_of_losses(subject, group, losses)

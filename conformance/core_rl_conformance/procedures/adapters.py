@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
+from core_rl_conformance.inputs.tiny_models import save_with
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.low_rank import LowRank
 
@@ -73,9 +75,14 @@ def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
 
 
 def snapshot_of(subject: EngineUnderTest, adapter: TinyAdapter, group: EngineGroup) -> Snapshot:
-    """The base model, and over it the factors that the engine holds now."""
+    """The base model, and over it the factors and the scalar head that the engine holds now."""
     model = adapter.model
-    return Snapshot(subject.expected.models.directory(model), model.head, low_rank_of(adapter, group))
+    path = subject.expected.models.directory(model)
+    if model.head != "lm":
+        path = subject.directory(f"head-{uuid4()}")
+        base = subject.expected.oracle(model).parameters()
+        save_with(model, {**base, "score.weight": group.named_tensors("master")["score.weight"]}, path)
+    return Snapshot(path, model.head, low_rank_of(adapter, group))
 
 
 def outputs_of(

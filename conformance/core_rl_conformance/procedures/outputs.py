@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from core_rl.config.engine import Head
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
@@ -26,7 +27,7 @@ ENOUGH = 16
 def verify_outputs(
     subject: EngineUnderTest, group: EngineGroup, of: TinyModel | TinyAdapter, label: str
 ) -> None:
-    """Compare log-probs (or values) on all ranks with the oracle that has the engine's exported weights.
+    """Compare log-probs, values or scores on all ranks with the oracle that has the engine's exported weights.
 
     With an adapter: the base's own weights and the exported adapter. Export alone cannot show that a rank
     computes with different weights: an old gathered copy, or a replica that has drifted away.
@@ -36,13 +37,15 @@ def verify_outputs(
         now = subject.snapshot(group, of, f"weights {label}")
     else:
         now = snapshot_of(subject, of, group)
-    name: OutputName = "logprobs" if now.head == "lm" else "values"
+    names: dict[Head, OutputName] = {"lm": "logprobs", "value": "values", "reward": "scores"}
+    name = names[now.head]
+    places = None if name == "scores" else subject.places(data)
     expected = subject.outputs(now, data, name)
 
     def answer() -> list[Tensor]:
         return per_sequence(group.forward(data.batch(), ONE_PASS, (name,)), name, data)
 
-    subject.verify_tokens(f"{name} {label}", answer(), expected, subject.places(data), again=answer)
+    subject.verify_tokens(f"{name} {label}", answer(), expected, places, again=answer)
 
 
 def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data: Ragged) -> None:

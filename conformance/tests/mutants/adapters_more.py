@@ -13,7 +13,7 @@ from core_rl.backend.meta import StatePart, WeightUpdateMeta
 from core_rl.backend.protocols import LowRank
 from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
 from mutants.adapters import AdaptedReference
-from mutants.bases import OwnExport, OwnNorm, OwnOffload
+from mutants.bases import OwnExport, OwnNorm, OwnOffload, TrainContext
 from mutants.unchanged import unchanged
 from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant
@@ -123,7 +123,26 @@ class AdapterMomentsNotMoved(AdaptedReference, OwnOffload):
                 moment.tensor.zero_()
 
 
+class AdapterIgnoresRules(AdaptedReference):
+    """Rules hold, and do not where there is an adapter."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        optimizer = context.config.optimizer
+        if context.config.model.lora is None or optimizer is None or not optimizer.rules:
+            return
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = optimizer.weight_decay
+
+
 MUTANTS = (
+    Mutant(
+        engine=AdapterIgnoresRules,
+        killed_by="I20.combinations",
+        issue="groups of an optimizer by the names of a module, which an adapter renames",
+        says="the load, with adapter: .*, rules: second layer",
+    ),
     Mutant(
         engine=MergesWithoutTheRoot,
         killed_by="I12.adapter-merged",
