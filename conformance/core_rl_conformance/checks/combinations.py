@@ -58,7 +58,8 @@ LOSSES: Mapping[Head, CheckLoss] = {
 }
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 """Clipped, with an epsilon that makes the update depend on the scale."""
-RULE = {"pattern": "*.1.*", "lr_factor": 0.5, "weight_decay": 0.7}
+PATTERN, FACTOR, DECAY = "*.1.*", 0.5, 0.7
+"""The rule of the second layer."""
 CUT = MicroBatchSpec(max_tokens=48)
 
 
@@ -117,7 +118,7 @@ class _Training:
         frozen = [self.subject.first_layer] if self.options["frozen"] != "none" else []
         optimizer: dict[str, Any] = {**optimizer_config(CONFIG), "type": self.options["optimizer"]}
         if self.options["rules"] != "none":
-            optimizer["rules"] = [RULE]
+            optimizer["rules"] = [{"pattern": PATTERN, "lr_factor": FACTOR, "weight_decay": DECAY}]
         changes = {} if self.adapter is None else {"model": {"lora": self.adapter.section()}}
         self.group = self.subject.start(model, frozen=frozen, optimizer=optimizer, changes=changes)
 
@@ -195,9 +196,12 @@ class _Training:
         plain = default_settings(trained, CONFIG.weight_decay, muon=self.options["optimizer"] == "muon")
         if self.options["rules"] == "none":
             return plain, plain
-        changes = {name: value for name, value in RULE.items() if name != "pattern"}
-        ruled = {name for name in plain if fnmatchcase(name, str(RULE["pattern"]))}
-        return plain, {n: replace(s, **changes) if n in ruled else s for n, s in plain.items()}
+        ruled = {
+            name: replace(setting, lr_factor=FACTOR, weight_decay=DECAY)
+            for name, setting in plain.items()
+            if fnmatchcase(name, PATTERN)
+        }
+        return plain, {**plain, **ruled}
 
     def _state(self) -> dict[TensorKind, dict[str, Tensor]]:
         """Weights, and the moments that the optimizer has."""
