@@ -115,15 +115,18 @@ def _drawn_sections(subject: EngineUnderTest) -> dict[str, dict[str, Any]]:
     """Sections ``model`` of a config whose weights are drawn: all of them, a head, or an adapter."""
     model, supports = subject.model(), subject.spec.supports
     path = str(subject.expected.models.directory(model))
-    lora = TinyAdapter(model=model).section() if supports(Capability.LORA) else None
     config = model.config().to_dict()
     sections: dict[str, dict[str, Any]] = {
-        "a model drawn from a config": {"path": None, "config": config, "head": "lm", "lora": lora}
+        "weights drawn from a config": {"path": None, "config": config, "head": "lm"}
     }
-    if supports(Capability.VALUE_HEAD):
-        sections["a model with a new value head"] = {"path": path, "head": "value", "lora": lora}
+    head = "value" if supports(Capability.VALUE_HEAD) else "lm"
+    if head == "value":
+        sections["a model with a new head"] = {"path": path, "head": head}
     if supports(Capability.REWARD_HEAD):
         sections["a model with a new reward head"] = {"path": path, "head": "reward"}
+    if supports(Capability.LORA):
+        lora = TinyAdapter(model=model).section()
+        sections["a model with a new adapter"] = {"path": path, "head": head, "lora": lora}
     return sections
 
 
