@@ -61,6 +61,10 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 4.0,
     "original_max_position_embeddings": LONG_LENGTH // 4,
+    # Other than those that follow from the rest.
+    "attention_factor": 1.25,
+    "beta_fast": 16.0,
+    "beta_slow": 6.0,
 }
 SCALINGS = {"llama": LLAMA3, "qwen2": YARN, "qwen3": YARN, "qwen3_moe": YARN}
 """The rotary scaling of published models, by model type; those of Gemma 2 and GPT-2 have none."""
