@@ -100,7 +100,7 @@ class Nightly:
         self._record = self._root / ".nox" / "nightly.json"
 
     def run(self, names: Sequence[str]) -> list[str]:
-        """Run the parts ``names``, all where there are none; the names of those that fail. Raises `SystemExit`."""
+        """Run the parts ``names``, all where there are none; the names of failed parts. Raises `SystemExit`."""
         if unknown := [name for name in names if name not in self._parts]:
             raise SystemExit(f"no such part: {', '.join(unknown)}; there are {', '.join(self._parts)}")
         self._record.parent.mkdir(exist_ok=True)

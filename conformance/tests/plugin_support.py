@@ -56,6 +56,6 @@ def run_checks(pytester: pytest.Pytester, name: str, filter_: str, *arguments: s
 
 
 def children() -> set[str]:
-    """The processes that this one has started and that live; the fork server is one of them."""
+    """The processes that this one has started and that live, the fork server among them."""
     path = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     return set(path.read_text().split()) if path.exists() else set()

@@ -44,7 +44,7 @@ def grown(
 ) -> dict[str, tuple[int, int]]:
     """Tensors of this rank that came in ``count`` training steps or forward passes, and stayed; and their bytes.
 
-    After some of both, which fill caches. Collective. On CUDA, bytes are those of the allocated memory.
+    After some of both, which fill caches. Collective. On CUDA, bytes are of the allocated memory.
     """
     batches = _endless(engine.shard_data(batch))
     calls: dict[str, Callable[[], object]] = {

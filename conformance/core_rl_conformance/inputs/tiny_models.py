@@ -67,7 +67,7 @@ YARN: dict[str, Any] = {
     "beta_slow": 6.0,
 }
 SCALINGS = {"llama": LLAMA3, "qwen2": YARN, "qwen3": YARN, "qwen3_moe": YARN}
-"""The rotary scaling of published models, by model type; those of Gemma 2 and GPT-2 have none."""
+"""The rotary scaling of published models, by model type; Gemma 2 and GPT-2 have none."""
 FOCUS = 60.0
 """Attention scores of a focused model, for each pair of rotary dimensions."""
 LOGIT_STD = 3.0

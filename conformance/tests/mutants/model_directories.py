@@ -130,7 +130,7 @@ class ConfigOfItsClass(ReferenceBackend):
 
 
 class OneEndToken(ReferenceBackend):
-    """The exported config has one of several end tokens."""
+    """The exported config has a single end token in place of several."""
 
     def hf_config(self) -> PretrainedConfig:
         config = copy.deepcopy(super().hf_config())

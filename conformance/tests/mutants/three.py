@@ -14,7 +14,7 @@ from mutants.zoo import DP2, DP3, Mutant
 
 
 class ReducesInPairs(Packed):
-    """Ranks add their gradients up in pairs; the last one of an odd number has no partner."""
+    """Ranks add their gradients up in pairs; the last of an odd number has no partner."""
 
     def reduce_grads(self) -> None:
         group = self.context.groups.data_parallel
