@@ -94,15 +94,6 @@ class YarnKeepsScores(_Adopts):
         rotary.attention_scaling = 1.0
 
 
-class YarnWithoutFactor(_Adopts):
-    """Rotary tables are not multiplied by the attention factor of the config."""
-
-    def change(self, model: PreTrainedModel) -> None:
-        super().change(model)
-        rotary: Any = model.base_model.rotary_emb
-        rotary.attention_scaling = 1.0
-
-
 def _set_rope(model: PreTrainedModel, **values: object) -> None:
     """Give ``model`` the frequencies of a config with other ``values``; its own config stays."""
     rotary: Any = model.base_model.rotary_emb
@@ -251,13 +242,6 @@ MUTANTS = (
         killed_by=LONG,
         issue="the attention factor of yarn",
         says="logprobs of .* differs",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=YarnWithoutFactor,
-        killed_by=LONG,
-        issue="attention_factor of yarn is ignored",
-        says="logprobs of 260 sequences differs",
         family="qwen3",
     ),
     Mutant(
