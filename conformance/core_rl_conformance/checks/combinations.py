@@ -58,7 +58,7 @@ LOSSES: Mapping[Head, CheckLoss] = {
 }
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 """Clipped, with an epsilon that makes the update depend on the scale."""
-PATTERN, FACTOR, DECAY = "*.1.*", 0.5, 0.7
+FACTOR, DECAY = 0.5, 0.7
 """The rule of the second layer."""
 CUT = MicroBatchSpec(max_tokens=48)
 
@@ -118,13 +118,18 @@ class _Training:
         frozen = [self.subject.first_layer] if self.options["frozen"] != "none" else []
         optimizer: dict[str, Any] = {**optimizer_config(CONFIG), "type": self.options["optimizer"]}
         if self.options["rules"] != "none":
-            optimizer["rules"] = [{"pattern": PATTERN, "lr_factor": FACTOR, "weight_decay": DECAY}]
+            optimizer["rules"] = [{"pattern": self.second_layer, "lr_factor": FACTOR, "weight_decay": DECAY}]
         changes = {} if self.adapter is None else {"model": {"lora": self.adapter.section()}}
         self.group = self.subject.start(model, frozen=frozen, optimizer=optimizer, changes=changes)
 
     @property
     def judged(self) -> TinyModel | TinyAdapter:
         return self.adapter or self.model
+
+    @property
+    def second_layer(self) -> str:
+        """A pattern for its parameters, and for those of its adapter: no expert has it."""
+        return "*" + self.subject.first_layer.replace(".0.", ".1.")
 
     @property
     def loss(self) -> CheckLoss:
@@ -199,7 +204,7 @@ class _Training:
         ruled = {
             name: replace(setting, lr_factor=FACTOR, weight_decay=DECAY)
             for name, setting in plain.items()
-            if fnmatchcase(name, PATTERN)
+            if fnmatchcase(name, self.second_layer)
         }
         return plain, {**plain, **ruled}
 
