@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,14 +16,22 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
-from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.data import Ragged, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
+from core_rl_conformance.inputs.tiny_models import DropoutPlace, TinyModel, dropout_fields
 from core_rl_conformance.procedures.adapters import adapter_of, load, start, written
 from core_rl_conformance.procedures.masks import CUT, RATE, PairMasks, verify_draws, verify_rate_and_ranks
 from core_rl_conformance.profile import DENSE
 
 LOSS = TokenMeanLoss()
+PASSES = 16
+PLACES: dict[DropoutPlace, re.Pattern[str]] = {
+    "embedding": re.compile(r"wpe\.weight$"),
+    "residual": re.compile(r"c_proj\.bias$"),
+    "attention": re.compile(r"(attn\.c|\.o)_proj\.weight$"),
+}
+"""Parameters whose gradients over a single token are 0 where a number at the place was dropped."""
 
 
 @check(
@@ -86,6 +95,50 @@ def _verify_off(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, 
     subject.verify_logprobs(f"{when}, without dropout,", group, masks.model, masks.data)
 
 
+@check("I9.dropout-places", requires=[Capability.DROPOUT], each="layout")
+def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
+    """In training, numbers are dropped at the config's rate at each place of the model, and at that place alone.
+
+    GPT-2 has three: the embedding, the residual stream and attention. It is the model here where the profile has it.
+    Gradients over a single token are 0 where a number was dropped. Each data-parallel rank draws on its own.
+
+    Why: a module of its own reads the rate of attention and leaves the other two out; all else looks right.
+    Look at: every field of the config with a rate, and the module that reads it.
+    """
+    families = subject.case.setting.suited(subject.case.target.profile.families)
+    family = "gpt2" if "gpt2" in families else subject.case.family
+    for place, field in dropout_fields(family).items():
+        model = replace(subject.model(dropout=RATE), family=family, dropout_at=place)
+        group = subject.start(model, optimizer={"lr": 0.0})
+        kept = [_kept_numbers(subject, group, model, place, rank) for rank in range(subject.layout.dp)]
+        verify_rate_and_ranks(subject, f"with {field} = {RATE:g}, a number at the {place}", kept)
+
+
+def _kept_numbers(
+    subject: EngineUnderTest, group: EngineGroup, model: TinyModel, place: DropoutPlace, rank: int
+) -> dict[str, Tensor]:
+    """The numbers at ``place`` that passes over a single token of ``rank`` keep, bool ``[N]`` by pass and tensor."""
+    kept = {}
+    for number in range(PASSES):
+        data = _one_token_of_rank(subject, rank, model)
+        group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
+        for name, grad in group.named_tensors("grads").items():
+            if PLACES[place].search(name):
+                kept[f"{name} in pass {number}"] = _numbers(grad, name, place, model).ne(0)
+        group.optimizer_zero_grad()
+    return kept
+
+
+def _numbers(grad: Tensor, name: str, place: DropoutPlace, model: TinyModel) -> Tensor:
+    """The part of a gradient that a number at ``place`` scales, ``[N]``."""
+    if place == "embedding":
+        return grad[0]
+    if place == "residual":
+        return grad
+    inputs = grad if name.endswith("c_proj.weight") else grad.T
+    return inputs.reshape(model.config().num_attention_heads, -1).abs().amax(1)
+
+
 @check(
     "I9.adapter-dropout-masks",
     requires=[Capability.LORA, Capability.DROPOUT],
@@ -106,7 +159,7 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model())
     passes: list[Mapping[str, Tensor]] = []
     for rank in range(subject.layout.dp):
-        data = _one_token_of_rank(subject, rank)
+        data = _one_token_of_rank(subject, rank, adapter.model)
         group = start(subject, adapter, fields={"dropout": RATE})
         load(subject, group, adapter, f"adapter-{rank}")
         metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
@@ -121,9 +174,9 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", passes)
 
 
-def _one_token_of_rank(subject: EngineUnderTest, rank: int) -> Ragged:
-    """A sequence of two tokens for each data-parallel rank, of which one is trained."""
-    data = subject.data(lengths=(2,) * subject.layout.dp).all_trained()
+def _one_token_of_rank(subject: EngineUnderTest, rank: int, model: TinyModel) -> Ragged:
+    """A sequence of two tokens of ``model`` for each data-parallel rank, of which one is trained."""
+    data = ragged(model.vocab_size, 1000 * subject.case.seed, (2,) * subject.layout.dp).all_trained()
     (trained,) = shard_plan(data.batch(), subject.layout.dp)[rank]
     rows = [
         row if number == trained else replace(row, mask=(False, False))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ YARN: dict[str, Any] = {
 }
 SCALINGS = {"llama": LLAMA3, "qwen2": YARN, "qwen3": YARN, "qwen3_moe": YARN}
 """The rotary scaling of published models, by model type; Gemma 2 and GPT-2 have none."""
+DropoutPlace = Literal["embedding", "residual", "attention"]
 FOCUS = 60.0
 """Attention scores of a focused model, for each pair of rotary dimensions."""
 LOGIT_STD = 3.0
@@ -82,8 +83,8 @@ class TinyModel:
     seed: int = 0
     head: Head = "lm"
     dropout: float = 0.0
-    only_attention: bool = False
-    """Dropout acts on attention weights alone, also where the family has it elsewhere."""
+    dropout_at: DropoutPlace | None = None
+    """The only place of dropout; None is every place of the family."""
     eos: int | tuple[int, ...] | None = None
     """The end-of-sequence token, or several; None is the family's own."""
     pad_is_eos: bool = False
@@ -152,11 +153,11 @@ class TinyModel:
             values = OTHER_LAYERS[self.family] | {"attention_dropout": self.dropout}
             return AutoConfig.for_model(self.family, **values)
         kind, fields = CONFIGS[self.family]
-        dropout = GPT2_DROPOUT if kind is GPT2Config else ("attention_dropout",)
-        pair: dict[str, Any] = {**fields, **dict.fromkeys(dropout, self.dropout)}
-        if self.only_attention:
-            pair |= dict.fromkeys(dropout[:-1], 0.0)
-        return kind(**pair)
+        rates: dict[str, Any] = {
+            name: self.dropout if self.dropout_at in (None, place) else 0.0
+            for place, name in dropout_fields(self.family).items()
+        }
+        return kind(**fields, **rates)
 
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
@@ -209,7 +210,11 @@ SHARED: dict[str, Any] = {
 """Fields of most families: grouped-query attention, and no id for padding."""
 PLAIN: dict[str, Any] = {**SHARED, "hidden_size": 40, "intermediate_size": 66, "tie_word_embeddings": False}
 """Untied embeddings."""
-GPT2_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+GPT2_DROPOUT: dict[DropoutPlace, str] = {
+    "embedding": "embd_pdrop",
+    "residual": "resid_pdrop",
+    "attention": "attn_pdrop",
+}
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     # Norms on queries and keys, a head size of its own, tied embeddings.
     "qwen3": (
@@ -283,6 +288,12 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         },
     ),
 }
+
+
+def dropout_fields(family: str) -> dict[DropoutPlace, str]:
+    """The fields with rates of dropout, by place."""
+    return GPT2_DROPOUT if family == "gpt2" else {"attention": "attention_dropout"}
+
 
 OTHER_LAYERS: dict[str, dict[str, Any]] = {
     # Gated DeltaNet and convolutions, and gated full attention with a part of each head rotated.

@@ -49,7 +49,7 @@ class PairMasks:
             family=subject.case.family,
             seed=subject.case.seed,
             dropout=RATE,
-            only_attention=True,
+            dropout_at="attention",
             heads=heads,
             kv_heads=heads if grouped else None,
         ).with_multiples(*subject.case.multiples)

@@ -5,6 +5,7 @@ Each fault is a part that leaves the rest to its base, so that all of them can b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -149,6 +150,36 @@ class InTheFirstLayer(Packed):
             layer.attention_dropout = 0.0
 
 
+class AttentionAlone(Packed):
+    """Neither GPT-2's embedding nor its residual stream has it."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        _set_rates(model, r"\.drop$|resid_dropout|mlp\.dropout", 0.0)
+
+
+class EmbeddingAtAnotherRate(Packed):
+    """The embedding has half of the config's rate."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        _set_rates(model, r"\.drop$", 0.5)
+
+
+class NotAfterTheFeedForward(Packed):
+    """The residual stream has it after attention alone."""
+
+    def adopt(self, model: PreTrainedModel, context: TrainContext, optimizer: Any = None) -> None:
+        super().adopt(model, context, optimizer)
+        _set_rates(model, r"mlp\.dropout", 0.0)
+
+
+def _set_rates(model: PreTrainedModel, pattern: str, factor: float) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and re.search(pattern, name):
+            module.p *= factor
+
+
 class InTheFirstMicroBatch(Packed):
     """Only the first micro-batch of a pass has it."""
 
@@ -266,6 +297,27 @@ MUTANTS = (
         killed_by=MASKS,
         issue="a config that one layer reads",
         says=r"dropout is off in layers \[1\], and on in the others",
+    ),
+    Mutant(
+        engine=AttentionAlone,
+        killed_by="I9.dropout-places",
+        issue="a module that reads one rate of three",
+        says="with embd_pdrop = 0.25, a number at the embedding is dropped on data-parallel rank 0",
+        family="gpt2",
+    ),
+    Mutant(
+        engine=EmbeddingAtAnotherRate,
+        killed_by="I9.dropout-places",
+        issue="a rate by default",
+        says="with embd_pdrop = 0.25, a number at the embedding is dropped on data-parallel rank 0",
+        family="gpt2",
+    ),
+    Mutant(
+        engine=NotAfterTheFeedForward,
+        killed_by="I9.dropout-places",
+        issue="a feed-forward layer without dropout",
+        says="with resid_pdrop = 0.25, a number at the residual is dropped on data-parallel rank 0",
+        family="gpt2",
     ),
     Mutant(
         engine=InTheFirstMicroBatch,
