@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -151,8 +152,14 @@ def tests(session: nox.Session) -> None:
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
         _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
-    _cluster(session, *chosen[:2])
-    _served(session, "sglang", "--quick", "--layout=dp1", chosen=["-m", "not nightly"])
+    # Both wait much: for agents to miss a lease, and for servers to start.
+    with ThreadPoolExecutor() as pool:
+        parts = [
+            pool.submit(_cluster, session, *chosen[:2]),
+            pool.submit(_served, session, "sglang", "--quick", "--layout=dp1", chosen=["-m", "not nightly"]),
+        ]
+    for part in parts:
+        part.result()
 
 
 @nox.session

@@ -31,9 +31,15 @@ MODEL = {"config": {**TINY, "num_key_value_heads": 2}}
 Results = list[dict[str, Any]]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("local", marks=pytest.mark.nightly), "attach", "slurm", RAY]
+LOCAL = pytest.param("local", marks=pytest.mark.nightly)
+SLURM_AT_NIGHT = pytest.param("slurm", marks=pytest.mark.nightly)
+# Tests of what ranks do, once they run: by day on hosts of one kind.
+any_hosts = pytest.mark.parametrize(
+    "cluster", [LOCAL, "attach", SLURM_AT_NIGHT, RAY], indirect=True, scope="module"
 )
+
+
+@pytest.fixture(scope="module", params=[LOCAL, "attach", "slurm", RAY])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with cluster_of(request.param, 2, tmp_path_factory.mktemp(request.param)) as made:
         yield made
@@ -109,6 +115,7 @@ def test_ranks_have_the_surroundings_of_their_machine(cluster: Cluster, shared: 
         assert all(one["launched"] is None and not one["slurm"] and not one["key"] for one in actual)
 
 
+@any_hosts
 def test_calls_take_arguments_and_bring_results(shared: EngineGroup) -> None:
     large = torch.arange(3_000_000, dtype=torch.float32)
     for result in shared.run(support.echo, {"tensor": large, "text": "ä", "none": None}):
@@ -120,6 +127,7 @@ def test_calls_take_arguments_and_bring_results(shared: EngineGroup) -> None:
     ]
 
 
+@any_hosts
 def test_ranks_of_all_machines_meet_in_a_collective(cluster: Cluster, hosts: Hosts) -> None:
     with support.echo_group(support.SPEC, support.config(dp=4), timeout_s=120, hosts=hosts) as group:
         assert group.run(support.gloo_sum) == [10.0] * 4
@@ -134,6 +142,7 @@ def test_a_layout_may_need_more_machines(cluster: Cluster, hosts: Hosts) -> None
         assert group.run(support.whoami) == [(0,), (1,), (2,)]
 
 
+@any_hosts
 def test_errors_keep_their_type_and_rank(cluster: Cluster, shared: EngineGroup) -> None:
     with pytest.raises(BatchError, match="7 tokens too many") as caught:
         shared.run(support.fail, (3,), BatchError("7 tokens too many"))
@@ -155,6 +164,7 @@ def test_dead_ranks_are_named_with_their_machine(cluster: Cluster, hosts: Hosts,
         assert len(group.run(support.whoami)) == 4
 
 
+@any_hosts
 def test_hanging_ranks_show_their_stacks(cluster: Cluster, hosts: Hosts) -> None:
     with support.echo_group(support.SPEC, support.config(dp=4), timeout_s=120, hosts=hosts) as group:
         group.timeout_s = 1.0
@@ -163,6 +173,7 @@ def test_hanging_ranks_show_their_stacks(cluster: Cluster, hosts: Hosts) -> None
         assert "in hang" in caught.value.traceback
 
 
+@any_hosts
 def test_missing_models_are_refused_by_their_rank(cluster: Cluster, hosts: Hosts, tmp_path: Path) -> None:
     if cluster.is_local:
         pytest.skip("one machine has one file system")

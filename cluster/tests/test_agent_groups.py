@@ -138,7 +138,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("how", "lease_s"), [(signal.SIGKILL, LONG_LEASE_S), (signal.SIGSTOP, 1.0)], ids=["killed", "silent"]
+    ("how", "lease_s"),
+    [(signal.SIGKILL, LONG_LEASE_S), pytest.param(signal.SIGSTOP, 1.0, marks=pytest.mark.nightly)],
+    ids=["killed", "silent"],
 )
 def test_nothing_outlives_the_driver(tmp_path: Path, how: signal.Signals, lease_s: float) -> None:
     script = tmp_path / "driver.py"

@@ -14,7 +14,9 @@ from gpu_points import Figures, NotRun, Setting, run_point
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status"), [([], "passed"), (["--gpu"], "not run")], ids=["rehearsal", "gpu"]
+    ("arguments", "status"),
+    [pytest.param([], "passed", marks=pytest.mark.nightly), (["--gpu"], "not run")],
+    ids=["rehearsal", "gpu"],
 )
 def test_report_lists_points(arguments: list[str], status: str, tmp_path: Path) -> None:
     command = ["pytest", "-q", "-k", "test_machine", "-p", "no:cacheprovider", f"--gpu-report={tmp_path}"]

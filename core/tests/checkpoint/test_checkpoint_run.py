@@ -134,7 +134,7 @@ def test_failing_part_loses_nothing(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_save_killed_at_any_point_loses_nothing(tmp_path: Path, step: int) -> None:
     for point in count(1):
         runs = RunCheckpoints(tmp_path / str(point), keep=1)

@@ -148,7 +148,7 @@ time.sleep(300)
     [
         ("group = start()", 0),
         pytest.param("group = start()\nsys.exit(3)", 3, marks=pytest.mark.nightly),
-        ("group = start()\nraise ValueError('of the script')", 1),
+        pytest.param("group = start()\nraise ValueError('of the script')", 1, marks=pytest.mark.nightly),
         pytest.param(
             "import threading\ngroup = start()\nthreading.Thread(target=time.sleep, args=(0.5,)).start()",
             0,
@@ -288,7 +288,7 @@ UNKNOWN = "GroupError the function or its arguments cannot be restored in the ra
         pytest.param(["-m", "guarded"], None, "['own', 'own']", marks=pytest.mark.nightly),
         pytest.param(["nested.py"], None, "['own', 'own']", marks=pytest.mark.nightly),
         pytest.param(["-c", f"{HEADER}{BODY}body()"], None, UNKNOWN, marks=pytest.mark.nightly),
-        (["-"], f"{HEADER}{BODY}body()", UNKNOWN),
+        pytest.param(["-"], f"{HEADER}{BODY}body()", UNKNOWN, marks=pytest.mark.nightly),
     ],
     ids=["script", "module", "child process", "-c", "standard input"],
 )

@@ -35,7 +35,7 @@ def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> Curv
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("grpo", []), pytest.param("ppo", OWN_RANK, marks=pytest.mark.slow)],
+    [("grpo", []), pytest.param("ppo", OWN_RANK, marks=pytest.mark.nightly)],
     ids=["grpo", "ppo with the critic on a rank of its own"],
 )
 def test_curve_matches_the_reference(name: str, more: list[str], start: Path, tmp_path: Path) -> None:

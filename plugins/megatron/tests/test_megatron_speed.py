@@ -65,10 +65,14 @@ CASES: dict[str, tuple[Fields, Fields, Fields, int]] = {
     "experts-tp": ({"tp": 2, "sequence_parallel": True}, {"fusions": True}, EXPERTS, 1),
 }
 """Layout, options, fields of the model or an adapter, and how many buckets some rank has."""
+BY_DAY = ["reduce", "fused", "experts-tp"]
+"""Each of the options in one case."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in BY_DAY else pytest.mark.nightly) for case in CASES]
+)
 def test_fast_options_train_like_plain_options(case: str) -> None:
     layout, options, model, buckets = CASES[case]
     adapter = {name: value for name, value in model.items() if name == "lora"}

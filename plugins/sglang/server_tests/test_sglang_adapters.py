@@ -76,6 +76,7 @@ def test_request_keeps_its_adapter(adapted: InferenceEngine, root: Path, tmp_pat
         torch.testing.assert_close(torch.tensor(response.logprobs), drawn, atol=5e-5, rtol=0)
 
 
+@pytest.mark.nightly
 def test_memory_comes_back_with_the_adapter(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served = adapter(adapted, 3)
     give(adapted, served, 3, tmp_path)
@@ -85,6 +86,7 @@ def test_memory_comes_back_with_the_adapter(adapted: InferenceEngine, root: Path
     assert {version for response in asked(adapted, 2) for version in response.versions} == {3}
 
 
+@pytest.mark.nightly
 def test_replacement_server_gets_adapter_first(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served, before = adapter(adapted, 4), pid_of(adapted)
     give(adapted, served, 5, tmp_path)
@@ -96,6 +98,7 @@ def test_replacement_server_gets_adapter_first(adapted: InferenceEngine, root: P
     require_scores(adapted, tiny_model(root), served)
 
 
+@pytest.mark.nightly
 def test_refused_adapter_changes_nothing(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served = adapter(adapted, 6)
     give(adapted, served, 6, tmp_path)

@@ -86,6 +86,7 @@ def grouped(version: int, tmp_path: Path) -> WeightUpdateMeta:
     return WeightUpdateMeta(method="distributed", version=version, path=point, bucket_bytes=4096, verify=True)
 
 
+@pytest.mark.nightly
 def test_interrupted_group_keeps_old_weights(engine: InferenceEngine, root: Path, tmp_path: Path) -> None:
     served, meta = engine.score(BATCH), grouped(3, tmp_path)
     arrival = engine.update_weights(meta)
@@ -115,6 +116,7 @@ def test_killed_server_recovers_broadcast_weights(
     require_serves(engine, new)
 
 
+@pytest.mark.nightly
 def test_server_killed_in_update_recovers_new_weights(
     engine: InferenceEngine, root: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_server_killed_in_update_recovers_new_weights(
     assert {version for response in asked(engine, 4) for version in response.versions} == {6}
 
 
+@pytest.mark.nightly
 def test_dead_trainer_changes_nothing(engine: InferenceEngine, root: Path, tmp_path: Path) -> None:
     before, served = engine.get_version(), engine.score(BATCH)
     meta = WeightUpdateMeta(method="tensor", version=9, path=str(tmp_path / "meet"), bucket_bytes=4096)
@@ -151,6 +154,7 @@ def test_dead_trainer_changes_nothing(engine: InferenceEngine, root: Path, tmp_p
     )
 
 
+@pytest.mark.nightly
 def test_the_key_is_asked_for(engine: InferenceEngine, root: Path) -> None:
     intruder = build(tiny_model(root), addresses=(backend_of(engine).servers[0].address,), start_timeout_s=5)
     with pytest.raises(RolloutError, match="401"):
@@ -179,6 +183,7 @@ def test_interrupted_launch_leaves_no_process(root: Path) -> None:
     assert not processes(group)
 
 
+@pytest.mark.nightly
 def test_early_server_exit_reports_log(root: Path) -> None:
     engine = build(tiny_model(root), extra_args=("--no-such-option",))
     with pytest.raises(
@@ -190,6 +195,7 @@ def test_early_server_exit_reports_log(root: Path) -> None:
     assert not processes(group)
 
 
+@pytest.mark.nightly
 def test_model_without_weights_is_refused_early(tmp_path: Path, root: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -200,6 +206,7 @@ def test_model_without_weights_is_refused_early(tmp_path: Path, root: Path) -> N
     engine.destroy()
 
 
+@pytest.mark.nightly
 def test_a_port_in_use_raises(root: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -210,6 +217,7 @@ def test_a_port_in_use_raises(root: Path) -> None:
         engine.destroy()
 
 
+@pytest.mark.nightly
 def test_invalid_python_path_raises(root: Path) -> None:
     engine = build(tiny_model(root), python="/nowhere/python")
     with pytest.raises(ConfigError, match="/nowhere/python"):

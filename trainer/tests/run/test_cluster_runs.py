@@ -33,7 +33,9 @@ def run(values: dict[str, Any], *callbacks: Callable[[Event], None]) -> str:
 FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
 
 
-@pytest.mark.parametrize("come_back", [True, False], ids=["comes back", "gone"])
+@pytest.mark.parametrize(
+    "come_back", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["comes back", "gone"]
+)
 def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
     """One of two machines is powered off: the run continues when it is back, or with the layout for one machine."""
     pytest.importorskip("core_rl_fsdp")
@@ -57,7 +59,7 @@ def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("sync", ["distributed", "disk"])
+@pytest.mark.parametrize("sync", ["distributed", pytest.param("disk", marks=pytest.mark.nightly)])
 def test_rollouts_on_two_machines_leave_curve_equal(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:
