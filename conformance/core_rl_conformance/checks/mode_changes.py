@@ -49,7 +49,7 @@ def steps_after_mode_changes_are_adamws(subject: EngineUnderTest) -> None:
 
 def _step(subject: EngineUnderTest, group: EngineGroup, frozen: Collection[str], label: str) -> None:
     """One step of the engine and of a float64 AdamW from the same state."""
-    shadow = Shadow.of(group, moving.OPTIMIZER, moving.TOTAL_STEPS, frozen)
+    shadow = Shadow.of(group, moving.OPTIMIZER, moving.SCHEDULE, frozen)
     group.optimizer_zero_grad()
     group.forward_backward(subject.data(PROBE).batch(), LOSS.spec(), moving.TWO)
     shadow.step(subject, group, label)

@@ -385,7 +385,8 @@ def save_as(model: TinyModel, dtype: torch.dtype, file_size: str, path: Path) ->
 
     They are float32, by the names in the files.
     """
-    built = build(model).to(dtype)
+    built = build(model)
+    torch.nn.Module.to(built, dtype)
     built.save_pretrained(path, max_shard_size=file_size)
     written = all_written(dict(built.named_parameters()))
     return {name: value.detach().float() for name, value in written.items()}
