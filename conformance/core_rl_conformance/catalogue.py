@@ -87,6 +87,8 @@ class Check:
     """The tiny models that it can use; None is all."""
     dtype: DType | None
     """The only dtype that it is about; None is all."""
+    quick: bool
+    """Whether quick sessions run it."""
     function: Callable[..., None]
     """The check itself; it takes a `EngineUnderTest`."""
 
@@ -144,6 +146,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
     on_three_ranks: bool = False,
     families: tuple[str, ...] | None = None,
     dtype: DType | None = None,
+    quick: bool = True,
 ) -> Callable[[Function], Function]:
     """Mark a function as the check ``identifier``; see `Check` for the rest.
 
@@ -176,6 +179,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
             on_three_ranks=on_three_ranks,
             families=families,
             dtype=dtype,
+            quick=quick,
             function=function,
         )
         setattr(function, ATTRIBUTE, declared)

@@ -31,6 +31,8 @@ TRAINED_ROWS = 190
 MANY = MicroBatchSpec(count=20)
 BEYOND_16_BITS = 65_543
 """A vocabulary with ids that 16 bits do not hold, with a sign or without."""
+WIDE_VOCABULARY, WIDE_INNER = 200_003, 34_002
+"""Sizes with which most tiny models have 70 MB or more: an embedding of 32 MiB, and 6 MB in a matrix of an MLP."""
 FEW = (13, 2, 19, 5)
 """Lengths of sequences for a vocabulary of that size."""
 SMALL_IDS = (5, 21, 300, 7, 2**15 - 1)
@@ -188,6 +190,19 @@ def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
         got, expected = per_sequence(output, name, data), subject.outputs(model, data, name)
         subject.verify_tokens(f"{name} with a large vocabulary", got, expected, subject.places(data))
     subject.verify_backward("with a large vocabulary", group, model, data, TokenMeanLoss())
+
+
+@check("I1.large-tensors", each="engine", min_dp=2, families=DENSE, quick=False)
+def gradients_of_large_tensors_match_the_oracle(subject: EngineUnderTest) -> None:
+    """Loss and gradients of a model of some 70 MB, with matrices of 6 and 36 MB, are the oracle's over several ranks.
+
+    Why: gradients are reduced in buckets, often of 25 or 32 MiB, and all parameters of a tiny model fit into one: a
+    last bucket that nobody reduces, or a matrix that fits into none, shows in real models alone.
+    Look at: the loop over buckets of gradients, its last one, and tensors larger than a bucket.
+    """
+    model = replace(subject.model(), vocabulary=WIDE_VOCABULARY, inner=WIDE_INNER)
+    data = ragged(WIDE_VOCABULARY, 1000 * subject.case.seed + 5, FEW).all_trained()
+    subject.verify_backward("of large tensors", subject.start(model), model, data, TokenMeanLoss())
 
 
 @check("I1.gradient-sizes", each="layout")

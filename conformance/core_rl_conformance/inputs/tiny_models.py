@@ -99,6 +99,8 @@ class TinyModel:
     """The numbers in an attention head, of a family that can choose them; None is the family's own."""
     layers: int | None = None
     """The number of layers; None is the family's own."""
+    inner: int | None = None
+    """The numbers inside an MLP; None is the family's own."""
     experts: int | None = None
     """The number of experts, of a mixture; None is the family's own."""
     plain_gates: bool = False
@@ -129,6 +131,7 @@ class TinyModel:
             "max_position_embeddings": self.longest,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
+            "n_inner" if self.family == "gpt2" else "intermediate_size": self.inner,
             "head_dim": self.head_size,
             "num_experts": self.experts,
             "norm_topk_prob": False if self.plain_gates else None,

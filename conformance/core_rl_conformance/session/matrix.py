@@ -153,7 +153,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
         if setting.layout.dp >= check.min_dp and setting.layout.cp >= check.min_cp
         if setting.suited(suited) or not suited
     ]
-    not_run = _not_run(check, target, wide, suited)
+    not_run = _not_run(check, target, wide, suited, selection)
     first, places = (settings[0], families[0], dtypes[0]), places_of(check, wide, suited, dtypes, selection)
     selected = []
     for case in _at(check, target, selection, first, places, not_supported, not_run):
@@ -219,7 +219,15 @@ def _not_supported(check: Check, target: Target, selection: Selection) -> str:
     return f"undeclared: {', '.join(missing)}" if missing else ""
 
 
-def _not_run(check: Check, target: Target, settings: Sequence[Setting], families: Sequence[str]) -> str:
+def _not_run(
+    check: Check,
+    target: Target,
+    settings: Sequence[Setting],
+    families: Sequence[str],
+    selection: Selection,
+) -> str:
+    if selection.quick and not check.quick:
+        return "--quick leaves it out"
     if len(target.profile.places) < check.min_layouts:
         return f"the profile has {len(target.profile.places)} layout; this needs {check.min_layouts}"
     if not settings:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
-from mutants.bases import Packed, TrainContext
+from core_rl.state.gather import buckets
+from core_rl.toolkit.hf_backend import add_up
+from mutants.bases import Packed, Replicated, TrainContext
 from mutants.outputs import WithTemperature
 from mutants.sizes import LONG, MANY, WIDE
-from mutants.zoo import Mutant
+from mutants.zoo import DP2, Mutant
 
 
 class UnsignedIds(Packed):
@@ -82,6 +85,26 @@ class TrainsShortPasses(Packed):
         return replace(output, logprobs=torch.where(known, output.logprobs, output.logprobs.detach()))
 
 
+class LastBucketStays(Replicated):
+    """Of several buckets of gradients, the last one is not added up."""
+
+    def reduce_grads(self) -> None:
+        grads = [grad for _, grad in self.gradients()]
+        full = list(buckets(grads, [grad.nbytes for grad in grads], self.reduce_bytes))
+        for bucket in full[:-1] or full:
+            add_up(bucket, self.context.groups.data_parallel)
+
+
+class LargestGradientsStay(Replicated):
+    """Gradients larger than a bucket are not added up."""
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, grad in super().gradients():
+            if grad.nbytes <= self.reduce_bytes:
+                yield name, grad
+
+
+TENSORS = "I1.large-tensors"
 MUTANTS = (
     Mutant(
         engine=UnsignedIds,
@@ -118,5 +141,20 @@ MUTANTS = (
         killed_by=MANY,
         issue="a buffer of a fused loss",
         says="gradients of 190 sequences in one pass",
+    ),
+    Mutant(
+        engine=LastBucketStays,
+        killed_by=TENSORS,
+        issue="a loop over full buckets",
+        says="gradients of large tensors",
+        layout=DP2,
+    ),
+    Mutant(
+        engine=LargestGradientsStay,
+        killed_by=TENSORS,
+        issue="a matrix larger than a bucket",
+        says="gradients of large tensors[\\s\\S]*embed_tokens",
+        layout=DP2,
+        family="qwen3",
     ),
 )
