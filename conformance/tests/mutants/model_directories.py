@@ -49,6 +49,15 @@ class RoundsMomentsToTheFiles(_OfHalfFiles):
             _round([state["exp_avg"] for state in self.optimizer.state.values()])
 
 
+class HoldsFrozenAsInFiles(_OfHalfFiles):
+    """Frozen weights keep the dtype of the files that they were built from, whatever is loaded later."""
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        if self.half_files:
+            _round([parameter for parameter in self.model.parameters() if not parameter.requires_grad])
+
+
 @torch.no_grad()
 def _round(tensors: list[Tensor]) -> None:
     for tensor in tensors:
@@ -227,6 +236,12 @@ MUTANTS = (
         killed_by=FILES,
         issue="moments in the dtype of the files",
         says="first moments",
+    ),
+    Mutant(
+        engine=HoldsFrozenAsInFiles,
+        killed_by=FILES,
+        issue="frozen weights in the dtype of the files",
+        says="weights loaded from float16 files",
     ),
     Mutant(
         engine=LoadsTheFirstFile,

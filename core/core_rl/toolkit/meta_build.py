@@ -50,7 +50,10 @@ class Unloaded:
         self._computed = _computed_buffers(model)
 
     def hold_frozen_as_in_files(self) -> None:
-        """Hold frozen parameters in bfloat16 that the files hold in it: no bit is lost, and half of the memory."""
+        """Hold frozen parameters in bfloat16 that the files hold in it: no bit is lost, and half of the memory.
+
+        For an engine that computes in bfloat16: a later load of float32 files rounds to it, as each pass would.
+        """
         for name, parameter in self.model.named_parameters():
             if checkpoint_name(name) in self._half and not parameter.requires_grad:
                 parameter.data = parameter.data.bfloat16()
