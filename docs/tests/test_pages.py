@@ -41,6 +41,7 @@ NOT_RUN = {
     "needs a run": 2,
     "two machines": 1,
     "needs a cluster": 5,
+    "needs eight ranks": 1,
 }
 PUBLIC_PACKAGES = ["core_rl_trainer", "core_rl_trainer.algorithms"]
 # Every public name of these modules has an entry as well.

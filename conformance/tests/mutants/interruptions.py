@@ -31,23 +31,29 @@ class Served(ReferenceRolloutBackend):
         return tuple(f"in-process:{number}" for number in range(count))
 
     def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
-        self._working, self._may_begin = threading.Lock(), threading.Event()
-        self._may_begin.set()
+        self._working, self._paused = threading.Lock(), False
+        self._waiting: list[tuple[LLMRequest, Future[LLMResponse]]] = []
         return super().build(context, (), ft_spec)
 
     def _complete(self, entries: Entries) -> None:
+        """Complete one request after another; the worker stays free for updates while they wait."""
         for entry in entries:
-            self._may_begin.wait()
             with self._working:
-                super()._complete([entry])
+                if self._paused:
+                    self._waiting.append(entry)
+                else:
+                    super()._complete([entry])
 
     def pause(self) -> None:
-        self._may_begin.clear()
-        with self._working:
-            """What was begun is done."""
+        with self._working:  # until what was begun is done
+            self._paused = True
 
     def resume(self) -> None:
-        self._may_begin.set()
+        with self._working:
+            self._paused = False
+            waiting, self._waiting = self._waiting, []
+        assert self._worker is not None
+        self._worker.submit(self._complete, waiting)
 
 
 class DrawsOn(Served):

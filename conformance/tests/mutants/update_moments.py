@@ -13,7 +13,8 @@ from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from mutants.zoo import Mutant
 
-LATE_S = 0.015
+TURNS = 1000
+"""Of the event loop, in which an update may come."""
 
 
 class ReadsTheVersionLate(ReferenceRolloutBackend):
@@ -21,7 +22,8 @@ class ReadsTheVersionLate(ReferenceRolloutBackend):
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         response = await super().agenerate(request)
-        await asyncio.sleep(LATE_S)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
         return replace(response, versions=(self._served_version,) * len(response.versions))
 
 
