@@ -178,4 +178,5 @@ def _send(
         serving.installed(engine, published(subject, model, version))
     else:
         tensors = tensors_of(subject.expected.models.directory(model))
-        sent(engine, sync_meta(subject, method, version, LARGE_BUCKET), tensors)
+        # Servers whose memory was released load the buckets again.
+        sent(engine, sync_meta(subject, method, version, LARGE_BUCKET), tensors, overwrite=False)

@@ -99,16 +99,19 @@ def sent(
     meta: WeightUpdateMeta,
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     adapter: AdapterMetadata | None = None,
+    *,
+    overwrite: bool = True,
 ) -> None:
     """Update ``engine`` with ``tensors``, by ``lora`` the factors of ``adapter``; raises the error of the update.
 
-    The memory that was sent is overwritten when the update has ended: a receiver may use no view of it then.
+    With ``overwrite`` the memory that was sent is overwritten when the update has ended: weights may be no views of it.
+    Engines of servers keep it, to load it again.
     """
     arrival = engine.update_weights(meta)
     buckets: list[Bucket] = []
     try:
         stream = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        weight_update(meta, adapter).send(stream, on_bucket=buckets.append)
+        weight_update(meta, adapter).send(stream, on_bucket=buckets.append if overwrite else None)
     except WeightsError:
         # The receiver knows better why.
         arrival.result(CALL_TIMEOUT_S)

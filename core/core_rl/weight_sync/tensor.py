@@ -72,7 +72,7 @@ class TensorUpdate:
         Raises one `WeightsError` on all ranks if one fails.
 
         ``on_bucket`` is called with each bucket that was sent. Its memory is the receiver's to read until the update
-        ends.
+        ends, and for servers that come later.
         """
         subject = f"weights of version {self.meta.version} were not installed"
         comm, sender = comm or Comm(), self.sender(device, on_bucket)
