@@ -28,6 +28,8 @@ MODULES = (
     "transformers.models.auto.modeling_auto",
     "core_rl.launch.remote",
 )
+FURTHER = "CORE_RL_PRELOAD"
+"""Environment variable with further modules, separated by commas: `EngineSpec.preload`."""
 
 
 def _end_with_parent(alive: int) -> None:
@@ -50,7 +52,7 @@ if hasattr(fcntl, "F_SETSIG") and (command := COMMAND.search(sys.orig_argv[-1]))
 # ranks: with as few as one busy process too many, a step of a tiny model took 20 times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-for _name in MODULES:
+for _name in (*MODULES, *filter(None, os.environ.pop(FURTHER, "").split(","))):
     # The fork server must survive a broken package: the rank that imports it reports the error.
     with suppress(Exception):
         importlib.import_module(_name)

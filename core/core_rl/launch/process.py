@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -29,17 +29,18 @@ __all__ = [
     "start_process",
 ]
 
-PRELOAD = "core_rl.launch.fork_server"
+PRELOAD, FURTHER = "core_rl.launch.fork_server", "CORE_RL_PRELOAD"
+"""A module that the fork server imports, and the environment variable that it reads; it imports torch."""
 DUMP_WAIT_S = 1.0
 """Seconds for a rank to write its stacks."""
 LOST = 255
 """The exit code of all processes of `multiprocessing` whose fork server is gone."""
 
 
-def start_fork_server() -> None:
+def start_fork_server(modules: Iterable[str] = ()) -> None:
     """Start the process that ranks are forked from, unless it runs already.
 
-    Returns at once, while the server imports torch and transformers. A program that will need ranks
+    Returns at once, while the server imports torch, transformers and ``modules``. A program that will need ranks
     may call this first and do its own imports meanwhile.
     """
     # Without effect on a server that runs. It replaces the default: to import the main script there.
@@ -47,8 +48,12 @@ def start_fork_server() -> None:
     with signals_for_driver():
         # The tracker first: starting it unblocks some signals again.
         resource_tracker.ensure_running()
-    with signals_for_driver():
-        forkserver.ensure_running()
+    os.environ[FURTHER] = ",".join(modules)
+    try:
+        with signals_for_driver():
+            forkserver.ensure_running()
+    finally:
+        os.environ.pop(FURTHER, None)  # another thread may have been faster
 
 
 def end_fork_server() -> None:

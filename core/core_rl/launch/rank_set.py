@@ -12,6 +12,7 @@ from core_rl.errors import EngineStateError, GroupError
 from core_rl.launch.hosts import EXIT_WAIT_S, Hosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
+from core_rl.launch.process import start_fork_server
 from core_rl.launch.remote import RankInfo
 
 __all__ = ["RankSet"]
@@ -85,6 +86,11 @@ class RankSet:
     def slots(self, count: int) -> list[Slot]:
         """The places of ``count`` ranks, of which the first stay theirs when there are more; raises `ConfigError`."""
         return self._hosts.slots(count, self._machines, self._devices)
+
+    def preload(self, modules: Sequence[str]) -> None:
+        """Have ranks of the driver's machine inherit ``modules``, if they are the first of the program."""
+        if self._hosts.driver_address is None:
+            start_fork_server(modules)
 
     def threads(self, slots: Sequence[Slot]) -> list[int]:
         """Threads of each rank: ``threads_per_rank``, or its share of the cores of its machine."""

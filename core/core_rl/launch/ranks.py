@@ -159,6 +159,7 @@ class EngineRanks:
         self.rank_set.check_open(self.engine_id)
         ranks.check_world(self.engine_id, size)
         config = with_local_model(config)
+        ranks.preload(self.spec.preload)
         ranks.pool.grow(slots)
         threads = ranks.threads(slots)
         self._call("prepare", [(count,) for count in threads], self._make_engine, self.spec, config)

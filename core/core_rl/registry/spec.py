@@ -46,6 +46,9 @@ class EngineSpec:
     description: str = ""
     conformance: str | None = None
     """The profile that the conformance suite runs, ``"module:PROFILE"``."""
+    preload: tuple[str, ...] = ()
+    """Modules that ranks on the driver's machine inherit in memory, imported once for the first group of a program.
+    Their imports start no thread, run no kernel and do not touch CUDA."""
 
     def supports(self, capability: Capability) -> bool:
         """True if the engine declares ``capability``."""
@@ -75,6 +78,10 @@ def _is_version(protocol: object) -> bool:
     return isinstance(protocol, tuple) and len(protocol) == 2 and all(type(part) is int for part in protocol)
 
 
+def _are_modules(names: object) -> bool:
+    return isinstance(names, tuple) and all(type(name) is str for name in names)
+
+
 def _check_protocol(spec: EngineSpec, origin: object) -> None:
     (major, minor), (core_major, core_minor) = spec.protocol, PROTOCOL_VERSION
     if major == core_major and (minor == core_minor or (major > 0 and minor < core_minor)):
@@ -100,6 +107,8 @@ def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
         optional = field == "conformance" and value is None
         if not optional and not is_reference(value):
             yield f"{field} {value!r} must be of the form 'module:attribute'"
+    if not _are_modules(spec.preload):
+        yield f"preload {spec.preload!r} must be a tuple of names of modules"
     if not isinstance(spec.capabilities, frozenset):
         yield f"capabilities must be a frozenset, found {type(spec.capabilities).__name__}"
     elif unknown := [c for c in spec.capabilities if type(c) is not Capability]:

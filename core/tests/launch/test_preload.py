@@ -53,3 +53,21 @@ def test_fork_server_ends_with_its_parent(moment: str) -> None:
         eventually(lambda: "libtorch" in Path(f"/proc/{pid}/maps").read_text())
         parent.send_signal(signal.SIGKILL)
     assert survivors([pid], within_s=2.0) == []
+
+
+INHERITED = """
+from core_rl.launch.process import start_fork_server, start_process
+if __name__ == "__main__":
+    start_fork_server(("colorsys", "no_such_module"))
+    code = "import os, sys; assert 'colorsys' in sys.modules and 'CORE_RL_PRELOAD' not in os.environ"
+    process = start_process(exec, (code,), "a process")
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_ranks_inherit_modules_of_spec() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys" + INHERITED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -235,6 +235,7 @@ MALFORMED = [
     ({"config": "alpha config:Config"}, "config 'alpha config:Config'"),
     ({"conformance": "profile"}, "conformance 'profile'"),
     ({"capabilities": {Capability.MOE}}, "frozenset"),
+    ({"preload": "alpha_engine"}, "names of modules"),
     ({"capabilities": frozenset({"moe"})}, "members of Capability"),
 ]
 

@@ -87,6 +87,20 @@ def test_the_spec_imports_neither_torch_nor_megatron() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
 
 
+PRELOADED = """
+import sys, torch
+import core_rl.launch.fork_server, core_rl_megatron
+__import__(*core_rl_megatron.SPEC.preload)
+sys.exit(torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork())
+"""
+
+
+def test_preloading_initialises_no_cuda() -> None:
+    assert (
+        subprocess.run([sys.executable, "-c", PRELOADED], env=dict(os.environ), check=False).returncode == 0
+    )
+
+
 REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
     ({"options": {"virtual_stages": 2}}, LayoutError, "virtual_stages=2 needs a pipeline"),
     (

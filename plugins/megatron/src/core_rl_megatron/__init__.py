@@ -45,4 +45,5 @@ SPEC = EngineSpec(
     ),
     description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, CPU and CUDA",
     conformance="core_rl_megatron.conformance:PROFILE",
+    preload=("core_rl_megatron.backend",),
 )
