@@ -36,12 +36,12 @@ class Variant:
     fused heads use, rounds at the size of the logits, in the backward pass too."""
     shuffle: int | None = None
     """Seed of the row order; None keeps it."""
-    alone: int | None = None
-    """Sequences with more tokens are batches of their own."""
     nudge: int | None = None
     """Seed of moving each weight by one unit in the last place, up or down; None leaves them."""
 
 
+LONG = 64
+"""Sequences with more tokens are batches of their own: they would pad all others to their length."""
 VARIANTS = (
     Variant(rows_at_once=64),
     Variant(rows_at_once=3, attention="sdpa", softmax="logsumexp"),
@@ -53,8 +53,8 @@ VARIANTS = (
 
 
 MANY_VARIANTS = (
-    Variant(rows_at_once=1000, alone=64, nudge=1),
-    Variant(rows_at_once=1000, alone=64, softmax="logsumexp", shuffle=1, nudge=2),
+    Variant(rows_at_once=1000, nudge=1),
+    Variant(rows_at_once=1000, softmax="logsumexp", shuffle=1, nudge=2),
 )
 """For hundreds of sequences, besides `PlainModel.repeated_gradients`: sums over nearly all tokens, which round most."""
 
@@ -94,6 +94,7 @@ class PlainModel:
         self.dtype = dtype
         self.device = device
         self._models: dict[str, tuple[PreTrainedModel, dict[str, Tensor]]] = {}
+        self._nudged: dict[int, list[Tensor]] = {}
         self._own: dict[str, Tensor] = {}
 
     def outputs(
@@ -160,6 +161,7 @@ class PlainModel:
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Compute with ``values`` from now on, rounded to the model's dtype."""
         self._own = dict(values)
+        self._nudged.clear()
         for _, weights in self._models.values():
             overwrite(weights, self._own)
 
@@ -168,11 +170,13 @@ class PlainModel:
         if variant.attention not in self._models:
             self._models[variant.attention] = self._load(variant.attention)
         model, weights = self._models[variant.attention]
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights[name])
+        values = list(weights.values())
         if variant.nudge is not None:
-            _nudge(model, variant.nudge)
+            if variant.nudge not in self._nudged:
+                self._nudged[variant.nudge] = _nudged(values, variant.nudge)
+            values = self._nudged[variant.nudge]
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), values)
         model.zero_grad(set_to_none=True)
         return model
 
@@ -298,9 +302,9 @@ def _cuts(variant: Variant, sequences: Sequence[OracleSequence]) -> Iterator[lis
     order = list(range(len(sequences)))
     if variant.shuffle is not None:
         random.Random(variant.shuffle).shuffle(order)
-    alone = [row for row in order if variant.alone and len(sequences[row].input_ids) > variant.alone]
-    yield from ([row] for row in alone)
-    order = [row for row in order if row not in alone]
+    long = [row for row in order if len(sequences[row].input_ids) > LONG]
+    yield from ([row] for row in long)
+    order = [row for row in order if row not in long]
     for start in range(0, len(order), variant.rows_at_once):
         yield order[start : start + variant.rows_at_once]
 
@@ -311,11 +315,9 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.nextafter(tensor, torch.where(up, torch.inf, -torch.inf).to(tensor))
 
 
-def _nudge(model: PreTrainedModel, seed: int) -> None:
+def _nudged(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(nudged(parameter, generator))
+    return [nudged(weight, generator) for weight in weights]
 
 
 def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:
