@@ -15,6 +15,7 @@ from torch import Tensor
 from core_rl.config.engine import Head
 from core_rl.engine.loading import load_engine
 from core_rl.launch.hosts import Hosts
+from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.hints.explanations import Mistakes
 from core_rl_conformance.hints.output_mistakes import MISTAKES
 from core_rl_conformance.inputs.data import Ragged, Repeated
@@ -123,8 +124,10 @@ class ExpectedValues:
         timeout_s: float = CALL_TIMEOUT_S,
         make_engine: MakeEngine = load_engine,
         hosts: Hosts | None = None,
+        cache: DiskCache | None = None,
     ) -> None:
         self.directory = directory
+        self._cache = cache
         self.models = ModelStore(directory / "models")
         self.groups = GroupPool(timeout_s, make_engine, hosts)
         self.servers = ServerPool(make_engine)
@@ -158,29 +161,43 @@ class ExpectedValues:
         self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedOutputs:
         """The output ``name`` of each sequence."""
-        runs = self._keep(
-            of,
-            ("outputs", data, temperature, dtype, device),
-            lambda: _run_outputs(self.oracle(of), self.plain(of, dtype, device), data, temperature),
+        key = (data, temperature, dtype, device)
+        sequences, oracle = data.for_oracle(), partial(self.oracle, of)
+
+        def run() -> _OutputRuns:
+            return _run_outputs(oracle(), self.plain(of, dtype, device), sequences, temperature)
+
+        def select() -> _Values:
+            runs = self._keep(of, ("outputs", *key), run)
+            return [[outputs[name] for outputs in sequence] for sequence in runs]
+
+        truth, *variants = self._stored(of, ("output", name, *key), select)
+        return ExpectedOutputs(
+            values=truth,
+            variants=variants,
+            tolerance=tolerance([_flat(variant) for variant in variants], _flat(truth), dtype),
+            mistakes=partial(_output_mistakes, oracle, sequences, name, temperature),
         )
-        return runs.expected(name, dtype)
 
     def gradients(
         self, of: Judged, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedGradients:
         """Loss, gradients (with an adapter also of its factors) and norm of ``loss`` over ``data``."""
-        return self._keep(
-            of,
-            ("gradients", data, loss, dtype, device),
-            lambda: _run_gradients(self.oracle(of), self.plain(of, dtype, device), data, loss),
-        )
+
+        def run() -> _GradientRuns:
+            return _run_gradients(self.oracle(of), self.plain(of, dtype, device), data, loss)
+
+        # The digest of the suite's code says nothing about losses of other distributions.
+        keep = self._stored if type(loss).__module__ == RepeatedLoss.__module__ else self._keep
+        runs = keep(of, ("gradients", data, loss, dtype, device), run)
+        return _expected_gradients(runs, partial(self.oracle, of), data, loss)
 
     def gradients_of_many(
         self, of: Judged, data: Repeated, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedGradients:
         """The same of `TokenMeanLoss` over all sequences of ``data``."""
 
-        def run() -> ExpectedGradients:
+        def run() -> _GradientRuns:
             # Sums over all tokens round more than sums over distinct sequences.
             plain, loss, all_ = self.plain(of, dtype, device), TokenMeanLoss(), data.all.for_oracle()
             full = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
@@ -188,7 +205,8 @@ class ExpectedValues:
             full.append(plain.repeated_gradients(*one_by_one, loss.of_sequence, 1.0))
             return _run_gradients(self.oracle(of), plain, data.distinct, RepeatedLoss(), full)
 
-        return self._keep(of, ("gradients of many", data, dtype, device), run)
+        runs = self._stored(of, ("gradients of many", data, dtype, device), run)
+        return _expected_gradients(runs, partial(self.oracle, of), data.distinct, RepeatedLoss())
 
     def training(
         self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
@@ -215,6 +233,13 @@ class ExpectedValues:
         model, low_rank = (of, None) if isinstance(of, TinyModel) else (of.model, of.low_rank())
         return Snapshot(self.models.directory(model), model.head, low_rank)
 
+    def _stored(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
+        """As `_keep`, and on disk as well."""
+        cache = self._cache
+        if cache is None or isinstance(of, Snapshot):
+            return self._keep(of, key, compute)
+        return self._keep(of, key, lambda: cache.get(repr((of, *key)), compute))
+
     def _keep(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
         if isinstance(of, Snapshot):
             return compute()
@@ -224,47 +249,33 @@ class ExpectedValues:
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class _OutputRuns:
-    """All outputs of the oracle, and of each variant of the plain model, by sequence."""
-
-    sequences: Sequence[OracleSequence]
-    truth: list[dict[str, Tensor]]
-    variants: list[list[dict[str, Tensor]]]
-    temperature: float
-    at: Callable[[float], list[dict[str, Tensor]]]
-    """The oracle's outputs at another temperature."""
-
-    def expected(self, name: str, dtype: torch.dtype) -> ExpectedOutputs:
-        values = [outputs[name] for outputs in self.truth]
-        variants = [[outputs[name] for outputs in variant] for variant in self.variants]
-        limit = tolerance([_flat(variant) for variant in variants], _flat(values), dtype)
-        return ExpectedOutputs(
-            values=values, variants=variants, tolerance=limit, mistakes=partial(self._mistakes, name)
-        )
-
-    def _mistakes(self, name: str) -> Iterator[tuple[str, Sequence[Tensor]]]:
-        for sentence, wrong in wrong_temperatures(self.temperature):
-            yield sentence, [outputs[name] for outputs in self.at(wrong)]
-        if name == "entropy":
-            sentence = (
-                "the entropy is minus the log-prob of the drawn token, and not its mean over all tokens"
-            )
-            yield sentence, [-outputs["logprobs"] for outputs in self.truth]
-        for sentence, runs in _mistaken(self.truth, self.sequences):
-            if name in ("logprobs", "entropy"):
-                yield sentence, [outputs[name] for outputs in runs]
+_Values = list[list[Tensor]]
+"""One output for each sequence, of the oracle and then of each variant of the plain model."""
+_OutputRuns = list[list[dict[str, Tensor]]]
+"""The same of all outputs."""
+_GradientRuns = tuple[Gradients, dict[str, Tolerance], Tolerance, Tolerance]
+"""The oracle's, and the tolerances of gradients, loss and norm."""
 
 
-def _run_outputs(oracle: Oracle, plain: PlainModel, data: Ragged, temperature: float) -> _OutputRuns:
-    sequences = data.for_oracle()
-    return _OutputRuns(
-        sequences=sequences,
-        truth=oracle.evaluate(sequences, temperature),
-        variants=[plain.outputs(variant, sequences, temperature) for variant in VARIANTS],
-        temperature=temperature,
-        at=partial(oracle.evaluate, sequences),
-    )
+def _run_outputs(
+    oracle: Oracle, plain: PlainModel, sequences: Sequence[OracleSequence], temperature: float
+) -> _OutputRuns:
+    truth = oracle.evaluate(sequences, temperature)
+    return [truth, *(plain.outputs(variant, sequences, temperature) for variant in VARIANTS)]
+
+
+def _output_mistakes(
+    oracle: Callable[[], Oracle], sequences: Sequence[OracleSequence], name: str, temperature: float
+) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    for sentence, wrong in wrong_temperatures(temperature):
+        yield sentence, [outputs[name] for outputs in oracle().evaluate(sequences, wrong)]
+    truth = oracle().evaluate(sequences, temperature)
+    if name == "entropy":
+        sentence = "the entropy is minus the log-prob of the drawn token, and not its mean over all tokens"
+        yield sentence, [-outputs["logprobs"] for outputs in truth]
+    for sentence, runs in _mistaken(truth, sequences):
+        if name in ("logprobs", "entropy"):
+            yield sentence, [outputs[name] for outputs in runs]
 
 
 def _run_gradients(
@@ -273,28 +284,37 @@ def _run_gradients(
     data: Ragged,
     loss: CheckLoss,
     rest: Sequence[tuple[float, dict[str, Tensor]]] = (),
-) -> ExpectedGradients:
-    """``others`` are runs of the plain model that compute the same from more sequences."""
+) -> _GradientRuns:
+    """``rest`` are runs of the plain model that compute the same from more sequences."""
     sequences = data.for_oracle()
     truth = oracle.gradients(sequences, loss.of_sequence, loss.temperature)
     runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
     runs += rest
+    return (
+        truth,
+        tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
+        scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
+        scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
+    )
+
+
+def _expected_gradients(
+    runs: _GradientRuns, oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss
+) -> ExpectedGradients:
+    truth, allowed, loss_allowed, norm_allowed = runs
+    mistakes = partial(_gradient_mistakes, oracle, data.for_oracle(), loss)
     return ExpectedGradients(
-        oracle=truth,
-        tolerances=tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
-        loss=scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
-        norm=scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
-        mistakes=partial(_gradient_mistakes, oracle, sequences, loss),
+        oracle=truth, tolerances=allowed, loss=loss_allowed, norm=norm_allowed, mistakes=mistakes
     )
 
 
 def _gradient_mistakes(
-    oracle: Oracle, sequences: Sequence[OracleSequence], loss: CheckLoss
+    oracle: Callable[[], Oracle], sequences: Sequence[OracleSequence], loss: CheckLoss
 ) -> Iterator[tuple[str, Gradients]]:
     """Of a mistake in the outputs the loss alone, which it always changes."""
     for sentence, wrong in loss.mistakes():
-        yield sentence, oracle.gradients(sequences, wrong.of_sequence, wrong.temperature)
-    for sentence, runs in _mistaken(oracle.evaluate(sequences, loss.temperature), sequences):
+        yield sentence, oracle().gradients(sequences, wrong.of_sequence, wrong.temperature)
+    for sentence, runs in _mistaken(oracle().evaluate(sequences, loss.temperature), sequences):
         pairs = zip(runs, sequences, strict=True)
         sums = [loss.of_sequence(outputs, sequence.in_dtype(torch.float64)) for outputs, sequence in pairs]
         weight = sum(counted for _, counted in sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 import re
 import secrets
 from collections.abc import Collection, Generator
@@ -11,14 +12,17 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import transformers
 from transformers.utils import logging as hf_logging
 from xdist.scheduler import LoadScopeScheduling
 
 from core_rl.errors import CoreRLError
 from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
+from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.report.code import suite_code
 from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan, level
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
@@ -122,10 +126,23 @@ class ConformanceSession:
         timeout_s: float = self.config.getoption("core_rl_call_timeout")
         with (
             TemporaryDirectory(prefix="core-rl-conformance-") as directory,
-            ExpectedValues(Path(directory), timeout_s, hosts=self._hosts()) as expected_values,
+            ExpectedValues(
+                Path(directory), timeout_s, hosts=self._hosts(), cache=self._cache()
+            ) as expected_values,
         ):
             self.config.stash[EXPECTED_VALUES] = expected_values
             return (yield)
+
+    def _cache(self) -> DiskCache | None:
+        """In pytest's cache directory; none with ``-p no:cacheprovider``, nor for a soak, which repeats nothing."""
+        cache = getattr(self.config, "cache", None)
+        if cache is None or self.plan.selection.soak_minutes is not None:
+            return None
+        machine = (platform.machine(), torch.backends.cpu.get_cpu_capability())
+        code = (suite_code().digest, torch.__version__, transformers.__version__, *machine)
+        on_disk = DiskCache(cache.mkdir("core-rl-expected"), " ".join(code))
+        on_disk.trim()
+        return on_disk
 
     def _hosts(self) -> Hosts:
         """Hosts of the ranks; agents start when the first group does."""
