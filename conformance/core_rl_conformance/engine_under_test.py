@@ -278,10 +278,16 @@ class EngineUnderTest:
         __tracebackhide__ = True
         self.verify(diagnose.compare_named(label, got, expected, tolerances, since, explain=explain))
 
-    def verify_same(self, label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        """Compare tensors by name, bit for bit."""
+    def verify_same(
+        self,
+        label: str,
+        got: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        since: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Compare tensors by name, bit for bit; ``since`` are those before the checked change, for hints."""
         __tracebackhide__ = True
-        self.verify(diagnose.same_named(label, got, expected))
+        self.verify(diagnose.same_named(label, got, expected, since))
 
     def verify_tokens(
         self,

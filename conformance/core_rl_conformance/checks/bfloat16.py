@@ -17,10 +17,11 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
+from core_rl_conformance.hints.explanations import explain_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
-from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel
+from core_rl_conformance.inputs.tiny_models import DEEP, FILE_SIZE, TinyModel, save_as
 from core_rl_conformance.procedures.adapters import load, start
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
@@ -36,6 +37,8 @@ LENGTH = 9
 DIFFERENT, COPIES = 4, 8
 """Sequences on each data-parallel rank, each in a micro-batch of its own."""
 ORDERS = 5
+ROUNDED = 2**-4
+"""Sums in bfloat16 are off by less, in parts of the largest value."""
 SMALL = AdamW(lr=2e-6, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 """No single update reaches the last place of a bfloat16 weight."""
 UPDATES = 20
@@ -107,7 +110,12 @@ def _verify_exact(
     got = per_sequence(group.forward(data.batch(), ONE_PASS, (name,), temperature), name, data)
     kind = "hardly rounds" if model.focused else "computes exactly"
     label = f"{name} at temperature {temperature:g} of a model that bfloat16 {kind}"
-    subject.verify(compare_tokens(label, got, truth, allowed, subject.places(data)))
+
+    def explain() -> str | None:
+        mistakes = subject.outputs(model, data, name, temperature).mistakes
+        return explain_tokens(got, truth, allowed, mistakes, None)
+
+    subject.verify(compare_tokens(label, got, truth, allowed, subject.places(data), explain=explain))
 
 
 def _verify_trained(
@@ -192,11 +200,12 @@ def _verify_sum(
         runs.append({name: _added([terms[place][name] for place in order]) for name in got})
     allowed = tolerances(runs, exact, torch.float32)
     finding = compare_named(f"gradients {label}", got, exact, allowed)
-    if finding.problem is not None:
+    largest = max(float(grad.abs().max()) for grad in exact.values())
+    if finding.problem is not None and finding.error < ROUNDED * largest:
         reason = (
-            "\nthey are not the sum of what each sequence gives alone: it is added up in less than float32"
+            "\nthey are near the sum of what each sequence gives alone: it is added up in less than float32"
         )
-        finding = replace(finding, problem=finding.problem + reason)
+        finding = replace(finding, problem=finding.problem + reason, names_cause=True)
     subject.verify(finding)
 
 
@@ -211,7 +220,8 @@ def _added(terms: list[Tensor]) -> Tensor:
 def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, master weights are the float32 numbers of the files, from the start and after a load.
 
-    After 20 updates, each too small for a bfloat16 weight to change, weights and moments match a float64 AdamW.
+    After 20 updates, each too small for a bfloat16 weight to change, weights and moments match a float64 AdamW; these
+    begin from files in bfloat16.
 
     Why: masters that are made of bfloat16 weights begin somewhere else, and updates that are rounded away train
     nothing at the learning rates of post-training.
@@ -219,8 +229,11 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     """
     model = subject.model(layers=DEEP)
     truth = {name: value.float() for name, value in subject.expected.oracle(model).parameters().items()}
-    group = subject.start(model, optimizer=optimizer_config(SMALL))
+    group = subject.start(model)
     subject.verify_same("master weights at the start", group.named_tensors("master"), truth)
+    path = subject.directory("bfloat16")
+    save_as(model, torch.bfloat16, FILE_SIZE, path)
+    group = subject.start(model, changes={"model": {"path": str(path)}}, optimizer=optimizer_config(SMALL))
     shadow = Shadow.of(group, SMALL)
     batches = [subject.data(PROBE[:3], seed).batch() for seed in range(UPDATES)]
     shadow.train(subject, group, batches, TokenMeanLoss().spec(), ONE_PASS)

@@ -212,13 +212,16 @@ def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
     group = moving.start(subject, model, frozen=[subject.first_layer])
     moving.train(group, subject, [0])
     group.save(moving.meta(subject.directory("first"), "sharded"))
+    saved = moving.state(group)
     moving.train(group, subject, [1, 2])
     expected = moving.state(group)
     for step, name in ((1, "first"), (2, "second")):
         group = moving.start(subject, moving.elsewhere(model), frozen=[subject.first_layer])
         group.load(moving.meta(subject.directory(name), "sharded"))
+        moving.verify_state(subject, "after the load", group, saved)
         moving.train(group, subject, [step])
         group.save(moving.meta(subject.directory("second"), "sharded"))
+        saved = moving.state(group)
     moving.verify_state(subject, "after resuming twice", group, expected)
 
 

@@ -26,7 +26,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel, save_as
+from core_rl_conformance.inputs.tiny_models import FILE_SIZE, TinyModel, save_as
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
@@ -39,8 +39,6 @@ LOSS = TokenMeanLoss(temperature=0.8)
 SMALL = AdamW(lr=2e-5, betas=(0.8, 0.95), weight_decay=0.1)
 """Its steps are too small for most weights to move in half precision."""
 STEPS = 3
-FILE_SIZE = "20KB"
-"""A tiny model has many such files."""
 FREE_FIELDS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Fields of a config that an export writes anew."""
 CARRIED = {
@@ -259,23 +257,33 @@ def files_of_published_models_are_read(subject: EngineUnderTest) -> None:
     expected = save_as(model, torch.bfloat16, FILE_SIZE, path)
     changes = {"model": {"path": str(path)}}
     group = subject.start(model, changes=changes, optimizer=optimizer_config(SMALL), frozen=frozen)
-    _verify_small_steps(subject, group, expected, "built from bfloat16 files")
+    _verify_small_steps(subject, group, path, expected, "built from bfloat16 files")
     for dtype in (torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         path, model = subject.directory(name), elsewhere(model)
         expected = save_as(model, dtype, FILE_SIZE, path)
         group.load(SaveLoadMeta(path=str(path), format="hf"))
-        _verify_small_steps(subject, group, expected, f"loaded from {name} files")
+        _verify_small_steps(subject, group, path, expected, f"loaded from {name} files")
 
 
 def _verify_small_steps(
-    subject: EngineUnderTest, group: EngineGroup, weights: Mapping[str, Tensor], label: str
+    subject: EngineUnderTest, group: EngineGroup, path: Path, weights: Mapping[str, Tensor], label: str
 ) -> None:
+    """Require these ``weights``, and AdamW's steps from there. Files are named that are not read, if others are."""
     got = group.named_tensors("master")
     frozen = got.keys() - group.named_tensors("exp_avg").keys()
     rounded = {name: weights[name].to(subject.dtype).float() for name in frozen & weights.keys()}
     same = {name: value for name, value in rounded.items() if torch.equal(got[name], value)}
-    subject.verify_same(f"weights {label}", got, {**weights, **same})
+    expected = {**weights, **same}
+    files = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    wrong = {
+        file for name, file in files.items() if name in got and not torch.equal(got[name], expected[name])
+    }
+    subject.require(
+        not wrong or wrong == set(files.values()),
+        f"weights {label}: of {len(set(files.values()))} files, those in {', '.join(sorted(wrong))} are not read",
+    )
+    subject.verify_same(f"weights {label}", got, expected)
     shadow = Shadow.of(group, SMALL, frozen=frozen)
     batches = [subject.data(PROBE, seed).batch() for seed in range(STEPS)]
     shadow.train(subject, group, batches, LOSS.spec(), ONE_PASS)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import torch
@@ -25,7 +25,7 @@ from core_rl_conformance.procedures.training import (
     optimizer_config,
     verify_steps_of_losses,
 )
-from core_rl_oracle.oracle import grad_norm
+from core_rl_oracle.oracle import Gradients, grad_norm
 from core_rl_oracle.tolerance import Tolerance
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
@@ -140,6 +140,7 @@ def means_of_ranks_are_averaged(subject: EngineUnderTest) -> None:
     """
     model, data, ranks = subject.model(), subject.data(PROBE), subject.layout.dp
     loss = replace(TOKEN_MEAN.spec(), normalize_scope="dp")
+    of_all = "the gradient is that of the mean over all ranks' tokens, divided by their common weight"
     rows = range(len(data.rows))
     group = subject.start(model)
     for label, parts in (
@@ -152,7 +153,11 @@ def means_of_ranks_are_averaged(subject: EngineUnderTest) -> None:
         ]
         metrics = group.run(backward_on_parts, batches, loss, MicroBatchSpec(max_tokens=24))
         shares = [subject.gradients(model, part, TOKEN_MEAN).times(1 / ranks) for part in trained]
-        subject.verify_gradients(f"{label}, their means averaged,", group, metrics[0], reduce(add, shares))
+        expected = replace(
+            reduce(add, shares),
+            mistakes=lambda: iter([(of_all, subject.gradients(model, data, TOKEN_MEAN).oracle)]),
+        )
+        subject.verify_gradients(f"{label}, their means averaged,", group, metrics[0], expected)
         group.optimizer_zero_grad()
 
 
@@ -203,9 +208,25 @@ def several_calls_equal_one(subject: EngineUnderTest) -> None:
         group.optimizer_zero_grad()
         parts = [data.select(range(first, len(data.rows), count)) for first in range(count)]
         losses = [_loss_part(group, part, expected.oracle.weight) for part in parts]
-        subject.verify_gradients(f"of {count} calls", group, {"loss": sum(losses)}, expected)
+        dropped = replace(expected, mistakes=partial(_without_first_calls, subject, parts))
+        subject.verify_gradients(f"of {count} calls", group, {"loss": sum(losses)}, dropped)
     norm = group.optimizer_step()["grad_norm"]
     subject.verify_scalar(f"the norm of {CALLS[-1]} calls", norm, expected.oracle.norm, expected.norm)
+
+
+def _without_first_calls(
+    subject: EngineUnderTest, parts: Sequence[Ragged]
+) -> Iterator[tuple[str, Gradients]]:
+    """The gradients of the last calls alone, each with a part of the batch."""
+    weights = [TOKEN_MEAN.weight(part.batch()) for part in parts]
+    shares = [
+        subject.gradients(subject.model(), part, TOKEN_MEAN).times(weight / sum(weights))
+        for part, weight in zip(parts, weights, strict=True)
+        if weight
+    ]
+    for first in range(1, len(shares)):
+        sentence = f"gradients of the last {len(shares) - first} calls: those of the calls before are dropped"
+        yield sentence, reduce(add, shares[first:]).oracle
 
 
 def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:

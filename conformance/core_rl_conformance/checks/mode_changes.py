@@ -40,10 +40,12 @@ def steps_after_mode_changes_are_adamws(subject: EngineUnderTest) -> None:
         if labels := [_unchanged(subject, group, label, change) for label, change in changes]:
             _step(subject, group, names, f"of a step after {', '.join(labels)}")
     source = subject.expected.oracle(moving.elsewhere(model)).parameters()
-    expected = moving.state(group) | {"master": {name: value.float() for name, value in source.items()}}
+    before = moving.state(group)
+    expected = before | {"master": {name: value.float() for name, value in source.items()}}
     directory = subject.expected.models.directory(moving.elsewhere(model))
     group.load(moving.meta(directory, "hf"))
-    moving.verify_state(subject, "after load(format='hf')", group, expected)
+    label = "after load(format='hf')" + f", with {', '.join(frozen)} frozen" * bool(frozen)
+    moving.verify_state(subject, label, group, expected, before)
     _step(subject, group, names, "of a step after load(format='hf')")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.hints.schedules import explain_rates
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel, layer_of
@@ -76,15 +78,22 @@ def rates_follow_the_schedule(subject: EngineUnderTest) -> None:
         group = subject.start(optimizer=optimizer_config(CONFIG, schedule))
         for steps in (range(10), range(5, 7)):
             group.restore_progress(EngineProgress(lr_steps=steps[0]))
-            for step in steps:
-                rate = CONFIG.lr * schedule.factor(step)
-                exact = Tolerance(baseline=0.0, floor=1e-12 * CONFIG.lr)
+            rates = []
+            for _ in steps:
                 # Nothing is trained: the step is skipped, and still tells the rate.
-                reported = group.train_batch(nothing, LOSS.spec(), ONE_PASS)["lr"]
-                subject.verify_scalar(
-                    f"the learning rate of step {step} of {schedule}", reported, rate, exact
-                )
+                rates.append(group.train_batch(nothing, LOSS.spec(), ONE_PASS)["lr"])
                 group.lr_scheduler_step()
+            _verify_rates(subject, schedule, steps, rates)
+
+
+def _verify_rates(
+    subject: EngineUnderTest, schedule: Schedule, steps: Sequence[int], rates: Sequence[float]
+) -> None:
+    exact = Tolerance(baseline=0.0, floor=1e-12 * CONFIG.lr)
+    explain = partial(explain_rates, rates, steps, schedule, CONFIG.lr, exact.limit)
+    for step, rate in zip(steps, rates, strict=True):
+        label, expected = f"the learning rate of step {step} of {schedule}", CONFIG.lr * schedule.factor(step)
+        subject.verify_scalar(label, rate, expected, exact, explain=explain)
 
 
 @check("I20.adamw-value-head", requires=[Capability.VALUE_HEAD], each="layout")

@@ -82,8 +82,8 @@ def low_temperatures_match_the_oracle(subject: EngineUnderTest) -> None:
         got = per_sequence(output, name, data)
         label = f"{name} at temperature {COLD:g}"
         finding = compare_tokens(label, got, expected.values, expected.tolerance, subject.places(data))
-        if finding.problem is not None:
-            finding = replace(finding, problem=finding.problem + _warmer(subject, model, data, got, name))
+        if finding.problem is not None and (warmer := _warmer(subject, model, data, got, name)):
+            finding = replace(finding, problem=finding.problem + warmer, names_cause=True)
         subject.verify(finding)
     short = subject.data(PROBE)
     subject.verify_backward(

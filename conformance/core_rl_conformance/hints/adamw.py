@@ -74,7 +74,7 @@ def compare_steps(
     if not wrong:
         return list(findings.values())
     verdict = ", ".join(f"{KINDS[kind]} {'wrong' if kind in wrong else 'right'}" for kind in got)
-    guess = _rounded(got) or _guess(steps, lambda mistaken: _explains(mistaken, got, right, allowed), ranks)
+    guess = _guess(steps, lambda mistaken: _explains(mistaken, got, right, allowed), ranks)
     problems = [str(finding.problem) for finding in wrong.values()]
     problem = "\n".join(filter(None, (f"{label}: {verdict}", *problems, guess)))
     known = guess is not None or any(finding.names_cause for finding in wrong.values())
@@ -110,18 +110,6 @@ def _growth(wrong: Iterable[Tensor], right: Iterable[Tensor]) -> float:
     """Growth of the largest value."""
     largest, before = (max(float(value.abs().max()) for value in values) for values in (wrong, right))
     return largest / max(before, 1e-300)
-
-
-def _rounded(got: Named) -> str | None:
-    """Float32 moments are bfloat16 numbers only after rounding."""
-    rounded = [
-        KINDS[kind].removesuffix(" moments")
-        for kind, moments in got.items()
-        if kind != "params"
-        and any(bool(value.any()) for value in moments.values())
-        and all(bool((value == value.bfloat16()).all()) for value in moments.values())
-    ]
-    return f"it looks like: the {' and '.join(rounded)} moments are kept in bfloat16" if rounded else None
 
 
 def _guess(steps: Steps[AdamW], fits: Callable[[OptimizerState], bool], ranks: int) -> str | None:

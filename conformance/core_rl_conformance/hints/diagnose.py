@@ -155,15 +155,20 @@ def compare_named(
     return _with_hints(finding, head, _explained(explain) or named_hints(comparison, since))
 
 
-def same_named(label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Finding:
-    """Compare tensors by name, bit for bit."""
+def same_named(
+    label: str,
+    got: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    since: Mapping[str, Tensor] | None = None,
+) -> Finding:
+    """Compare tensors by name, bit for bit; ``since`` as for `compare_named`."""
     exact = {name: Tolerance(baseline=0.0, floor=0.0) for name in expected}
     dtypes = [name for name in expected if name in got and got[name].dtype != expected[name].dtype]
     if dtypes:
         name = dtypes[0]
         problem = f"{label}: {name} is {got[name].dtype}; expected {expected[name].dtype}"
         return Finding(what=label, error=float("inf"), limit=0.0, problem=problem, names_cause=True)
-    return compare_named(label, got, expected, exact)
+    return compare_named(label, got, expected, exact, since)
 
 
 def _names_problem(label: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:

@@ -36,7 +36,16 @@ def _pad(multiple: int, outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
     return _add_columns(-outputs["logits"].shape[-1] % multiple or multiple, outputs, ids)
 
 
+def _round(outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
+    """Logits in bfloat16."""
+    log_p = outputs["logits"].bfloat16().double().log_softmax(-1)
+    later = torch.arange(len(ids)) > 0
+    drawn, entropy = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return {"logprobs": drawn * later, "entropy": entropy * later}
+
+
 MISTAKES: Mapping[str, Mistake] = {
+    "logits are rounded to bfloat16": _round,
     "labels are rolled one token too far: a position is compared with the token after its own": partial(
         _roll, 1
     ),

@@ -26,6 +26,10 @@ KINDS = {
     "MLP parameters are": re.compile(r"mlp"),
 }
 EMBEDDING = re.compile(r"embed_tokens|\.wte\.")
+HALVES = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Dtypes of half precision, and what several roundings to each are off by, in parts of the largest value."""
+LIMITS = (2**16, 2**15)
+"""Numbers of rows that an index of 16 bits, without and with a sign, counts up to."""
 RANKS = (8, 4, 3, 2)
 """Numbers of shards that a dimension may be cut into."""
 
@@ -48,10 +52,11 @@ class Named:
 def named_hints(comparison: Named, since: Mapping[str, Tensor] | None = None) -> list[str]:
     """Hints on the shape of the errors, the wrong tensors, and the wrong part of each; one line at most for each.
 
-    ``since`` are the tensors before a step: hints then describe the change.
+    ``since`` are the tensors before a step or a load: hints then describe the change.
     """
     value = next((sentence for shape in VALUES if (sentence := shape(_change(comparison, since)))), None)
-    where = "" if since is None else "in what the steps changed, "
+    where = "" if since is None or value is None else "in the change, "
+    value = value or _rounded(comparison)
     hints = [] if value is None else [f"it looks like: {where}{value}"]
     wrong, everything = set(comparison.wrong), set(comparison.expected)
     sets = [part for shape in SETS for part in shape(comparison) if wrong <= part[1] and part[1] < everything]
@@ -101,7 +106,8 @@ def _multiplied(comparison: Named) -> str | None:
     known = [factor for factor in factors if factor is not None]
     if not known or len(known) < len(factors) or max(known) - min(known) > 2e-3 * abs(max(known, key=abs)):
         return None
-    return f"all of them are multiplied by {show_factor(sorted(known)[len(known) // 2])}"
+    factor = sorted(known)[len(known) // 2]
+    return None if abs(factor - 1.0) < 2e-3 else f"all of them are multiplied by {show_factor(factor)}"
 
 
 def _exchanged(comparison: Named) -> str | None:
@@ -135,6 +141,24 @@ def _equal(left: Tensor, right: Tensor, limit: float) -> bool:
 
 def _wrong_ones(comparison: Named) -> list[Tensor]:
     return [comparison.expected[name] for name in comparison.wrong]
+
+
+def _rounded(comparison: Named) -> str | None:
+    """Numbers of half precision, as near to the expected ones as some roundings leave them."""
+    for dtype, steps in HALVES.items():
+        of_dtype = [_of(dtype, comparison.got[name]) for name in comparison.wrong]
+        expected = [_of(dtype, value) for value in _wrong_ones(comparison)]
+        near = all(
+            _equal(comparison.got[name], value, steps * float(value.abs().max()))
+            for name, value in zip(comparison.wrong, _wrong_ones(comparison), strict=True)
+        )
+        if near and all(of_dtype) and not any(expected):
+            return f"each number is one of {str(dtype).removeprefix('torch.')}: kept in it, or rounded to it"
+    return None
+
+
+def _of(dtype: torch.dtype, value: Tensor) -> bool:
+    return torch.equal(value.to(dtype).to(value.dtype), value)
 
 
 VALUES: tuple[Callable[[Named], str | None], ...] = (_not_finite, _zero, _multiplied, _exchanged, _transposed)
@@ -204,6 +228,18 @@ def _few_rows(comparison: Named) -> str | None:
     return f"only rows {rows} of {len(comparison.expected[name])} of {name} are wrong{ids}"
 
 
+def _late_rows(comparison: Named) -> str | None:
+    """Rows of one matrix behind the last one that a small index reaches."""
+    if len(comparison.wrong) != 1:
+        return None
+    name = comparison.wrong[0]
+    first = int(_indices(comparison.outside(name), 0)[0])
+    limit = next((limit for limit in LIMITS if limit <= first), None)
+    return (
+        None if limit is None else f"only rows from {limit:,} on of {name} are wrong, the first is {first:,}"
+    )
+
+
 def _shard(comparison: Named) -> str | None:
     """The same part of every wrong tensor: the shard of one rank."""
     for dimension, label in ((0, "first"), (1, "second")):
@@ -260,4 +296,4 @@ def _indices(wrong: Tensor, dimension: int) -> Tensor:
     return (wrong.any(dim=dimensions) if dimensions else wrong).nonzero()[:, 0]
 
 
-PARTS: tuple[Callable[[Named], str | None], ...] = (_few_rows, _edges, _shard)
+PARTS: tuple[Callable[[Named], str | None], ...] = (_few_rows, _late_rows, _edges, _shard)

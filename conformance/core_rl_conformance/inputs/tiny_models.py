@@ -38,6 +38,8 @@ from core_rl_oracle.experts import all_written, overwrite
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
+FILE_SIZE = "20KB"
+"""A tiny model has many such files."""
 DEEP = 3
 """Layers of models for steps and checkpoints: a fault of layers from the third on shows."""
 LONG_LENGTH = 640

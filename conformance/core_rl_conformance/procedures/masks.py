@@ -235,6 +235,7 @@ def verify_rate_and_ranks(
         _dropped(f"{label} is dropped on data-parallel rank {rank}", torch.cat(list(part.values())))
         for rank, part in enumerate(keep_mask)
     ]
+    subject.require(any(count.count for count in counts), f"{label} is never dropped: dropout is off there")
     for rank, part in enumerate(keep_mask[1:], 1):
         both = [layer for layer in part if layer in keep_mask[0]]
         subject.require(bool(both), f"the token of rank {rank} shows no layer that the one of rank 0 shows")

@@ -111,10 +111,13 @@ def saved_portable(subject: EngineUnderTest, group: EngineGroup, name: str) -> S
     return Saved(path=path, state=state(group), progress=group.progress, names=names)
 
 
-def verify_state(subject: EngineUnderTest, label: str, group: EngineGroup, expected: State) -> None:
-    """Require that the engine's weights and moments are those, bit for bit."""
+def verify_state(
+    subject: EngineUnderTest, label: str, group: EngineGroup, expected: State, since: State | None = None
+) -> None:
+    """Require that the engine's weights and moments are those, bit for bit; ``since`` is the state before a load."""
     for kind, tensors in expected.items():
-        subject.verify_same(f"{kind} {label}", group.named_tensors(kind), tensors)
+        before = None if since is None else since[kind]
+        subject.verify_same(f"{kind} {label}", group.named_tensors(kind), tensors, before)
 
 
 def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -124,7 +125,13 @@ class Shadow:
         reported = group.optimizer_step()
         norm = self.config.step(self.state, grads, self.rate)
         tolerance = Tolerance(baseline=0.0, floor=1e-6 * norm)
-        subject.verify_scalar(f"the norm {label}", reported["grad_norm"], norm, tolerance)
+        subject.verify_scalar(
+            f"the norm {label}",
+            reported["grad_norm"],
+            norm,
+            tolerance,
+            explain=partial(_float32_squares, reported["grad_norm"], grads),
+        )
         exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
         subject.verify_scalar(f"the learning rate {label}", reported["lr"], self.rate, exact)
         subject.require(reported["update_successful"] == 1.0, f"the update {label} was not made: {reported}")
@@ -165,6 +172,13 @@ class Shadow:
             if off:
                 return f"\nweights are off from step {count - 1} on (of {len(self._grads)}, from 0), {off[0]} first"
         return f"\nweights were right after each of the {len(self._grads)} steps when they were made"
+
+
+def _float32_squares(norm: float, grads: Mapping[str, Tensor]) -> str | None:
+    """Whether ``norm`` comes from squares in float32, which has none below 1e-45 or above 3e38."""
+    wrong = float(sum(grad.float().square().sum() for grad in grads.values())) ** 0.5
+    same = norm == wrong or abs(norm - wrong) <= 1e-3 * wrong
+    return "the norm adds up squares in float32, which are 0 or infinite at this size" if same else None
 
 
 def verify_steps_of_losses(

@@ -309,7 +309,23 @@ def test_step_hints_describe_the_change() -> None:
     expected = {name: value + steps[name] for name, value in NAMED.items()}
     assert "multiplied" not in _compare(got, expected)
     problem = compare_named("weights", got, expected, LIMITS, since=NAMED).problem
-    assert problem is not None and "in what the steps changed, all of them are multiplied by 2" in problem
+    assert problem is not None and "in the change, all of them are multiplied by 2" in problem
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_of_half_precision_are_recognized(dtype: torch.dtype) -> None:
+    rounded = {name: value.to(dtype).float() for name, value in NAMED.items()}
+    assert f"each number is one of {str(dtype)[6:]}" in str(same_named("weights", rounded, NAMED).problem)
+    others = {name: value + 1 for name, value in rounded.items()}
+    assert "each number" not in str(same_named("weights", others, NAMED).problem)
+
+
+def test_rows_behind_a_small_index_are_named() -> None:
+    expected = {"lm_head.weight": torch.ones(33_000, 1), "norm.weight": torch.ones(3)}
+    limits = dict.fromkeys(expected, SMALL)
+    got = {**expected, "lm_head.weight": torch.arange(33_000)[:, None].lt(32_770).float()}
+    problem = compare_named("gradients", got, expected, limits).problem
+    assert problem is not None and "only rows from 32,768 on of lm_head.weight are wrong" in problem
 
 
 def test_wrong_part_needs_right_part() -> None:

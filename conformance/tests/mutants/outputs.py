@@ -264,7 +264,7 @@ MUTANTS = (
         engine=HalfPrecisionHead,
         killed_by="I7.logprobs",
         issue="verl #6150",
-        says="a smaller dtype",
+        says="rounded to bfloat16",
     ),
     Mutant(engine=EntropyOverPadding, killed_by="I7.entropy", issue="TRL #3715", says="entropy"),
     Mutant(

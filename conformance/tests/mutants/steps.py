@@ -280,17 +280,17 @@ MUTANTS = (
         engine=WarmsUpLate,
         killed_by="I20.schedules",
         issue="warm-up",
-        says="rate of step 0 of Schedule.*warm",
+        says="warm-up is late",
     ),
     Mutant(
         engine=DividesByAllRanks,
         killed_by="I2.own-means",
         issue="AReaL's token_normalize_scope",
-        says="of unequal ranks, their means averaged",
+        says="divided by their common weight",
         layout=DP2,
     ),
     Mutant(
-        engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="kept in bfloat16"
+        engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="one of bfloat16"
     ),
     Mutant(engine=NormsAreNotTrained, killed_by="I20.all-move", issue="pytorch #149205", says="did not move"),
     Mutant(
