@@ -59,7 +59,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data()
     plain = outputs_of(subject.start(model), data)
-    adapter = TinyAdapter(model=model)
+    adapter = TinyAdapter(model=model, rslora=True)
     group = start(subject, adapter)
     subject.verify_same("outputs with a new adapter", outputs_of(group, data), plain)
     load(subject, group, adapter)

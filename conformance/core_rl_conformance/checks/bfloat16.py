@@ -19,7 +19,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per
 from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
 from core_rl_conformance.hints.explanations import explain_tokens
 from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP, FILE_SIZE, TinyModel, save_as
 from core_rl_conformance.procedures.adapters import load, start
@@ -139,7 +139,8 @@ def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, gradients of micro-batches are added up in float32, and over data-parallel ranks as well.
 
     Each sequence is a micro-batch of its own, so that its gradient rounds alike alone and among others. The gradient of
-    many is compared with the float64 sum of each, exported in turn. So it is for the factors of an adapter.
+    many is compared with the float64 sum of each, exported in turn. So it is for the factors of an adapter, and a
+    scalar head.
 
     With expert parallelism, gradients of experts are left out: one product adds up the tokens of several ranks.
 
@@ -147,19 +148,21 @@ def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     the loss only falls a little slower.
     Look at: the dtype of ``grad`` between micro-batches, and the dtype of the reduction (``reduce_dtype``).
     """
-    _verify_sums(subject, subject.start(), "")
+    _verify_sums(subject, subject.start(), "", TokenMeanLoss())
     if subject.spec.supports(Capability.LORA):
-        adapter = TinyAdapter(model=subject.model())
+        critic = subject.spec.supports(Capability.VALUE_HEAD)
+        adapter = TinyAdapter(model=subject.model(head="value" if critic else "lm"))
         group = start(subject, adapter)
         load(subject, group, adapter)
-        _verify_sums(subject, group, "of an adapter ")
+        loss = ValueLoss() if critic else TokenMeanLoss()
+        _verify_sums(subject, group, f"of an adapter {'and a head ' * critic}", loss)
 
 
-def _verify_sums(subject: EngineUnderTest, group: EngineGroup, of: str) -> None:
+def _verify_sums(subject: EngineUnderTest, group: EngineGroup, of: str, of_tokens: CheckLoss) -> None:
     per_rank = DIFFERENT * COPIES
     data = subject.data(lengths=(LENGTH,) * (DIFFERENT * subject.layout.dp)).all_trained()
-    loss = TokenMeanLoss().spec()
-    total = float((LENGTH - 1) * per_rank * subject.layout.dp)
+    loss = of_tokens.spec()
+    total = COPIES * loss.weight(data.batch())
     parts = [_gradients(group, data.select([number]), loss, total) for number in range(len(data.rows))]
     if subject.layout.dp > 1:
         first = list(range(subject.layout.dp))

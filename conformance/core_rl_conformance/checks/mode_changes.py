@@ -79,7 +79,8 @@ def _saves(subject: EngineUnderTest, group: EngineGroup) -> Iterator[Change]:
     for name in moving.formats(subject):
         meta = moving.meta(subject.directory(name), name)
         yield f"save(format={name!r})", partial(group.save, meta)
-        yield f"load(format={name!r})", partial(group.load, meta)
+        for turn in ("", " the second time"):
+            yield f"load(format={name!r}){turn}", partial(group.load, meta)
 
 
 def _syncs(subject: EngineUnderTest, group: EngineGroup) -> Iterator[Change]:

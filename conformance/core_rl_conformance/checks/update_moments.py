@@ -136,8 +136,8 @@ def _nearest(responses: Sequence[LLMResponse], sides: Collection[serving.Expecte
 def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
     """Weights that arrive while the memory is released are served after `resume_memory`, or the update is refused.
 
-    By each declared method but adapters. A refusal raises `EngineStateError` or `WeightsError`, and leaves
-    the old weights and their version.
+    By each declared method but adapters, and so is a version that ``set_version`` sets meanwhile. A refusal raises
+    `EngineStateError` or `WeightsError`, and leaves the old weights and their version.
 
     Why: an engine that wakes with the weights that it fell asleep with, under the new version, samples from an old
     policy (vllm #44371, verl #7014).
@@ -157,6 +157,11 @@ def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
         serving.verify_version(subject, engine, carried, label)
         serving.verify_served(subject, label, serving.ask(engine, requests), served, old, carried)
         old = served
+    last = len(methods) + 1
+    carried = last if arrives_asleep(engine, partial(engine.set_version, last)) else engine.get_version()
+    label = f"after set_version({last}) while asleep"
+    serving.verify_version(subject, engine, carried, label)
+    serving.verify_served(subject, label, serving.ask(engine, requests), old, old, carried)
 
 
 def arrives_asleep(engine: InferenceEngine, update: Update) -> bool:

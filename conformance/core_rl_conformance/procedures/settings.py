@@ -37,10 +37,13 @@ USUAL = {
     "torch.is_anomaly_enabled()": False,
     "torch.get_float32_matmul_precision()": "highest",
     "torch.backends.cuda.matmul.fp32_precision": "none",
+    "torch.set_flush_denormal()": False,
 }
 """Settings that torch begins with."""
 SHORT = 40
 """Characters of a value that a message shows; longer values differ in a part of them."""
+DENORMAL = 2.0**-140
+"""A float32 that a processor may take for 0."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM)
 
 
@@ -65,6 +68,7 @@ def _settings() -> dict[str, object]:
         ),
         "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
         "torch.backends.cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "torch.set_flush_denormal()": not bool(torch.tensor([DENORMAL]).mul(2).any()),
         "gc.isenabled()": gc.isenabled(),
     }
 
