@@ -385,14 +385,19 @@ def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> No
     built.save_pretrained(path)
 
 
-def save_as(model: TinyModel, dtype: torch.dtype, file_size: str, path: Path) -> dict[str, Tensor]:
+def save_as(
+    model: TinyModel, dtype: torch.dtype, file_size: str, path: Path, *, prefixed: bool = True
+) -> dict[str, Tensor]:
     """Write ``model`` in ``dtype`` to files of up to ``file_size`` each, such as ``20KB``; the values of its weights.
 
-    They are float32, by the names in the files.
+    They are float32, by the names that `save_pretrained` gives. Without ``prefixed``, names in the files lack the
+    prefix of the trunk, as in published files of base models (GPT-2).
     """
     built = build(model)
     torch.nn.Module.to(built, dtype)
-    built.save_pretrained(path, max_shard_size=file_size)
+    prefix = "" if prefixed else f"{built.base_model_prefix}."
+    state = {name.removeprefix(prefix): value for name, value in built.state_dict().items()}
+    built.save_pretrained(path, state_dict=state, max_shard_size=file_size)
     written = all_written(dict(built.named_parameters()))
     return {name: value.detach().float() for name, value in written.items()}
 

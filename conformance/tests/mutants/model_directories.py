@@ -64,10 +64,15 @@ def _round(tensors: list[Tensor]) -> None:
         tensor.copy_(tensor.bfloat16().float())
 
 
-def _behind_first_file(directory: Path) -> list[str]:
-    """Names of tensors outside the first file of an index."""
+def _index(directory: Path) -> dict[str, str]:
+    """The file of each tensor; empty where there is one file."""
     index = directory / "model.safetensors.index.json"
-    files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    return json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+
+
+def _behind_first_file(directory: Path) -> list[str]:
+    """Names of tensors outside the first of several files."""
+    files = _index(directory)
     return [name for name, file in files.items() if file != min(files.values())]
 
 
@@ -78,8 +83,23 @@ class BuildsFromTheFirstFile(ReferenceBackend):
         super().build(context)
         path = context.config.model.path
         with torch.no_grad():
-            for name in _behind_first_file(Path(path)) if path else ():
-                self.model.get_parameter(name).mul_(0.5)
+            behind = {*_behind_first_file(Path(path))} if path else set()
+            for name, parameter in self.model.named_parameters():
+                if {name, name.partition(".")[2]} & behind:
+                    parameter.mul_(0.5)
+
+
+class BuildsPrefixedNames(ReferenceBackend):
+    """Tensors of several files whose names lack the prefix of the trunk stay as they were drawn."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        path = context.config.model.path
+        names = _index(Path(path)) if path else {}
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if names and name not in names:
+                    parameter.mul_(0.5)
 
 
 class _LoadsTheFirstFile(Persistence):
@@ -229,6 +249,12 @@ MUTANTS = (
         engine=BuildsFromTheFirstFile,
         killed_by=FILES,
         issue="an index that is not read",
+        says="weights built from bfloat16 files",
+    ),
+    Mutant(
+        engine=BuildsPrefixedNames,
+        killed_by=FILES,
+        issue="names of a base model",
         says="weights built from bfloat16 files",
     ),
     Mutant(
