@@ -34,7 +34,7 @@ RUNS: tuple[tuple[OutputName, float], ...] = (("logprobs", 1.0), ("logprobs", 0.
 ROTARY = ("qwen3", "llama", "qwen2")
 """Models with rotary positions whose scores are not capped."""
 LENGTH = 9
-DIFFERENT, COPIES = 4, 8
+DIFFERENT, COPIES = 2, 16
 """Sequences on each data-parallel rank, each in a micro-batch of its own."""
 ORDERS = 5
 ROUNDED = 2**-4
