@@ -148,6 +148,7 @@ MUTANTS = (
         issue="a loop over full buckets",
         says="gradients of large tensors",
         layout=DP2,
+        family="gpt2",
     ),
     Mutant(
         engine=LargestGradientsStay,
