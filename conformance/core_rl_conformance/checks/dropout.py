@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
+from core_rl_conformance.hints.diagnose import compare_named
 from core_rl_conformance.inputs.data import Ragged, ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
@@ -168,7 +170,9 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
         expected = _gradients_with(subject, adapter, keep_mask, data)
         of_rank = f"of one token on data-parallel rank {rank}, with the masks that they show"
         truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
-        subject.verify_named(f"gradients {of_rank}", grads, {name: truth[name] for name in grads}, allowed)
+        unscaled = partial(_unscaled, subject, adapter, keep_mask, data, grads)
+        wanted = {name: truth[name] for name in grads}
+        subject.verify_named(f"gradients {of_rank}", grads, wanted, allowed, explain=unscaled)
         subject.verify_scalar(f"the loss {of_rank}", metrics["loss"], expected.oracle.loss, expected.loss)
         passes.append(keep_mask)
     verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", passes)
@@ -197,11 +201,30 @@ def _kept_inputs(
     return keep_mask
 
 
+def _unscaled(
+    subject: EngineUnderTest,
+    adapter: TinyAdapter,
+    keep_mask: Mapping[str, Tensor],
+    data: Ragged,
+    grads: Mapping[str, Tensor],
+) -> str | None:
+    """Whether the engine masks inputs, and does not scale the others."""
+    expected = _gradients_with(subject, adapter, keep_mask, data, scale=1.0)
+    truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
+    wanted = {name: truth[name] for name in grads}
+    same = compare_named("gradients", grads, wanted, allowed).problem is None
+    return "inputs that dropout keeps are not divided by 1 - rate" if same else None
+
+
 def _gradients_with(
-    subject: EngineUnderTest, adapter: TinyAdapter, keep_mask: Mapping[str, Tensor], data: Ragged
+    subject: EngineUnderTest,
+    adapter: TinyAdapter,
+    keep_mask: Mapping[str, Tensor],
+    data: Ragged,
+    scale: float = 1.0 / (1.0 - RATE),
 ) -> ExpectedGradients:
     """Gradients of the adapter with these masks on its inputs."""
-    factors = {layer: column / (1.0 - RATE) for layer, column in keep_mask.items()}
+    factors = {layer: column * scale for layer, column in keep_mask.items()}
     model = adapter.model
     masked = replace(adapter.low_rank(), inputs=factors)
     return subject.gradients(

@@ -20,6 +20,8 @@ StepRule = Callable[[AdamW, OptimizerState, Grads, float], object]
 """Updates a state in place with one step's gradients and learning rate."""
 LEEWAY = 16.0
 """Leeway of a hint alone: other mistakes are off by thousands of tolerances."""
+NEARER = 0.25
+"""Part of the distance to the right values."""
 KINDS = {"params": "weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
@@ -94,16 +96,21 @@ def _explains(
 
 
 def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Tolerance]) -> bool:
-    """Whether ``wrong`` explains ``got``: tolerances are for ``right``, and grow with the values.
+    """Whether ``wrong`` explains what is not right of ``got``: tolerances are for ``right``, and grow with the values.
 
-    `LEEWAY` covers the rounding of a mistake, as where a decay nearly cancels a gradient.
+    `LEEWAY` covers the rounding of a mistake, as where a decay nearly cancels a gradient. Small steps are within it
+    whatever they are: the mistake has to be much nearer than the right values.
     """
     overall = _growth(wrong.values(), right.values())
-    return set(got) == set(wrong) and all(
-        largest_difference(got[name], value)
-        <= LEEWAY * max(1.0, overall, _growth([value], [right[name]])) * tolerances[name].limit
-        for name, value in wrong.items()
-    )
+    if set(got) != set(wrong):
+        return False
+    for name, value in wrong.items():
+        error = largest_difference(got[name], right[name])
+        leeway = LEEWAY * max(1.0, overall, _growth([value], [right[name]])) * tolerances[name].limit
+        off = largest_difference(got[name], value) > min(leeway, NEARER * error)
+        if off and not tolerances[name].allows(error):
+            return False
+    return True
 
 
 def _growth(wrong: Iterable[Tensor], right: Iterable[Tensor]) -> float:

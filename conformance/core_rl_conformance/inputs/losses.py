@@ -214,6 +214,12 @@ class OutputsLoss(CheckLoss):
     names: tuple[OutputName, ...]
     outputs = ()
 
+    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
+        yield from super().mistakes()
+        for name in self.names if len(self.names) > 1 else ():
+            others = tuple(other for other in self.names if other != name)
+            yield f"the output {name!r} has no gradient here", replace(self, names=others)
+
     def spec(self) -> LossSpec:
         return LossSpec(fn=self, weight_fn=self.weight, outputs=self.names, temperature=self.temperature)
 
