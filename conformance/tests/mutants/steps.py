@@ -280,7 +280,7 @@ MUTANTS = (
         engine=WarmsUpLate,
         killed_by="I20.schedules",
         issue="warm-up",
-        says="warm-up is late",
+        says="the warm-up begins with 0",
     ),
     Mutant(
         engine=DividesByAllRanks,
