@@ -228,7 +228,7 @@ MUTANTS = tuple(
             AddsAdaptersUpInHalf,
             SUMS,
             "grad_dtype of an adapter's dtype",
-            "gradients of an adapter with 32 micro-batches[\\s\\S]*added up in less than float32",
+            "gradients of an adapter and a head with 32 micro-batches[\\s\\S]*added up in less than float32",
         ),
         (MastersOfHalf, STEPS, "masters from bfloat16 weights", "master weights at the start"),
         (LoadsMastersOfHalf, STEPS, "NeMo-RL #2372, in part", "master weights after a load of float32 files"),

@@ -302,7 +302,7 @@ MUTANTS = (
         engine=AttentionAlone,
         killed_by="I9.dropout-places",
         issue="a module that reads one rate of three",
-        says="with embd_pdrop = 0.25, a number at the embedding is dropped on data-parallel rank 0",
+        says="with embd_pdrop = 0.25, a number at the embedding is never dropped",
         family="gpt2",
     ),
     Mutant(
