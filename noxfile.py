@@ -246,7 +246,7 @@ def families(session: nox.Session) -> None:
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """Compare losses with the own ones of TRL, and read datasets, in an environment that has both."""
+    """Compare losses with TRL's own, and read datasets, in an environment that has both."""
     _install(session, "conformance", "train")
     session.install("trl==1.16.0")
     session.run("pytest", "interop", *session.posargs, env=ENV)
@@ -254,7 +254,7 @@ def trl(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, or those that are named: `-- train_step`."""
+    """Run the benchmarks, or the named ones: `-- train_step`."""
     _install(session, "train")
     scripts = sorted((ROOT / "benchmarks").glob("*.py"))
     chosen = [script for script in scripts if not session.posargs or script.stem in session.posargs]

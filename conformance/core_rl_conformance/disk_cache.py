@@ -19,7 +19,7 @@ from core_rl_oracle.tolerance import Tolerance
 ValueT = TypeVar("ValueT")
 
 LARGEST = 512 * 2**20
-"""Bytes that the files may take; the ones that were not read for longest go first."""
+"""Bytes that the files may take; files that were not read for longest go first."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DiskCache:
 
 
 def _files(directory: Path) -> list[tuple[Path, os.stat_result]]:
-    """Files, without those that another process deletes at this moment."""
+    """Files, except where another process deletes them at this moment."""
     files = []
     for path in directory.glob("*"):
         try:

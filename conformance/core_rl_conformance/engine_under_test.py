@@ -136,7 +136,7 @@ class EngineUnderTest:
     def start_unless_refused(
         self, model: TinyModel, layout: ParallelLayout | None = None
     ) -> EngineGroup | None:
-        """The engine with a ``model`` that it need not compute; None where it raises one of `REFUSALS`."""
+        """The engine with a ``model`` that it need not compute; None where it raises an error of `REFUSALS`."""
         __tracebackhide__ = True
         try:
             return self.start(model, layout=layout)

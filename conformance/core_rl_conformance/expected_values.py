@@ -101,7 +101,7 @@ class ExpectedGradients:
         )
 
     def __add__(self, other: ExpectedGradients) -> ExpectedGradients:
-        """Those of the sum of two losses."""
+        """Gradients of the sum of two losses."""
         left, right = self.oracle, other.oracle
         return ExpectedGradients(
             oracle=Gradients(

@@ -1,4 +1,4 @@
-"""Expected values on disk: read instead of computed, bounded, and never those of other code or a broken file."""
+"""Expected values on disk: read instead of computed, bounded, and never of other code or a broken file."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class _Training:
 
     @property
     def second_layer(self) -> str:
-        """A pattern for its parameters, and for those of its adapter: no expert has it."""
+        """A pattern for parameters of the model and of the adapter: no expert has it."""
         return "*" + self.subject.first_layer.replace(".0.", ".1.")
 
     @property

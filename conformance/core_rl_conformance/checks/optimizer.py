@@ -64,7 +64,7 @@ def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
 
 @check("I20.schedules", each="engine")
 def rates_follow_the_schedule(subject: EngineUnderTest) -> None:
-    """The reported learning rates are those of the configured schedule: of each kind, at each step, and after a resume.
+    """The reported learning rates follow the configured schedule: of each kind, at each step, and after a resume.
 
     With and without a warm-up and a smallest rate, up to steps behind the end of the decay.
 

@@ -173,7 +173,7 @@ def _ignored_constant(
 def large_ids_match_the_oracle(subject: EngineUnderTest) -> None:
     """With a vocabulary of more than 65,536, log-probs and entropy at ids of every size are the oracle's.
 
-    So are the loss and the gradients of a training pass, those of the embedding and the head among them.
+    So are the loss and the gradients of a training pass, also of the embedding and the head.
 
     Why: ids in 16 bits, or a kernel that gives up behind a number of columns, are right for all small vocabularies, and
     a head whose rows behind 32,768 have no gradient computes every output right.

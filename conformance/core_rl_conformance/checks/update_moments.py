@@ -54,7 +54,7 @@ def versions_hold_under_many_updates(subject: EngineUnderTest) -> None:
     sides = {version: expected[model] for version, model in models.items()}
     label = f"log-probs by the weights whose version tokens carry, during {UPDATES} updates"
     sentence = (
-        "each answer has the log-probs of one of the weights, and some carry the version of the next or last ones: "
+        "each answer has the log-probs of some weights, and some carry the version of the next or last ones: "
         "it is not read with the draw, or an update was dropped"
     )
     guesses = {sentence: partial(_nearest, responses, expected.values())}
@@ -108,7 +108,7 @@ def _again(request: LLMRequest) -> LLMRequest:
 
 
 def _distinct(responses: Sequence[LLMResponse]) -> list[LLMResponse]:
-    """One of each group of equal answers by equal weights."""
+    """The first of equal answers by equal weights."""
     return list(
         {
             (

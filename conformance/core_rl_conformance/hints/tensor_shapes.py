@@ -229,7 +229,7 @@ def _few_rows(comparison: Named) -> str | None:
 
 
 def _late_rows(comparison: Named) -> str | None:
-    """Rows of one matrix behind the last one that a small index reaches."""
+    """Rows of one matrix behind the last row of a small index."""
     if len(comparison.wrong) != 1:
         return None
     name = comparison.wrong[0]

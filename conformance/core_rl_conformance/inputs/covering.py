@@ -9,7 +9,7 @@ from itertools import combinations
 __all__ = ["covering_array", "pairs_of"]
 
 Choice = tuple[str, str]
-"""An option, and one of its values."""
+"""An option and its value."""
 Combination = Mapping[str, str]
 """A value for each option."""
 
@@ -45,7 +45,7 @@ def covering_array(options: Mapping[str, Sequence[str]], seed: int = 0) -> list[
 
 
 def share(rows: Sequence[Combination], part: int, parts: int, turn: int) -> Sequence[Combination]:
-    """The combinations of one of ``parts`` cases that run ``rows`` between them.
+    """The combinations of a case, of which ``parts`` run ``rows`` between them.
 
     The first has a single one, which takes turns, since quick sessions run no other; the others have all.
     """

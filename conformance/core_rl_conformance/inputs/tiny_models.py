@@ -63,7 +63,7 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 4.0,
     "original_max_position_embeddings": LONG_LENGTH // 4,
-    # Other than those that follow from the rest.
+    # Not the values that follow from the rest.
     "attention_factor": 1.25,
     "beta_fast": 16.0,
     "beta_slow": 6.0,
