@@ -176,7 +176,8 @@ class PlainModel:
                 self._nudged[variant.nudge] = _nudged(values, variant.nudge)
             values = self._nudged[variant.nudge]
         with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), values)
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.copy_(value)
         model.zero_grad(set_to_none=True)
         return model
 

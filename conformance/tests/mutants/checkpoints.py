@@ -325,7 +325,7 @@ MUTANTS = (
         engine=FrozenWeightsNotSaved,
         killed_by="I11.resume-frozen",
         issue="frozen parameters",
-        says="after resuming",
+        says="master after the load",
     ),
     Mutant(
         engine=LoadsAtAnyLayout,
