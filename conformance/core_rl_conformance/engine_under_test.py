@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,6 +150,15 @@ class EngineUnderTest:
                 f"fit. The message was: {error}"
             )
             raise AssertionError(self.failure_message(problem)) from error
+
+    def start_long(self, model: TinyModel) -> tuple[EngineGroup, TinyModel]:
+        """The engine with a ``long`` form of ``model``, without rotary scaling where it refuses the family's."""
+        long = replace(model, long=True).with_multiples(*self.case.multiples)
+        group = self.start_unless_refused(long)
+        if group is None:
+            long = replace(long, usual="rope scaling")
+            group = self.start(long)
+        return group, long
 
     def serve(
         self, model: TinyModel | None = None, *, keep: bool = True, adapter: TinyAdapter | None = None

@@ -60,8 +60,7 @@ def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     model.
     Look at: the names of ``named_tensors("params")``, and ``hf_config()``: the config in ``model.path``.
     """
-    model = replace(subject.model(), long=True, eos=(3, 7))
-    group = subject.start(model, optimizer={"lr": 3e-3, "weight_decay": 0.1})
+    group, model = subject.start_long(replace(subject.model(), eos=(3, 7)))
     for seed in range(2):
         group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedOutputs, Snapshot
@@ -60,7 +59,7 @@ def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: the message: the positions, sequences or tokens of a pass from which on values are wrong, or the constant
     of the config that is ignored.
     """
-    (group, model), data = _start_long(subject), _repeated(subject, ROWS)
+    (group, model), data = subject.start_long(subject.model()), _repeated(subject, ROWS)
     output = group.forward(data.all.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:
         _verify_outputs(subject, output, model, data, name)
@@ -113,22 +112,12 @@ def gradients_of_many_sequences_match_the_oracle(subject: EngineUnderTest) -> No
     Look at: the micro-batches from the 17th on, and the layers whose gradients differ. If only one micro-batch is
     wrong: buffers and kernels with a number of tokens in them.
     """
-    (group, model), data = _start_long(subject), _repeated(subject, TRAINED_ROWS)
+    (group, model), data = subject.start_long(subject.model()), _repeated(subject, TRAINED_ROWS)
     expected = subject.gradients_of_many(model, data)
     for cut, where in ((MANY, "20 micro-batches"), (ONE_PASS, "one pass")):
         metrics = group.forward_backward(data.all.batch(), TokenMeanLoss().spec(), cut)
         subject.verify_gradients(f"of {len(data.order)} sequences in {where}", group, metrics, expected)
         group.optimizer_zero_grad()
-
-
-def _start_long(subject: EngineUnderTest) -> tuple[EngineGroup, TinyModel]:
-    """The engine with a long model, without rotary scaling where it refuses the family's."""
-    model = replace(subject.model(), long=True).with_multiples(*subject.case.multiples)
-    group = subject.start_unless_refused(model)
-    if group is None:
-        model = replace(model, usual="rope scaling")
-        group = subject.start(model)
-    return group, model
 
 
 def _repeated(subject: EngineUnderTest, rows: int) -> Repeated:
