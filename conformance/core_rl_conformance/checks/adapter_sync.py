@@ -17,7 +17,6 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.checks.update_moments import arrives_asleep
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
@@ -194,7 +193,7 @@ def adapters_while_asleep_are_served(subject: EngineUnderTest) -> None:
     engine = subject.serve(old.model, keep=False, adapter=old)
     _give(engine, _meta(subject, 1), old)
     new = replace(old, seed=2)
-    arrived = arrives_asleep(engine, partial(_give, engine, _meta(subject, 2), new))
+    arrived = serving.arrives_asleep(engine, partial(_give, engine, _meta(subject, 2), new))
     side: dict[int, Judged] = {2: new} if arrived else {1: old}
     responses = serving.ask(engine, serving.few_requests(subject))
     _verify_drawn(subject, "after an adapter while asleep", responses, old.model, side, old)

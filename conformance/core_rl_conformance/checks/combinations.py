@@ -19,7 +19,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps
 from core_rl_conformance.inputs.covering import covering_array, share
 from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import moving
@@ -51,11 +51,6 @@ OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
     },
 }
 """Values of each option, and the capability that each needs."""
-LOSSES: Mapping[Head, CheckLoss] = {
-    "lm": TokenMeanLoss(temperature=0.8),
-    "value": ValueLoss(),
-    "reward": RewardLoss(),
-}
 CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 """Clipped, with an epsilon that makes the update depend on the scale."""
 FACTOR, DECAY = 0.5, 0.7
@@ -133,7 +128,7 @@ class _Training:
 
     @property
     def loss(self) -> CheckLoss:
-        return LOSSES[self.model.head]
+        return moving.LOSSES[self.model.head]
 
     @property
     def label(self) -> str:

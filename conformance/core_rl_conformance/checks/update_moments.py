@@ -14,7 +14,6 @@ from core_rl.backend.meta import SyncMethod
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import EngineStateError, WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
@@ -30,7 +29,6 @@ METHODS: dict[SyncMethod, Capability] = {
     "tensor": Capability.SYNC_TENSOR,
     "distributed": Capability.SYNC_DISTRIBUTED,
 }
-Update = Callable[[], None]
 
 
 @check("I14.updates-in-a-row", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
@@ -150,7 +148,7 @@ def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
     for version, method in enumerate(methods, start=1):
         new = replace(old, seed=old.seed + 1000)
         update = partial(_send, subject, engine, method, version, new)
-        arrived = arrives_asleep(engine, update)
+        arrived = serving.arrives_asleep(engine, update)
         served, carried = (new, version) if arrived else (old, engine.get_version())
         label = f"after update {version}, by {method}, {'while' if arrived else 'refused while'} asleep"
         subject.require(arrived or carried < version, f"{label}: get_version() is {carried}")
@@ -158,22 +156,12 @@ def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
         serving.verify_served(subject, label, serving.ask(engine, requests), served, old, carried)
         old = served
     last = len(methods) + 1
-    carried = last if arrives_asleep(engine, partial(engine.set_version, last)) else engine.get_version()
+    carried = (
+        last if serving.arrives_asleep(engine, partial(engine.set_version, last)) else engine.get_version()
+    )
     label = f"after set_version({last}) while asleep"
     serving.verify_version(subject, engine, carried, label)
     serving.verify_served(subject, label, serving.ask(engine, requests), old, old, carried)
-
-
-def arrives_asleep(engine: InferenceEngine, update: Update) -> bool:
-    """Whether ``engine``, whose memory is released meanwhile, takes an update and does not refuse it."""
-    engine.release_memory()
-    try:
-        update()
-    except (EngineStateError, WeightsError):
-        return False
-    finally:
-        engine.resume_memory()
-    return True
 
 
 def _send(

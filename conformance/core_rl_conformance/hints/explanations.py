@@ -62,9 +62,7 @@ def _fits(got: Sequence[Tensor], right: Sequence[Tensor], wrong: Sequence[Tensor
     """Whether each value is near the wrong or the right one, and several are near the wrong one alone."""
     if [value.shape for value in got] != [value.shape for value in wrong]:
         return False
-    actual, expected, mistaken = (
-        torch.cat([part.double().flatten() for part in parts]) for parts in (got, right, wrong)
-    )
+    actual, expected, mistaken = map(_flat, (got, right, wrong))
     is_wrong, is_right = (actual - mistaken).abs() <= near, (actual - expected).abs() <= near
     return bool((is_wrong | is_right).all()) and int((is_wrong & ~is_right).sum()) > 1
 

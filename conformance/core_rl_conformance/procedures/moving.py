@@ -19,14 +19,18 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.oracle import AdamW, Schedule
 
-LOSSES: Mapping[Head, CheckLoss] = {"lm": TokenMeanLoss(temperature=0.8), "value": ValueLoss()}
+LOSSES: Mapping[Head, CheckLoss] = {
+    "lm": TokenMeanLoss(temperature=0.8),
+    "value": ValueLoss(),
+    "reward": RewardLoss(),
+}
 TWO = MicroBatchSpec(count=2)
 OPTIMIZER = AdamW(lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 SCHEDULE = Schedule(type="linear", total_steps=8)

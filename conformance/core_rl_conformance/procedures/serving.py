@@ -15,7 +15,7 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import RolloutError, WeightsError
+from core_rl.errors import EngineStateError, RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
@@ -293,3 +293,15 @@ def _known_mistakes(
             logprobs, temperature, (bos,)
         )
     return mistakes
+
+
+def arrives_asleep(engine: InferenceEngine, update: Callable[[], None]) -> bool:
+    """Whether ``engine``, whose memory is released meanwhile, takes an update and does not refuse it."""
+    engine.release_memory()
+    try:
+        update()
+    except (EngineStateError, WeightsError):
+        return False
+    finally:
+        engine.resume_memory()
+    return True
