@@ -199,7 +199,7 @@ class EngineUnderTest:
 
     def gradients(self, model: Judged, data: Ragged, loss: CheckLoss) -> ExpectedGradients:
         """Loss, gradients (with an adapter also of its factors) and norm."""
-        return self.expected.gradients(model, data, loss, self.dtype, self.case.device)
+        return self.expected.gradients(model, data, loss, self.dtype, self.case.device, self.layout.dp)
 
     def gradients_of_many(self, model: Judged, data: Repeated) -> ExpectedGradients:
         """The same of a mean over all tokens of ``data``."""

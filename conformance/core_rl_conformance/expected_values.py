@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from core_rl.config.engine import Head
+from core_rl.data.micro_batch import shard_plan
 from core_rl.engine.loading import load_engine
 from core_rl.launch.hosts import Hosts
 from core_rl_conformance.disk_cache import DiskCache
@@ -180,9 +181,18 @@ class ExpectedValues:
         )
 
     def gradients(
-        self, of: Judged, data: Ragged, loss: CheckLoss, dtype: torch.dtype, device: str = "cpu"
+        self,
+        of: Judged,
+        data: Ragged,
+        loss: CheckLoss,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        ranks: int = 1,
     ) -> ExpectedGradients:
-        """Loss, gradients (with an adapter also of its factors) and norm of ``loss`` over ``data``."""
+        """Loss, gradients (with an adapter also of its factors) and norm of ``loss`` over ``data``.
+
+        Known mistakes are those of a group with so many data-parallel ``ranks``.
+        """
 
         def run() -> _GradientRuns:
             return _run_gradients(self.oracle(of), self.plain(of, dtype, device), data, loss)
@@ -190,7 +200,7 @@ class ExpectedValues:
         # The digest of the suite's code says nothing about losses of other distributions.
         keep = self._stored if type(loss).__module__ == RepeatedLoss.__module__ else self._keep
         runs = keep(of, ("gradients", data, loss, dtype, device), run)
-        return _expected_gradients(runs, partial(self.oracle, of), data, loss)
+        return _expected_gradients(runs, partial(self.oracle, of), data, loss, ranks)
 
     def gradients_of_many(
         self, of: Judged, data: Repeated, dtype: torch.dtype, device: str = "cpu"
@@ -299,10 +309,14 @@ def _run_gradients(
 
 
 def _expected_gradients(
-    runs: _GradientRuns, oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss
+    runs: _GradientRuns, oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss, ranks: int = 1
 ) -> ExpectedGradients:
     truth, allowed, loss_allowed, norm_allowed = runs
-    mistakes = partial(_gradient_mistakes, oracle, data.for_oracle(), loss)
+
+    def mistakes() -> Iterator[tuple[str, Gradients]]:
+        yield from _gradient_mistakes(oracle, data.for_oracle(), loss)
+        yield from _unreduced_gradients(oracle, data, loss, truth, ranks)
+
     return ExpectedGradients(
         oracle=truth, tolerances=allowed, loss=loss_allowed, norm=norm_allowed, mistakes=mistakes
     )
@@ -319,6 +333,21 @@ def _gradient_mistakes(
         sums = [loss.of_sequence(outputs, sequence.in_dtype(torch.float64)) for outputs, sequence in pairs]
         weight = sum(counted for _, counted in sums)
         yield sentence, Gradients(loss=sum(float(part) for part, _ in sums) / weight, weight=weight, grads={})
+
+
+def _unreduced_gradients(
+    oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss, truth: Gradients, ranks: int
+) -> Iterator[tuple[str, Gradients]]:
+    """The share of each data-parallel rank in the right gradients; the loss is reported for all ranks."""
+    parts = shard_plan(data.batch(), ranks) if ranks > 1 else []
+    for rank, part in enumerate(parts):
+        sequences = data.select(part).for_oracle()
+        if not sequences or not loss.weight(data.select(part).batch()):
+            continue
+        share = oracle().gradients(sequences, loss.of_sequence, loss.temperature)
+        grads = {name: grad * share.weight / truth.weight for name, grad in share.grads.items()}
+        sentence = f"gradients of data-parallel rank {rank} alone: they are not summed over the {ranks} ranks"
+        yield sentence, Gradients(loss=truth.loss, weight=truth.weight, grads=grads)
 
 
 def _mistaken(

@@ -9,8 +9,9 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.reference.train import ReferenceBackend
+from mutants.bases import Replicated
 from mutants.outputs import WithTemperature
-from mutants.zoo import Mutant
+from mutants.zoo import DP2, Mutant
 
 
 class NoiseInOutputs(ReferenceBackend):
@@ -80,6 +81,13 @@ class EntropyOfTheDrawnToken(ReferenceBackend):
         return outputs
 
 
+class NeverReducesGradients(Replicated):
+    """Each data-parallel rank steps by its own gradients."""
+
+    def reduce_grads(self) -> None:
+        pass
+
+
 class RestsAtTheFourthStep(ReferenceBackend):
     """The fourth step has a learning rate of 0."""
 
@@ -129,6 +137,13 @@ MUTANTS = (
         killed_by="I7.entropy",
         issue="an estimate that is taken for the entropy",
         says="it looks like: the entropy is minus the log-prob of the drawn token",
+    ),
+    Mutant(
+        engine=NeverReducesGradients,
+        killed_by="I1.gradients",
+        issue="a wrapper of the model whose hooks never run",
+        says="it looks like: gradients of data-parallel rank 0 alone: they are not summed over the 2 ranks",
+        layout=DP2,
     ),
     Mutant(
         engine=RestsAtTheFourthStep,
