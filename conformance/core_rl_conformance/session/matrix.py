@@ -20,14 +20,9 @@ from core_rl_conformance.profile import FAMILIES, Profile, Setting
 
 Place = tuple[Setting, str, DType]
 FULL = 2
-"""Number of layouts of a profile that see several models in each check, and every dtype: one and several ranks differ
-most."""
-EVERY_CHECK = 3
-"""On so many layouts every check is run; on further layouts, model-independent checks rotate."""
+"""Number of layouts of a profile that share its models in each check: one and several ranks differ most."""
 OF_STATE = 2
-"""On every so manieth of the further layouts these are run."""
-ON_SECOND = 3
-"""Number of models that see each check, in turn, on the second layout; on the first all do."""
+"""Checks that are independent of the model run on every so manieth of the layouts besides the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +231,6 @@ def _not_run(
     return "" if families else f"it needs a model of {', '.join(check.families or ())}"
 
 
-def _full(check: Check, settings: Sequence[Setting]) -> range:
-    """Numbers of the layouts on which further dtypes are run."""
-    stop = min(FULL, len(settings))
-    return range(0 if check.each == "layout and model" else stop - 1, stop)
-
-
 def places_of(
     check: Check,
     settings: Sequence[Setting],
@@ -249,34 +238,30 @@ def places_of(
     dtypes: Sequence[DType],
     selection: Selection,
 ) -> Iterator[Place]:
-    """Settings, models and dtypes of ``check``: every model on the first layout, three on the second, one on others.
+    """Settings, models and dtypes of ``check``: the first two layouts share the models, others run one.
 
-    Models rotate over settings too, and over further dtypes, which stay on the first two layouts: there checks that
-    depend on the model run on both, and all others on the second, where ranks share state. These others run on every
-    second layout from the fourth on. With ``selection.sample_every`` all checks run on every N-th layout, and on the
-    second one, with fewer models. A quick session is the second layout with the first model that suits: expected
-    values then serve several checks.
+    Models rotate over settings too. Further dtypes are run on the second layout, where ranks share state. Checks that
+    are independent of the model run there, and on every second of the other layouts. With ``selection.sample_every``
+    all checks run on every N-th layout, and on the second one, with fewer models. A quick session is the second layout
+    with the first model that suits: expected values then serve several checks.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
     if selection.quick:
         settings = settings[-1:]
-    first = _turn(check, selection)
+    first, second = _turn(check, selection), min(1, len(settings) - 1)
     every = max(selection.sample_every, OF_STATE if check.each == "layout" else 1)
-    always = range(EVERY_CHECK) if selection.sample_every == 1 else (min(1, len(settings) - 1),)
+    share = math.ceil(len(families) / max(1, sum(not setting.name for setting in settings[:FULL])))
     for number, dtype in enumerate(dtypes):
         for place, setting in enumerate(settings):
-            if number > 0 and place not in _full(check, settings):
+            if place != second and (number > 0 or (first + place - (place > second)) % every):
                 continue
-            if place not in always and (first + place) % every:
-                continue
-            several = check.each == "layout and model" and number == 0 and not setting.name
-            several = several and not selection.quick
-            count = (len(families), ON_SECOND)[place] if several and place < FULL else 1
-            count = math.ceil(count / selection.sample_every)
+            several = check.each == "layout and model" and number == 0 and not setting.name and place < FULL
+            count = math.ceil(share / selection.sample_every) if several and not selection.quick else 1
             suited = setting.suited(families)
-            turn = 0 if selection.quick else (first + number + place) % len(suited)
+            start = first + number + place * (share if several else 1)
+            turn = 0 if selection.quick else start % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])
 
 
