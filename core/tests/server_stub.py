@@ -37,9 +37,10 @@ class ServerStub(ABC):
     def __init__(self, model_path: str) -> None:
         self.model = self.model_path = model_path
         self.calls: Counter[str] = Counter()
+        self.methods: list[tuple[str, str]] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.faults: dict[str, Handler] = {}
-        self.version = "default"
+        self.label = "default"
         self.paused = self.hold = False
         self.port = 0
         self._loop = asyncio.new_event_loop()
@@ -49,6 +50,16 @@ class ServerStub(ABC):
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def version(self) -> str:
+        """The version of its weights."""
+        return self.label.rpartition(":")[2]
+
+    @property
+    def changes(self) -> set[str]:
+        """The paths of all calls but those that change nothing."""
+        return {path for method, path in self.methods if method != "GET"}
 
     def start(self) -> None:
         """Listen; on the same port as before after `stop`."""
@@ -69,7 +80,7 @@ class ServerStub(ABC):
         """Close the port and all connections, as if the process had been killed; a new one knows nothing."""
         assert self._runner is not None
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
-        self.version, self.paused = "default", False
+        self.label, self.paused = "default", False
 
     def close(self) -> None:
         self.stop()
@@ -79,6 +90,7 @@ class ServerStub(ABC):
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
         self.calls[request.path] += 1
+        self.methods.append((request.method, request.path))
         self.bodies.append((request.path, body))
         fault = self.faults.get(request.path)
         if fault is not None:
@@ -139,7 +151,7 @@ def connected_to(
         name,
         model={"path": made[0].model, "lora": lora},
         layout={"dp": len(made)},
-        options={"addresses": [stub.address for stub in made], **options},
+        options={"addresses": [stub.address for stub in made], "take_over": True, **options},
     )
     engine.initialize()
     try:

@@ -25,6 +25,8 @@ __all__ = [
 
 SHOWN = 300
 """Bytes of a response that are repeated in an error."""
+FINAL = (401, 403, 404, 405)
+"""Statuses of a server that is up."""
 SPARE_FILES = 256
 """Files that are left to everything else: weights, logs, sockets of ranks, calls that control servers."""
 
@@ -39,6 +41,9 @@ class ServerTimeout(RolloutError):
 
 class Refused(RolloutError):
     """The server responded with an error, or with something else than JSON."""
+
+    is_final = False
+    """Whether the server will respond in this way however long one waits: no route, no right, or no JSON."""
 
 
 class Api:
@@ -93,7 +98,9 @@ class Api:
             async with call as response:
                 if response.status != 200:
                     reason = _reason(await response.read())
-                    raise Refused(f"{subject} returned status {response.status}: {reason}")
+                    refusal = Refused(f"{subject} returned status {response.status}: {reason}")
+                    refusal.is_final = response.status in FINAL
+                    raise refusal
                 yield response
         except TimeoutError as error:
             raise ServerTimeout(f"{subject} got no response within {timeout_s:g} s") from error
@@ -109,7 +116,9 @@ class Api:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise Refused(f"{self.name}: {path} returned no JSON: {_shown(content)}") from error
+            refusal = Refused(f"{self.name}: {path} returned no JSON: {_shown(content)}")
+            refusal.is_final = True
+            raise refusal from error
 
 
 async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:

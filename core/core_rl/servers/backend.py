@@ -26,7 +26,7 @@ from core_rl.servers.api import Api, requests_at_one_time
 from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.fleet import Fleet
-from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
+from core_rl.servers.process import LAUNCHED, RunningServer, ServerProcess, may_steer, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
 from core_rl.servers.weights import BroadcastWeights, DiskWeights, TensorWeights
 from core_rl.servers.wire import Wire
@@ -83,6 +83,8 @@ class ServerBackend(InferenceBackend[C]):
         for address, start in starts:
             launched.append(self._server(address, options, start))
             self.cleanup.callback(launched[-1].stop)
+            LAUNCHED.add(address)
+            self.cleanup.callback(LAUNCHED.discard, address)
         self.servers += tuple(launched)
         for server in launched:
             self.loop.wait(server.wait_until_up(options.start_timeout_s))
@@ -99,7 +101,7 @@ class ServerBackend(InferenceBackend[C]):
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
         launched = {server.address: server for server in self.servers}
         self.servers = tuple(launched.get(address) or self._server(address, options) for address in addresses)
-        self.fleet = Fleet(options, self.servers, DiskWeights(self.model.path, 0))
+        self.fleet = Fleet(options, self.servers, self.model, DiskWeights(self.model.path, 0))
         self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
         self.loop.wait(self.fleet.connect())
         self._requests = Requests(self.fleet.pool, self.wire, requests_at_one_time())
@@ -123,7 +125,9 @@ class ServerBackend(InferenceBackend[C]):
         self, address: str, options: ServerOptions, start: Callable[[], RunningServer] | None = None
     ) -> Server:
         api = Api(address, self._session, options.key, self.product)
-        return self.server_class(api, options.update_timeout_s, start)
+        return self.server_class(
+            api, options.update_timeout_s, start, steered=start is not None or may_steer(address, options)
+        )
 
     def teardown(self) -> None:
         self.cleanup.close()
@@ -168,6 +172,7 @@ class ServerBackend(InferenceBackend[C]):
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         require_protocols(self.server_class, SYNC_PROTOCOLS[meta.method])
+        self.fleet.require_steered("an update of weights")
         if meta.method == "disk":
             self.loop.wait(self.fleet.install(DiskWeights.checked(meta, self.model.shapes)))
         elif meta.method == "lora":

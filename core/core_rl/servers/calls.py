@@ -19,6 +19,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.errors import EngineStateError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused, Unreachable
+from core_rl.servers.labels import FRESH, UNLABELLED
 from core_rl.servers.pool import ServerPool
 from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, StaleServer, Wire
@@ -55,7 +56,7 @@ class Requests:
         """The response to ``request`` from any server; sent again where a server is lost on the way."""
 
         def read(response: Any, server: Server, adapter: ServedAdapter) -> LLMResponse:
-            return _with_versions(adapter, self._wire.response(request, response, eos, server.name))
+            return _with_versions(server, adapter, self._wire.response(request, response, eos, server.name))
 
         return await self.call(self._wire.generation(request, eos), read)
 
@@ -74,7 +75,7 @@ class Requests:
                 async for event in events:
                     part = read(event)
                     if isinstance(part, LLMResponse):
-                        yield _with_versions(attempt.adapter, part)
+                        yield _with_versions(server, attempt.adapter, part)
                         return
                     yield part
             raise Unreachable(f"{server.name} ended the stream of request {request.rid} too early")
@@ -160,9 +161,16 @@ class Requests:
                 self._pool.abort(server, rid)
 
 
-def _with_versions(adapter: ServedAdapter, response: LLMResponse) -> LLMResponse:
-    """``response`` with the versions of ``adapter``, which drew it."""
-    return replace(response, versions=tuple(map(adapter.version_of, response.versions)))
+def _with_versions(server: Server, adapter: ServedAdapter, response: LLMResponse) -> LLMResponse:
+    """``response`` with the versions of ``adapter``, which drew it.
+
+    Raises `StaleServer` where ``server`` has lost its label, and so its weights: it has been restarted.
+    """
+    if UNLABELLED not in response.versions:
+        return replace(response, versions=tuple(map(adapter.version_of, response.versions)))
+    if server.steered:
+        raise StaleServer(f"{server.name} has weights of the version {FRESH!r}")
+    return replace(response, versions=(server.version,) * len(response.versions))
 
 
 class Scorer:

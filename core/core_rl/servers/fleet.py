@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from core_rl.errors import WeightsError
-from core_rl.servers.adapters import ServedAdapter
+from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Unreachable
 from core_rl.servers.config import Interrupt, ServerOptions
+from core_rl.servers.connection import require_servers, require_steered
+from core_rl.servers.facts import ServerFacts, is_directory
+from core_rl.servers.labels import FRESH
 from core_rl.servers.pool import Failures, ServerPool, failures
-from core_rl.servers.server import FRESH, LoadsAdapters, ReleasesMemory, Server
+from core_rl.servers.server import LoadsAdapters, ReleasesMemory, Server
 from core_rl.servers.weights import Weights
 
 __all__ = ["Fleet"]
@@ -24,11 +27,14 @@ class Fleet:
     it has their version. While an update is undone, no server computes, and none has the version of the update.
     """
 
-    def __init__(self, options: ServerOptions, servers: Sequence[Server], weights: Weights) -> None:
+    def __init__(
+        self, options: ServerOptions, servers: Sequence[Server], model: ServedModel, weights: Weights
+    ) -> None:
         self.pool = ServerPool(options, servers, self._restore)
         self._interrupt = options.in_flight
         self.update_timeout_s = options.update_timeout_s
         self._weights_lock = asyncio.Lock()
+        self._model = model
         self._weights = weights
         self._adapter = ServedAdapter(weights.version)
         """The adapter over the servers' weights, or none."""
@@ -39,23 +45,46 @@ class Fleet:
     # ------------------------------------------------------------ life cycle
 
     async def connect(self) -> None:
-        """Wait for all servers and have them serve the weights."""
+        """Wait for all servers and have them serve the weights.
+
+        Raises `ConfigError`, before anything is changed on a server, where one has another model, or serves others.
+        """
+        facts = await asyncio.gather(*map(self._wait_for_facts, self.pool.servers))
+        self._require_fit(dict(zip(self.pool.servers, facts, strict=True)))
         await asyncio.gather(*map(self._connect, self.pool.servers))
 
+    async def _wait_for_facts(self, server: Server) -> ServerFacts:
+        return await server.wait_for_facts(self.pool.options.start_timeout_s)
+
+    def _require_fit(self, facts: Mapping[Server, ServerFacts]) -> None:
+        require_servers(facts, self._model, self._weights.origin)
+
     async def _connect(self, server: Server) -> None:
-        await server.wait_until_up(self.pool.options.start_timeout_s)
-        await self._bring_up_to_date(server)
+        try:
+            await server.wait_until_up(self.pool.options.start_timeout_s)
+            await self._bring_up_to_date(server)
+        except Unreachable:
+            if await server.has_ended():
+                server.require_alive()  # raises with the end of its log
+            raise
         await self._add(server)
 
     async def _restore(self, server: Server) -> None:
+        self._require_fit({server: await self._wait_for_facts(server)})
+        await server.wait_until_up(self.pool.options.start_timeout_s)
         async with self._weights_lock:
             await self._bring_up_to_date(server)
             await self._add(server)
 
     async def _bring_up_to_date(self, server: Server) -> None:
-        path, weight_version = await server.served()
+        facts = await server.facts()
+        self._require_fit({server: facts})
+        server.ranks, server.device = facts.ranks, facts.device
+        if not server.steered:
+            server.version = self._version
+            return
         # Only a fresh server is known to serve what its path says.
-        if weight_version != FRESH or path != self._weights.origin:
+        if facts.label != FRESH or not is_directory(facts.path, self._weights.origin):
             await self._load(server, self._weights, "continue")
         if self._adapter.name is not None:
             await _load(server, self._adapter)
@@ -66,7 +95,9 @@ class Fleet:
 
     async def _add(self, server: Server) -> None:
         await self.pool.add(server)
-        if not self._paused:  # any more: a resume() in the meantime did not reach this server
+        if (
+            server.steered and not self._paused
+        ):  # any more: a resume() in the meantime did not reach this server
             try:
                 await server.continue_generation()
             except Unreachable as error:
@@ -81,6 +112,10 @@ class Fleet:
         for adapter in adapters:
             adapter.discard()
         self._weights.discard()
+
+    def require_steered(self, purpose: str) -> None:
+        """Raise `ConfigError` where ``purpose`` would change a server that this engine may not change."""
+        require_steered(self.pool.servers, purpose)
 
     # --------------------------------------------------------------- weights
 
@@ -146,6 +181,7 @@ class Fleet:
 
     async def set_weight_version(self, version: int) -> None:
         """Tokens from now on carry ``version``."""
+        self.require_steered("set_version()")
         await self.pool.wait_recovered()
         async with self._weights_lock:
             self._weights.version = self._adapter.version = version
@@ -196,6 +232,7 @@ class Fleet:
 
     async def pause(self) -> None:
         """Interrupt requests in flight; where a server refuses, all continue."""
+        self.require_steered("pause()")
         self._paused = True
         try:
             await self.pool.post(lambda server: server.pause("continue"))
@@ -210,6 +247,7 @@ class Fleet:
 
     async def release_memory(self) -> None:
         """Free the accelerators' memory."""
+        self.require_steered("release_memory()")
         await self.pool.wait_recovered()
         await asyncio.gather(*(cast("ReleasesMemory", s).release_memory() for s in self.pool.ready))
 

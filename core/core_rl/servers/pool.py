@@ -38,7 +38,7 @@ async def failures(call: Callable[[Server], Awaitable[None]], servers: Sequence[
 class ServerPool:
     """The servers of a fleet. All methods run on one event loop.
 
-    ``restore`` gives a server that has come back the present weights, and calls `add`.
+    ``restore`` waits for a lost server, gives it the present weights, and calls `add`.
     """
 
     def __init__(
@@ -143,19 +143,12 @@ class ServerPool:
                 self._changed.notify_all()
 
     async def _revive(self, server: Server) -> None:
-        """Wait for the server, or restart an ended process."""
-        if server.process is not None and server.start is not None:
-            # Its connections break before its process has ended.
-            for _ in range(20):
-                if not server.process.alive:
-                    break
-                await asyncio.sleep(0.05)
-            if not server.process.alive:
-                if not self.options.restart:
-                    server.process.require_alive(server.name)
-                await asyncio.to_thread(server.process.stop)
-                server.process = await asyncio.to_thread(server.start)
-        await server.wait_until_up(self.options.start_timeout_s)
+        """Restart an ended process."""
+        if server.start is not None and server.process is not None and await server.has_ended():
+            if not self.options.restart:
+                server.require_alive()
+            await asyncio.to_thread(server.process.stop)
+            server.process = await asyncio.to_thread(server.start)
 
 
 class PrefixRouter:

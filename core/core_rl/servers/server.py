@@ -6,21 +6,22 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from core_rl.backend.meta import SyncMethod
 from core_rl.errors import EngineContractError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl.servers.config import Interrupt
+from core_rl.servers.facts import ServerFacts
+from core_rl.servers.labels import FRESH, label_of
 from core_rl.servers.process import RunningServer
 from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress
 
 __all__ = [
-    "FRESH",
     "PROBE_TIMEOUT_S",
     "SYNC_PROTOCOLS",
     "LoadsAdapters",
@@ -31,10 +32,9 @@ __all__ = [
     "require_protocols",
 ]
 
+_T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
-FRESH = "default"
-"""The weight version of a server that was given no weights since it started."""
 POLL_S = 0.25
 PROBE_TIMEOUT_S = 10.0
 PROGRESS_EVERY_S = 10.0
@@ -47,8 +47,16 @@ class Server(ABC):
     as `Api.post` does.
     """
 
+    tested: ClassVar[frozenset[str]] = frozenset()
+    """Versions of the product that its tests run; empty where any is fine."""
+
     def __init__(
-        self, api: Api, update_timeout_s: float, start: Callable[[], RunningServer] | None = None
+        self,
+        api: Api,
+        update_timeout_s: float,
+        start: Callable[[], RunningServer] | None = None,
+        *,
+        steered: bool = True,
     ) -> None:
         self.api = api
         self.address, self.name = api.address, api.name
@@ -57,10 +65,12 @@ class Server(ABC):
         self.start = start
         """Starts it again on the same port; None for a server started elsewhere."""
         self.process = None if start is None else start()
+        self.steered = steered
+        """Whether it may be paused, labelled and given weights; other servers only draw and score."""
         self.in_flight = 0
         self.ready = False
         self.version = -1
-        """The version of the weights that it was given."""
+        """The version of the weights that it was given; negative before it is connected."""
         self.weights_intact = True
         """False from the beginning of a weight update until its success: the server must not compute."""
         self._pausing = asyncio.Lock()
@@ -96,19 +106,27 @@ class Server(ABC):
         if self.process is not None:
             self.process.stop()
 
+    async def wait_for_facts(self, timeout_s: float) -> ServerFacts:
+        """The facts of the server as soon as it responds, without a change to it; raises as `wait_until_up` does."""
+        return await self._poll(self.facts, timeout_s)
+
     async def wait_until_up(self, timeout_s: float) -> None:
         """Return when the server responds, and computes where its weights allow it; logs a warning every 10 s.
 
-        Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`.
+        Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`; for a server started elsewhere
+        also `Refused`, where waiting does not help.
         """
+        await self._poll(self._probe, timeout_s)
+
+    async def _poll(self, probe: Callable[[], Awaitable[_T]], timeout_s: float) -> _T:
         started = logged = time.monotonic()
         while True:
-            if self.process is not None:
-                self.process.require_alive(self.name)
+            self.require_alive()
             try:
-                await self._probe()
-                return
+                return await probe()
             except (Unreachable, ServerTimeout, Refused) as error:
+                if self.process is None and isinstance(error, Refused) and error.is_final:
+                    raise
                 now = time.monotonic()
                 if now - started > timeout_s:
                     log = "" if self.process is None else f"\n{self.process.log_tail()}"
@@ -122,13 +140,26 @@ class Server(ABC):
 
     async def _probe(self) -> None:
         if not self.weights_intact:
-            _, weight_version = await self.served()
             # A server that has started again has whole weights.
-            self.weights_intact = weight_version == FRESH
+            self.weights_intact = (await self.facts()).label == FRESH
         if self.weights_intact:
-            # A server that somebody paused may wait with its response.
-            await self.continue_generation()
+            if self.steered:
+                # A server that somebody paused may wait with its response.
+                await self.continue_generation()
             await self.api.get("/health", PROBE_TIMEOUT_S)
+
+    def require_alive(self) -> None:
+        """Raise `RolloutError` with the end of its log if this engine started it and it has ended."""
+        if self.process is not None:
+            self.process.require_alive(self.name)
+
+    async def has_ended(self) -> bool:
+        """Whether its process, if this engine started it, has ended, or ends within a second."""
+        for _ in range(20):  # its connections break before its process has ended
+            if self.process is None or not self.process.alive:
+                break
+            await asyncio.sleep(0.05)
+        return self.process is not None and not self.process.alive
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """``POST`` a step of a weight update, within the time limit of one; raises as `Api.post` does."""
@@ -155,11 +186,16 @@ class Server(ABC):
             if self.weights_intact:
                 await self._continue()
 
-    @abstractmethod
-    async def served(self) -> tuple[str, str]:
-        """The path and the version of the weights that it serves, as the server calls them.
+    async def set_weight_version(self, version: int) -> None:
+        """Tokens from now on carry ``version``; requests in flight continue."""
+        await self.set_label(label_of(version))
+        self.version = version
 
-        Sets `ranks` and `device`. Raises `RolloutError` for a server of another kind.
+    @abstractmethod
+    async def facts(self) -> ServerFacts:
+        """The server's model and settings, by GET requests alone.
+
+        Raises `RolloutError` for a server of another kind.
         """
 
     @abstractmethod
@@ -169,8 +205,8 @@ class Server(ABC):
     async def _continue(self) -> None: ...
 
     @abstractmethod
-    async def set_weight_version(self, version: int) -> None:
-        """Tokens from now on carry ``version``; requests in flight continue."""
+    async def set_label(self, label: str) -> None:
+        """Tokens from now on carry ``label``; requests in flight continue."""
 
     @abstractmethod
     async def abort(self, rid: str) -> None:

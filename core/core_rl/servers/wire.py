@@ -15,8 +15,9 @@ from torch import Tensor
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.errors import RolloutError
 from core_rl.servers.api import Refused
+from core_rl.servers.labels import owner_of, version_in
 
-__all__ = ["Scores", "StaleServer", "StreamReader", "Wire", "readable", "versions_of"]
+__all__ = ["Scores", "StaleServer", "StreamReader", "Wire", "readable", "version_of", "versions_of"]
 
 StreamReader: TypeAlias = Callable[[Any], PartialResponse | LLMResponse]
 """The part of a response that an event of its stream brings; the last one brings the whole response."""
@@ -113,6 +114,19 @@ def readable(response: Any, subject: str) -> Iterator[None]:
         raise RolloutError(f"{subject} that cannot be read ({error!r}): {str(response)[:300]}") from error
 
 
+def version_of(label: str, server: str) -> int:
+    """The version in the ``label`` of weights, `UNLABELLED` for weights that were not updated since the server started.
+
+    Raises `StaleServer` for weights that this process did not give it.
+    """
+    version = version_in(label)
+    if version is None:
+        owner = owner_of(label)
+        by = "" if owner is None else f", which {owner} loaded"
+        raise StaleServer(f"{server} has weights of the version {label!r}{by}")
+    return version
+
+
 def versions_of(spans: list[dict[str, Any]], count: int, server: str) -> tuple[int, ...]:
     """The version of each of ``count`` tokens, from the server's record of the updates on the way.
 
@@ -120,11 +134,10 @@ def versions_of(spans: list[dict[str, Any]], count: int, server: str) -> tuple[i
     """
     versions: list[int] = []
     for span in spans:
-        if not str(span["version"]).isdecimal():
-            raise StaleServer(f"{server} has weights of the version {span['version']!r}")
+        version = version_of(str(span["version"]), server)
         if span["start"] != len(versions):
             raise ValueError(f"its weight versions leave out tokens: {spans}")
-        versions += [int(span["version"])] * (span["end"] - span["start"])
+        versions += [version] * (span["end"] - span["start"])
     if len(versions) != count:
         raise ValueError(f"its weight versions are of {len(versions)} tokens, and there are {count}")
     return tuple(versions)

@@ -75,6 +75,8 @@ class Stub(ServerStub):
 
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
+        self.info: dict[str, Any] = {}
+        """Facts of the server beyond its path, label, ranks and device."""
         self.group: WeightGroup | None = None
         self.broadcast: dict[str, Tensor] = {}
         """Tensors from a process group, by name."""
@@ -141,16 +143,16 @@ class Stub(ServerStub):
 
     def _usual(self, path: str, body: dict[str, Any]) -> Any:
         if path == "/model_info":
-            return {"model_path": self.model_path, "weight_version": self.version}
+            return {"model_path": self.model_path, "weight_version": self.label, **self.info}
         if path == "/server_info":
-            return {"tp_size": 1, "device": "cpu"}
+            return {"tp_size": 1, "device": "cpu", **self.info}
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
         if path == "/update_weight_version":
-            self.version = body["new_version"]
+            self.label = body["new_version"]
         if path == "/update_weights_from_disk":
             self.model_path = body["model_path"]
-            self.version = body.get("weight_version", self.version)
+            self.label = body.get("weight_version", self.label)
         return self.generated(body) if path == "/generate" else {"success": True, "message": ""}
 
     def generated(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +163,7 @@ class Stub(ServerStub):
             "meta_info": {
                 "finish_reason": {"type": "length"},
                 "output_token_logprobs": [[-0.5, 7, None]] * count,
-                "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+                "weight_versions": [{"version": self.label, "start": 0, "end": count}],
             },
         }
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 SERVER = """
 import http.server, json, os, sys, threading
 values = dict(zip(sys.argv[2::1], sys.argv[3::1]))
+label = ["default"]
 key, _ = sys.stdin.buffer.raw.readline(), sys.stdin.buffer.raw.readline()
 def end():
     sys.stdin.buffer.raw.read()
@@ -33,11 +34,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def log_message(self, *args): pass
     def do_GET(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         if self.headers.get("Authorization") != "Bearer " + key.decode().strip():
             return self.answer(401, {})
+        label[0] = body.get("new_version", label[0])
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]] * 2,
-                "weight_versions": [{"version": "0", "start": 0, "end": 2}]}
+                "weight_versions": [{"version": label[0], "start": 0, "end": 2}]}
         self.answer(200, {
             "/model_info": {"model_path": values["--model-path"], "weight_version": "default"},
             "/server_info": {"tp_size": 1, "device": "cpu"},
@@ -144,7 +146,7 @@ def test_reserved_port_is_exclusive() -> None:
 
 def test_shared_memory_stays_on_its_machine(tmp_path: Path) -> None:
     with stubs(tmp_path) as (stub,):
-        engine = build(stub.model, addresses=(stub.address,))
+        engine = build(stub.model, addresses=(stub.address,), take_over=True)
         engine.initialize()
         servers = backend_of(engine).servers
         require_shared_memory_with(servers)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
+from core_rl.servers.labels import label_of
 from core_rl.servers.pool import BLOCK, SLACK, PrefixRouter
 from core_rl.servers.wire import StaleServer
 from core_rl_sglang.wire import SglangWire
@@ -19,7 +20,7 @@ WIRE = SglangWire()
 
 
 def generated(ids: list[int], finish: dict[str, Any], versions: Any = None) -> dict[str, Any]:
-    spans = [{"version": "0", "start": 0, "end": len(ids)}] if versions is None else versions
+    spans = [{"version": label_of(0), "start": 0, "end": len(ids)}] if versions is None else versions
     return {
         "output_ids": ids,
         "meta_info": {
@@ -69,7 +70,7 @@ def test_request_aborted_in_queue_has_no_tokens() -> None:
 def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
     spans, start = [], 0
     for version, length in enumerate(lengths):
-        spans.append({"version": str(version), "start": start, "end": start + length})
+        spans.append({"version": label_of(version), "start": start, "end": start + length})
         start += length
     finish = {"type": "length" if start else "abort"}
     request = LLMRequest(input_ids=(1,), sampling=SamplingParams(max_new_tokens=30, ignore_eos=True))
@@ -80,9 +81,10 @@ def test_each_token_has_the_version_of_its_span(lengths: list[int]) -> None:
 @pytest.mark.parametrize(
     ("spans", "error"),
     [
-        ([{"version": "default", "start": 0, "end": 2}], StaleServer),
-        ([{"version": "1", "start": 0, "end": 1}], RolloutError),
-        ([{"version": "1", "start": 1, "end": 2}], RolloutError),
+        ([{"version": "1", "start": 0, "end": 2}], StaleServer),
+        ([{"version": "core-rl:elsewhere:17:1", "start": 0, "end": 2}], StaleServer),
+        ([{"version": label_of(1), "start": 0, "end": 1}], RolloutError),
+        ([{"version": label_of(1), "start": 1, "end": 2}], RolloutError),
     ],
 )
 def test_foreign_or_missing_versions_are_refused(spans: Any, error: type[Exception]) -> None:

@@ -245,8 +245,8 @@ def paths(stub: Stub, start: int) -> list[str]:
 
 def versions(stub: Stub, start: int) -> list[str]:
     """The versions that it was given from the call with the number ``start`` on."""
-    arguments = [body.get("new_version", body.get("weight_version")) for _, body in stub.bodies[start:]]
-    return [version for version in arguments if version is not None]
+    labels = [body.get("new_version", body.get("weight_version")) for _, body in stub.bodies[start:]]
+    return [label.rpartition(":")[2] for label in labels if label is not None]
 
 
 def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:

@@ -12,6 +12,7 @@ from vllm_support import build, tiny_model
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers.api import Refused
+from core_rl.servers.labels import label_of
 from core_rl.servers.wire import StaleServer
 from core_rl_vllm.wire import VllmWire
 
@@ -25,7 +26,10 @@ def choice(**changes: Any) -> dict[str, Any]:
         "token_ids": [7, 8],
         "finish_reason": "length",
         "logprobs": {"content": content},
-        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+        "weight_versions": [
+            {"version": label_of(3), "start": 0, "end": 1},
+            {"version": label_of(4), "start": 1, "end": 2},
+        ],
     }
     return {"choices": [{**usual, **changes}]}
 
@@ -46,8 +50,8 @@ def test_an_aborted_request_may_have_no_tokens() -> None:
     [
         ({"token_ids": [7, 9]}, RolloutError),
         ({"logprobs": {"content": [{"token_id": 7, "logprob": -9999.0}]}, "token_ids": [7]}, RolloutError),
-        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, RolloutError),
-        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, StaleServer),
+        ({"weight_versions": [{"version": label_of(3), "start": 0, "end": 1}]}, RolloutError),
+        ({"weight_versions": [{"version": "4", "start": 0, "end": 2}]}, StaleServer),
         ({"finish_reason": "error"}, RolloutError),
         ({"logprobs": None}, RolloutError),
     ],

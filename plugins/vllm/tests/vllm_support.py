@@ -54,6 +54,9 @@ class VllmStub(ServerStub):
     def __init__(self, model_path: str) -> None:
         super().__init__(model_path)
         self.updating = False
+        self.release = "0.32.0"
+        self.config: dict[str, Any] = {}
+        """Its ``model_config``."""
 
     def stop(self) -> None:
         super().stop()
@@ -80,15 +83,19 @@ class VllmStub(ServerStub):
     def _found(self, path: str, body: dict[str, Any]) -> Any:
         match path:
             case "/weight_info":
-                return {"weight_version": self.version}
+                return {"weight_version": self.label}
             case "/get_world_size":
                 return {"world_size": 1}
+            case "/version":
+                return {"version": self.release}
+            case "/server_info":
+                return {"vllm_config": {"model_config": self.config}}
             case "/v1/models":
                 return {"data": [{"root": self.model_path}]}
             case "/pause" | "/resume":
                 self.paused = path == "/pause"
             case "/update_weight_version":
-                self.version = body["new_version"]
+                self.label = body["new_version"]
             case "/collective_rpc":
                 self.model_path = body["kwargs"]["weights_path"]
             case path if path == GENERATE:
@@ -102,7 +109,7 @@ class VllmStub(ServerStub):
             "token_ids": [7] * count,
             "finish_reason": "length",
             "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}] * count},
-            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+            "weight_versions": [{"version": self.label, "start": 0, "end": count}],
         }
 
     async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

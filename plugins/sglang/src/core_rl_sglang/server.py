@@ -11,6 +11,7 @@ from torch import Tensor
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
+from core_rl.servers.facts import ServerFacts
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
@@ -23,17 +24,31 @@ __all__ = ["SGLangServer", "flattened_bucket"]
 class SGLangServer(Server):
     """A server of SGLang."""
 
-    async def served(self) -> tuple[str, str]:
+    tested = frozenset({"0.5.23"})
+
+    async def facts(self) -> ServerFacts:
         info = await self.api.get("/model_info", PROBE_TIMEOUT_S)
         about = await self.api.get("/server_info", PROBE_TIMEOUT_S)
         with readable([info, about], f"{self.address} is no SGLang server: it sent something"):
-            self.ranks, self.device = int(about["tp_size"]), str(about["device"])
-            return str(info["model_path"]), str(info["weight_version"])
+            return ServerFacts(
+                path=str(info["model_path"]),
+                label=str(info["weight_version"]),
+                ranks=int(about["tp_size"]),
+                device=str(about["device"]),
+                tokenizer_path=info.get("tokenizer_path"),
+                model_type=info.get("model_type"),
+                architectures=tuple(info.get("architectures") or ()) or None,
+                context_length=about.get("context_length"),
+                settings={
+                    # Defaults of the parameters that a request leaves out.
+                    "--preferred-sampling-params": (info.get("preferred_sampling_params"), None),
+                },
+                release=about.get("version"),
+            )
 
-    async def set_weight_version(self, version: int) -> None:
-        body = {"new_version": str(version), "abort_all_requests": False}
+    async def set_label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
         await self.api.post("/update_weight_version", body, PROBE_TIMEOUT_S)
-        self.version = version
 
     async def _pause(self, interrupt: Interrupt) -> None:
         # Retracted requests go back to the queue.

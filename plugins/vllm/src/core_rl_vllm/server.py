@@ -12,6 +12,7 @@ from core_rl.errors import ConfigError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
+from core_rl.servers.facts import ServerFacts
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
@@ -21,11 +22,15 @@ from core_rl_vllm.wire import PREFIX
 
 __all__ = ["VllmServer"]
 
+INFO_TIMEOUT_S = 120.0
+
 
 class VllmServer(Server):
     """A server of vLLM in development mode, with core-rl-vllm-server."""
 
-    async def served(self) -> tuple[str, str]:
+    tested = frozenset({"0.32.0"})
+
+    async def facts(self) -> ServerFacts:
         try:
             weights = await self.api.get("/weight_info", PROBE_TIMEOUT_S)
             size = await self.api.get("/get_world_size?include_dp=false", PROBE_TIMEOUT_S)
@@ -37,13 +42,24 @@ class VllmServer(Server):
                 "--enable-scale-out"
             ) from error
         models = await self.api.get("/v1/models", PROBE_TIMEOUT_S)
-        with readable([weights, size, models], f"{self.address} is no vLLM server: it sent something"):
-            self.ranks, self.device = int(size["world_size"]), "cpu"
-            return str(models["data"][0]["root"]), str(weights["weight_version"])
+        release = await self.api.get("/version", PROBE_TIMEOUT_S)
+        # The first response takes seconds. A launched server has the arguments of this engine.
+        config = None if self.start else await self.api.get("/server_info?config_format=json", INFO_TIMEOUT_S)
+        with readable(
+            [weights, size, models, release, config], f"{self.address} is no vLLM server: it sent something"
+        ):
+            return ServerFacts(
+                path=str(models["data"][0]["root"]),
+                label=str(weights["weight_version"]),
+                ranks=int(size["world_size"]),
+                device="cpu",
+                context_length=models["data"][0].get("max_model_len"),
+                release=release.get("version"),
+                **_settings(config),
+            )
 
-    async def set_weight_version(self, version: int) -> None:
-        await self.api.post("/update_weight_version", {"new_version": str(version)}, PROBE_TIMEOUT_S)
-        self.version = version
+    async def set_label(self, label: str) -> None:
+        await self.api.post("/update_weight_version", {"new_version": label}, PROBE_TIMEOUT_S)
 
     async def _pause(self, interrupt: Interrupt) -> None:
         await self.post(f"/pause?mode={'keep' if interrupt == 'continue' else 'abort'}", {})
@@ -106,6 +122,20 @@ class VllmServer(Server):
 
     async def unload_adapter(self, adapter: ServedAdapter) -> None:
         await self.post_if_up("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Fields of `ServerFacts` in the response to ``/server_info``."""
+    if config is None:
+        return {}
+    model = config["vllm_config"]["model_config"]
+    required = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+    return {
+        "tokenizer_path": model.get("tokenizer"),
+        "settings": {
+            f"--{name.replace('_', '-')}": (model.get(name, value), value) for name, value in required.items()
+        },
+    }
 
 
 def _tensors(bucket: Bucket) -> list[tuple[str, str, list[int], int]]:

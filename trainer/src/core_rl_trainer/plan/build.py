@@ -13,8 +13,8 @@ from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
 from core_rl.engine.schedule import schedule_length
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
-from core_rl.servers.config import ServerEngineConfig
-from core_rl.servers.process import machine_problems
+from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.servers.process import machine_problems, may_steer
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
@@ -284,9 +284,20 @@ def _unreadable(trained: Mapping[str, EngineSpec], portable: bool) -> Iterator[t
 
 
 def _require_servers(plan: RunPlan) -> None:
-    """Raise `ConfigError` where this machine cannot launch the servers of the rollout engine."""
+    """Raise `ConfigError` where this machine cannot launch the servers of the rollout engine, or change them."""
     rollout = plan.rollout
     if rollout is None or plan.serves_on_machines:
         return
     if isinstance(rollout.config, ServerEngineConfig):
-        raise_all(ConfigError, f"engines.{rollout.spec.name}", machine_problems(rollout.config))
+        problems = [*machine_problems(rollout.config), *_untouchable(rollout.config.options)]
+        raise_all(ConfigError, f"engines.{rollout.spec.name}", problems)
+
+
+def _untouchable(options: ServerOptions) -> Iterator[str]:
+    """The servers that training would change, and may not."""
+    others = [address for address in options.addresses if not may_steer(address, options)]
+    if others:
+        yield (
+            f"options.take_over = false: training pauses the servers at {', '.join(others)} and loads weights into "
+            "them; set it to true where nobody else uses them"
+        )

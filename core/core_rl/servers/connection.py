@@ -1,0 +1,55 @@
+"""Checks of servers when an engine connects to them, before anything is changed on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from core_rl.errors import ConfigError, raise_all
+from core_rl.servers.adapters import ServedModel
+from core_rl.servers.facts import ServerFacts, is_directory, misfits, warn_if_untested
+from core_rl.servers.labels import FRESH, owner_of, this_run
+from core_rl.servers.server import Server
+
+__all__ = ["require_servers", "require_steered"]
+
+
+def require_servers(facts: Mapping[Server, ServerFacts], model: ServedModel, origin: str) -> None:
+    """Raise one `ConfigError` with every reason for which servers cannot serve ``model``.
+
+    ``origin`` is the directory of weights that a server which this engine may not change has to serve. Logs one warning
+    for each untested version of the product.
+    """
+    problems = {server.name: list(_problems(server, known, model, origin)) for server, known in facts.items()}
+    raise_all(
+        ConfigError,
+        f"model.path = {str(model.path)!r} does not fit servers, on which nothing was changed",
+        (f"{name}: {problem}" for name, listed in problems.items() for problem in listed),
+    )
+    for server, known in facts.items():
+        if known.release is not None:
+            warn_if_untested(server.api.product, known.release, server.tested)
+
+
+def _problems(server: Server, facts: ServerFacts, model: ServedModel, origin: str) -> Iterator[str]:
+    if server.start is None and (other := list(misfits(facts, model))):
+        yield from other
+        return
+    connected, owner = server.version >= 0, owner_of(facts.label)
+    by = f"the run {owner}" if owner is not None else f"a user that labels its weights {facts.label!r}"
+    if server.steered:
+        if connected and facts.label != FRESH and owner != this_run():
+            yield f"{by} has taken it over since this engine connected to it"
+    elif facts.label != FRESH:
+        yield f"{by} steers it; name another server, or take it over by options.take_over = true"
+    elif not is_directory(facts.path, origin):
+        yield f"it serves {facts.path!r}; to load the weights of model.path into it, set options.take_over to true"
+
+
+def require_steered(servers: Sequence[Server], purpose: str) -> None:
+    """Raise `ConfigError` where ``purpose`` would change a server that this engine may not change."""
+    others = [server.name for server in servers if not server.steered]
+    if others:
+        raise ConfigError(
+            f"options.take_over = false: {purpose} would change {', '.join(others)}, which others started; set it to "
+            "true where nobody else uses them"
+        )

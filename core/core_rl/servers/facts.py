@@ -1,0 +1,128 @@
+"""`ServerFacts`: the model and the settings that a server reports, compared with those that an engine needs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from core_rl.checkpoint.end_tokens import read_tokenizer
+from core_rl.checkpoint.model_files import tokenizer_files
+from core_rl.config.engine import ModelConfig
+from core_rl.servers.adapters import ServedModel
+from core_rl.toolkit.build import read_config
+
+__all__ = ["ServerFacts", "is_directory", "misfits", "warn_if_untested"]
+
+logger = logging.getLogger(__name__)
+
+METADATA = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "use_cache"}
+    | {f"{name}_token_id" for name in ("bos", "eos", "pad")}
+)
+"""Fields of a config that change no log-prob: requests name the tokens that end them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """The answers of a server to GET requests; None where its product does not tell."""
+
+    path: str
+    """The directory of its weights, or their name on the Hub."""
+    label: str
+    """The version of its weights, as `core_rl.servers.labels` writes it."""
+    ranks: int = 1
+    """Tensor-parallel degree."""
+    device: str
+    """Device type: ``cpu`` or ``cuda``."""
+    tokenizer_path: str | None = None
+    model_type: str | None = None
+    architectures: tuple[str, ...] | None = None
+    vocab_size: int | None = None
+    context_length: int | None = None
+    """The most tokens of prompt and response together."""
+    settings: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+    """By argument of its command line: the present value, and the value that log-probs and requests need."""
+    release: str | None = None
+    """The version of the product."""
+
+
+def is_directory(path: str, directory: str) -> bool:
+    """Whether the ``path`` of a server is ``directory``, perhaps by a link."""
+    absolute = Path(path).is_absolute()
+    return path == directory or (absolute and Path(path).resolve() == Path(directory).resolve())
+
+
+def misfits(facts: ServerFacts, model: ServedModel) -> Iterator[str]:
+    """The facts with which a server cannot serve ``model``.
+
+    Configs and tokenizers are compared as files where the server's are on this machine.
+    """
+    if Path(facts.path).is_absolute() and Path(facts.path, "config.json").is_file():
+        yield from _other_config(read_config(ModelConfig(path=facts.path)), model.config)
+        yield from _other_tokenizer(Path(facts.tokenizer_path or facts.path), model.path)
+    else:
+        yield from _other_numbers(facts, model)
+    limit, needed = facts.context_length, model.limits.context_length
+    if limit is not None and needed is not None and limit < needed:
+        yield f"its context is {limit} tokens, and the model's {needed}"
+    for argument, (value, required) in facts.settings.items():
+        if value != required:
+            yield f"it runs with {argument} {value}; start it with {required}"
+
+
+def _other_numbers(facts: ServerFacts, model: ServedModel) -> Iterator[str]:
+    config = model.config
+    pairs = {
+        "model_type": (facts.model_type, config.model_type),
+        "architectures": (facts.architectures, tuple(config.architectures or ()) or None),
+        "vocab_size": (facts.vocab_size, model.limits.vocab_size),
+    }
+    for name, (theirs, required) in pairs.items():
+        if theirs is not None and required is not None and theirs != required:
+            yield f"it serves {name} = {_shown(theirs)} (model.path: {_shown(required)})"
+
+
+def _other_config(theirs: PretrainedConfig, required: PretrainedConfig) -> Iterator[str]:
+    left, right = theirs.to_dict(), required.to_dict()
+    names = [name for name in {*left, *right} - METADATA if left.get(name) != right.get(name)]
+    names.sort(key=lambda name: (name != "model_type", name))
+    if names:
+        shown = [
+            f"{name} = {_shown(left.get(name))} (model.path: {_shown(right.get(name))})" for name in names[:4]
+        ]
+        more = f" and {len(names) - 4} more fields" if len(names) > 4 else ""
+        yield f"its config has {', '.join(shown)}{more}"
+
+
+def _other_tokenizer(theirs: Path, required: Path) -> Iterator[str]:
+    """Differences between the tokenizers of two directories, where both hold one."""
+    if not (tokenizer_files(theirs) and tokenizer_files(required)):
+        return
+    left, right = read_tokenizer(theirs), read_tokenizer(required)
+    if left.get_vocab() != right.get_vocab():
+        yield f"its tokenizer in {str(theirs)!r} has other tokens"
+    if left.chat_template != right.chat_template:
+        yield f"its tokenizer in {str(theirs)!r} has another chat template"
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(value) if isinstance(value, tuple) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@functools.cache
+def warn_if_untested(product: str, release: str, tested: frozenset[str]) -> None:
+    """Log a warning, the first time, for a ``release`` of ``product`` that is not ``tested``."""
+    if tested and release not in tested:
+        logger.warning(
+            "%s %s has not been tested with this version of core-rl; tested: %s",
+            product,
+            release,
+            ", ".join(sorted(tested)),
+        )

@@ -1,0 +1,67 @@
+"""Servers that others started: checked before anything is changed. Servers are stubs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_support import VllmStub, complete, connected, request, stubs, tiny_model
+
+from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.errors import ConfigError
+from core_rl.servers.labels import label_of
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_vllm.server import VllmServer
+
+GENERATE = "/inference/v1/generate"
+CONSTRAINT = Path(__file__).parents[3] / "constraints" / "vllm-server-unresolved.txt"
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[VllmStub]:
+    with stubs(tmp_path) as made:
+        yield made[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "message"),
+    [
+        ("llama", {}, r"its config has model_type = 'llama' \(model.path: 'qwen3'\)"),
+        ("qwen3", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs; start it with processed"),
+        ("qwen3", {"generation_config": "auto"}, "--generation-config auto; start it with vllm"),
+    ],
+)
+def test_misfit_stays_untouched(
+    stub: VllmStub, tmp_path: Path, family: str, config: dict[str, Any], message: str
+) -> None:
+    stub.model_path = str(ModelStore(tmp_path).directory(TinyModel(family=family, head_size=32)))
+    stub.config = config
+    with pytest.raises(ConfigError, match=f"nothing was changed.*{message}"), connected([stub]):
+        pass
+    assert stub.changes == set()
+
+
+def test_server_of_others_only_draws(stub: VllmStub, tmp_path: Path) -> None:
+    new = tiny_model(tmp_path, seed=1)
+    with connected([stub], take_over=False) as engine:
+        assert complete(engine, request())[0].versions == (0,) * 4
+        with pytest.raises(
+            ConfigError, match=r"options.take_over = false: an update of weights would change"
+        ):
+            engine.update_weights(WeightUpdateMeta(version=1, path=new)).result(20)
+    assert stub.changes == {GENERATE}
+
+
+def test_label_names_the_run(stub: VllmStub, tmp_path: Path) -> None:
+    with connected([stub]) as engine:
+        engine.update_weights(WeightUpdateMeta(version=5, path=tiny_model(tmp_path, seed=1))).result(20)
+        assert stub.label == label_of(5)
+    with pytest.raises(ConfigError, match="steers it"), connected([stub], take_over=False):
+        pass
+
+
+def test_tested_release_is_that_of_constraints() -> None:
+    lines = CONSTRAINT.read_text().splitlines()
+    assert {line.partition("==")[2] for line in lines if line.startswith("vllm")} == VllmServer.tested
