@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import training_support
 from aiohttp import web
+from rich.console import Console
 from sglang_support import Stub, build, complete, connected, drop, first, request, stubs, tiny_model
 from test_sglang_machines import SERVER
 
@@ -21,6 +23,7 @@ from core_rl.servers import facts
 from core_rl.servers.api import Refused
 from core_rl.servers.labels import label_of
 from core_rl_sglang.server import SGLangServer
+from core_rl_trainer import train
 
 ELSEWHERE = "core-rl:elsewhere:17:3"
 CONSTRAINT = Path(__file__).parents[3] / "constraints" / "sglang-server-unresolved.txt"
@@ -141,6 +144,21 @@ def test_server_of_others_only_draws(stub: Stub, tmp_path: Path, name: str) -> N
             CHANGES[name](engine, tiny_model(tmp_path, seed=1))
         assert complete(engine, request())[0].versions == (0,) * 4
     assert stub.changes == {"/generate"}
+
+
+def test_training_needs_take_over(stub: Stub, tmp_path: Path) -> None:
+    start = training_support.make_start(tmp_path / "start")
+    values = training_support.recipe_values(
+        start,
+        tmp_path / "out",
+        engine="reference",
+        engines={"sglang": {"options": {"addresses": [stub.address]}}},
+        rollout={"engine": "sglang", "sync": "disk", "max_new_tokens": 4},
+    )
+    recipe = training_support.write_recipe(tmp_path / "r.yaml", values)
+    with pytest.raises(ConfigError, match=rf"options.take_over = false: training pauses .*{stub.address}"):
+        train(recipe, [], console=Console(file=io.StringIO()))
+    assert not stub.calls
 
 
 @pytest.mark.parametrize("take_over", [False, True])
