@@ -129,7 +129,12 @@ def _settings(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
     model = config["vllm_config"]["model_config"]
-    required = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+    required: dict[str, object] = {
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "override_generation_config": {},
+        "hf_overrides": {},
+    }
     return {
         "tokenizer_path": model.get("tokenizer"),
         "settings": {
