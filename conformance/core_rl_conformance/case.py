@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
@@ -19,6 +20,16 @@ class Target:
 
     spec: EngineSpec
     profile: Profile
+    model_dir: str = ""
+    """The model directory that a running server serves; empty for an engine that loads the suite's models."""
+    version: str = ""
+    """Product and version of a running server."""
+    missing_routes: Mapping[str, str] = field(default_factory=dict)
+    """Capabilities and checks that a server has no routes for, each with the reason: *not supported*."""
+    withheld: Mapping[str, str] = field(default_factory=dict)
+    """Capabilities and checks that its user has not allowed, each with the reason: *not run*."""
+    raw_logprobs: str = ""
+    """Advice for a server whose log-probs lack the temperature."""
 
     @property
     def three_ranks(self) -> Setting | None:

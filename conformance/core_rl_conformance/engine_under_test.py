@@ -78,7 +78,8 @@ class EngineUnderTest:
         """
         model = TinyModel(
             family=self.case.family,
-            seed=self.case.seed,
+            seed=0 if (source := self.case.target.model_dir) else self.case.seed,
+            source=source,
             head=head,
             dropout=dropout if self.spec.supports(Capability.DROPOUT) else 0.0,
             layers=layers,

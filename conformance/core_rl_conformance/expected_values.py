@@ -246,7 +246,7 @@ class ExpectedValues:
     def _stored(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
         """As `_keep`, and on disk as well."""
         cache = self._cache
-        if cache is None or isinstance(of, Snapshot):
+        if cache is None or isinstance(of, Snapshot) or _of_directory(of):
             return self._keep(of, key, compute)
         return self._keep(of, key, lambda: cache.get(repr((of, *key)), compute))
 
@@ -257,6 +257,11 @@ class ExpectedValues:
             self._kept[of, *key] = compute()
         value: ValueT = self._kept[of, *key]
         return value
+
+
+def _of_directory(of: TinyModel | TinyAdapter) -> bool:
+    """Whether ``of`` is a directory of the user's, whose files may change between sessions."""
+    return bool(of.source if isinstance(of, TinyModel) else of.model.source)
 
 
 _Values = list[list[Tensor]]

@@ -20,6 +20,10 @@ CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ENGINES = "core_rl_engines"
 """Destination of the parsed ``--engine`` options, a unique name."""
 HELP = "check this core-rl engine with the conformance suite; may be given several times"
+SERVER = "core_rl_server"
+"""Destination of the parsed ``--server`` option."""
+SUITE = "core_rl_conformance"
+"""Part of a word of every command that runs the suite."""
 
 
 def _positive(text: str) -> int:
@@ -37,6 +41,17 @@ def _minutes(text: str) -> float:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "--server": {
+        "metavar": "URL",
+        "help": "check the running server at http://HOST:PORT; with --wire and --model-dir",
+    },
+    "--wire": {"metavar": "WIRE", "help": "the interface of its requests: vllm, sglang or openai"},
+    "--model-dir": {"metavar": "DIR", "help": "the model that it serves, for expected values"},
+    "--take-over": {
+        "action": "store_true",
+        "help": "checks may change its weights, its version and its state",
+    },
+    "--server-key": {"metavar": "NAME", "help": "the environment variable with its API key"},
     "--layout": {
         "action": "append",
         "metavar": "LAYOUT",
@@ -89,9 +104,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config = pluginmanager.get_plugin("pytestconfig")
     assert isinstance(config, pytest.Config)
     words = list(_words(config))
-    requested = any(word.partition("=")[0] == "--engine" for word in words)
+    names = {word.partition("=")[0] for word in words}
+    # Other projects have servers too.
+    requested = "--engine" in names or ("--server" in names and any(SUITE in word for word in words))
     # A worker of pytest-xdist gets parsed options instead of a command line.
-    requested = requested or bool(getattr(config.option, ENGINES, None))
+    requested = requested or _names_engines(config)
     if not requested and not {"-h", "--help"} & set(words):
         return
     group = parser.getgroup("core-rl conformance", "conformance of core-rl engines")
@@ -99,6 +116,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     group.addoption("--engine", action="append", dest=ENGINES, default=[], metavar="NAME", help=help_)
     for name, fields in OPTIONS.items() if requested else ():
         group.addoption(name, dest=destination(name), **fields)
+
+
+def _names_engines(config: pytest.Config) -> bool:
+    """Whether parsed options name an engine or a server."""
+    return any(getattr(config.option, name, None) for name in (ENGINES, SERVER))
 
 
 def destination(name: str) -> str:
@@ -124,7 +146,7 @@ def _words(config: pytest.Config) -> Iterable[str]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Bring in the suite, which imports torch, if an engine is named."""
-    if not config.getoption(ENGINES, default=[]):
+    if not _names_engines(config):
         return
     if _runs_checks_itself(config):
         from core_rl.launch.process import start_fork_server
@@ -153,6 +175,6 @@ def _runs_checks_itself(config: pytest.Config) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without ``--engine`` the checks are no tests."""
-    if config.getoption(ENGINES, default=[]):
+    if _names_engines(config):
         return None
     return True if CHECKS_DIRECTORY in (collection_path, *collection_path.parents) else None

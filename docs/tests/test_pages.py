@@ -36,6 +36,7 @@ NOT_RUN = {
     "installs everything and trains for minutes": 3,
     "trains for a minute": 4,
     "needs an SGLang environment": 3,
+    "needs a server": 1,
     "needs reports": 1,
     "takes minutes": 5,
     "needs a run": 2,

@@ -83,6 +83,8 @@ class TinyModel:
 
     family: str
     seed: int = 0
+    source: str = ""
+    """The directory with its config, and with the weights of seed 0; empty for a model of the suite."""
     head: Head = "lm"
     dropout: float = 0.0
     dropout_at: DropoutPlace | None = None
@@ -154,6 +156,9 @@ class TinyModel:
         return config
 
     def _own_config(self) -> PretrainedConfig:
+        if self.source:
+            config: PretrainedConfig = AutoConfig.from_pretrained(self.source, local_files_only=True)
+            return config
         if self.family in OTHER_LAYERS:
             values = OTHER_LAYERS[self.family] | {"attention_dropout": self.dropout}
             return AutoConfig.for_model(self.family, **values)
@@ -360,14 +365,20 @@ class ModelStore:
             changed = [
                 f"{part.name}{getattr(model, part.name)}"
                 for part in fields(model)
-                if part.name != "family" and getattr(model, part.name) != part.default
+                if part.name not in ("family", "source") and getattr(model, part.name) != part.default
             ]
             path = self.root / "-".join([model.family, *changed]).replace(" ", "")
-            build(model).save_pretrained(path)
-            if model.head == "lm":
-                _write_generation_config(model, path)
+            if model == TinyModel(family=model.family, source=model.source) and model.source:
+                path = Path(model.source)
+            else:
+                self._write(model, path)
             self._built[model] = path
         return self._built[model]
+
+    def _write(self, model: TinyModel, path: Path) -> None:
+        build(model).save_pretrained(path)
+        if model.head == "lm":
+            _write_generation_config(model, path)
 
 
 def _write_generation_config(model: TinyModel, path: Path) -> None:
@@ -405,6 +416,11 @@ def save_as(
 def build(model: TinyModel) -> PreTrainedModel:
     """The model in memory, float32."""
     family = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+    if model.source and model.seed == 0:
+        loaded: PreTrainedModel = family.from_pretrained(
+            model.source, config=model.config(), dtype=torch.float32, local_files_only=True
+        )
+        return loaded
     built: PreTrainedModel = family.from_config(model.config(), dtype=torch.float32)  # type: ignore[no-untyped-call]
     # One generator for each parameter: the trunk of all heads is the same.
     with torch.no_grad():

@@ -286,7 +286,9 @@ def _known_mistakes(
     bos = config.bos_token_id
     mistakes: dict[str, Callable[[], list[Tensor]]] = {}
     if temperature != 1.0:
-        mistakes["log-probs at temperature 1: the temperature is missing"] = logprobs
+        advice = subject.case.target.raw_logprobs
+        sentence = "log-probs at temperature 1: the temperature is missing"
+        mistakes[f"{sentence}; {advice}" if advice else sentence] = logprobs
     longest = max(len(row.ids) for row in sequences_of(responses).rows)
     if bos is not None and longest < config.max_position_embeddings:
         mistakes[f"an extra BOS (id {bos}) stands before each prompt"] = partial(

@@ -207,8 +207,13 @@ def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: 
 
 
 def _not_supported(check: Check, target: Target, selection: Selection) -> str:
+    if check.identifier in target.missing_routes:
+        return target.missing_routes[check.identifier]
     required = check.requires | ({Capability.CUDA} if selection.device == "cuda" else set())
-    missing = sorted(required - target.spec.capabilities)
+    missing = sorted(required - target.spec.capabilities - target.withheld.keys())
+    routes = dict.fromkeys(target.missing_routes[name] for name in missing if name in target.missing_routes)
+    if routes:
+        return "; ".join(routes)
     if not missing and check.dtype is not None and check.dtype not in target.profile.dtypes:
         return f"the profile has no dtype {check.dtype}"
     return f"undeclared: {', '.join(missing)}" if missing else ""
@@ -221,6 +226,9 @@ def _not_run(
     families: Sequence[str],
     selection: Selection,
 ) -> str:
+    withheld = (target.withheld.get(name) for name in (check.identifier, *sorted(check.requires)))
+    if reason := next(filter(None, withheld), ""):
+        return reason
     if selection.quick and not check.quick:
         return "--quick leaves it out"
     if len(target.profile.places) < check.min_layouts:

@@ -23,6 +23,8 @@ from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.code import suite_code
+from core_rl_conformance.servers.options import ServerArguments
+from core_rl_conformance.servers.target import load_server
 from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan, level
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
@@ -237,6 +239,7 @@ def _plan(config: pytest.Config) -> Plan:
         checks = load_checks()
         engines = dict.fromkeys(config.getoption("core_rl_engines"))
         targets = [load_target(name, checks) for name in engines]
+        targets += [] if (server := _server_arguments(config)) is None else [load_server(server)]
         select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
@@ -245,6 +248,22 @@ def _plan(config: pytest.Config) -> Plan:
             f"--soak: {', '.join(engines)}: no train engine; a soak draws calls of train engines"
         )
     return Plan(targets, selection)
+
+
+def _server_arguments(config: pytest.Config) -> ServerArguments | None:
+    """The server of the command line; None without one."""
+    url = config.getoption("core_rl_server")
+    if url is None:
+        return None
+    return ServerArguments(
+        url=url,
+        wire=config.getoption("core_rl_wire") or "",
+        model_dir=config.getoption("core_rl_model_dir") or "",
+        take_over=config.getoption("core_rl_take_over"),
+        key_variable=config.getoption("core_rl_server_key"),
+        dtype=config.getoption("core_rl_dtype"),
+        device=config.getoption("core_rl_device"),
+    )
 
 
 def _in_this_copy(argument: str, directory: Path) -> str:

@@ -196,7 +196,8 @@ class ReportWriter:
         entries = {entry.name: entry for entry in list_engines()}
         problems = self._summary.problems()
         engines = []
-        for spec in (target.spec for target in plan.targets):
+        for target in plan.targets:
+            spec = target.spec
             engine_results = [case for case in results if case.engine == spec.name]
             entry = entries.get(spec.name)
             distribution = entry.distribution if entry else "(this process)"
@@ -205,7 +206,7 @@ class ReportWriter:
                 kind=spec.kind,
                 description=spec.description,
                 distribution=distribution,
-                version=entry.version if entry else "-",
+                version=entry.version if entry else target.version or "-",
                 code=engine_code(spec, distribution),
                 protocol=spec.protocol,
                 capabilities=certify(spec.capabilities, engine_results, needs_of(checks, spec.kind)),

@@ -262,8 +262,13 @@ class InferenceEngine:
         guards.require_state(self._state, "ready", "set_version()")
         if version < 0:
             raise EngineStateError(f"set_version({version}); versions are not negative")
-        self._backend.set_version(version)
-        self._version = version
+        # Tokens of the new version may arrive before the backend returns.
+        before, self._incoming = self._incoming, max(version, self._incoming or 0)
+        try:
+            self._backend.set_version(version)
+            self._version = version
+        finally:
+            self._incoming = before
         self._version_changed()
 
     def get_version(self) -> int:

@@ -198,6 +198,16 @@ def test_versions_rise_along_a_response(engine: InferenceEngine, backend: ToyBac
         ask(engine)
 
 
+def test_response_may_have_version_being_set(engine: InferenceEngine, backend: ToyBackend) -> None:
+    def set_version(version: int) -> None:
+        backend.served = version
+        assert ask(engine).versions == (version,) * 3
+
+    backend.set_version = set_version  # type: ignore[method-assign]
+    engine.set_version(5)
+    assert engine.get_version() == 5
+
+
 def test_response_may_have_incoming_version(engine: InferenceEngine, backend: ToyBackend) -> None:
     installed, finish = threading.Event(), threading.Event()
 

@@ -1,0 +1,1 @@
+"""Servers as engines under test: by their address, or started by a command."""

@@ -1,0 +1,164 @@
+"""`ServerUnderTest`: an inference backend over one server, with the wire and the calls of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from core_rl.backend.inference_backend import InferenceContext, ModelLimits
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.registry.engines import get_spec, load_class
+from core_rl.servers.adapters import ServedAdapter, ServedModel
+from core_rl.servers.backend import ServerBackend
+from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
+from core_rl.servers.process import ServerProcess
+from core_rl.servers.server import FRESH, Server
+from core_rl.servers.wire import Scores, StreamReader, Wire
+from core_rl_conformance.servers.openai import OpenAIWire
+
+__all__ = ["ServerUnderTest", "ServerUnderTestConfig", "wire_of"]
+
+
+class ServerUnderTestOptions(ServerOptions):
+    """The interface of the server."""
+
+    wire: str = "openai"
+    """``openai``, or the engine whose wire and server class are used."""
+    read_only: bool = True
+    """Whether the server's weights, version and state stay as they are."""
+    served_name: str = ""
+    """The name of its model in requests."""
+    product: str = "server"
+    """Its name in messages."""
+
+
+class ServerUnderTestConfig(ServerEngineConfig):
+    """The common config, and the section of the server."""
+
+    product = "server"
+    module = "unused"
+    python_variable = "UNUSED"
+
+    options: ServerUnderTestOptions = ServerUnderTestOptions()
+
+
+class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
+    """Calls one server as the engine of its kind does, or reads only."""
+
+    product = "server"
+
+    def build(
+        self,
+        context: InferenceContext[ServerUnderTestConfig],
+        addresses: tuple[str, ...],
+        ft_spec: FinetuneSpec,
+    ) -> ModelLimits:
+        self._use(context.config.options)
+        return super().build(context, addresses, ft_spec)
+
+    def _use(self, options: ServerUnderTestOptions) -> None:
+        """Take the wire and the server class of ``options``."""
+        self.product = options.product
+        self._of_kind = None if options.wire == "openai" else _backend_of(options.wire)
+        wire = wire_of(options.wire, options.served_name)
+        self.wire = UnversionedWire(wire) if options.read_only else wire
+        self.server_class = (
+            ReadOnlyServer if options.read_only or self._of_kind is None else self._of_kind.server_class
+        )
+
+    def served_model(self, config: ServerUnderTestConfig) -> ServedModel:
+        if self._of_kind is None or config.options.read_only:
+            return ServedModel.of(config.model, "server")
+        return self._of_kind.served_model(config)
+
+    def start_server(
+        self, config: ServerUnderTestConfig, model: ServedModel, port: int, key: str | None
+    ) -> ServerProcess:
+        raise NotImplementedError("it runs already")
+
+    def release_memory(self) -> None:
+        """Free the accelerator's memory."""
+        self.loop.wait(self.fleet.release_memory())
+
+    def resume_memory(self) -> None:
+        """Allocate it again, and load the weights."""
+        self.loop.wait(self.fleet.resume_memory())
+
+
+def wire_of(name: str, model: str) -> Wire:
+    """The wire ``name`` for requests to ``model``; raises `EngineError` for an engine that is not installed."""
+    return OpenAIWire(model) if name == "openai" else _backend_of(name).wire
+
+
+def _backend_of(engine: str) -> ServerBackend[Any]:
+    """The backend of the installed engine; raises `EngineError`."""
+    base: type[Any] = ServerBackend
+    made: ServerBackend[Any] = load_class(get_spec(engine), "factory", base)()
+    return made
+
+
+class ReadOnlyServer(Server):
+    """A server of which nothing is changed: it takes requests alone."""
+
+    async def served(self) -> tuple[str, str]:
+        return "", FRESH
+
+    async def set_weight_version(self, version: int) -> None:
+        self.version = version
+
+    async def _pause(self, interrupt: Interrupt) -> None: ...
+
+    async def _continue(self) -> None: ...
+
+    async def abort(self, rid: str) -> None:
+        """Servers abort a request with its connection."""
+
+    async def abort_all(self) -> None: ...
+
+    async def flush_cache(self) -> None: ...
+
+    async def load_directory(self, path: str) -> None: ...
+
+    async def load_adapter(self, adapter: ServedAdapter) -> None: ...
+
+
+class UnversionedWire(Wire):
+    """``wire``, with version 0 for all tokens: the driver has given the server no version."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.path, self.ids, self.rid = wire.path, wire.ids, wire.rid
+
+    def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
+        return self._wire.generation(request, eos)
+
+    def adapter_fields(self, name: str | None) -> dict[str, str]:
+        return self._wire.adapter_fields(name)
+
+    def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
+        return self._wire.response(request, _unversioned(response), eos, server)
+
+    def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+        return self._wire.scoring(ids, k)
+
+    def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
+        return self._wire.scores(response, ids, k, server)
+
+    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
+        read = self._wire.stream_reader(request, eos, server)
+        return lambda event: read(_unversioned(event))
+
+
+def _unversioned(response: Any) -> Any:
+    """``response`` with version 0 in the spans of its weight versions, which are of its choices or of itself."""
+    if isinstance(response, list):
+        return [_unversioned(part) for part in response]
+    if not isinstance(response, dict):
+        return response
+    changed = dict(response)
+    for name in response.keys() & {"choices", "meta_info"}:
+        changed[name] = _unversioned(response[name])
+    if isinstance(spans := response.get("weight_versions"), list):
+        changed["weight_versions"] = [{**span, "version": "0"} for span in spans]
+    return changed

@@ -1,0 +1,90 @@
+"""`ServerArguments`: the server of a session, as its command line names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from core_rl.config.engine import DType
+from core_rl.errors import ConfigError, raise_all
+
+__all__ = ["ServerArguments", "WireName"]
+
+WireName = Literal["openai", "sglang", "vllm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerArguments:
+    """A running server, with the model that it serves."""
+
+    url: str
+    """Such as ``http://127.0.0.1:8000``."""
+    wire: str
+    model_dir: str
+    take_over: bool
+    """Whether the session may change its weights, its version and its state."""
+    key_variable: str | None
+    """The environment variable with its API key."""
+    dtype: DType | None
+    device: str
+
+    def require_valid(self) -> None:
+        """Raise one `ConfigError` with everything that is wrong."""
+        raise_all(ConfigError, "the server under test", self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if self.wire not in get_args(WireName):
+            yield f"--wire={self.wire}: give --wire={'|'.join(get_args(WireName))}, the interface of its requests"
+        url = urlsplit(self._full_url)
+        if url.scheme != "http" or not _has_port(self._full_url) or url.path.strip("/"):
+            yield f"--server={self.url}: give http://HOST:PORT, without a path and without TLS"
+        if url.username or url.password:
+            yield "--server has a password; name the variable of an API key with --server-key"
+        if not (Path(self.model_dir) / "config.json").is_file():
+            yield (
+                f"--model-dir={self.model_dir}: no config.json there; give the directory of the model that the server "
+                "serves: expected values are computed from its weights"
+            )
+
+    @property
+    def _full_url(self) -> str:
+        return self.url if "://" in self.url else f"http://{self.url}"
+
+    @property
+    def address(self) -> str:
+        """``host:port``"""
+        return urlsplit(self._full_url).netloc
+
+    @property
+    def model_type(self) -> str:
+        """The type in the model's config."""
+        return str(self._model_config().get("model_type", "model"))
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids in the model's config."""
+        config = self._model_config()
+        return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+
+    @property
+    def served_dtype(self) -> DType:
+        """``dtype``, or by default the dtype in the model's config; float32 where that has another or none."""
+        config = self._model_config()
+        named = str(config.get("dtype", config.get("torch_dtype", "")))
+        return self.dtype or ("bfloat16" if named == "bfloat16" else "float32")
+
+    def _model_config(self) -> dict[str, Any]:
+        text = (Path(self.model_dir) / "config.json").read_text(encoding="utf-8")
+        parsed: dict[str, Any] = json.loads(text)
+        return parsed
+
+
+def _has_port(url: str) -> bool:
+    try:
+        return bool(urlsplit(url).hostname) and urlsplit(url).port is not None
+    except ValueError:
+        return False

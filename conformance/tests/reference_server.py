@@ -1,0 +1,151 @@
+"""A server with the routes of vLLM over the reference engine, or over a mutant of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from aiohttp import web
+from server_stub import ServerStub
+
+from core_rl.backend.inference_backend import InferenceContext
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.engine import ModelConfig
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.errors import CoreRLError
+from core_rl.reference import ReferenceRolloutConfig
+from core_rl.reference.rollout import ReferenceRolloutBackend
+
+__all__ = ["COMPLETIONS", "CONTROL", "GENERATE", "ReferenceServer"]
+
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+PLAIN = ("/openapi.json", "/health", "/version", "/v1/models", COMPLETIONS)
+"""Routes that every server has."""
+CONTROL = (
+    GENERATE,
+    "/server_info",
+    "/weight_info",
+    "/get_world_size",
+    "/update_weight_version",
+    "/pause",
+    "/resume",
+    "/reset_prefix_cache",
+    "/collective_rpc",
+    "/abort_requests",
+)
+"""Routes of a server in development mode."""
+FIELDS = ("prompt_logprobs", "min_p", "logit_bias", "seed", "stop_token_ids")
+
+
+class ReferenceServer(ServerStub):
+    """Serves ``model_path`` by ``kind``; a request is answered as a whole, by the weights that it began with."""
+
+    def __init__(
+        self,
+        model_path: str,
+        kind: type[ReferenceRolloutBackend] = ReferenceRolloutBackend,
+        routes: Collection[str] = CONTROL,
+    ) -> None:
+        super().__init__(model_path)
+        self.routes = (*PLAIN, *routes)
+        self.backend = kind()
+        config = ReferenceRolloutConfig(model=ModelConfig(path=model_path), device="cpu")
+        self.backend.build(InferenceContext(name="reference-rollout", config=config), (), FinetuneSpec())
+
+    def close(self) -> None:
+        super().close()
+        self.backend.teardown()
+
+    async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path not in self.routes:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        try:
+            return web.json_response(await self._content(request, body))
+        except CoreRLError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+
+    async def _content(self, request: web.Request, body: dict[str, Any]) -> Any:
+        if request.path in (COMPLETIONS, GENERATE):
+            return await self._answered(body)
+        if request.path == "/collective_rpc":
+            await asyncio.to_thread(self.load, body["kwargs"]["weights_path"])
+        elif request.path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif request.path in ("/pause", "/resume"):
+            self.paused = request.path == "/pause"
+        return self._descriptions().get(request.path, {})
+
+    def _descriptions(self) -> dict[str, Any]:
+        schema: dict[str, Any] = {"CompletionRequest": {"properties": {name: {} for name in FIELDS}}}
+        paths: dict[str, Any] = {path: {} for path in self.routes}
+        return {
+            "/openapi.json": {"paths": paths, "components": {"schemas": schema}},
+            "/version": {"version": "9.9"},
+            "/server_info": {"vllm_config": {}, "api_key": "hidden"},
+            "/v1/models": {"data": [{"id": self.model_path, "root": self.model_path}]},
+            "/weight_info": {"weight_version": self.version},
+            "/get_world_size": {"world_size": 1},
+        }
+
+    def load(self, path: str) -> None:
+        """Serve the weights in ``path``; raises `ConfigError` where there are none."""
+        self.backend._on_worker(self.backend._adopt, self.backend._load(ModelConfig(path=path)))
+        self.model_path = path
+
+    async def _answered(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields = body.get("sampling_params", body)
+        ids = tuple(body.get("token_ids") or body["prompt"])
+        if fields.get("prompt_logprobs") is not None:
+            scores = await asyncio.to_thread(self._scores, ids, fields["prompt_logprobs"])
+            return {"prompt_logprobs": scores, "choices": [{"prompt_logprobs": scores}]}
+        while self.paused:
+            await asyncio.sleep(0.01)
+        version = self.version
+        rid = body["request_id"]
+        response = await self.backend.agenerate(
+            LLMRequest(rid=rid, input_ids=ids, sampling=_sampling(fields))
+        )
+        return {"choices": [_choice(response, version)]}
+
+    def _scores(self, ids: Sequence[int], k: int) -> list[dict[str, Any] | None]:
+        batch = SequenceBatch.from_sequences([ids])
+        given = self.backend.score(batch, 1.0).tolist()
+        top = self.backend.top_logprobs(batch, max(k, 1), 1.0)
+        positions: list[dict[str, Any] | None] = [None]
+        for place in range(1, len(ids)):
+            pairs = list(zip(top.ids[place].tolist(), top.logprobs[place].tolist(), strict=True))[:k]
+            positions.append(
+                {str(token): {"logprob": value} for token, value in [(ids[place], given[place]), *pairs]}
+            )
+        return positions
+
+
+def _sampling(fields: dict[str, Any]) -> SamplingParams:
+    top_k = fields["top_k"]
+    return SamplingParams(
+        max_new_tokens=fields["max_tokens"],
+        temperature=fields["temperature"],
+        top_p=fields["top_p"],
+        top_k=top_k if top_k > 0 else None,
+        min_p=fields["min_p"],
+        ignore_eos=True,
+        stop_token_ids=tuple(fields["stop_token_ids"]),
+        seed=fields["seed"],
+        logit_bias=tuple((int(token), bias) for token, bias in fields.get("logit_bias", {}).items()),
+    )
+
+
+def _choice(response: LLMResponse, version: str) -> dict[str, Any]:
+    """One choice with the fields of both routes."""
+    pairs = list(zip(response.output_ids, response.logprobs, strict=True))
+    return {
+        "token_ids": list(response.output_ids),
+        "finish_reason": response.stop_reason,
+        "weight_versions": [{"version": version, "start": 0, "end": len(pairs)}],
+        "logprobs": {
+            "content": [{"token_id": token, "logprob": value} for token, value in pairs],
+            "token_logprobs": list(response.logprobs),
+        },
+    }

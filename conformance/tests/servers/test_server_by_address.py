@@ -1,0 +1,138 @@
+"""Sessions that judge a running server: outcomes by its routes, messages, and the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mutants.rollouts import ReportsWithoutTemperature
+from plugin_support import run
+from reference_server import CONTROL, GENERATE, ReferenceServer
+from server_stub import running
+
+from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(ModelStore(tmp_path_factory.mktemp("models")).directory(TinyModel(family="llama")))
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: str) -> Iterator[ReferenceServer]:
+    with running([ReferenceServer(model_dir)]) as (made,):
+        yield made
+
+
+def judge(
+    pytester: pytest.Pytester, server: ReferenceServer, checks: list[str], *arguments: str
+) -> tuple[pytest.RunResult, dict[str, tuple[str, str]]]:
+    """A session with these checks, and outcome and reason of each."""
+    report = pytester.path / "report.json"
+    result = run(
+        pytester,
+        f"--server=http://{server.address}",
+        f"--model-dir={server.model}",
+        f"--report={report}",
+        *(f"--check={check}" for check in checks),
+        "--pyargs",
+        "core_rl_conformance",
+        *arguments,
+    )
+    cases = json.loads(report.read_text())["results"]
+    return result, {case["check"]: (case["outcome"], case["reason"]) for case in cases}
+
+
+VERSIONS, PREFIX = "contract.rollout-versions", "I13.prefix-cache"
+
+
+def test_completions_are_judged_without_control_routes(
+    pytester: pytest.Pytester, server: ReferenceServer
+) -> None:
+    checks = ["I7.rollout-logprobs", "I7.score", "I19.stop", PREFIX, VERSIONS]
+    result, outcomes = judge(pytester, server, checks, "--wire=openai")
+    assert result.ret == pytest.ExitCode.OK
+    reason = "the wire openai has no route that changes a server"
+    assert outcomes == {
+        **dict.fromkeys(checks[:3], ("passed", "")),
+        **dict.fromkeys((PREFIX, VERSIONS), ("not supported", reason)),
+    }
+    assert not {path for path, body in server.bodies if body} - {"/v1/completions"}
+
+
+def test_missing_routes_are_named(pytester: pytest.Pytester, model_dir: str) -> None:
+    for absent in ("/pause", "/collective_rpc"):
+        with running([ReferenceServer(model_dir, routes=[r for r in CONTROL if r != absent])]) as (made,):
+            _, outcomes = judge(pytester, made, [PREFIX, VERSIONS], "--wire=vllm", "--take-over")
+            assert outcomes[PREFIX] == ("not supported", f"no route {absent}")
+            assert (outcomes[VERSIONS] == ("passed", "")) == (absent == "/collective_rpc")
+
+
+def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: ReferenceServer) -> None:
+    before = server.version
+    result, outcomes = judge(pytester, server, ["I19.bos", PREFIX, VERSIONS], "--wire=vllm")
+    assert result.ret == pytest.ExitCode.OK
+    withheld = ("not run", "it would change the server; give --take-over to allow it")
+    assert outcomes == {"I19.bos": ("passed", ""), PREFIX: withheld, VERSIONS: withheld}
+    assert server.version == before
+    result, outcomes = judge(pytester, server, [PREFIX, VERSIONS], "--wire=vllm", "--take-over")
+    assert outcomes == dict.fromkeys((PREFIX, VERSIONS), ("passed", ""))
+    server.load(server.model)
+    server.version = before
+
+
+def test_raw_logprobs_are_named(pytester: pytest.Pytester, model_dir: str) -> None:
+    with running([ReferenceServer(model_dir, ReportsWithoutTemperature)]) as (made,):
+        result, outcomes = judge(pytester, made, ["I8.rollout-temperature"], "--wire=openai")
+    assert outcomes["I8.rollout-temperature"][0] == "failed"
+    result.stdout.fnmatch_lines(["*reports raw log-probs; start it with --logprobs-mode processed_logprobs*"])
+
+
+def test_report_has_product_and_no_key(
+    pytester: pytest.Pytester, server: ReferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_SERVER", "do-not-write")
+    judge(pytester, server, ["I19.bos"], "--wire=openai", "--server-key=KEY_OF_SERVER")
+    text = (pytester.path / "report.json").read_text()
+    (engine,) = json.loads(text)["engines"]
+    assert engine["version"] == "vLLM 9.9"
+    assert engine["description"] == f"vLLM 9.9 at http://{server.address} (wire openai)"
+    assert "do-not-write" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--server=https://host:1"], "*--server=https://host:1: give http://HOST:PORT*"),
+        (["--server=host"], "*--server=host: give http://HOST:PORT*"),
+        (["--server=host:1"], "*--wire=: give --wire=openai|sglang|vllm*"),
+        (["--server=host:1", "--wire=vllm"], "*--model-dir=: no config.json there*"),
+    ],
+)
+def test_wrong_options_name_the_fix(pytester: pytest.Pytester, arguments: list[str], message: str) -> None:
+    result = run(pytester, *arguments, "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+
+
+def test_unsuited_servers_name_the_fix(pytester: pytest.Pytester, model_dir: str, tmp_path: Path) -> None:
+    with running([ReferenceServer(model_dir, routes=[r for r in CONTROL if r != GENERATE])]) as (made,):
+        arguments = (f"--model-dir={model_dir}", "--wire=vllm", "--pyargs", "core_rl_conformance")
+        result = run(pytester, f"--server={made.address}", *arguments)
+        result.stderr.fnmatch_lines(
+            [
+                f"*--wire=vllm: the vLLM at {made.address} has no route {GENERATE}; start it with --enable-scale-out*"
+            ]
+        )
+    result = run(pytester, f"--server={made.address}", *arguments)
+    result.stderr.fnmatch_lines(["*--server: *; start the server first, and give its address*"])
+
+
+def test_server_option_of_other_projects_is_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("def pytest_addoption(parser): parser.addoption('--server')")
+    pytester.makepyfile("def test_value(pytestconfig): assert pytestconfig.getoption('--server') == 'mine'")
+    run(pytester, "--server=mine").assert_outcomes(passed=1)
