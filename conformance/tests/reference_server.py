@@ -72,7 +72,7 @@ class ReferenceServer(ServerStub):
         if request.path == "/collective_rpc":
             await asyncio.to_thread(self.load, body["kwargs"]["weights_path"])
         elif request.path == "/update_weight_version":
-            self.version = body["new_version"]
+            self.label = body["new_version"]
         elif request.path in ("/pause", "/resume"):
             self.paused = request.path == "/pause"
         return self._descriptions().get(request.path, {})
@@ -83,9 +83,9 @@ class ReferenceServer(ServerStub):
         return {
             "/openapi.json": {"paths": paths, "components": {"schemas": schema}},
             "/version": {"version": "9.9"},
-            "/server_info": {"vllm_config": {}, "api_key": "hidden"},
+            "/server_info": {"vllm_config": {"model_config": {}}, "api_key": "hidden"},
             "/v1/models": {"data": [{"id": self.model_path, "root": self.model_path}]},
-            "/weight_info": {"weight_version": self.version},
+            "/weight_info": {"weight_version": self.label},
             "/get_world_size": {"world_size": 1},
         }
 
@@ -102,7 +102,7 @@ class ReferenceServer(ServerStub):
             return {"prompt_logprobs": scores, "choices": [{"prompt_logprobs": scores}]}
         while self.paused:
             await asyncio.sleep(0.01)
-        version = self.version
+        version = self.label
         rid = body["request_id"]
         response = await self.backend.agenerate(
             LLMRequest(rid=rid, input_ids=ids, sampling=_sampling(fields))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from core_rl.backend.inference_backend import InferenceContext, ModelLimits
@@ -12,8 +12,10 @@ from core_rl.registry.engines import get_spec, load_class
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
-from core_rl.servers.process import ServerProcess
-from core_rl.servers.server import FRESH, Server
+from core_rl.servers.facts import ServerFacts
+from core_rl.servers.labels import FRESH
+from core_rl.servers.process import RunningServer, ServerProcess
+from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, StreamReader, Wire
 from core_rl_conformance.servers.openai import OpenAIWire
 
@@ -67,6 +69,14 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
             ReadOnlyServer if options.read_only or self._of_kind is None else self._of_kind.server_class
         )
 
+    def _server(
+        self, address: str, options: ServerOptions, start: Callable[[], RunningServer] | None = None
+    ) -> Server:
+        server = super()._server(address, options, start)
+        if isinstance(server, ReadOnlyServer):
+            server.path = str(self.model.path)
+        return server
+
     def served_model(self, config: ServerUnderTestConfig) -> ServedModel:
         if self._of_kind is None or config.options.read_only:
             return ServedModel.of(config.model, "server")
@@ -101,11 +111,13 @@ def _backend_of(engine: str) -> ServerBackend[Any]:
 class ReadOnlyServer(Server):
     """A server of which nothing is changed: it takes requests alone."""
 
-    async def served(self) -> tuple[str, str]:
-        return "", FRESH
+    path = ""
+    """The model directory that its user names."""
 
-    async def set_weight_version(self, version: int) -> None:
-        self.version = version
+    async def facts(self) -> ServerFacts:
+        return ServerFacts(path=self.path, label=FRESH, device="")
+
+    async def set_label(self, label: str) -> None: ...
 
     async def _pause(self, interrupt: Interrupt) -> None: ...
 
@@ -124,7 +136,7 @@ class ReadOnlyServer(Server):
 
 
 class UnversionedWire(Wire):
-    """``wire``, with version 0 for all tokens: the driver has given the server no version."""
+    """``wire``, with no version for any token: labels of a server's other users mean nothing here."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -151,7 +163,7 @@ class UnversionedWire(Wire):
 
 
 def _unversioned(response: Any) -> Any:
-    """``response`` with version 0 in the spans of its weight versions, which are of its choices or of itself."""
+    """``response`` without labels in the spans of its weight versions, which are of its choices or of itself."""
     if isinstance(response, list):
         return [_unversioned(part) for part in response]
     if not isinstance(response, dict):
@@ -160,5 +172,5 @@ def _unversioned(response: Any) -> Any:
     for name in response.keys() & {"choices", "meta_info"}:
         changed[name] = _unversioned(response[name])
     if isinstance(spans := response.get("weight_versions"), list):
-        changed["weight_versions"] = [{**span, "version": "0"} for span in spans]
+        changed["weight_versions"] = [{**span, "version": FRESH} for span in spans]
     return changed

@@ -74,6 +74,7 @@ def load_server(arguments: ServerArguments) -> Target:
         "addresses": [arguments.address],
         "wire": arguments.wire,
         "read_only": not changes,
+        "take_over": changes,
         "served_name": routes.model,
         "product": routes.product,
         "api_key": None if variable is None else f"${{env:{variable}}}",

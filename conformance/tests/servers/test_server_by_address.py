@@ -73,16 +73,16 @@ def test_missing_routes_are_named(pytester: pytest.Pytester, model_dir: str) -> 
 
 
 def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: ReferenceServer) -> None:
-    before = server.version
+    before = server.label
     result, outcomes = judge(pytester, server, ["I19.bos", PREFIX, VERSIONS], "--wire=vllm")
     assert result.ret == pytest.ExitCode.OK
     withheld = ("not run", "it would change the server; give --take-over to allow it")
     assert outcomes == {"I19.bos": ("passed", ""), PREFIX: withheld, VERSIONS: withheld}
-    assert server.version == before
+    assert server.label == before
     result, outcomes = judge(pytester, server, [PREFIX, VERSIONS], "--wire=vllm", "--take-over")
     assert outcomes == dict.fromkeys((PREFIX, VERSIONS), ("passed", ""))
     server.load(server.model)
-    server.version = before
+    server.label = before
 
 
 def test_raw_logprobs_are_named(pytester: pytest.Pytester, model_dir: str) -> None:
