@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from core_rl.errors import ConfigError, raise_all
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.facts import ServerFacts, is_directory, misfits, warn_if_untested
-from core_rl.servers.labels import FRESH, owner_of, this_run
+from core_rl.servers.labels import FRESH, RUN, owner_of
 from core_rl.servers.server import Server
 
 __all__ = ["require_servers", "require_steered"]
@@ -37,7 +37,7 @@ def _problems(server: Server, facts: ServerFacts, model: ServedModel, origin: st
     connected, owner = server.version >= 0, owner_of(facts.label)
     by = f"the run {owner}" if owner is not None else f"a user that labels its weights {facts.label!r}"
     if server.steered:
-        if connected and facts.label != FRESH and owner != this_run():
+        if connected and facts.label != FRESH and owner != RUN:
             yield f"{by} has taken it over since this engine connected to it"
     elif facts.label != FRESH:
         yield f"{by} steers it; name another server, or take it over by options.take_over = true"

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from core_rl.checkpoint.end_tokens import read_tokenizer
 from core_rl.checkpoint.model_files import tokenizer_files
+from core_rl.checkpoint.precisions import quantized_layers, shown_layers
 from core_rl.config.engine import ModelConfig
 from core_rl.servers.adapters import ServedModel
 from core_rl.toolkit.build import read_config
@@ -22,10 +21,10 @@ __all__ = ["ServerFacts", "is_directory", "misfits", "warn_if_untested"]
 logger = logging.getLogger(__name__)
 
 METADATA = frozenset(
-    {"_name_or_path", "transformers_version", "dtype", "use_cache"}
+    {"_name_or_path", "transformers_version", "dtype", "use_cache", "quantization_config"}
     | {f"{name}_token_id" for name in ("bos", "eos", "pad")}
 )
-"""Fields of a config that change no log-prob: requests name the tokens that end them."""
+"""Fields of a config that change no log-prob (requests name the tokens that end them), and the audited precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,11 @@ def misfits(facts: ServerFacts, model: ServedModel) -> Iterator[str]:
     Configs and tokenizers are compared as files where the server's are on this machine.
     """
     if Path(facts.path).is_absolute() and Path(facts.path, "config.json").is_file():
-        yield from _other_config(read_config(ModelConfig(path=facts.path)), model.config)
+        config = read_config(ModelConfig(path=facts.path)).to_dict()
+        yield from _other_config(config, model.config.to_dict())
+        if quantization := config.get("quantization_config"):
+            layers = shown_layers(quantized_layers(quantization, model.shapes))
+            yield f"it serves layers in another precision than the trainer has: {layers}"
         yield from _other_tokenizer(Path(facts.tokenizer_path or facts.path), model.path)
     else:
         yield from _other_numbers(facts, model)
@@ -88,8 +91,7 @@ def _other_numbers(facts: ServerFacts, model: ServedModel) -> Iterator[str]:
             yield f"it serves {name} = {_shown(theirs)} (model.path: {_shown(required)})"
 
 
-def _other_config(theirs: PretrainedConfig, required: PretrainedConfig) -> Iterator[str]:
-    left, right = theirs.to_dict(), required.to_dict()
+def _other_config(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
     names = [name for name in {*left, *right} - METADATA if left.get(name) != right.get(name)]
     names.sort(key=lambda name: (name != "model_type", name))
     if names:

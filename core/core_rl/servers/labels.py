@@ -8,34 +8,32 @@ from __future__ import annotations
 
 import os
 import socket
+from uuid import uuid4
 
-__all__ = ["FRESH", "UNLABELLED", "label_of", "owner_of", "this_run", "version_in"]
+__all__ = ["FRESH", "RUN", "UNLABELLED", "label_of", "owner_of", "version_in"]
 
 FRESH = "default"
 """The label of a server that was given no weights since it started."""
 UNLABELLED = -1
 """The version of tokens that carry `FRESH`."""
 PREFIX = "core-rl:"
-
-
-def this_run() -> str:
-    """Host and process id of this process, which owns the servers that it labels."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+RUN = f"{socket.gethostname()}:{os.getpid()}:{uuid4().hex[:4]}"
+"""This process, which owns the servers that it labels. Containers may share a host's name and process ids."""
 
 
 def label_of(version: int) -> str:
     """The label of weights of ``version`` that this process has loaded."""
-    return f"{PREFIX}{this_run()}:{version}"
+    return f"{PREFIX}{RUN}:{version}"
 
 
 def owner_of(label: str) -> str | None:
-    """Host and process id of the run that wrote ``label``; None for a label that no run wrote."""
+    """The `RUN` that wrote ``label``; None for a label that no run wrote."""
     return label.removeprefix(PREFIX).rpartition(":")[0] if label.startswith(PREFIX) else None
 
 
 def version_in(label: str) -> int | None:
     """The version in a label of this process, `UNLABELLED` in `FRESH`; None for the label of others."""
     version = label.rpartition(":")[2]
-    if owner_of(label) == this_run() and version.isdecimal():
+    if owner_of(label) == RUN and version.isdecimal():
         return int(version)
     return UNLABELLED if label == FRESH else None

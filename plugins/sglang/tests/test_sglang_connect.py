@@ -75,6 +75,10 @@ MISFITS: dict[str, tuple[Callable[[Stub], object], str]] = {
     "tokens": (with_other_tokens, "its tokenizer in .*copy' has other tokens"),
     "template": (with_another_template, "its tokenizer in .*copy' has another chat template"),
     "context": (lambda stub: stub.info.update(context_length=4), "its context is 4 tokens, and the model's"),
+    "precision": (
+        lambda stub: copied(stub, quantization_config={"quant_method": "awq", "bits": 4, "zero_point": True}),
+        r"it serves layers in another precision than the trainer has: int4: model.layers.\*.self_attn.q_proj",
+    ),
     "defaults": (
         lambda stub: stub.info.update(preferred_sampling_params={"top_k": 1}),
         "it runs with --preferred-sampling-params {'top_k': 1}; start it with None",

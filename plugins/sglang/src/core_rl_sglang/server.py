@@ -42,6 +42,7 @@ class SGLangServer(Server):
                 settings={
                     # Defaults of the parameters that a request leaves out.
                     "--preferred-sampling-params": (info.get("preferred_sampling_params"), None),
+                    "--quantization": (about.get("quantization"), None),
                 },
                 release=about.get("version"),
             )

@@ -134,6 +134,7 @@ def _settings(config: Any) -> dict[str, Any]:
         "generation_config": "vllm",
         "override_generation_config": {},
         "hf_overrides": {},
+        "quantization": None,
     }
     return {
         "tokenizer_path": model.get("tokenizer"),
