@@ -172,14 +172,14 @@ def conformance(session: nox.Session) -> None:
 @nox.session
 def sglang(session: nox.Session) -> None:
     """Certify the SGLang engine on real servers, in an environment that is made for them; arguments go to pytest."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     _served(session, "sglang", *session.posargs)
 
 
 @nox.session
 def vllm(session: nox.Session) -> None:
     """Certify the vLLM engine on real servers, in an environment that is made for them; arguments go to pytest."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     _served(session, "vllm", *session.posargs)
 
 

@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
+from core_rl.servers.backend import ServerBackend
 from core_rl_conformance.procedures.streaming import tensors_of
 
 Handler = Callable[[web.Request, dict[str, Any]], Any]
@@ -174,6 +175,33 @@ def complete(engine: InferenceEngine, *requests: LLMRequest) -> list[LLMResponse
         return list(await asyncio.gather(*map(engine.agenerate, requests)))
 
     return asyncio.run(all_of_them())
+
+
+def complete_during(
+    engine: InferenceEngine, action: Callable[[], None], *requests: LLMRequest
+) -> list[LLMResponse]:
+    """The responses to ``requests``, which are in flight when ``action`` begins, on servers that are drawing tokens."""
+
+    async def all_of_them() -> list[LLMResponse]:
+        first = LLMRequest(input_ids=requests[0].input_ids, sampling=requests[0].sampling)
+        async with aclosing(engine.astream(first)) as stream:
+            await anext(stream)
+            running = [asyncio.create_task(engine.agenerate(request)) for request in requests]
+            while in_flight(engine) <= len(requests):
+                await asyncio.sleep(0.001)
+            await anext(stream)
+            assert not any(task.done() for task in running), "give them more tokens"
+            await asyncio.to_thread(action)
+        return list(await asyncio.gather(*running))
+
+    return asyncio.run(all_of_them())
+
+
+def in_flight(engine: InferenceEngine) -> int:
+    """Requests that ``engine`` has sent to its servers, and that have no response yet."""
+    backend = engine._backend
+    assert isinstance(backend, ServerBackend)
+    return sum(server.in_flight for server in backend.servers)
 
 
 def dying_stream(model: str) -> Iterator[tuple[str, Tensor]]:

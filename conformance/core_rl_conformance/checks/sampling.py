@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
@@ -21,7 +22,9 @@ from core_rl_conformance.procedures.serving import (
     as_response,
     ask,
     distributions,
+    generated,
     left_by_cut,
+    sequences_of,
     verify_logprobs,
 )
 from core_rl_oracle.float64 import float64_only
@@ -80,7 +83,7 @@ def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
     """Later tokens are drawn as the first one is; penalties on repeated tokens change only later tokens."""
     sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
     responses = drawn_by(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
-    rows = distributions(subject, subject.model(), responses, sampling.temperature)
+    rows = policy_rows(subject, responses, sampling.temperature)
     surprise = most_surprising_bet([response.output_ids for response in responses], rows)
     subject.require(
         surprise.tail > FALSE_ALARMS, f"in answers of {sampling.max_new_tokens} tokens: {surprise}"
@@ -129,15 +132,31 @@ class Prompts:
     @staticmethod
     def of(subject: EngineUnderTest) -> Prompts:
         ids = [row.ids for row in subject.data(lengths=(2, 3, 4, 5, 6, 7) * 4, seed=5).rows]
-        return Prompts(
-            ids=ids, rows=torch.cat(distributions(subject, subject.model(), list(map(as_response, ids))))
-        )
+        return Prompts(ids=ids, rows=torch.cat(policy_rows(subject, list(map(as_response, ids)))))
 
     def undecided(self, temperature: float = 1.0) -> list[tuple[tuple[int, ...], Tensor]]:
         """Prompts with their log-probs, the most uncertain first: these show most mistakes."""
         rows = torch.log_softmax(self.rows / temperature, -1)
         entropy = -(rows.exp() * rows).sum(-1)
         return [(self.ids[index], rows[index]) for index in entropy.argsort(descending=True).tolist()]
+
+
+def policy_rows(
+    subject: EngineUnderTest, responses: Sequence[LLMResponse], temperature: float = 1.0
+) -> list[Tensor]:
+    """Log-probs ``[n, V]`` that the engine must draw the ``n`` tokens of each response from: those of the oracle.
+
+    In a smaller dtype, rounding moves tokens across a cut, and these are the engine's own log-probs at temperature 1,
+    which I7.top-logprobs compares with the oracle's; the oracle's again for an engine that does not report them.
+    """
+    if subject.case.dtype == "float32" or not subject.spec.supports(Capability.TOP_LOGPROBS):
+        return distributions(subject, subject.model(), responses, temperature)
+    data, vocab_size = sequences_of(responses), subject.model().vocab_size
+    top = subject.serve(subject.model()).top_logprobs(data.batch(), vocab_size)
+    rows = torch.zeros(top.logprobs.shape, dtype=torch.float64).scatter(1, top.ids, top.logprobs.double())
+    return [
+        torch.log_softmax(row / temperature, -1) for row in generated(rows.split(data.lengths), responses)
+    ]
 
 
 @check("I8.groups", kind="inference", each="layout")

@@ -119,7 +119,7 @@ def _row(ids: tuple[int, ...]) -> Row:
     return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0)
 
 
-def _generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
+def generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
     """The part ``[n, ...]`` of each sequence's values ``[L, ...]`` that belongs to generated tokens."""
     pairs = zip(values, responses, strict=True)
     return [value[len(value) - len(response.output_ids) :] for value, response in pairs]
@@ -130,7 +130,7 @@ def expected_of(
 ) -> Expected:
     """The oracle's log-probs of the generated tokens of ``found``."""
     outputs = subject.outputs(weights, sequences_of(responses), "logprobs", temperature)
-    return Expected(values=_generated(outputs.values, responses), tolerance=outputs.tolerance)
+    return Expected(values=generated(outputs.values, responses), tolerance=outputs.tolerance)
 
 
 def distributions(
@@ -157,7 +157,7 @@ def _evaluated(
     """The oracle's output ``name`` at generated tokens, with the tokens ``before`` each prompt."""
     sequences = sequences_of(responses, before).for_oracle()
     rows = subject.expected.oracle(weights).evaluate(sequences, temperature)
-    return _generated([row[name] for row in rows], responses)
+    return generated([row[name] for row in rows], responses)
 
 
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:

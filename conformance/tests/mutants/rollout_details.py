@@ -37,6 +37,21 @@ class TopPIsNarrow(Sampling):
         return replace(sampling, top_p=sampling.top_p if sampling.top_p == 1 else 0.6 * sampling.top_p)
 
 
+class InHalf(ReferenceRolloutBackend):
+    """A correct engine: in bfloat16, its weights and what it computes from them are, up to the logits."""
+
+    def _adopt(self, model: PreTrainedModel) -> None:
+        super()._adopt(model)
+        if self.config.dtype == "bfloat16":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
+            model.get_output_embeddings().register_forward_hook(lambda _, inputs, logits: logits.float())
+
+
+class TopPIsNarrowInHalf(InHalf, TopPIsNarrow):
+    """In bfloat16, the tokens kept by top-p lack the token that reaches it."""
+
+
 class Bent(ReferenceRolloutBackend):
     """The logits are changed before a token is drawn, and not for the reported log-prob."""
 
@@ -186,6 +201,13 @@ MUTANTS = (
         killed_by="I8.sampling-cut",
         issue="a cut that keeps too few (I8)",
         says=r"with top_p = .* came \d+ times in 256 draws",
+    ),
+    Mutant(
+        engine=TopPIsNarrowInHalf,
+        killed_by="I8.sampling-cut",
+        issue="a cut that keeps too few, where rounding moves tokens across it (I8)",
+        says=r"with top_p = .* came \d+ times in 256 draws",
+        dtype="bfloat16",
     ),
     Mutant(
         engine=TopPBeforeTemperature,

@@ -14,6 +14,7 @@ import aiohttp
 from torch import Tensor
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext, ModelLimits, TopLogprobs
+from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.backend.tensors import check_shapes
 from core_rl.data.batch import SequenceBatch
@@ -26,6 +27,7 @@ from core_rl.servers.api import Api, requests_at_one_time
 from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.fleet import Fleet
+from core_rl.servers.placed_servers import PlacedServer
 from core_rl.servers.process import LAUNCHED, RunningServer, ServerProcess, may_steer, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
 from core_rl.servers.weights import BroadcastWeights, DiskWeights, TensorWeights
@@ -65,7 +67,23 @@ class ServerBackend(InferenceBackend[C]):
     def start_server(self, config: C, model: ServedModel, port: int, key: str | None) -> ServerProcess:
         """Start the server of a `ServerEngineConfig.of_server`, which listens on ``port`` for clients with ``key``."""
 
+    @classmethod
+    def start(cls, config: C, port: int, key: str | None) -> ServerProcess:
+        """Start the server of a `ServerEngineConfig.on_machine`, with the model that this machine has."""
+        backend = cls()
+        return backend.start_server(config, backend.served_model(config), port, key)
+
     # ------------------------------------------------------------ life cycle
+
+    def launch_servers_on(
+        self, context: InferenceContext[C], processes: Sequence[MachineProcess]
+    ) -> tuple[str, ...]:
+        starts = []
+        for number, process in enumerate(processes):
+            self.cleanup.callback(process.close)
+            placed = PlacedServer(context.config, number, process, self.start)
+            starts.append((placed.address, placed.start))
+        return self.launch(starts, context.config.options)
 
     def launch_server(self, context: InferenceContext[C], count: int) -> tuple[str, ...]:
         config, options, model = context.config, context.config.options, self.served_model(context.config)

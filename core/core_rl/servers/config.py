@@ -29,6 +29,16 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _on_cuda(device: str) -> bool:
+    if device == "cpu":
+        return False
+    from core_rl.distributed.devices import (
+        device_type,  # torch, which a config that shares nothing does not need
+    )
+
+    return device_type(device) == "cuda"
+
+
 class ServerOptions(Config):
     """Addresses, launching and time limits of the servers of an engine."""
 
@@ -87,12 +97,18 @@ class ServerOptions(Config):
 
     @model_validator(mode="after")
     def _protected(self) -> Self:
-        if self.api_key is None and not is_loopback(self.host):
-            raise ValueError(
-                f"host = {self.host!r} without api_key: whoever reaches a server can run code on it; set api_key to "
+        if problem := self.exposure(self.host):
+            raise ValueError(problem)
+        return self
+
+    def exposure(self, host: str) -> str | None:
+        """Reason why a server may not listen on ``host``."""
+        if self.api_key is None and not is_loopback(host):
+            return (
+                f"host = {host!r} without api_key: whoever reaches a server can run code on it; set api_key to "
                 "'${env:NAME}', or host to 127.0.0.1"
             )
-        return self
+        return None
 
     @property
     def key(self) -> str | None:
@@ -134,3 +150,28 @@ class ServerEngineConfig(InferenceEngineConfig):
                 "name as many devices as there are ranks of all servers"
             )
         return self.model_copy(update={"devices": devices})
+
+    def on_machine(self, number: int, devices: tuple[int, ...], host: str) -> Self:
+        """As `with_devices`, for a server on the machine that others reach at ``host``.
+
+        Raises `ConfigError` where ``options`` do not protect a server there.
+        """
+        if problem := self.options.exposure(host):
+            raise ConfigError(f"options: {problem}")
+        options = self.options.model_copy(update={"host": host})
+        return self.with_devices(number, devices).model_copy(update={"options": options})
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        launches = not self.options.addresses
+        if (
+            launches
+            and self.shares_devices
+            and self.options.memory_fraction is None
+            and _on_cuda(self.device)
+        ):
+            raise ValueError(
+                f"a server on the devices {list(self.own_devices)}, which other engines share, would take their "
+                "memory; set options.memory_fraction, for example to 0.4, or give it devices of its own"
+            )
+        return self

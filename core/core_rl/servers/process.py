@@ -118,11 +118,14 @@ class ServerProcess:
         script: Path,
         arguments: Sequence[str],
         environment: Mapping[str, str],
+        gpus: Sequence[int] | None = None,
     ) -> None:
         """Run ``script``, which calls `server_side.begin`, for the `ServerEngineConfig.of_server` of one server.
 
-        ``key`` is the API key, or None; ``environment`` has additional variables.
+        ``key`` is the API key, or None; ``environment`` has additional variables. ``gpus`` are the ranks' GPUs by the
+        numbers that the server sees, by default ``config.devices``.
         """
+        self._gpus = config.devices if gpus is None else gpus
         self._key, self._config = key, config
         self._log = _log_file(config.options.log_path, f"{config.product.lower()}-{port}.log")
         self._written = tempfile.NamedTemporaryFile(prefix="core-rl-server-")  # noqa: SIM115  (closed by `stop`)
@@ -160,7 +163,7 @@ class ServerProcess:
         return CudaEnvironment(
             torch=tuple(map(int, environment["torch"].split(".")[:2])),
             nccl=tuple(environment["nccl"]),
-            gpus=tuple(environment["gpus"][number] for number in self._config.devices),
+            gpus=tuple(environment["gpus"][number] for number in self._gpus),
             visible=frozenset(environment["gpus"]),
         )
 

@@ -16,6 +16,7 @@ from core_rl.distributed.devices import expand_segments, segments_expand
 from core_rl.errors import WeightsError, raise_all
 
 __all__ = [
+    "DEVICE",
     "CudaEnvironment",
     "DeviceMemory",
     "Opened",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang_support import ADAPTERS, API_KEY, backend_of, build, tiny_model
-from test_sglang_servers import BATCH, asked, pid_of, processes
+from test_sglang_servers import BATCH, LENGTH, asked, pid_of, processes
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
@@ -91,7 +91,7 @@ def test_replacement_server_gets_adapter_first(adapted: InferenceEngine, root: P
     served, before = adapter(adapted, 4), pid_of(adapted)
     give(adapted, served, 5, tmp_path)
     actual = asked(adapted, 12, lambda: os.kill(before, signal.SIGKILL))
-    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(40, "length")}
+    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(LENGTH, "length")}
     assert {version for response in actual for version in response.versions} == {5}
     assert pid_of(adapted) != before
     assert not processes(before)

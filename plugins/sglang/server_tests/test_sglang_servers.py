@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import backend_of, build, dying_stream, tiny_model
+from sglang_support import backend_of, build, complete, complete_during, dying_stream, tiny_model, wait_for
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, CoreRLError, RolloutError, WeightsError
+from core_rl.servers.process import RunningServer
 from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
@@ -31,13 +30,19 @@ from core_rl_sglang.process import SCRIPT
 from core_rl_sglang.server import flattened_bucket
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
-LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+LENGTH = 300
+"""Tokens of requests that are in flight while something happens."""
+LONG = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True)
+
+
+def server_process(engine: InferenceEngine) -> RunningServer:
+    process = backend_of(engine).servers[0].process
+    assert process is not None
+    return process
 
 
 def pid_of(engine: InferenceEngine) -> int:
-    process = backend_of(engine).servers[0].process
-    assert process is not None
-    return process.pid
+    return server_process(engine).pid
 
 
 def processes(group: int) -> list[str]:
@@ -69,16 +74,10 @@ def require_serves(engine: InferenceEngine, model: str) -> None:
 
 
 def asked(
-    engine: InferenceEngine, count: int, meanwhile: Callable[[], None] = lambda: None
+    engine: InferenceEngine, count: int, meanwhile: Callable[[], None] | None = None
 ) -> list[LLMResponse]:
-    async def all_of_them() -> list[LLMResponse]:
-        requests = [LLMRequest(input_ids=(1, 2, 3, number), sampling=LONG) for number in range(count)]
-        running = asyncio.gather(*map(engine.agenerate, requests))
-        await asyncio.sleep(0.05)
-        await asyncio.to_thread(meanwhile)
-        return list(await running)
-
-    return asyncio.run(all_of_them())
+    requests = [LLMRequest(input_ids=(1, 2, 3, number), sampling=LONG) for number in range(count)]
+    return complete_during(engine, meanwhile, *requests) if meanwhile else complete(engine, *requests)
 
 
 def grouped(version: int, tmp_path: Path) -> WeightUpdateMeta:
@@ -109,7 +108,7 @@ def test_killed_server_recovers_broadcast_weights(
     before = pid_of(engine)
     actual = asked(engine, 16, lambda: os.kill(before, signal.SIGKILL))
     assert len({response.rid for response in actual}) == 16
-    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(40, "length")}
+    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(LENGTH, "length")}
     assert {version for response in actual for version in response.versions} == {4}
     assert pid_of(engine) != before
     assert not processes(before)
@@ -128,7 +127,7 @@ def test_server_killed_in_update_recovers_new_weights(
         for number, item in enumerate(tensors_of(Path(new)).items()):
             if number == 5:
                 os.kill(pid_of(engine), signal.SIGKILL)
-                time.sleep(0.2)
+                wait_for(lambda: not server_process(engine).alive)
             yield item
 
     weight_update(meta).send(killing())
@@ -173,9 +172,8 @@ def test_interrupted_launch_leaves_no_process(root: Path) -> None:
 
     launching = threading.Thread(target=launch)
     launching.start()
-    time.sleep(3)
+    wait_for(lambda: backend_of(engine).servers and len(processes(pid_of(engine))) > 1, 120)
     group = pid_of(engine)
-    assert processes(group)
     os.killpg(group, signal.SIGKILL)
     launching.join(30)
     engine.destroy()

@@ -16,6 +16,7 @@ from server_stub import (
     Handler,
     ServerStub,
     complete,
+    complete_during,
     connected_to,
     drop,
     dying_stream,
@@ -37,11 +38,13 @@ from core_rl_sglang.backend import SGLangBackend
 __all__ = [
     "ADAPTERS",
     "API_KEY",
+    "LONGEST",
     "Handler",
     "Stub",
     "backend_of",
     "build",
     "complete",
+    "complete_during",
     "connected",
     "drop",
     "dying_stream",
@@ -56,6 +59,8 @@ __all__ = [
 os.environ["CORE_RL_TEST_SGLANG_KEY"] = "a secret"
 API_KEY = "${env:CORE_RL_TEST_SGLANG_KEY}"
 """Model of the server that tests on real servers share."""
+LONGEST = 1024
+"""Tokens that the tiny model takes: requests of some hundreds are still running when a test acts."""
 ADAPTERS: dict[str, Any] = {
     "rank": 3,
     "alpha": 7,
@@ -182,7 +187,7 @@ def backend_of(engine: InferenceEngine) -> SGLangBackend:
 
 def tiny_model(root: Path, seed: int = 0) -> str:
     """The directory of a tiny model."""
-    return str(ModelStore(root).directory(TinyModel(family="llama", seed=seed)))
+    return str(ModelStore(root).directory(TinyModel(family="llama", seed=seed, longest=LONGEST)))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 import training_support
 from aiohttp import web
 from rich.console import Console
+from scripted_server import scripted_server
 from sglang_support import Stub, build, complete, connected, drop, first, request, stubs, tiny_model
-from test_sglang_machines import SERVER
+from test_sglang_machines import RESPONSES
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import ConfigError, RolloutError
@@ -209,12 +209,11 @@ def test_server_lost_between_calls_is_named(stub: Stub) -> None:
 
 
 def test_launched_server_death_between_calls_reports_log(tmp_path: Path) -> None:
-    code, file = tmp_path / "server.py", tmp_path / "server.sh"
+    python = scripted_server(tmp_path, RESPONSES, "--model-path")
     dies = "if 'new_version' in body: print('no shared memory is left', flush=True); os._exit(3)"
-    code.write_text(SERVER.replace("        label[0] =", f"        {dies}\n        label[0] ="))
-    file.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
-    file.chmod(0o755)
-    engine = build(tiny_model(tmp_path), api_key="${env:CORE_RL_TEST_SGLANG_KEY}", python=str(file))
+    code = tmp_path / "server.py"
+    code.write_text(code.read_text().replace("        label[0] =", f"        {dies}\n        label[0] ="))
+    engine = build(tiny_model(tmp_path), api_key="${env:CORE_RL_TEST_SGLANG_KEY}", python=python)
     with pytest.raises(RolloutError, match=r"ended with exit code 3[\s\S]*no shared memory is left"):
         engine.initialize()
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from sglang_support import (
+    LONGEST,
     Stub,
     backend_of,
     complete,
@@ -109,7 +110,7 @@ def test_a_cancelled_request_is_aborted_by_its_name(stub: Stub) -> None:
 
 def test_invalid_prompts_never_reach_server(stub: Stub) -> None:
     with connected([stub]) as engine:
-        for wrong in (request(1, 151), request(*range(62)), request(1, stop_token_ids=(500,))):
+        for wrong in (request(1, 151), request(*[1] * (LONGEST - 2)), request(1, stop_token_ids=(500,))):
             with pytest.raises(RolloutError):
                 complete(engine, wrong)
     assert not stub.calls["/generate"]

@@ -5,55 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scripted_server import LABEL, MODEL, gone, parent, scripted_server
 from sglang_support import API_KEY, backend_of, build, complete, request, stubs, tiny_model, wait_for
 
 from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.launch.machines import server_processes
+from core_rl.servers.placed_servers import reserve_port
 from core_rl.servers.process import bound
 from core_rl.servers.weights import require_shared_memory_with
 from core_rl_cluster.attach import RehearsalHosts
-from core_rl_sglang.placed_servers import reserve_port
+from core_rl_sglang.config import SglangConfig
 
 pytestmark = pytest.mark.slow
 
-SERVER = """
-import http.server, json, os, sys, threading
-values = dict(zip(sys.argv[2::1], sys.argv[3::1]))
-label = ["default"]
-key, _ = sys.stdin.buffer.raw.readline(), sys.stdin.buffer.raw.readline()
-def end():
-    sys.stdin.buffer.raw.read()
-    os._exit(0)
-threading.Thread(target=end, daemon=True).start()
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    def log_message(self, *args): pass
-    def do_GET(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
-        if self.headers.get("Authorization") != "Bearer " + key.decode().strip():
-            return self.answer(401, {})
-        label[0] = body.get("new_version", label[0])
-        meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 7, None]] * 2,
-                "weight_versions": [{"version": label[0], "start": 0, "end": 2}]}
-        self.answer(200, {
-            "/model_info": {"model_path": values["--model-path"], "weight_version": "default"},
-            "/server_info": {"tp_size": 1, "device": "cpu"},
-            "/generate": {"output_ids": [7, 7], "meta_info": meta},
-        }.get(self.path, {"success": True}))
-    do_POST = do_GET
-    def answer(self, status, found):
-        data = json.dumps(found).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-http.server.ThreadingHTTPServer((values["--host"], int(values["--port"])), Handler).serve_forever()
-"""
+META = {
+    "finish_reason": {"type": "length"},
+    "output_token_logprobs": [[-0.5, 7, None]] * 2,
+    "weight_versions": [{"version": LABEL, "start": 0, "end": 2}],
+}
+RESPONSES = {
+    "/model_info": {"model_path": MODEL, "weight_version": "default"},
+    "/server_info": {"tp_size": 1, "device": "cpu"},
+    "/generate": {"output_ids": [7, 7], "meta_info": META},
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +40,8 @@ def hosts() -> Iterator[RehearsalHosts]:
         yield made
 
 
-@pytest.fixture
-def python(tmp_path: Path) -> str:
-    """Attributes of a launched server."""
-    file, code = tmp_path / "server.sh", tmp_path / "server.py"
-    code.write_text(SERVER)
-    file.write_text(f'#!/bin/sh\nexec {sys.executable} {code} "$@"\n')
-    file.chmod(0o755)
-    return str(file)
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def test_servers_end_with_engine_on_machines(hosts: RehearsalHosts, python: str, tmp_path: Path) -> None:
+def test_servers_end_with_engine_on_machines(hosts: RehearsalHosts, tmp_path: Path) -> None:
+    python = scripted_server(tmp_path, RESPONSES, "--model-path")
     engine = build(tiny_model(tmp_path), dp=2, api_key=API_KEY, python=python)
     try:
         addresses = engine.launch_server(processes=server_processes(hosts, 2))
@@ -122,11 +80,11 @@ def test_early_server_exit_reports_log(hosts: RehearsalHosts, tmp_path: Path) ->
     engine.destroy()
 
 
-def test_servers_on_machines_need_a_key(hosts: RehearsalHosts, tmp_path: Path) -> None:
-    engine = build(tiny_model(tmp_path))
-    with pytest.raises(ConfigError, match=r"set options.api_key to '\$\{env:NAME\}'"):
-        engine.launch_server(processes=server_processes(hosts, 1))
-    engine.destroy()
+def test_servers_on_machines_need_a_key(tmp_path: Path) -> None:
+    config = build(tiny_model(tmp_path)).config
+    assert isinstance(config, SglangConfig)
+    with pytest.raises(ConfigError, match=r"'10.0.0.5' without api_key.*set api_key to '\$\{env:NAME\}'"):
+        config.on_machine(0, (0,), "10.0.0.5")
 
 
 def test_server_devices_share_a_machine(hosts: RehearsalHosts) -> None:

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from vllm_support import backend_of, build, complete, tiny_model
+from vllm_support import backend_of, build, complete, complete_during, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
+from core_rl.weight_sync.cuda import DEVICE, DeviceMemory
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
+from core_rl_vllm.config import PYTHON_VARIABLE
+from core_rl_vllm.server import on_gpu
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(64))])
-LONG = SamplingParams(max_new_tokens=40, ignore_eos=True)
+LENGTH = 900
+"""Tokens of requests that are in flight while something happens."""
+LONG = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True)
 TOLERANCE = 5e-5
 
 
@@ -114,29 +122,36 @@ def test_tokens_carry_their_weight_version(
         method=method, version=version, path=path, bucket_bytes=4096, verify=method != "disk"
     )
 
-    async def drawn() -> list[LLMResponse]:
-        actual = [await engine.agenerate(LLMRequest(input_ids=(1, 2), sampling=LONG))]
+    def update() -> None:
+        backend = backend_of(engine)
+        # They wait for the update, however long it takes to come.
+        backend.loop.wait(backend.servers[0].pause("continue"))
         arrival = engine.update_weights(meta)
-
-        async def until_it_is_there(number: int) -> None:
-            while not arrival.done():
-                actual.append(await engine.agenerate(LLMRequest(input_ids=(1, 2, number), sampling=LONG)))
-
-        running = asyncio.gather(*map(until_it_is_there, range(4)))
         if method != "disk":
-            await asyncio.to_thread(weight_update(meta).send, iter(tensors_of(Path(new)).items()))
-        await asyncio.wrap_future(arrival)
-        await running
-        return actual
+            weight_update(meta).send(iter(tensors_of(Path(new)).items()))
+        arrival.result(60)
+
+    async def drawn() -> list[LLMResponse]:
+        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
+        streams = [engine.astream(request) for request in requests]
+        await asyncio.gather(*map(anext, streams))
+        await asyncio.to_thread(update)
+        return list(await asyncio.gather(*map(last, streams)))
 
     actual = asyncio.run(drawn())
     assert any(set(response.versions) == {old, version} for response in actual), "the update missed them all"
     for response in actual:
         assert set(response.versions) <= {old, version}
-        change = response.versions.index(version) if version in response.versions else 40
+        change = response.versions.index(version) if version in response.versions else LENGTH
         require_drawn_by(before, response, 0, change, 1.0)
-        require_drawn_by(new, response, change, 40, 1.0)
+        require_drawn_by(new, response, change, LENGTH, 1.0)
     require_serves(engine, new)
+
+
+async def last(stream: AsyncGenerator[PartialResponse | LLMResponse]) -> LLMResponse:
+    *_, response = [part async for part in stream]
+    assert isinstance(response, LLMResponse)
+    return response
 
 
 @pytest.mark.parametrize("method", ["tensor", "distributed"])
@@ -162,18 +177,43 @@ def test_dead_trainer_leaves_old_weights(
 def test_killed_server_recovers_all_requests(engine: InferenceEngine, root: Path) -> None:
     version, process = engine.get_version(), backend_of(engine).servers[0].process
     assert process is not None
-
-    async def drawn() -> list[LLMResponse]:
-        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
-        running = asyncio.gather(*map(engine.agenerate, requests))
-        await asyncio.sleep(0.1)
-        os.kill(process.pid, signal.SIGKILL)
-        return list(await running)
-
-    actual = asyncio.run(drawn())
-    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(40, "length")}
+    requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
+    actual = complete_during(engine, lambda: os.kill(process.pid, signal.SIGKILL), *requests)
+    assert process is not backend_of(engine).servers[0].process
+    assert {(len(response.output_ids), response.stop_reason) for response in actual} == {(LENGTH, "length")}
     assert {drawn for response in actual for drawn in response.versions} == {version}
     require_serves(engine, tiny_model(root, seed=version))
+
+
+OPEN = """
+import json, sys, types
+import torch
+from core_rl_vllm_server import transfer
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_properties = lambda number: types.SimpleNamespace(uuid=f"gpu-{number}")
+transfer.rebuild_cuda_tensor = lambda *arguments: arguments
+print(transfer._on_gpu(transfer.Bucket(tensors=[], **json.load(sys.stdin))))
+"""
+
+
+def test_vllm_opens_gpu_memory() -> None:
+    """The GPU is found by its UUID. Nothing is opened here."""
+    storage = (torch.storage.TypedStorage, torch.uint8, "gpu-1", b"handle", 128, 64)
+    memory = DeviceMemory(
+        (torch.Tensor, torch.Size([96]), (1,), 0, *storage, False, b"\xff", 8, b"event", True)
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    actual = subprocess.run(
+        [os.environ[PYTHON_VARIABLE], "-c", OPEN],
+        input=json.dumps(on_gpu(memory)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    expected = (*memory.arguments[:DEVICE], 1, *memory.arguments[DEVICE + 1 :])
+    assert actual.stdout.splitlines()[-1:] == [repr(expected)], actual.stderr[-2000:]
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_support import VllmStub, complete, connected, request, stubs, tiny_model
+from vllm_support import LONGEST, VllmStub, complete, connected, request, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import ConfigError
@@ -36,7 +36,9 @@ def stub(tmp_path: Path) -> Iterator[VllmStub]:
 def test_misfit_stays_untouched(
     stub: VllmStub, tmp_path: Path, family: str, config: dict[str, Any], message: str
 ) -> None:
-    stub.model_path = str(ModelStore(tmp_path).directory(TinyModel(family=family, head_size=32)))
+    stub.model_path = str(
+        ModelStore(tmp_path).directory(TinyModel(family=family, head_size=32, longest=LONGEST))
+    )
     stub.config = config
     with pytest.raises(ConfigError, match=f"nothing was changed.*{message}"), connected([stub]):
         pass

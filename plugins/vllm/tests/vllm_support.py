@@ -13,6 +13,7 @@ from aiohttp import web
 from server_stub import (
     ServerStub,
     complete,
+    complete_during,
     connected_to,
     drop,
     dying_stream,
@@ -28,10 +29,12 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.backend import VllmBackend
 
 __all__ = [
+    "LONGEST",
     "VllmStub",
     "backend_of",
     "build",
     "complete",
+    "complete_during",
     "connected",
     "drop",
     "dying_stream",
@@ -45,6 +48,8 @@ __all__ = [
 
 HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPUs has."""
+LONGEST = 1024
+"""Tokens that the tiny model takes: requests of some hundreds are still running when a test acts."""
 GENERATE = "/inference/v1/generate"
 
 
@@ -57,6 +62,7 @@ class VllmStub(ServerStub):
         self.release = "0.32.0"
         self.config: dict[str, Any] = {}
         """Its ``model_config``."""
+        self.device, self.ranks = "cpu", 1
 
     def stop(self) -> None:
         super().stop()
@@ -85,11 +91,16 @@ class VllmStub(ServerStub):
             case "/weight_info":
                 return {"weight_version": self.label}
             case "/get_world_size":
-                return {"world_size": 1}
+                return {"world_size": self.ranks}
             case "/version":
                 return {"version": self.release}
             case "/server_info":
-                return {"vllm_config": {"model_config": self.config}}
+                return {
+                    "vllm_config": {
+                        "model_config": self.config,
+                        "device_config": {"device": self.device},
+                    }
+                }
             case "/v1/models":
                 return {"data": [{"root": self.model_path}]}
             case "/pause" | "/resume":
@@ -139,7 +150,8 @@ def failing(message: str) -> Any:
 
 def tiny_model(root: Path, seed: int = 0) -> str:
     """The directory of a tiny model, whose head shares the weights of its embedding."""
-    return str(ModelStore(root).directory(TinyModel(family="qwen3", seed=seed, head_size=HEAD_SIZE)))
+    model = TinyModel(family="qwen3", seed=seed, head_size=HEAD_SIZE, longest=LONGEST)
+    return str(ModelStore(root).directory(model))
 
 
 def build(model: str, dp: int = 1, **options: Any) -> InferenceEngine:

@@ -15,6 +15,7 @@ SPEC = EngineSpec(
     config="core_rl_sglang.config:SglangConfig",
     capabilities=frozenset(
         {
+            Capability.BFLOAT16,
             Capability.DATA_PARALLEL,
             Capability.TENSOR_PARALLEL,
             Capability.CUDA,

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from core_rl.backend.inference_backend import InferenceContext
-from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.distributed.devices import device_type
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.placed_servers import PlacedServer
 from core_rl_sglang.process import served_model, start
 from core_rl_sglang.server import SGLangServer
 from core_rl_sglang.wire import SglangWire
@@ -34,16 +29,6 @@ class SGLangBackend(ServerBackend[SglangConfig]):
         self, config: SglangConfig, model: ServedModel, port: int, key: str | None
     ) -> ServerProcess:
         return start(config, model, port, key)
-
-    def launch_servers_on(
-        self, context: InferenceContext[SglangConfig], processes: Sequence[MachineProcess]
-    ) -> tuple[str, ...]:
-        starts = []
-        for number, process in enumerate(processes):
-            self.cleanup.callback(process.close)
-            placed = PlacedServer(context.config, number, process)
-            starts.append((placed.address, placed.start))
-        return self.launch(starts, context.config.options)
 
     def release_memory(self) -> None:
         self.loop.wait(self.fleet.release_memory())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from core_rl.errors import ConfigError
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
@@ -14,16 +14,6 @@ from core_rl.servers.config import ServerEngineConfig, ServerOptions
 __all__ = ["PYTHON_VARIABLE", "SglangConfig", "SglangOptions"]
 
 PYTHON_VARIABLE = "CORE_RL_SGLANG_PYTHON"
-
-
-def _on_cuda(device: str) -> bool:
-    if device == "cpu":
-        return False
-    from core_rl.distributed.devices import (
-        device_type,  # torch, which a config that shares nothing does not need
-    )
-
-    return device_type(device) == "cuda"
 
 
 class SglangOptions(ServerOptions):
@@ -56,21 +46,6 @@ class SglangConfig(ServerEngineConfig):
 
     options: SglangOptions = SglangOptions()
 
-    @model_validator(mode="after")
-    def _leaves_memory(self) -> Self:
-        launches = not self.options.addresses
-        if (
-            launches
-            and self.shares_devices
-            and self.options.memory_fraction is None
-            and _on_cuda(self.device)
-        ):
-            raise ValueError(
-                f"a server on the devices {list(self.own_devices)}, which other engines share, would take their "
-                "memory; set options.memory_fraction, for example to 0.4, or give it devices of its own"
-            )
-        return self
-
     def with_devices(self, number: int, devices: tuple[int, ...]) -> Self:
         """As the base class; also raises `ConfigError` for devices at unequal distances, which SGLang cannot name."""
         steps = {second - first for first, second in pairwise(devices)}
@@ -80,13 +55,3 @@ class SglangConfig(ServerEngineConfig):
                 "SGLang takes devices that rise in equal steps, such as [2, 3]"
             )
         return super().with_devices(number, devices)
-
-    def on_machine(self, number: int, devices: tuple[int, ...], host: str) -> Self:
-        """As `with_devices`, for a server on the machine that others reach at ``host``. Needs ``options.api_key``."""
-        if self.options.api_key is None:
-            raise ConfigError(
-                f"a server on {host} without options.api_key: whoever reaches a server can run code on it, since it "
-                "unpickles the tensors of weight updates; set options.api_key to '${env:NAME}'"
-            )
-        options = self.options.model_copy(update={"host": host})
-        return self.with_devices(number, devices).model_copy(update={"options": options})

@@ -13,5 +13,6 @@ PROFILE = Profile(
     settings=(Setting(layout=ParallelLayout(tp=2), families=("qwen3", "llama", "qwen2")),),
     # SGLang's attention on the CPU has neither soft caps nor windows, which gemma2 needs.
     families=("qwen3", "llama", "qwen2", "gpt2"),
+    dtypes=("float32", "bfloat16"),
     shared_servers=True,
 )

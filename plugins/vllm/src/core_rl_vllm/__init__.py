@@ -15,7 +15,9 @@ SPEC = EngineSpec(
     config="core_rl_vllm.config:VllmConfig",
     capabilities=frozenset(
         {
+            Capability.BFLOAT16,
             Capability.DATA_PARALLEL,
+            Capability.CUDA,
             Capability.SCORE,
             Capability.TOP_LOGPROBS,
             Capability.SYNC_DISK,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from core_rl.distributed.devices import device_type
+from core_rl.errors import ConfigError
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.process import ServerProcess
@@ -14,7 +19,7 @@ from core_rl_vllm.config import VllmConfig
 from core_rl_vllm.server import VllmServer
 from core_rl_vllm.wire import VllmWire
 
-__all__ = ["VllmBackend", "arguments_of"]
+__all__ = ["VllmBackend", "arguments_of", "visible_devices"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28
@@ -46,15 +51,42 @@ class VllmBackend(ServerBackend[VllmConfig]):
             # The client closes idle connections; a server that does would lose a request on its way.
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
             "VLLM_NO_USAGE_STATS": "1",
+            # The sampler of core-rl-vllm-server is of this model runner, which CPUs use by default.
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
             "HF_HUB_OFFLINE": "1",
         }
         if device == "cpu":
             # Compiling one kernel of the sampler takes longer than it will ever save.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         else:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
+            environment["CUDA_VISIBLE_DEVICES"] = visible_devices(config.devices, _gpu_names())
         arguments = arguments_of(config, model, port, device)
-        return ServerProcess(config, port, key, script=SCRIPT, arguments=arguments, environment=environment)
+        return ServerProcess(
+            config,
+            port,
+            key,
+            script=SCRIPT,
+            arguments=arguments,
+            environment=environment,
+            gpus=range(config.layout.tp),
+        )
+
+
+def _gpu_names() -> list[str]:
+    """The GPUs of this process, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(map(str, range(torch.cuda.device_count()))) if visible is None else visible.split(",")
+
+
+def visible_devices(devices: Sequence[int], names: Sequence[str]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a server on ``devices`` of the GPUs ``names``: vLLM's ranks take the first ones.
+
+    The others follow: ranks open a trainer's memory there. Raises `ConfigError` for a GPU that does not exist.
+    """
+    if absent := [device for device in devices if device >= len(names)]:
+        raise ConfigError(f"devices = {list(devices)}: there are {len(names)} GPUs, and no {absent}")
+    others = [name for number, name in enumerate(names) if number not in devices]
+    return ",".join([*(names[device] for device in devices), *others])
 
 
 def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str) -> list[str]:

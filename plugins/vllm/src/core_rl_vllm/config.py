@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback
 
@@ -30,20 +30,23 @@ class VllmOptions(ServerOptions):
     """Bytes of the cache of keys and values of one launched server. By default vLLM decides by the memory of the
     accelerator; on a CPU they are 256 MiB."""
 
-    @model_validator(mode="after")
-    def _on_loopback(self) -> Self:
-        if not is_loopback(self.host):
-            raise ValueError(
-                f"host = {self.host!r}: vLLM's key does not protect the routes that change weights; set host to "
-                "127.0.0.1, or start servers in a network that others do not reach, and name them in addresses"
+    private_network: bool = False
+    """Whether every machine that reaches launched servers is trusted. Needed for servers that listen on another address
+    than the loopback, also on the machines of a cluster: vLLM's key does not protect the routes that change weights."""
+
+    def exposure(self, host: str) -> str | None:
+        if not is_loopback(host) and not self.private_network:
+            return (
+                f"host = {host!r}: vLLM's key does not protect the routes that change weights; set host to 127.0.0.1, "
+                "or private_network to true where only trusted machines reach it"
             )
-        return self
+        return super().exposure(host)
 
 
 class VllmConfig(ServerEngineConfig):
     """The common config and vLLM's own section.
 
-    ``layout.dp`` is the number of servers.
+    ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
     """
 
     product = "vLLM"

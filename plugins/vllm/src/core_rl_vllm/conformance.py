@@ -12,5 +12,6 @@ PROFILE = Profile(
     families=("qwen3", "llama"),
     # The smallest that vLLM's attention on CPUs has.
     head_size=32,
+    dtypes=("float32", "bfloat16"),
     shared_servers=True,
 )

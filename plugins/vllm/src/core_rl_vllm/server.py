@@ -16,11 +16,11 @@ from core_rl.servers.facts import ServerFacts
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
-from core_rl.weight_sync.cuda import DeviceMemory
+from core_rl.weight_sync.cuda import DEVICE, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress, shared_by_name
 from core_rl_vllm.wire import PREFIX
 
-__all__ = ["VllmServer"]
+__all__ = ["VllmServer", "on_gpu"]
 
 INFO_TIMEOUT_S = 120.0
 
@@ -46,13 +46,14 @@ class VllmServer(Server):
         # The first response takes seconds. A launched server has the arguments of this engine.
         config = None if self.start else await self.api.get("/server_info?config_format=json", INFO_TIMEOUT_S)
         with readable(
-            [weights, size, models, release, config], f"{self.address} is no vLLM server: it sent something"
+            [weights, size, models, release, config],
+            f"{self.address} is no vLLM server: it sent something",
         ):
             return ServerFacts(
                 path=str(models["data"][0]["root"]),
                 label=str(weights["weight_version"]),
                 ranks=int(size["world_size"]),
-                device="cpu",
+                device=_device(config) if config else "cpu" if self.cuda() is None else "cuda",
                 context_length=models["data"][0].get("max_model_len"),
                 release=release.get("version"),
                 **_settings(config),
@@ -100,7 +101,9 @@ class VllmServer(Server):
                 raise
 
     async def load_tensors(self, bucket: Bucket, memory: Sequence[DeviceMemory] = ()) -> None:
-        infos = [{**_named(bucket), "tensors": _tensors(bucket)} for _ in range(self.ranks)]
+        tensors = _tensors(bucket)
+        sources = list(map(on_gpu, memory)) or [_named(bucket) for _ in range(self.ranks)]
+        infos = [{**source, "tensors": tensors} for source in sources]
         await self.post("/update_weights", {"update_info": infos})
 
     async def join(self, group: GroupAddress, rank: int) -> None:
@@ -150,6 +153,17 @@ def _tensors(bucket: Bucket) -> list[tuple[str, str, list[int], int]]:
         (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start_of(tensor))
         for name, tensor in bucket
     ]
+
+
+def _device(config: dict[str, Any]) -> str:
+    return str(config["vllm_config"]["device_config"]["device"]).partition(":")[0]
+
+
+def on_gpu(memory: DeviceMemory) -> dict[str, Any]:
+    """``memory`` for one process, which opens it once."""
+    _, shape, *_ = memory.arguments
+    opening = [part.hex() if isinstance(part, bytes) else part for part in memory.arguments[DEVICE:]]
+    return {"opening": opening, "size": shape.numel()}
 
 
 def _named(bucket: Bucket) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_storage_filename
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_storage_filename
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -28,14 +28,16 @@ class Join(GroupAddress, WeightTransferInitInfo):  # type: ignore[misc]  # vLLM 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One piece of shared memory, which the sender has counted this process as a reader of, or of broadcasts."""
+    """One piece of memory, which the sender has counted this process as a reader of, or of broadcasts."""
 
     tensors: list[tuple[str, str, list[int], int]]
     """Name, dtype, shape and first byte of each tensor."""
     manager: str = ""
     """The socket of torch's process that owns the name."""
     handle: str = ""
-    """The name; empty for tensors that are broadcast."""
+    """The name of shared memory; empty for other tensors."""
+    opening: list[Any] = field(default_factory=list)
+    """Memory of a GPU: the arguments of torch's ``rebuild_cuda_tensor`` from the UUID on, with bytes in hexadecimal."""
     size: int = 0
     """Bytes."""
 
@@ -70,7 +72,11 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
 
     def receive_weights(self, update_info: Bucket) -> None:
         """Load one bucket."""
-        self.model.load_weights((_in_memory if update_info.handle else self._broadcast)(update_info))
+        if update_info.handle or update_info.opening:
+            flat = _shared(update_info) if update_info.handle else _on_gpu(update_info)
+            self.model.load_weights(_views(flat, update_info))
+        else:
+            self.model.load_weights(self._broadcast(update_info))
 
     def _broadcast(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         if self.group is None:
@@ -89,12 +95,27 @@ class BucketTransferEngine(WeightTransferEngine[Join, Bucket]):  # type: ignore[
             group.leave()
 
 
-def _in_memory(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of ``bucket``. Its memory stays open as long as any is needed."""
+def _shared(bucket: Bucket) -> Tensor:
+    """Shared memory as a tensor [size] of uint8."""
     storage = rebuild_storage_filename(
         torch.UntypedStorage, bucket.manager.encode(), bucket.handle.encode(), bucket.size
     )
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _on_gpu(bucket: Bucket) -> Tensor:
+    """Memory of a trainer's GPU as a tensor [size] of uint8; raises ``ValueError`` where this process lacks the GPU."""
+    uuid, handle, size, start, gradient, counter, counter_start, event, waits = bucket.opening
+    gpus = [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+    place = (gpus.index(uuid), bytes.fromhex(handle), size, start, gradient)
+    sharing = (bytes.fromhex(counter), counter_start, bytes.fromhex(event), waits)
+    shape, storage = torch.Size([bucket.size]), torch.storage.TypedStorage
+    flat: Tensor = rebuild_cuda_tensor(Tensor, shape, (1,), 0, storage, torch.uint8, *place, *sharing)
+    return flat
+
+
+def _views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of ``bucket`` in ``flat``, which stays open as long as any is needed."""
     for name, dtype, shape, start in bucket.tensors:
         kind: torch.dtype = getattr(torch, dtype)
         count = torch.Size(shape).numel()

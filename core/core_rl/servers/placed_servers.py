@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from core_rl.backend.inference_protocols import MachineProcess
-from core_rl.distributed.devices import device_type
 from core_rl.errors import GroupError, RolloutError
+from core_rl.servers.config import ServerEngineConfig
 from core_rl.servers.process import ServerProcess, bound
 from core_rl.weight_sync.cuda import CudaEnvironment
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.process import served_model, start
 
-__all__ = ["PlacedServer"]
+__all__ = ["PlacedServer", "Start"]
+
+Start: TypeAlias = Callable[[Any, int, str | None], ServerProcess]
+"""Function of a module that starts the server of a config, on a port, for clients with the API key.
+
+Raises `ConfigError`, also for a model that its machine lacks.
+"""
 
 
 class PlacedServer:
     """A server in ``process``, on its machine. Calls raise `RolloutError` where the machine or the process is gone."""
 
-    def __init__(self, config: SglangConfig, number: int, process: MachineProcess) -> None:
+    def __init__(
+        self, config: ServerEngineConfig, number: int, process: MachineProcess, start: Start
+    ) -> None:
         """Raises `ConfigError` for a machine on which server ``number`` cannot run, and `RolloutError`."""
-        self._process = process
+        self._process, self._start = process, start
         with _reached():
             process.start()
             self._config = config.on_machine(number, process.devices, process.address)
@@ -36,7 +42,7 @@ class PlacedServer:
         """Start the server, in a new process where that one is gone; returns this object."""
         with _reached():
             self._process.start()
-            self._process.call(start_server, self._config, self._port, self._config.options.key)
+            self._process.call(start_server, self._start, self._config, self._port, self._config.options.key)
         return self
 
     @property
@@ -85,7 +91,7 @@ def _reached() -> Iterator[None]:
     try:
         yield
     except GroupError as error:
-        raise RolloutError(f"the machine of an SGLang server cannot be reached: {error}") from error
+        raise RolloutError(f"the machine of a server cannot be reached: {error}") from error
 
 
 # ------------------------------------------------------------- on the machine
@@ -110,12 +116,11 @@ def reserve_port(host: str, port: int) -> int:
     return reserved
 
 
-def start_server(config: SglangConfig, port: int, key: str | None) -> None:
-    """Start the server of this process; raises `ConfigError`, also for a model that this machine lacks."""
+def start_server(start: Start, config: ServerEngineConfig, port: int, key: str | None) -> None:
+    """Start the server of this process by ``start``; raises as it does."""
     if _here.port is None:  # in a process that replaces another one
         reserve_port(config.options.host, port)
-    ranks = config.layout.tp if device_type(config.device) == "cpu" else 0
-    _here.server = start(config, served_model(config.model, ranks), port, key)
+    _here.server = start(config, port, key)
 
 
 def stop_server() -> None:
