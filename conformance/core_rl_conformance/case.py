@@ -22,6 +22,8 @@ class Target:
     profile: Profile
     model_dir: str = ""
     """The model directory that a running server serves; empty for an engine that loads the suite's models."""
+    longest: int | None = None
+    """The tokens that tiny models take; None is their own number."""
     version: str = ""
     """Product and version of a running server."""
     missing_routes: Mapping[str, str] = field(default_factory=dict)

@@ -80,6 +80,7 @@ class EngineUnderTest:
             family=self.case.family,
             seed=0 if (source := self.case.target.model_dir) else self.case.seed,
             source=source,
+            longest=self.case.target.longest,
             head=head,
             dropout=dropout if self.spec.supports(Capability.DROPOUT) else 0.0,
             layers=layers,

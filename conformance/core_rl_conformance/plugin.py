@@ -20,8 +20,8 @@ CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ENGINES = "core_rl_engines"
 """Destination of the parsed ``--engine`` options, a unique name."""
 HELP = "check this core-rl engine with the conformance suite; may be given several times"
-SERVER = "core_rl_server"
-"""Destination of the parsed ``--server`` option."""
+SERVERS = ("core_rl_server", "core_rl_server_command")
+"""Destinations of the parsed options ``--server`` and ``--server-command``."""
 SUITE = "core_rl_conformance"
 """Part of a word of every command that runs the suite."""
 
@@ -44,6 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--server": {
         "metavar": "URL",
         "help": "check the running server at http://HOST:PORT; with --wire and --model-dir",
+    },
+    "--server-command": {
+        "metavar": "COMMAND",
+        "help": "check servers that this starts with tiny models: 'vllm serve {model} --port {port}'; with --wire",
     },
     "--wire": {"metavar": "WIRE", "help": "the interface of its requests: vllm, sglang or openai"},
     "--model-dir": {"metavar": "DIR", "help": "the model that it serves, for expected values"},
@@ -106,7 +110,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     words = list(_words(config))
     names = {word.partition("=")[0] for word in words}
     # Other projects have servers too.
-    requested = "--engine" in names or ("--server" in names and any(SUITE in word for word in words))
+    requested = "--engine" in names or (
+        bool({"--server", "--server-command"} & names) and any(SUITE in word for word in words)
+    )
     # A worker of pytest-xdist gets parsed options instead of a command line.
     requested = requested or _names_engines(config)
     if not requested and not {"-h", "--help"} & set(words):
@@ -120,7 +126,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def _names_engines(config: pytest.Config) -> bool:
     """Whether parsed options name an engine or a server."""
-    return any(getattr(config.option, name, None) for name in (ENGINES, SERVER))
+    return any(getattr(config.option, name, None) for name in (ENGINES, *SERVERS))
 
 
 def destination(name: str) -> str:

@@ -6,7 +6,6 @@ and reduces a failing sequence of them to a smaller one, for at most five minute
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,9 +14,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import count
 
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.config.capability import Capability
@@ -48,6 +46,7 @@ from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.procedures.moving import FORMATS, state, verify_progress, verify_state
+from core_rl_conformance.procedures.state_machine import run_state_machine
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
 
@@ -302,20 +301,4 @@ def _run_round(soak: Soak, number: int) -> None:
     class Calls(EngineCalls, soak=soak):
         """The calls of a round."""
 
-    try:
-        run_state_machine_as_test(
-            seed(number)(Calls),
-            settings=settings(
-                max_examples=EXAMPLES,
-                stateful_step_count=CALLS,
-                database=None,
-                deadline=None,
-                report_multiple_bugs=False,
-                print_blob=False,
-                phases=(Phase.generate, Phase.shrink),
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-    except AssertionError as error:
-        calls = "\n".join(getattr(error, "__notes__", []))
-        raise AssertionError(f"{error}\n{textwrap.indent(calls, '  ')}") from None
+    run_state_machine(Calls, number, EXAMPLES, CALLS)

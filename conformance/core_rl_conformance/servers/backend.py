@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from core_rl.backend.inference_backend import InferenceContext, ModelLimits
@@ -22,6 +24,9 @@ from core_rl_conformance.servers.openai import OpenAIWire
 __all__ = ["ServerUnderTest", "ServerUnderTestConfig", "wire_of"]
 
 
+KEEPER = Path(__file__).with_name("keeper.py")
+
+
 class ServerUnderTestOptions(ServerOptions):
     """The interface of the server."""
 
@@ -33,6 +38,8 @@ class ServerUnderTestOptions(ServerOptions):
     """The name of its model in requests."""
     product: str = "server"
     """Its name in messages."""
+    command: str = ""
+    """The command that starts it, with ``{model}`` and ``{port}``; empty for a server that runs."""
 
 
 class ServerUnderTestConfig(ServerEngineConfig):
@@ -56,14 +63,20 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
         addresses: tuple[str, ...],
         ft_spec: FinetuneSpec,
     ) -> ModelLimits:
-        self._use(context.config.options)
+        self._use(context.config)
         return super().build(context, addresses, ft_spec)
 
-    def _use(self, options: ServerUnderTestOptions) -> None:
-        """Take the wire and the server class of ``options``."""
+    def launch_server(self, context: InferenceContext[ServerUnderTestConfig], count: int) -> tuple[str, ...]:
+        self._use(context.config)
+        self.model = self.served_model(context.config)
+        return super().launch_server(context, count)
+
+    def _use(self, config: ServerUnderTestConfig) -> None:
+        """Take the wire and the server class of ``config``."""
+        options = config.options
         self.product = options.product
         self._of_kind = None if options.wire == "openai" else _backend_of(options.wire)
-        wire = wire_of(options.wire, options.served_name)
+        wire = wire_of(options.wire, options.served_name or str(config.model.path))
         self.wire = UnversionedWire(wire) if options.read_only else wire
         self.server_class = (
             ReadOnlyServer if options.read_only or self._of_kind is None else self._of_kind.server_class
@@ -85,7 +98,9 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
     def start_server(
         self, config: ServerUnderTestConfig, model: ServedModel, port: int, key: str | None
     ) -> ServerProcess:
-        raise NotImplementedError("it runs already")
+        words = shlex.split(config.options.command)
+        arguments = [word.format(model=model.path, port=port) for word in words]
+        return ServerProcess(config, port, key, script=KEEPER, arguments=arguments, environment={})
 
     def release_memory(self) -> None:
         """Free the accelerator's memory."""

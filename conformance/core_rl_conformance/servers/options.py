@@ -19,10 +19,12 @@ WireName = Literal["openai", "sglang", "vllm"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArguments:
-    """A running server, with the model that it serves."""
+    """A running server, with the model that it serves, or the command that starts one."""
 
     url: str
-    """Such as ``http://127.0.0.1:8000``."""
+    """Such as ``http://127.0.0.1:8000``; empty with a command."""
+    command: str
+    """The command that starts a server of ``{model}`` on ``{port}``; empty for a server that runs."""
     wire: str
     model_dir: str
     take_over: bool
@@ -39,6 +41,9 @@ class ServerArguments:
     def _problems(self) -> Iterator[str]:
         if self.wire not in get_args(WireName):
             yield f"--wire={self.wire}: give --wire={'|'.join(get_args(WireName))}, the interface of its requests"
+        if self.command:
+            yield from self._command_problems()
+            return
         url = urlsplit(self._full_url)
         if url.scheme != "http" or not _has_port(self._full_url) or url.path.strip("/"):
             yield f"--server={self.url}: give http://HOST:PORT, without a path and without TLS"
@@ -49,6 +54,15 @@ class ServerArguments:
                 f"--model-dir={self.model_dir}: no config.json there; give the directory of the model that the server "
                 "serves: expected values are computed from its weights"
             )
+
+    def _command_problems(self) -> Iterator[str]:
+        if self.url:
+            yield "--server and --server-command are two servers; give one of them"
+        if self.model_dir:
+            yield f"--model-dir={self.model_dir}: the command serves the suite's models; leave it out"
+        for name in ("{model}", "{port}"):
+            if name not in self.command:
+                yield f"--server-command={self.command!r} has no {name}"
 
     @property
     def _full_url(self) -> str:
@@ -73,6 +87,8 @@ class ServerArguments:
     @property
     def served_dtype(self) -> DType:
         """``dtype``, or by default the dtype in the model's config; float32 where that has another or none."""
+        if not self.model_dir:
+            return self.dtype or "float32"
         config = self._model_config()
         named = str(config.get("dtype", config.get("torch_dtype", "")))
         return self.dtype or ("bfloat16" if named == "bfloat16" else "float32")

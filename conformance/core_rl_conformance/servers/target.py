@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.secret import SecretReference
-from core_rl.engine.loading import load_backend
+from core_rl.engine.loading import load_backend, load_engine
+from core_rl.errors import ConfigError, RolloutError
 from core_rl.registry.engines import get_spec
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 from core_rl_conformance.case import Target
-from core_rl_conformance.profile import Profile
-from core_rl_conformance.servers.backend import wire_of
+from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, ModelStore, TinyModel
+from core_rl_conformance.profile import FAMILIES, Profile
+from core_rl_conformance.servers.backend import ServerUnderTestConfig, wire_of
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.servers.routes import CONTROL, GENERATE, NEEDS, Routes, read_routes, scoring_problem
 
 __all__ = ["load_server"]
 
 NAME = "server"
+LENGTH = 80
+"""Tokens that the tiny models of a command take: scoring a prompt draws a token after it, in some servers."""
+HEAD_SIZE = 32
+"""Numbers in their attention heads: kernels take few sizes."""
 OPENAI = frozenset({Capability.SCORE, Capability.TOP_LOGPROBS, Capability.MIN_P, Capability.LOGIT_BIAS})
 FIELDS: Mapping[Capability, str] = {
     Capability.SCORE: "prompt_logprobs",
@@ -42,54 +53,91 @@ RAW = {
 
 
 def load_server(arguments: ServerArguments) -> Target:
-    """The server of ``arguments`` as an engine under test.
+    """The server of ``arguments`` as an engine under test; a command starts one for its description alone.
 
     Raises `ConfigError` for arguments that are wrong and for a server that cannot be reached, and `EngineError` where
     the plugin of the wire is not installed.
     """
     arguments.require_valid()
+    if not arguments.command:
+        return _of_routes(arguments, arguments.address)
+    model = TinyModel(family=FAMILIES[0], longest=LENGTH)
+    with TemporaryDirectory(prefix="core-rl-server-") as directory:
+        path = ModelStore(Path(directory)).directory(replace(model, head_size=HEAD_SIZE))
+        with _launched(arguments, path) as address:
+            target = _of_routes(arguments, address)
+    families = (*FAMILIES, *OTHER_LAYERS)
+    profile = replace(target.profile, families=families, head_size=HEAD_SIZE, shared_servers=True)
+    return replace(target, profile=profile, longest=LENGTH)
+
+
+@contextmanager
+def _launched(arguments: ServerArguments, path: Path) -> Iterator[str]:
+    """The address of a server of the model in ``path``, started by the command; raises `ConfigError`."""
+    spec = _spec(frozenset({Capability.LAUNCH_SERVER}), "")
+    values = {"model": {"path": str(path)}, "options": {"command": arguments.command}}
+    engine = load_engine(spec, parse_config(ServerUnderTestConfig, values, "--server-command"))
+    try:
+        yield engine.launch_server()[0]
+    except RolloutError as error:
+        raise ConfigError(f"--server-command: {error}") from error
+    finally:
+        engine.destroy()
+
+
+def _of_routes(arguments: ServerArguments, address: str) -> Target:
     variable = arguments.key_variable
     key = None if variable is None else SecretReference(variable).read()
-    routes = read_routes(arguments.address, key, arguments.wire)
+    routes = read_routes(address, key, arguments.wire)
     missing = dict(_missing(arguments.wire, routes))
-    wire, vocab_size = wire_of(arguments.wire, routes.model), arguments.vocab_size
-    if problem := asyncio.run(scoring_problem(arguments.address, key, wire, vocab_size)):
+    wire = wire_of(arguments.wire, routes.model)
+    if problem := asyncio.run(scoring_problem(address, key, wire, _vocab_size(arguments))):
         missing |= dict.fromkeys((Capability.SCORE, Capability.TOP_LOGPROBS), problem)
-    withheld = {} if arguments.take_over else dict(_withheld(arguments.wire, missing))
-    engine = _capabilities(arguments.wire)
+    launches, place = bool(arguments.command), arguments.command or f"http://{address}"
+    withheld = {} if launches or arguments.take_over else dict(_withheld(arguments.wire, missing))
     special = {Capability.BFLOAT16} if arguments.served_dtype == "bfloat16" else set()
     special |= {Capability.CUDA} if arguments.device == "cuda" else set()
-    spec = EngineSpec(
-        name=NAME,
-        kind="inference",
-        protocol=PROTOCOL_VERSION,
-        factory="core_rl_conformance.servers.backend:ServerUnderTest",
-        config="core_rl_conformance.servers.backend:ServerUnderTestConfig",
-        capabilities=frozenset((engine | special) - missing.keys() - withheld.keys()),
-        description=f"{routes.product} {routes.version} at http://{arguments.address} (wire {arguments.wire})",
-    )
+    special |= {Capability.LAUNCH_SERVER, Capability.MOE} if launches else set()
+    capabilities = frozenset((_capabilities(arguments.wire) | special) - missing.keys() - withheld.keys())
+    spec = _spec(capabilities, f"{routes.product} {routes.version} at {place} (wire {arguments.wire})")
     load_backend(spec)
     changes = SETS_VERSIONS not in missing.keys() | withheld.keys()
     options = {
-        "addresses": [arguments.address],
+        "addresses": [] if launches else [address],
+        "command": arguments.command,
         "wire": arguments.wire,
         "read_only": not changes,
         "take_over": changes,
-        "served_name": routes.model,
+        "served_name": "" if launches else routes.model,
         "product": routes.product,
         "api_key": None if variable is None else f"${{env:{variable}}}",
     }
+    families = () if launches else (arguments.model_type,)
     return Target(
         spec=spec,
-        profile=Profile(
-            families=(arguments.model_type,), dtypes=(arguments.served_dtype,), options={"options": options}
-        ),
+        profile=Profile(families=families, dtypes=(arguments.served_dtype,), options={"options": options}),
         model_dir=arguments.model_dir,
         version=f"{routes.product} {routes.version}",
         missing_routes=MappingProxyType(missing),
         withheld=MappingProxyType(withheld),
         raw_logprobs=RAW.get(routes.product, ""),
     )
+
+
+def _spec(capabilities: frozenset[Capability], description: str) -> EngineSpec:
+    return EngineSpec(
+        name=NAME,
+        kind="inference",
+        protocol=PROTOCOL_VERSION,
+        factory="core_rl_conformance.servers.backend:ServerUnderTest",
+        config="core_rl_conformance.servers.backend:ServerUnderTestConfig",
+        capabilities=capabilities,
+        description=description,
+    )
+
+
+def _vocab_size(arguments: ServerArguments) -> int:
+    return arguments.vocab_size if arguments.model_dir else TinyModel(family=FAMILIES[0]).vocab_size
 
 
 def _capabilities(wire: str) -> frozenset[Capability]:

@@ -252,11 +252,12 @@ def _plan(config: pytest.Config) -> Plan:
 
 def _server_arguments(config: pytest.Config) -> ServerArguments | None:
     """The server of the command line; None without one."""
-    url = config.getoption("core_rl_server")
-    if url is None:
+    url, command = config.getoption("core_rl_server"), config.getoption("core_rl_server_command")
+    if url is None and command is None:
         return None
     return ServerArguments(
-        url=url,
+        url=url or "",
+        command=command or "",
         wire=config.getoption("core_rl_wire") or "",
         model_dir=config.getoption("core_rl_model_dir") or "",
         take_over=config.getoption("core_rl_take_over"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +112,10 @@ def test_report_has_product_and_no_key(
         (["--server=https://host:1"], "*--server=https://host:1: give http://HOST:PORT*"),
         (["--server=host"], "*--server=host: give http://HOST:PORT*"),
         (["--server=host:1"], "*--wire=: give --wire=openai|sglang|vllm*"),
+        (
+            ["--server=host:1", "--server-command=serve", "--wire=vllm"],
+            "*--server and --server-command are two servers; give one of them",
+        ),
         (["--server=host:1", "--wire=vllm"], "*--model-dir=: no config.json there*"),
     ],
 )
@@ -136,3 +142,11 @@ def test_server_option_of_other_projects_is_left_alone(pytester: pytest.Pytester
     pytester.makeconftest("def pytest_addoption(parser): parser.addoption('--server')")
     pytester.makepyfile("def test_value(pytestconfig): assert pytestconfig.getoption('--server') == 'mine'")
     run(pytester, "--server=mine").assert_outcomes(passed=1)
+
+
+def test_log_of_failed_command_is_shown(pytester: pytest.Pytester) -> None:
+    program = "import sys; sys.exit('no such flag: ' + sys.argv[1])"
+    command = shlex.join([sys.executable, "-c", program, "--weights={model}", "{port}"])
+    result = run(pytester, f"--server-command={command}", "--wire=openai", "--pyargs", "core_rl_conformance")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--server-command: *ended with exit code 1*", "no such flag: --weights=/*"])
