@@ -191,7 +191,7 @@ class ExpectedValues:
     ) -> ExpectedGradients:
         """Loss, gradients (with an adapter also of its factors) and norm of ``loss`` over ``data``.
 
-        Known mistakes are those of a group with so many data-parallel ``ranks``.
+        Known mistakes come from a group with so many data-parallel ``ranks``.
         """
 
         def run() -> _GradientRuns:

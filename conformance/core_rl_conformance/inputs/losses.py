@@ -208,7 +208,7 @@ class SequenceMeanLoss(CheckLoss):
 class OutputsLoss(CheckLoss):
     """The mean over trained tokens of ``advantage`` times a sum: of ``-log p``, entropy and the costs of the logits.
 
-    It reads no outputs but those with these ``names``.
+    It reads only outputs with these ``names``.
     """
 
     names: tuple[OutputName, ...]
