@@ -79,11 +79,12 @@ class ReferenceServer(ServerStub):
 
     def _descriptions(self) -> dict[str, Any]:
         schema: dict[str, Any] = {"CompletionRequest": {"properties": {name: {} for name in FIELDS}}}
+        config: dict[str, Any] = {"model_config": {}, "device_config": {"device": "cpu"}}
         paths: dict[str, Any] = {path: {} for path in self.routes}
         return {
             "/openapi.json": {"paths": paths, "components": {"schemas": schema}},
             "/version": {"version": "9.9"},
-            "/server_info": {"vllm_config": {"model_config": {}}, "api_key": "hidden"},
+            "/server_info": {"vllm_config": config, "api_key": "hidden"},
             "/v1/models": {"data": [{"id": self.model_path, "root": self.model_path}]},
             "/weight_info": {"weight_version": self.label},
             "/get_world_size": {"world_size": 1},
