@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -146,11 +146,12 @@ def _newest_cases(reports: Iterable[Sequence[CaseRecord]]) -> list[CaseRecord]:
     for cases in reports:
         for case in cases:
             # Capabilities separate a case on a GPU from the same case on a CPU.
-            key = (case.check, case.layout, case.model, case.dtype, case.seed, case.capabilities)
+            place = (case.layout, case.model, case.dtype, case.seed)
+            key = (case.label, *place, case.capabilities)
             if case.outcome.executed or key not in newest:
                 newest[key] = case
-    ran = {case.check for case in newest.values() if case.outcome.executed}
-    return [case for case in newest.values() if case.outcome.executed or case.check not in ran]
+    ran = {case.label for case in newest.values() if case.outcome.executed}
+    return [case for case in newest.values() if case.outcome.executed or case.label not in ran]
 
 
 def markdown(board: Scoreboard) -> str:
@@ -167,8 +168,36 @@ def markdown(board: Scoreboard) -> str:
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
     rows += [[f"`{name}`", *map(_cell, cells)] for name, cells in board.capabilities.items()]
-    lines = ["| " + " | ".join(part.replace("|", "\\|") for part in row) + " |" for row in rows]
-    return "\n".join([*lines, "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""])
+    lines = [*_table(rows), "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""]
+    pairs = list(_pair_rows(board))
+    if pairs:
+        header = ["pair", "cases passed", "models", "dtypes", "closest to its limit"]
+        lines += [*_table([header, ["---"] * len(header), *pairs]), ""]
+    return "\n".join(lines)
+
+
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(part.replace("|", "\\|") for part in row) + " |" for row in rows]
+
+
+def _pair_rows(board: Scoreboard) -> Iterator[list[str]]:
+    """A row for each engine and partner whose cases ran."""
+    for title, entry in zip(board.titles, board.entries, strict=True):
+        executed = [case for case in entry.cases if case.partner and case.outcome.executed]
+        for partner in dict.fromkeys(case.partner for case in executed):
+            cases = [case for case in executed if case.partner == partner]
+            passed = sum(case.outcome is Outcome.PASSED for case in cases)
+            measured = [(case.worst, case) for case in cases if case.worst is not None]
+            worst, at = max(measured, key=lambda pair: pair[0].ratio, default=(None, None))
+            models, dtypes = (
+                ", ".join(sorted({getattr(case, n) for case in cases})) for n in ("model", "dtype")
+            )
+            limit = (
+                f"{worst.error:.1e} of {worst.limit:.1e}: {worst.what} (`{at.check}`)"
+                if worst and at
+                else "-"
+            )
+            yield [f"{title} with {partner}", f"{passed} of {len(cases)}", models, dtypes, limit]
 
 
 def _cell(capability: CapabilityRecord | None) -> str:

@@ -19,6 +19,7 @@ from mutants import (
     expert_parallel,
     experts,
     failed_passes,
+    inference_pairs,
     interruptions,
     kept_too_long,
     larger_sizes,
@@ -100,4 +101,5 @@ MUTANTS = (
     *adapter_sync.MUTANTS,
     *interruptions.MUTANTS,
     *rollout_pairs.MUTANTS,
+    *inference_pairs.MUTANTS,
 )

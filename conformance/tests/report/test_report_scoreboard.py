@@ -94,6 +94,15 @@ def test_gpu_case_keeps_cpu_case() -> None:
     assert board.entries[0].engine.verdict is Verdict.FAILED
 
 
+def test_partners_have_rows_of_their_own() -> None:
+    near, far = measured(1e-6), measured(5e-6)
+    fsdp = report(case(partner="fsdp", measurements=(near,)), case(partner="fsdp", layout="dp2"))
+    board = merge([fsdp, report(case(partner="megatron", measurements=(near, far)), hours=1)])
+    _, _, pairs = markdown(board).partition("| pair ")
+    assert "| mine 0.1.0 with fsdp | 2 of 2 | qwen3 | float32 | 1.0e-06 of 1.0e-05: logprobs" in pairs
+    assert "| mine 0.1.0 with megatron | 1 of 1 | qwen3 | float32 | 5.0e-06 of 1.0e-05: logprobs" in pairs
+
+
 def test_the_same_report_twice_counts_once() -> None:
     assert len(merge([PASSED, PASSED]).entries[0].cases) == 2
 
