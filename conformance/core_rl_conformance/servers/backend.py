@@ -83,9 +83,14 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
         )
 
     def _server(
-        self, address: str, options: ServerOptions, start: Callable[[], RunningServer] | None = None
+        self,
+        address: str,
+        options: ServerOptions,
+        start: Callable[[], RunningServer] | None = None,
+        *,
+        steered: bool = True,
     ) -> Server:
-        server = super()._server(address, options, start)
+        server = super()._server(address, options, start, steered=steered)
         if isinstance(server, ReadOnlyServer):
             server.path = str(self.model.path)
         return server

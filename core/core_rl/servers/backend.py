@@ -28,7 +28,7 @@ from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.fleet import Fleet
 from core_rl.servers.placed_servers import PlacedServer
-from core_rl.servers.process import LAUNCHED, RunningServer, ServerProcess, may_steer, reserve_ports
+from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
 from core_rl.servers.weights import BroadcastWeights, DiskWeights, TensorWeights
 from core_rl.servers.wire import Wire
@@ -101,8 +101,6 @@ class ServerBackend(InferenceBackend[C]):
         for address, start in starts:
             launched.append(self._server(address, options, start))
             self.cleanup.callback(launched[-1].stop)
-            LAUNCHED.add(address)
-            self.cleanup.callback(LAUNCHED.discard, address)
         self.servers += tuple(launched)
         for server in launched:
             self.loop.wait(server.wait_until_up(options.start_timeout_s))
@@ -114,11 +112,15 @@ class ServerBackend(InferenceBackend[C]):
         config = context.config
         options, dp = config.options, config.layout.dp
         self.model = self.served_model(config)
+        # The caller launched the servers at ``addresses``, and others started those of the options.
+        steered = bool(addresses) or options.take_over
         addresses = addresses or options.addresses or self.launch_server(context, dp)
         if len(addresses) != dp and dp > 1:
             raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
         launched = {server.address: server for server in self.servers}
-        self.servers = tuple(launched.get(address) or self._server(address, options) for address in addresses)
+        self.servers = tuple(
+            launched.get(address) or self._server(address, options, steered=steered) for address in addresses
+        )
         self.fleet = Fleet(options, self.servers, self.model, DiskWeights(self.model.path, 0))
         self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
         self.loop.wait(self.fleet.connect())
@@ -140,12 +142,15 @@ class ServerBackend(InferenceBackend[C]):
         return session
 
     def _server(
-        self, address: str, options: ServerOptions, start: Callable[[], RunningServer] | None = None
+        self,
+        address: str,
+        options: ServerOptions,
+        start: Callable[[], RunningServer] | None = None,
+        *,
+        steered: bool = True,
     ) -> Server:
         api = Api(address, self._session, options.key, self.product)
-        return self.server_class(
-            api, options.update_timeout_s, start, steered=start is not None or may_steer(address, options)
-        )
+        return self.server_class(api, options.update_timeout_s, start, steered=steered)
 
     def teardown(self) -> None:
         self.cleanup.close()

@@ -20,12 +20,10 @@ from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.weight_sync.cuda import CudaEnvironment
 
 __all__ = [
-    "LAUNCHED",
     "RunningServer",
     "ServerProcess",
     "bound",
     "machine_problems",
-    "may_steer",
     "reserve_ports",
     "server_environment",
 ]
@@ -33,15 +31,8 @@ __all__ = [
 GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
 """First part of a server's script, which finds it in the environment variable CORE_RL_SERVER_SIDE."""
-LAUNCHED: set[str] = set()
-"""Addresses of the running servers that engines of this process have launched."""
 LIMIT_S = 60.0
 HAS_MODULE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-
-
-def may_steer(address: str, options: ServerOptions) -> bool:
-    """Whether an engine may pause, label and load the server at ``address``: this process launched it, or takes it."""
-    return options.take_over or address in LAUNCHED
 
 
 def server_environment(added: Mapping[str, str]) -> dict[str, str]:

@@ -134,7 +134,8 @@ def require_each_once(trained: list[list[int]]) -> None:
 def test_trained_weights_are_served(
     engine: InferenceEngine, start: Path, tmp_path: Path, published: Published, trained: list[list[int]]
 ) -> None:
-    options = {"addresses": [backend_of(engine).servers[0].address], "api_key": API_KEY}
+    address = backend_of(engine).servers[0].address
+    options = {"addresses": [address], "take_over": True, "api_key": API_KEY}
     output = tmp_path / "out"
     recipe = support.write_recipe(tmp_path / "r.yaml", values(start, output, {"options": options}))
     rows = run(recipe, output)
@@ -148,7 +149,8 @@ def test_trained_weights_are_served(
 def test_adapter_is_served_as_trained(
     adapted: InferenceEngine, start: Path, tmp_path: Path, published: Published
 ) -> None:
-    options = {"addresses": [backend_of(adapted).servers[0].address], "api_key": API_KEY}
+    address = backend_of(adapted).servers[0].address
+    options = {"addresses": [address], "take_over": True, "api_key": API_KEY}
     output = tmp_path / "out"
     lora = adapted.config.model.lora
     assert lora is not None

@@ -29,7 +29,7 @@ def start(root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("sync", ["tensor", "distributed", "disk"])
 def test_trained_weights_are_served(engine: InferenceEngine, start: Path, tmp_path: Path, sync: str) -> None:
-    vllm = {"options": {"addresses": [backend_of(engine).servers[0].address]}}
+    vllm = {"options": {"addresses": [backend_of(engine).servers[0].address], "take_over": True}}
     selected: dict[str, Any] = {"engine": "vllm", "sync": sync, "prompts_per_step": 6, "group_size": 3}
     values = support.recipe_values(
         start,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_support import LONGEST, VllmStub, complete, connected, request, stubs, tiny_model
+from vllm_support import LONGEST, VllmStub, build, complete, connected, request, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import ConfigError
@@ -54,6 +54,16 @@ def test_server_of_others_only_draws(stub: VllmStub, tmp_path: Path) -> None:
         ):
             engine.update_weights(WeightUpdateMeta(version=1, path=new)).result(20)
     assert stub.changes == {GENERATE}
+
+
+def test_addresses_of_initialize_are_steered(stub: VllmStub, tmp_path: Path) -> None:
+    engine = build(stub.model_path)
+    try:
+        engine.initialize(stub.address)
+        engine.update_weights(WeightUpdateMeta(version=1, path=tiny_model(tmp_path, seed=1))).result(20)
+        assert stub.label == label_of(1)
+    finally:
+        engine.destroy()
 
 
 def test_label_names_the_run(stub: VllmStub, tmp_path: Path) -> None:

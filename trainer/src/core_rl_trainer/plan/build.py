@@ -14,7 +14,7 @@ from core_rl.engine.schedule import schedule_length
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
-from core_rl.servers.process import machine_problems, may_steer
+from core_rl.servers.process import machine_problems
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
@@ -295,9 +295,9 @@ def _require_servers(plan: RunPlan) -> None:
 
 def _untouchable(options: ServerOptions) -> Iterator[str]:
     """The servers that training would change, and may not."""
-    others = [address for address in options.addresses if not may_steer(address, options)]
-    if others:
+    if options.addresses and not options.take_over:
+        others = ", ".join(options.addresses)
         yield (
-            f"options.take_over = false: training pauses the servers at {', '.join(others)} and loads weights into "
-            "them; set it to true where nobody else uses them"
+            f"options.take_over = false: training pauses the servers at {others} and loads weights into them; set it "
+            "to true where nobody else uses them"
         )
