@@ -118,7 +118,7 @@ class HasHelpers(ReferenceBackend):
 
 
 class ExportsWithoutLoading(ReferenceBackend, SupportsOwnExport):
-    """Names a protocol, and has one of its two methods."""
+    """Names a protocol, and has a single method of its two."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
         return iter(())

@@ -59,7 +59,7 @@ class ServerStub(ABC):
 
     @property
     def changes(self) -> set[str]:
-        """The paths of all calls but those that change nothing."""
+        """Paths of the calls that change something."""
         return {path for method, path in self.methods if method != "GET"}
 
     def start(self) -> None:

@@ -158,6 +158,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page for page in pages if f": {page}\n" not in navigation] == []
 
 
+def test_reports_have_no_local_paths() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in sorted((DOCS / "results").glob("*.json"))]
+    assert texts and not [match for text in texts for match in re.findall(r'[\s"=](/[a-z]\S*)', text)]
+
+
 def test_the_tests_behind_the_invariants_exist() -> None:
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     links = re.findall(r"\[`(test_\w+)`\]\(([^)]+)\)", page)

@@ -74,7 +74,7 @@ def attend(parts: list[Tensor], window: int | None) -> Tensor:
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the CPU are taken for those of a GPU."""
+    """Tensors of the CPU are taken for tensors of a GPU."""
     monkeypatch.setattr("core_rl.toolkit.cuda.on_cuda", lambda tensor: True)
 
 

@@ -30,7 +30,7 @@ RANKS = 24
 
 @dataclass(frozen=True)
 class Published:
-    """Figures of a model: those that are published, and those that follow from its config."""
+    """Figures of a model: published ones, and what follows from its config."""
 
     config: dict[str, Any]
     parameters: int
