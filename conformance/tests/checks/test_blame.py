@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from mutants.attack import PARTNERS
+from mutants.inference_pairs import PenalizesGreedyRepetition, ScoresRoundedToHalf
 from mutants.pairs import (
     EntropyInBits,
     LossScaleOfTheSecondStep,
@@ -19,6 +21,7 @@ from mutants.unruly import DiesInEvaluation
 from mutants.zoo import DP1, make_engine, run_check, spec_of
 
 from core_rl.reference import SPEC as REFERENCE
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl_conformance.case import Case, Target
@@ -120,11 +123,13 @@ def test_unknown_tensor_names_blame_sender(subject: EngineUnderTest) -> None:
         (RoundsWhatItSaves, "I11.pair-portable", "is wrong: master in the portable checkpoint"),
         (WrapsTheNamesOfMasters, "I11.pair-portable", "names that only the engine .* has: lm_head"),
         (DiesInEvaluation, "I7.pair-logprobs", "'dies-in-evaluation' failed: RankDied"),
+        (ScoresRoundedToHalf, "I7.pair-scores", "'scores-rounded-to-half' is off the oracle: scores"),
+        (PenalizesGreedyRepetition, "I8.pair-greedy", "'penalizes-greedy-repetition' is off the oracle"),
     ],
 )
 def test_correct_engine_passes_with_broken_partner(
     expected_values: ExpectedValues,
-    broken: type[ReferenceBackend],
+    broken: type[ReferenceBackend | ReferenceRolloutBackend],
     identifier: str,
     message: str,
     tmp_path: Path,
@@ -135,14 +140,14 @@ def test_correct_engine_passes_with_broken_partner(
             run_check(
                 expected_values,
                 identifier,
-                REFERENCE,
+                PARTNERS[partner.kind],
                 layout=DP1,
                 family="llama",
                 directory=tmp_path,
                 partner=partner,
             )
     finally:
-        expected_values.groups.discard(partner.name)
+        expected_values.discard(partner.name)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def give_back_at_once(engine: TrainEngine) -> None:
 
 
 def write_small_files(engine: TrainEngine) -> None:
-    """Let an export be many files: the rank that writes keeps one of them in memory."""
+    """Let an export be many files: the rank that writes keeps a single file in memory."""
     tensor_files.MAX_FILE_BYTES = FILE_BYTES
 
 
