@@ -75,7 +75,7 @@ class InferenceEngine:
     ) -> None:
         """Load the model, or connect to the servers at ``addr`` (``host:port``, one or several).
 
-        Servers at ``addr`` are the caller's, as those of `launch_server`: the engine loads weights into them.
+        Servers at ``addr`` are the caller's, as after `launch_server`: the engine loads weights into them.
 
         Raises `ConfigError` when the model cannot be built, `EngineStateError` when called twice. After an error
         the engine is destroyed.

@@ -112,7 +112,7 @@ class ServerBackend(InferenceBackend[C]):
         config = context.config
         options, dp = config.options, config.layout.dp
         self.model = self.served_model(config)
-        # The caller launched the servers at ``addresses``, and others started those of the options.
+        # The caller launched the servers at ``addresses``; others started ``options.addresses``.
         steered = bool(addresses) or options.take_over
         addresses = addresses or options.addresses or self.launch_server(context, dp)
         if len(addresses) != dp and dp > 1:
@@ -195,7 +195,7 @@ class ServerBackend(InferenceBackend[C]):
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         require_protocols(self.server_class, SYNC_PROTOCOLS[meta.method])
-        self.fleet.require_steered("an update of weights")
+        self.fleet.require_updatable(meta.method)
         if meta.method == "disk":
             self.loop.wait(self.fleet.install(DiskWeights.checked(meta, self.model.shapes)))
         elif meta.method == "lora":

@@ -58,7 +58,14 @@ class Requests:
         def read(response: Any, server: Server, adapter: ServedAdapter) -> LLMResponse:
             return _with_versions(server, adapter, self._wire.response(request, response, eos, server.name))
 
+        self._require_taken(request)
         return await self.call(self._wire.generation(request, eos), read)
+
+    def _require_taken(self, request: LLMRequest) -> None:
+        """Raise `RolloutError` for a request that a server would answer with wrong log-probs."""
+        for server in self._pool.servers:
+            if problem := server.limits.sampling_problem(request.sampling):
+                raise RolloutError(f"request {request.rid}: {server.name} {problem}; {server.limits.remedy}")
 
     async def stream(
         self, request: LLMRequest, eos: Collection[int]
@@ -80,6 +87,7 @@ class Requests:
                     yield part
             raise Unreachable(f"{server.name} ended the stream of request {request.rid} too early")
 
+        self._require_taken(request)
         async with aclosing(self._results(self._wire.generation(request, eos), parts)) as results:
             async for part in results:
                 yield part

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from core_rl.backend.meta import SyncMethod
 from core_rl.errors import ConfigError, raise_all
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.facts import ServerFacts, is_directory, misfits, warn_if_untested
 from core_rl.servers.labels import FRESH, RUN, owner_of
 from core_rl.servers.server import Server
 
-__all__ = ["require_servers", "require_steered"]
+__all__ = ["require_servers", "require_steered", "require_updatable"]
 
 
 def require_servers(facts: Mapping[Server, ServerFacts], model: ServedModel, origin: str) -> None:
@@ -39,6 +40,10 @@ def _problems(server: Server, facts: ServerFacts, model: ServedModel, origin: st
     if server.steered:
         if connected and facts.label != FRESH and owner != RUN:
             yield f"{by} has taken it over since this engine connected to it"
+        elif not is_directory(facts.path, origin) or (facts.label != FRESH and owner != RUN):
+            problem = facts.limits.update_problem("disk", tied=_is_tied(model))
+            if problem is not None:
+                yield f"it {problem}; start it with model.path, or {facts.limits.remedy}"
     elif facts.label != FRESH:
         yield f"{by} steers it; name another server, or take it over by options.take_over = true"
     elif not is_directory(facts.path, origin):
@@ -53,3 +58,18 @@ def require_steered(servers: Sequence[Server], purpose: str) -> None:
             f"options.take_over = false: {purpose} would change {', '.join(others)}, which others started; set it to "
             "true where nobody else uses them"
         )
+
+
+def require_updatable(servers: Sequence[Server], method: SyncMethod, model: ServedModel) -> None:
+    """Raise one `ConfigError` with every server that would not have the weights of an update by ``method``."""
+    tied = _is_tied(model)
+    problems = [
+        f"{server.name} {problem}; {server.limits.remedy}"
+        for server in servers
+        if (problem := server.limits.update_problem(method, tied=tied))
+    ]
+    raise_all(ConfigError, f"sync by {method!r}", problems)
+
+
+def _is_tied(model: ServedModel) -> bool:
+    return bool(getattr(model.config, "tie_word_embeddings", False))

@@ -1,4 +1,4 @@
-"""`ServerFacts`: the model and the settings that a server reports, compared with those that an engine needs."""
+"""`ServerFacts`: the model and the settings that a server reports, compared with an engine's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.checkpoint.precisions import quantized_layers, shown_layers
 from core_rl.config.engine import ModelConfig
 from core_rl.servers.adapters import ServedModel
+from core_rl.servers.limits import NO_LIMITS, ServerLimits
 from core_rl.toolkit.build import read_config
 
 __all__ = ["ServerFacts", "is_directory", "misfits", "warn_if_untested"]
@@ -49,6 +50,8 @@ class ServerFacts:
     """By argument of its command line: the present value, and the value that log-probs and requests need."""
     release: str | None = None
     """The version of the product."""
+    limits: ServerLimits = NO_LIMITS
+    """Requests and updates that it gets wrong."""
 
 
 def is_directory(path: str, directory: str) -> bool:

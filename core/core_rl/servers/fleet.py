@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import cast
 
+from core_rl.backend.meta import SyncMethod
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Unreachable
 from core_rl.servers.config import Interrupt, ServerOptions
-from core_rl.servers.connection import require_servers, require_steered
+from core_rl.servers.connection import require_servers, require_steered, require_updatable
 from core_rl.servers.facts import ServerFacts, is_directory
 from core_rl.servers.labels import FRESH
 from core_rl.servers.pool import Failures, ServerPool, failures
@@ -79,7 +80,7 @@ class Fleet:
     async def _bring_up_to_date(self, server: Server) -> None:
         facts = await server.facts()
         self._require_fit({server: facts})
-        server.ranks, server.device = facts.ranks, facts.device
+        server.ranks, server.device, server.limits = facts.ranks, facts.device, facts.limits
         if not server.steered:
             server.version = self._version
             return
@@ -116,6 +117,11 @@ class Fleet:
     def require_steered(self, purpose: str) -> None:
         """Raise `ConfigError` where ``purpose`` would change a server that this engine may not change."""
         require_steered(self.pool.servers, purpose)
+
+    def require_updatable(self, method: SyncMethod) -> None:
+        """Raise `ConfigError` where a server may not be changed, or would not have the weights of ``method``."""
+        self.require_steered("an update of weights")
+        require_updatable(self.pool.servers, method, self._model)
 
     # --------------------------------------------------------------- weights
 

@@ -17,6 +17,7 @@ from core_rl.servers.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl.servers.config import Interrupt
 from core_rl.servers.facts import ServerFacts
 from core_rl.servers.labels import FRESH, label_of
+from core_rl.servers.limits import NO_LIMITS
 from core_rl.servers.process import RunningServer
 from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress
@@ -79,6 +80,7 @@ class Server(ABC):
         """Tensor-parallel degree."""
         self.device = ""
         """Device type: ``cpu`` or ``cuda``."""
+        self.limits = NO_LIMITS
         self.failure: BaseException | None = None
         """The error after which it will not come back."""
         self.recovery: asyncio.Task[None] | None = None

@@ -63,6 +63,8 @@ class VllmStub(ServerStub):
         self.config: dict[str, Any] = {}
         """Its ``model_config``."""
         self.device, self.ranks = "cpu", 1
+        self.transfer: dict[str, str] | None = {"backend": "core_rl"}
+        """Its ``weight_transfer_config``; a server without core-rl-vllm-server has none, or another."""
 
     def stop(self) -> None:
         super().stop()
@@ -99,6 +101,7 @@ class VllmStub(ServerStub):
                     "vllm_config": {
                         "model_config": self.config,
                         "device_config": {"device": self.device},
+                        "weight_transfer_config": self.transfer,
                     }
                 }
             case "/v1/models":

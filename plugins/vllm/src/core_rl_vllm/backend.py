@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,15 +17,13 @@ from core_rl.servers.backend import ServerBackend
 from core_rl.servers.process import ServerProcess
 from core_rl_vllm.adapters import VllmAdapterForm
 from core_rl_vllm.config import VllmConfig
-from core_rl_vllm.server import VllmServer
+from core_rl_vllm.server import TRANSFER, VllmServer
 from core_rl_vllm.wire import VllmWire
 
 __all__ = ["VllmBackend", "arguments_of", "visible_devices"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28
-TRANSFER = '{"backend": "core_rl"}'
-"""The engine of ``core-rl-vllm-server``."""
 
 
 class VllmBackend(ServerBackend[VllmConfig]):
@@ -109,7 +108,7 @@ def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str)
         "--max-logprobs": -1,
         # Requests name all parameters, and end-of-sequence tokens.
         "--generation-config": "vllm",
-        "--weight-transfer-config": TRANSFER,
+        "--weight-transfer-config": json.dumps(TRANSFER),
     }
     arguments = [part for name, value in values.items() if value is not None for part in (name, str(value))]
     # Requests and responses are token ids.

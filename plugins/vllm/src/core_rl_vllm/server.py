@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +14,7 @@ from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
 from core_rl.servers.facts import ServerFacts
+from core_rl.servers.limits import NO_LIMITS, ServerLimits
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of
@@ -20,13 +22,21 @@ from core_rl.weight_sync.cuda import DEVICE, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress, shared_by_name
 from core_rl_vllm.wire import PREFIX
 
-__all__ = ["VllmServer", "on_gpu"]
+__all__ = ["TRANSFER", "VllmServer", "on_gpu"]
 
 INFO_TIMEOUT_S = 120.0
+TRANSFER = {"backend": "core_rl"}
+"""``--weight-transfer-config`` of servers with core-rl-vllm-server."""
+TEMPERATURES = (0.01, 2.0)
+"""The positive temperatures that vLLM draws at: it raises lower ones, and refuses higher ones."""
+REMEDY = (
+    "install core-rl-vllm-server into the server's environment, and start it with --weight-transfer-config "
+    f"'{json.dumps(TRANSFER)}'"
+)
 
 
 class VllmServer(Server):
-    """A server of vLLM in development mode, with core-rl-vllm-server."""
+    """A server of vLLM in development mode, with core-rl-vllm-server or as vLLM is (`_limits`)."""
 
     tested = frozenset({"0.32.0"})
 
@@ -49,13 +59,15 @@ class VllmServer(Server):
             [weights, size, models, release, config],
             f"{self.address} is no vLLM server: it sent something",
         ):
+            device = _device(config) if config else "cpu" if self.cuda() is None else "cuda"
             return ServerFacts(
                 path=str(models["data"][0]["root"]),
                 label=str(weights["weight_version"]),
                 ranks=int(size["world_size"]),
-                device=_device(config) if config else "cpu" if self.cuda() is None else "cuda",
+                device=device,
                 context_length=models["data"][0].get("max_model_len"),
                 release=release.get("version"),
+                limits=_limits(config, device),
                 **_settings(config),
             )
 
@@ -145,6 +157,26 @@ def _settings(config: Any) -> dict[str, Any]:
             f"--{name.replace('_', '-')}": (model.get(name, value), value) for name, value in required.items()
         },
     }
+
+
+def _limits(config: Any, device: str) -> ServerLimits:
+    """The limits of a server that the response ``config`` to ``/server_info`` shows without core-rl-vllm-server.
+
+    vLLM does not start with the transfer engine ``core_rl`` unless the plugin has registered it.
+    """
+    if (
+        config is None
+        or (config["vllm_config"].get("weight_transfer_config") or {}).items() >= TRANSFER.items()
+    ):
+        return NO_LIMITS
+    return ServerLimits(
+        temperatures=TEMPERATURES,
+        full_distribution=False,
+        refused=frozenset({"tensor", "distributed"}),
+        # On CPUs vLLM multiplies by a copy of each head's weights, which an update of the embedding does not renew.
+        updates_tied_heads=device != "cpu",
+        remedy=REMEDY,
+    )
 
 
 def _tensors(bucket: Bucket) -> list[tuple[str, str, list[int], int]]:

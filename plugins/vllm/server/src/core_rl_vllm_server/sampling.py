@@ -40,7 +40,7 @@ def report_full_distribution() -> None:
 
 
 def take_every_temperature() -> None:
-    """Draw at the temperature of the request: vLLM refuses those above 2, and replaces those below 0.01."""
+    """Draw at the temperature of the request: vLLM refuses more than 2, and replaces less than 0.01."""
     parameters = sampling_params.SamplingParams
     original = parameters._verify_args
     if hasattr(original, "__wrapped__"):
