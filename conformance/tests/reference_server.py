@@ -10,7 +10,8 @@ from aiohttp import web
 from server_stub import ServerStub
 
 from core_rl.backend.inference_backend import InferenceContext
-from core_rl.backend.meta import FinetuneSpec
+from core_rl.backend.inference_protocols import SupportsPause
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
@@ -50,6 +51,8 @@ class ReferenceServer(ServerStub):
     ) -> None:
         super().__init__(model_path)
         self.routes = (*PLAIN, *routes)
+        self.labels = [self.label]
+        """Labels by the version that the engine has for them."""
         self.backend = kind()
         config = ReferenceRolloutConfig(model=ModelConfig(path=model_path), device="cpu")
         self.backend.build(InferenceContext(name="reference-rollout", config=config), (), FinetuneSpec())
@@ -72,9 +75,11 @@ class ReferenceServer(ServerStub):
         if request.path == "/collective_rpc":
             await asyncio.to_thread(self.load, body["kwargs"]["weights_path"])
         elif request.path == "/update_weight_version":
-            self.label = body["new_version"]
+            await asyncio.to_thread(self.relabel, body["new_version"])
         elif request.path in ("/pause", "/resume"):
             self.paused = request.path == "/pause"
+            if isinstance(self.backend, SupportsPause):
+                await asyncio.to_thread(self.backend.pause if self.paused else self.backend.resume)
         return self._descriptions().get(request.path, {})
 
     def _descriptions(self) -> dict[str, Any]:
@@ -91,9 +96,21 @@ class ReferenceServer(ServerStub):
         }
 
     def load(self, path: str) -> None:
-        """Serve the weights in ``path``; raises `ConfigError` where there are none."""
-        self.backend._on_worker(self.backend._adopt, self.backend._load(ModelConfig(path=path)))
+        """Serve the weights in ``path`` under the label before; raises `CoreRLError` where there are none."""
+        self.backend.update_weights(WeightUpdateMeta(version=len(self.labels) - 1, path=path))
         self.model_path = path
+
+    def relabel(self, label: str) -> None:
+        """Give the weights ``label``."""
+        self.label = label
+        self.labels.append(label)
+        self.backend.set_version(len(self.labels) - 1)
+
+    def reset(self) -> None:
+        """Serve the first weights, as after a start."""
+        self.relabel("default")
+        self.load(self.model)
+        self.paused = False
 
     async def _answered(self, body: dict[str, Any]) -> dict[str, Any]:
         fields = body.get("sampling_params", body)
@@ -101,14 +118,18 @@ class ReferenceServer(ServerStub):
         if fields.get("prompt_logprobs") is not None:
             scores = await asyncio.to_thread(self._scores, ids, fields["prompt_logprobs"])
             return {"prompt_logprobs": scores, "choices": [{"prompt_logprobs": scores}]}
-        while self.paused:
-            await asyncio.sleep(0.01)
-        version = self.label
+        await self._resumed()
         rid = body["request_id"]
         response = await self.backend.agenerate(
             LLMRequest(rid=rid, input_ids=ids, sampling=_sampling(fields))
         )
-        return {"choices": [_choice(response, version)]}
+        await self._resumed()
+        label = self.labels[response.versions[0]] if response.versions else self.label
+        return {"choices": [_choice(response, label)]}
+
+    async def _resumed(self) -> None:
+        while self.paused:
+            await asyncio.sleep(0.01)
 
     def _scores(self, ids: Sequence[int], k: int) -> list[dict[str, Any] | None]:
         batch = SequenceBatch.from_sequences([ids])
@@ -138,13 +159,13 @@ def _sampling(fields: dict[str, Any]) -> SamplingParams:
     )
 
 
-def _choice(response: LLMResponse, version: str) -> dict[str, Any]:
+def _choice(response: LLMResponse, label: str) -> dict[str, Any]:
     """One choice with the fields of both routes."""
     pairs = list(zip(response.output_ids, response.logprobs, strict=True))
     return {
         "token_ids": list(response.output_ids),
         "finish_reason": response.stop_reason,
-        "weight_versions": [{"version": version, "start": 0, "end": len(pairs)}],
+        "weight_versions": [{"version": label, "start": 0, "end": len(pairs)}],
         "logprobs": {
             "content": [{"token_id": token, "logprob": value} for token, value in pairs],
             "token_logprobs": list(response.logprobs),

@@ -40,9 +40,15 @@ FIELDS: Mapping[Capability, str] = {
 }
 """Fields of a completion request that capabilities of the wire ``openai`` need."""
 OF_THE_DRIVER = frozenset(
-    {Capability.DATA_PARALLEL, Capability.TENSOR_PARALLEL, Capability.LAUNCH_SERVER, Capability.CUDA}
+    {
+        Capability.DATA_PARALLEL,
+        Capability.TENSOR_PARALLEL,
+        Capability.LAUNCH_SERVER,
+        Capability.CUDA,
+        Capability.BFLOAT16,
+    }
 )
-"""Capabilities that engines with servers of their own show."""
+"""Capabilities that engines with servers of their own show, or that the arguments name."""
 SETS_VERSIONS = "contract.rollout-versions"
 """The check that changes a server without a capability."""
 NO_TAKE_OVER = "it would change the server; give --take-over to allow it"
