@@ -103,6 +103,14 @@ class RouteOrders(RuleBasedStateMachine):
         (self.engine.resume_memory if self.asleep else self.engine.release_memory)()
         self.asleep = not self.asleep
 
+    @precondition(lambda self: self.subject.spec.supports(Capability.RELEASE_MEMORY) and not self.asleep)
+    @rule(draw=st.integers(1, 2))
+    def change_before_sleep(self, draw: int) -> None:
+        """Install other weights, release the memory, and take it back."""
+        self.update(draw)
+        self.sleep_or_wake()
+        self.sleep_or_wake()
+
     @precondition(lambda self: not (self.paused or self.asleep))
     @rule()
     def generate(self) -> None:

@@ -99,6 +99,8 @@ class Routes:
     """Fields of a completion request, where the server describes them."""
     disabled: Mapping[Capability, str]
     """Capabilities that its own settings disable, each with the reason."""
+    tokenizer: bool
+    """Whether it has one, as far as it describes that."""
 
     def missing(self, routes: Iterable[str]) -> str:
         """The absent ``routes`` as a reason; empty where it has all."""
@@ -117,6 +119,11 @@ def read_routes(address: str, key: str | None, wire: str) -> Routes:
         raise ConfigError(f"--server: {error}; start the server first, and give its address") from error
     if absent := routes.missing([GENERATE[wire]]):
         raise ConfigError(f"--wire={wire}: the {routes.product} at {address} has {absent}; {HINTS[wire]}")
+    if wire == "openai" and not routes.tokenizer:
+        raise ConfigError(
+            f"--wire=openai: the {routes.product} at {address} runs with --skip-tokenizer-init, and its "
+            f"{GENERATE[wire]} needs a tokenizer; start it without the flag, or give --wire=sglang"
+        )
     return routes
 
 
@@ -128,6 +135,7 @@ async def _read(address: str, key: str | None) -> Routes:
             paths = frozenset(description["paths"])
             fields = frozenset(_completion_fields(description))
         product, version = await _product(api, paths)
+        skips = product == "SGLang" and (await api.get("/server_info", TIMEOUT_S)).get("skip_tokenizer_init")
         return Routes(
             paths=paths,
             product=product,
@@ -135,6 +143,7 @@ async def _read(address: str, key: str | None) -> Routes:
             model=await _model(api),
             fields=fields,
             disabled=dict(await _disabled(api, product, paths)),
+            tokenizer=not skips,
         )
 
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutants.rollouts import ReportsWithoutTemperature
@@ -14,7 +15,9 @@ from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
 from server_stub import running
 
+from core_rl.errors import ConfigError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.servers.routes import read_routes
 
 pytest_plugins = ["pytester"]
 
@@ -123,6 +126,21 @@ def test_wrong_options_name_the_fix(pytester: pytest.Pytester, arguments: list[s
     result = run(pytester, *arguments, "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([message])
+
+
+class WithoutTokenizer(ReferenceServer):
+    """SGLang's description of a server for token ids alone."""
+
+    def _descriptions(self) -> dict[str, Any]:
+        return {**super()._descriptions(), "/server_info": {"version": "0.5.23", "skip_tokenizer_init": True}}
+
+
+def test_sglang_completions_need_a_tokenizer(model_dir: str) -> None:
+    with (
+        running([WithoutTokenizer(model_dir)]) as (server,),
+        pytest.raises(ConfigError, match="the SGLang at .* runs with --skip-tokenizer-init.*--wire=sglang"),
+    ):
+        read_routes(server.address, None, "openai")
 
 
 def test_unsuited_servers_name_the_fix(pytester: pytest.Pytester, model_dir: str, tmp_path: Path) -> None:
