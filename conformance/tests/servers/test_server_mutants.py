@@ -14,6 +14,7 @@ from mutants.zoo import Mutant
 from reference_server import ReferenceServer
 from server_stub import running
 
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -74,6 +75,7 @@ def test_wire_fault_dies_by_its_check(
 
 @pytest.mark.parametrize("mutant", _parameters(SERVED))
 def test_served_mutant_dies_by_its_check(expected: ExpectedValues, mutant: Mutant, tmp_path: Path) -> None:
+    assert issubclass(mutant.engine, ReferenceRolloutBackend)
     directory = str(expected.models.directory(TinyModel(family=mutant.family)))
     with running([ReferenceServer(directory, mutant.engine)]) as (server,):
         message = judge(expected, server.address, directory, mutant.killed_by, tmp_path)
@@ -84,7 +86,7 @@ def test_served_mutant_dies_by_its_check(expected: ExpectedValues, mutant: Mutan
     "check",
     [
         pytest.param(check, marks=[] if check == "I14.update-in-flight" else [pytest.mark.nightly])
-        for check in sorted({fault.killed_by for fault in (*WIRE_FAULTS, *SERVED)})
+        for check in sorted({f.killed_by for f in WIRE_FAULTS} | {m.killed_by for m in SERVED})
     ],
 )
 def test_correct_server_passes_behind_a_proxy(
@@ -98,7 +100,7 @@ def test_correct_server_passes_behind_a_proxy(
 
 
 def test_faults_are_many_and_named_apart() -> None:
-    names = [fault.name for fault in (*WIRE_FAULTS, *SERVED)]
+    names = [fault.name for fault in WIRE_FAULTS] + [mutant.name for mutant in SERVED]
     assert len(set(names)) == len(names) >= 40
     assert set(names) >= BY_DAY
     assert {fault.killed_by for fault in WIRE_FAULTS} <= set(load_checks())
