@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
 from core_rl.servers.facts import ServerFacts
 from core_rl.servers.labels import FRESH
+from core_rl.servers.limits import NO_LIMITS
 from core_rl.servers.process import RunningServer, ServerProcess
 from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, StreamReader, Wire
@@ -78,9 +80,10 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
         self._of_kind = None if options.wire == "openai" else _backend_of(options.wire)
         wire = wire_of(options.wire, options.served_name or str(config.model.path))
         self.wire = UnversionedWire(wire) if options.read_only else wire
-        self.server_class = (
-            ReadOnlyServer if options.read_only or self._of_kind is None else self._of_kind.server_class
-        )
+        if options.read_only or self._of_kind is None:
+            self.server_class = ReadOnlyServer
+        else:
+            self.server_class = _without_limits(self._of_kind.server_class)
 
     def _server(
         self,
@@ -126,6 +129,17 @@ def _backend_of(engine: str) -> ServerBackend[Any]:
     base: type[Any] = ServerBackend
     made: ServerBackend[Any] = load_class(get_spec(engine), "factory", base)()
     return made
+
+
+def _without_limits(kind: type[Server]) -> type[Server]:
+    """``kind``, asked for everything: an engine refuses what a stock server gets wrong, and a check has to see it."""
+
+    class Unlimited(kind):  # type: ignore[misc, valid-type]
+        async def facts(self) -> ServerFacts:
+            facts: ServerFacts = await super().facts()
+            return replace(facts, limits=NO_LIMITS)
+
+    return Unlimited
 
 
 class ReadOnlyServer(Server):

@@ -318,7 +318,7 @@ def _table() -> list[tuple[str, Callable[[], Bend], str, str]]:
         return float(torch.tensor(value).bfloat16())
 
     def greedy(body: Body) -> bool:
-        return body["sampling_params"]["temperature"] == 0.0
+        return bool(body["sampling_params"]["temperature"] == 0.0)
 
     return [
         (
