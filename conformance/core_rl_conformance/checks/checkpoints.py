@@ -260,6 +260,7 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
 def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 
+    From ``sharded``, and from ``dcp`` where ``portable_checkpoint`` is declared.
     These have the betas, epsilon and decay of the engine's own config, which differ from the checkpoint's.
 
     Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
@@ -272,7 +273,10 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     assert second is not None  # the check asks for a profile with two
     group = moving.start(subject, model)
     moving.train(group, subject, [0, 1])
+    with_dcp = "dcp" in moving.formats(subject)
     group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
+    if with_dcp:
+        group.save(moving.meta(subject.directory("dcp"), "dcp"))
     expected, progress = moving.state(group), group.progress
     group = moving.start(subject, moving.elsewhere(model), layout=second, config=CHANGED)
     group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
@@ -280,6 +284,10 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     moving.verify_state(subject, label, group, expected)
     moving.verify_progress(subject, label, group, progress)
     moving.verify_next_steps(subject, group, model, label, CHANGED)
+    if with_dcp:
+        group.load(moving.meta(subject.directory("dcp"), "dcp"))
+        moving.verify_state(subject, f"from 'dcp' {label}", group, expected)
+        moving.verify_progress(subject, f"from 'dcp' {label}", group, progress)
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")

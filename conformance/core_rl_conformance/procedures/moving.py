@@ -38,6 +38,7 @@ KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 FORMATS: Mapping[CheckpointFormat, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINT,
     "portable": Capability.PORTABLE_CHECKPOINT,
+    "dcp": Capability.PORTABLE_CHECKPOINT,
 }
 
 State = Mapping[TensorKind, Mapping[str, Tensor]]
@@ -125,7 +126,7 @@ def verify_state(
 
 
 def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
-    """Formats with an optimizer that are declared: ``sharded`` and ``portable``."""
+    """Formats with an optimizer that are declared: ``sharded``, ``portable`` and ``dcp``."""
     return [format_ for format_, needed in FORMATS.items() if subject.spec.supports(needed)]
 
 

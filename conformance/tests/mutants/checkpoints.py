@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.capability import Capability
 from core_rl.engine.components import Persistence, TrainComponents
 from core_rl.reference.train import ReferenceBackend
-from core_rl.state.slices import copy_shards
+from core_rl.state.slices import Shard, copy_shards
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.hf_state import HFShardedState
 from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
@@ -213,6 +214,67 @@ class LoadsAnything(ReferenceBackend):
     components = TrainComponents(persistence=_LooksAtNoDigest)
 
 
+class _Misplaces(TensorStore):
+    """Writes the slices of another place or kind while a ``dcp`` checkpoint is saved."""
+
+    saving = False
+
+    def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
+        shards = super().shards(kinds)
+        yield from self.misplaced(shards) if self.saving else shards
+
+    def misplaced(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        """Faulty slices, which tile each tensor."""
+        raise NotImplementedError
+
+
+class _SwapsHalves(_Misplaces):
+    """Writes each half of a matrix at the offset of the other half."""
+
+    def misplaced(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        for shard in shards:
+            rows, whole = shard.tensor.shape[:1].numel(), shard.tensor.shape == shard.global_shape
+            if shard.tensor.dim() < 2 or rows % 2 or not whole:
+                yield shard
+                continue
+            first, second = shard.tensor.chunk(2)
+            yield replace(shard, tensor=second)
+            yield replace(shard, tensor=first, offsets=(rows // 2, *shard.offsets[1:]))
+
+
+class _SwapsMoments(_Misplaces):
+    """Writes each moment under the key of the other moment."""
+
+    def misplaced(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        other = dict(zip(MOMENTS, reversed(MOMENTS), strict=True))
+        for shard in shards:
+            kind, _, name = shard.name.partition("/")
+            yield replace(shard, name=f"{other.get(kind, kind)}/{name}")
+
+
+class _SavesMisplaced(Persistence):
+    """Tells the store when a ``dcp`` checkpoint is saved."""
+
+    def save(self, meta: SaveLoadMeta) -> None:
+        tensors = self.runtime.tensors
+        assert isinstance(tensors, _Misplaces)
+        tensors.saving = meta.format == "dcp"
+        super().save(meta)
+        tensors.saving = False
+
+
+class SlicesAtOtherOffsets(ReferenceBackend):
+    """The slices of a ``dcp`` checkpoint are at the offsets of other slices."""
+
+    components = TrainComponents(tensors=_SwapsHalves, persistence=_SavesMisplaced)
+
+
+class MomentsUnderSwappedKeys(ReferenceBackend):
+    """A ``dcp`` checkpoint has each moment under the name of the other."""
+
+    components = TrainComponents(tensors=_SwapsMoments, persistence=_SavesMisplaced)
+
+
 class RanksDrawTheirOwnWeights(Replicated):
     """Each rank draws missing weights from a seed of its own."""
 
@@ -283,6 +345,18 @@ class WeightsByReference(ReferenceBackend):
 
 
 MUTANTS = (
+    Mutant(
+        engine=SlicesAtOtherOffsets,
+        killed_by="I11.load-after-use",
+        issue="AReaL #1470",
+        says="master after 'dcp' was loaded",
+    ),
+    Mutant(
+        engine=MomentsUnderSwappedKeys,
+        killed_by="I11.load-after-use",
+        issue="NeMo-RL #3171",
+        says="exp_avg after 'dcp' was loaded",
+    ),
     Mutant(
         engine=SnapshotByReference,
         killed_by="I11.asynchronous",

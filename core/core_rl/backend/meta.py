@@ -27,7 +27,7 @@ TensorKind = str
 the names of ``peft``), or a kind of the optimizer, such as ``exp_avg``."""
 StatePart = Literal["model", "optimizer"]
 """Parts that are offloaded separately: weights with their gradients, and moments."""
-CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
+CheckpointFormat = Literal["hf", "sharded", "portable", "dcp", "adapter"]
 SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
 
 

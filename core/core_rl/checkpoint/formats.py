@@ -1,7 +1,8 @@
 """The formats in which a train engine saves itself; see `SaveLoadMeta.format`.
 
 ``hf`` is a model directory of transformers. ``portable`` has the named tensors of weights and moments, and progress,
-for any engine and layout. ``sharded`` has each rank's slices, opaque state and random states, and progress.
+for any engine and layout. ``sharded`` has each rank's slices, opaque state and random states, and progress. ``dcp`` has
+the contents of ``portable`` in the slices of each rank.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.adapters import load_adapter, save_adapter
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write
 from core_rl.checkpoint.contents import Contents, load_tensors, save_files
+from core_rl.checkpoint.dcp import load_dcp, save_dcp
 from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.end_tokens import end_tokens, set_padding, write_end_tokens
 from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
@@ -256,8 +258,20 @@ def _tensors_later(
     return DeferredWrite(write, finish)
 
 
-SAVE = {"hf": _save_hf, "portable": _save_portable, "sharded": _save_sharded, "adapter": save_adapter}
-LOAD = {"hf": _load_hf, "portable": _load_portable, "sharded": _load_sharded, "adapter": load_adapter}
+SAVE = {
+    "hf": _save_hf,
+    "portable": _save_portable,
+    "sharded": _save_sharded,
+    "dcp": save_dcp,
+    "adapter": save_adapter,
+}
+LOAD = {
+    "hf": _load_hf,
+    "portable": _load_portable,
+    "sharded": _load_sharded,
+    "dcp": load_dcp,
+    "adapter": load_adapter,
+}
 
 
 def save_contents(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:

@@ -15,7 +15,7 @@ from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, WeightsError
 from core_rl.state.slices import Shard
 
-__all__ = ["ShardFiles", "files_of", "write_copies"]
+__all__ = ["ShardFiles", "bounds_of", "files_of", "write_copies"]
 
 HEADER = "core_rl_shards"
 
@@ -92,7 +92,7 @@ class ShardFiles:
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor ``name`` on the CPU, or the part of it that ``slices`` names, one for each dimension."""
-        bounds = _bounds(slices or (), self.shape(name))
+        bounds = bounds_of(slices or (), self.shape(name))
         pieces = list(self._pieces[name].values())
         for piece in pieces:
             if piece.overlap(bounds) == bounds:
@@ -142,8 +142,8 @@ class ShardFiles:
         return int(header["world_size"])
 
 
-def _bounds(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Start and stop in each dimension."""
+def bounds_of(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Start and stop of ``slices`` in each dimension of a tensor of ``shape``; `WeightsError` for a step."""
     padded = slices + (slice(None),) * (len(shape) - len(slices))
     bounds = []
     for part, size in zip(padded, shape, strict=True):

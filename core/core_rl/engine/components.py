@@ -37,6 +37,7 @@ __all__ = ["Parts", "Persistence", "TrainComponents"]
 FORMAT_CAPABILITY: dict[CheckpointFormat, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINT,
     "portable": Capability.PORTABLE_CHECKPOINT,
+    "dcp": Capability.PORTABLE_CHECKPOINT,
     "adapter": Capability.LORA,
 }
 

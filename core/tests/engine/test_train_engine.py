@@ -547,7 +547,7 @@ def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
     [
         (
             lambda: SaveLoadMeta(path="a", format=cast("Any", "huggingface")),
-            r"SaveLoadMeta\.format = 'huggingface'; choose from 'hf', 'sharded', 'portable', 'adapter'",
+            r"SaveLoadMeta\.format = 'huggingface'; choose from 'hf', 'sharded', 'portable', 'dcp', 'adapter'",
         ),
         (
             lambda: WeightUpdateMeta(version=1, path="a", method=cast("Any", "nccl")),
