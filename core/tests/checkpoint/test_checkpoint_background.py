@@ -307,7 +307,7 @@ def test_background_save_is_a_snapshot(
     assert engine.get_version() == (5 if form == "hf" else 4)
 
 
-@pytest.mark.parametrize("form", ["portable", "sharded"])
+@pytest.mark.parametrize("form", ["portable", "sharded", "dcp"])
 def test_background_save_to_a_url(engine: TrainEngine, form: CheckpointFormat, tmp_path: Path) -> None:
     train(engine, 0)
     expected = held(engine)

@@ -40,7 +40,7 @@ EXTRA = {
     "extra_head.steps": torch.tensor([7, 8]),
 }
 FORMATS: tuple[CheckpointFormat, ...] = ("portable", "hf")
-ALL_FORMATS: tuple[CheckpointFormat, ...] = (*FORMATS, "sharded")
+ALL_FORMATS: tuple[CheckpointFormat, ...] = (*FORMATS, "sharded", "dcp")
 NLL = LossSpec(fn=support.weighted_nll)
 TIMEOUT_S = 60.0
 
