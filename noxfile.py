@@ -317,6 +317,13 @@ def pytest(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, env=ENV)
 
 
+@nox.session
+def versions(session: nox.Session) -> None:
+    """Run the quick form with each installed set of versions, or `-- NAME ...`; `-- --install NAME` installs one."""
+    _install(session, "conformance")
+    session.run("python", "tools/versions.py", *session.posargs)
+
+
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """Run all there is at the last commit, in a worktree, or `-- PART ...`; passed parts run only after changes."""

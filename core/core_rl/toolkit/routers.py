@@ -70,11 +70,16 @@ def routing_outputs(
 
 
 def own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
-    """The experts that ``batch`` prescribes for the tokens of this rank, ``[L, layers, k]``; any for padding."""
+    """The experts that ``batch`` prescribes for the tokens of this rank, ``[L, layers, k]``.
+
+    Padding gets ``k`` different ones, as dispatchers count on for each token.
+    """
     routing = batch.tokens.get("routing")
     if routing is None:
         return None
-    padded = F.pad(routing, (0, 0, 0, 0, 0, tokens.segments[-1] - len(routing)))
+    layers, k = routing.shape[1:]
+    different = torch.arange(k, dtype=routing.dtype, device=routing.device)
+    padded = torch.cat([routing, different.expand(tokens.segments[-1] - len(routing), layers, k)])
     local = padded[tokens.start : tokens.start + len(tokens.input_ids)]
     return local.to(tokens.input_ids.device)
 

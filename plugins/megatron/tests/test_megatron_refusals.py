@@ -16,8 +16,8 @@ from transformers import AutoConfig
 
 from core_rl.errors import CheckpointMismatch, ConfigError, CoreRLError, LayoutError, UnsupportedCapability
 from core_rl_megatron.config import MegatronConfig
-from core_rl_megatron.parallel_state import check_megatron
 from core_rl_megatron.translation import family_of, transformer_config
+from core_rl_megatron.versions import check_megatron
 
 Fields = Mapping[str, Any]
 REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
@@ -66,7 +66,7 @@ def test_every_family_is_known_by_its_name() -> None:
     assert family_of(AutoConfig.for_model("qwen3_moe")) == {"qk_layernorm": True}
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.17.0", "1.0", "unknown"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "0.1", "1.0", "unknown"])
 def test_unsupported_megatron_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib_metadata, "version", lambda name: version)
     with pytest.raises(ConfigError, match=rf"{version} is installed: pip install 'megatron-core>=0.16"):

@@ -31,7 +31,7 @@ from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import adapter_config, checkpoint_name, low_rank_products
 from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.model_files import exported_config
-from core_rl_megatron import cpu_shim, parallel_state
+from core_rl_megatron import cpu_shim, parallel_state, versions
 from core_rl_megatron.adapters import enable_adapters
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.model import Buckets, StageModel, build_stage, wrap_chunks
@@ -65,9 +65,10 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         check_settings(config, model)
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
-        parallel_state.check_megatron()
+        versions.check_megatron()
         check_options(config, read_config(config.model))
         cpu_shim.install(world.device)
+        versions.hide_deprecations()
         parallel_state.join_groups(world, config.layout, config.options.virtual_stages)
         self._in_groups = True
         return parallel_state.rank_groups(world, config.layout)

@@ -1,6 +1,6 @@
 """Megatron-Core on machines without CUDA: every replacement, with its upstream site.
 
-Megatron-Core 0.16 names CUDA in places where it means "the device of this rank". Without CUDA, its
+Megatron-Core names CUDA in places where it means "the device of this rank". Without CUDA, its
 modules see a `torch` that means the CPU there; all other code, and all of Megatron on a machine with
 CUDA, is left alone. Each entry names its site, and can go when that site asks the tensors, or a
 setting, for the device.
@@ -196,6 +196,8 @@ def _as_it_is(model: Callable[..., Any] | None = None, **_: object) -> Any:
 
 with warnings.catch_warnings(), _not_compiled():
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    for category in (DeprecationWarning, SyntaxWarning):  # of its own modules, from 0.17 on
+        warnings.filterwarnings("ignore", category=category)
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401

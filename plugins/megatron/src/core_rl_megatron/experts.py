@@ -90,7 +90,13 @@ def whole_outputs(
 class GroupedExperts(nn.Module):
     """``num_local_experts`` gated MLPs of SiLU; expert tensor parallelism is 1."""
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
         super().__init__()
         inner = config.moe_ffn_hidden_size
         assert inner is not None  # `transformer_config` sets it

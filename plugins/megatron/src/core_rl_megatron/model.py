@@ -23,6 +23,7 @@ from core_rl_megatron.modules import PackedGPT, build_chunk
 from core_rl_megatron.naming import RowBox, boxes_of
 from core_rl_megatron.options import groups_experts
 from core_rl_megatron.translation import transformer_config
+from core_rl_megatron.versions import forget_reduction
 
 __all__ = ["Buckets", "StageModel", "build_stage", "wrap_chunks"]
 
@@ -164,7 +165,7 @@ class Buckets:
         """Drop gradients of earlier passes, and wait for their reductions."""
         self.wait()
         for group in self._groups:
-            group.grad_reduce_handle = None
+            forget_reduction(group)
 
     def abandon(self) -> None:
         """Forget collectives of a failed pass. A lone rank waits for them; peers may never reach them."""
@@ -172,7 +173,8 @@ class Buckets:
             for handle in (group.grad_reduce_handle, group.param_gather_handle):
                 if handle is not None and _is_alone(group):
                     handle.wait()
-            group.grad_reduce_handle = group.param_gather_handle = None
+            forget_reduction(group)
+            group.param_gather_handle = None
             group.per_param_grad_ready_counts = {}
         self.forget_weights()
 

@@ -28,6 +28,7 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl_megatron.experts import GroupedExperts, PackedRouter
+from core_rl_megatron.versions import submodules_of
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
 
@@ -248,7 +249,7 @@ def _block_spec(
     if not theirs:
         block.layer_norm = RMSNorm
     for layer in (spec.submodules for spec in block.layer_specs):
-        attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+        attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
         attention.core_attention = PackedCoreAttention
         if not theirs:
             layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm

@@ -3,8 +3,6 @@
 Megatron keeps queries, keys and values of a layer in one matrix, group by group (attention.py:
 ``[q of the group | k | v]`` for each key/value head), and gate and up projection in another (mlp.py:
 ``[gate | up]`` on each tensor parallel rank). A `RowBox` is a box of one checkpoint tensor in such a matrix.
-
-mbridge has the same names; to use it would require vision models and ``einops``, which it imports undeclared.
 """
 
 from __future__ import annotations

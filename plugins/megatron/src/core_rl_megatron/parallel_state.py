@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-import importlib_metadata as metadata
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
@@ -19,30 +18,11 @@ from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.errors import ConfigError, EngineStateError, LayoutError
+from core_rl.errors import EngineStateError, LayoutError
 from core_rl.seeds import derive_seed
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["MegatronRngState", "check_megatron", "join_groups", "leave_groups", "model_shards", "rank_groups"]
-
-TESTED = "0.16"
-"""The version of megatron-core that the engine is tested with. It looks into the optimizer and the schedules, which
-change from one minor version to the next."""
-INSTALL = "pip install 'megatron-core>=0.16,<0.17'"
-
-
-def check_megatron() -> None:
-    """Raise `ConfigError` unless megatron-core is there in a version that the engine knows."""
-    try:
-        version = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"the engine 'megatron' needs megatron-core, which is not installed: {INSTALL}"
-        ) from error
-    if not version.startswith(f"{TESTED}."):
-        raise ConfigError(
-            f"the engine 'megatron' knows megatron-core {TESTED}, and {version} is installed: {INSTALL}"
-        )
+__all__ = ["MegatronRngState", "join_groups", "leave_groups", "model_shards", "rank_groups"]
 
 
 class _Present:

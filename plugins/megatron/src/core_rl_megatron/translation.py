@@ -16,6 +16,7 @@ from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.options import uses_fusions
+from core_rl_megatron.versions import no_cuda_graphs
 
 __all__ = ["check_model_layout", "family_of", "transformer_config"]
 
@@ -134,7 +135,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         gradient_accumulation_fusion=False,
         bias_activation_fusion=uses_fusions(config),
         transformer_impl=options.transformer_impl,
-        cuda_graph_scope=[],  # the default is deprecated, and warns of itself
+        **no_cuda_graphs(),
         **family,
         **RECOMPUTE[options.recompute],
         **(_experts(model) if getattr(model, "num_experts", None) else {}),

@@ -1,0 +1,61 @@
+"""Differences between the versions of megatron-core that the engine is tested with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import importlib_metadata as metadata
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+
+from core_rl.errors import ConfigError
+
+__all__ = ["check_megatron", "forget_reduction", "hide_deprecations", "no_cuda_graphs", "submodules_of"]
+
+TESTED = ("0.16", "0.17", "0.18", "0.19")
+"""The engine looks into the optimizer and the schedules, which change from one minor version to the next."""
+INSTALL = "pip install 'megatron-core>=0.16.1,<0.20'"
+DEPRECATED = "GPTModel IS DEPRECATED"
+
+
+def check_megatron() -> None:
+    """Raise `ConfigError` unless megatron-core is installed in a version that the engine knows."""
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"the engine 'megatron' needs megatron-core, which is not installed: {INSTALL}"
+        ) from error
+    if ".".join(version.split(".")[:2]) not in TESTED:
+        raise ConfigError(
+            f"the engine 'megatron' knows megatron-core {TESTED[0]} to {TESTED[-1]}, and {version} is installed: "
+            f"{INSTALL}"
+        )
+
+
+def submodules_of(spec: ModuleSpec | functools.partial[Any]) -> Any:
+    """The parts of a layer's MLP or attention; from 0.18 on its spec is a ``functools.partial``."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def no_cuda_graphs() -> dict[str, list[str]]:
+    """The field of `TransformerConfig` for parts in CUDA graphs, which 0.18 renamed; its default warns of itself."""
+    names = TransformerConfig.__dataclass_fields__
+    return {"cuda_graph_modules" if "cuda_graph_modules" in names else "cuda_graph_scope": []}
+
+
+def forget_reduction(bucket_group: Any) -> None:
+    """Have the next pass reduce the gradients of ``bucket_group`` again, which 0.18 does only after they are zeroed."""
+    bucket_group.grad_reduce_handle = None
+    if hasattr(bucket_group, "grad_reduce_finished"):
+        bucket_group.grad_reduce_finished = False
+
+
+def hide_deprecations() -> None:
+    """Drop the warning that 0.19 logs for each `GPTModel`, whose layers and embeddings the engine builds on."""
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_is_no_deprecation)
+
+
+def _is_no_deprecation(record: logging.LogRecord) -> bool:
+    return DEPRECATED not in record.getMessage()

@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Run the suite's quick form with several versions of its dependencies: python -m nox -s versions [-- NAME ...]
+
+Without names it runs every environment that is installed in `.nox/versions`; `--install` installs the named ones first.
+Reports go to docs/results/versions, and docs/support.md is written from all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import Version
+
+from core_rl_conformance.outcomes import Outcome
+from core_rl_conformance.report.files import read_report
+from core_rl_conformance.report.model import EngineRecord, Report
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENTS = ROOT / ".nox" / "versions"
+REPORTS = ROOT / "docs" / "results" / "versions"
+PAGE = ROOT / "docs" / "support.md"
+PLACES = (".[conformance]", "./plugins/fsdp", "./plugins/megatron")
+SHOWN = ("torch", "transformers", "megatron-core", "pydantic", "peft")
+"""Packages with a column on the page."""
+BACKENDS = {"fsdp": "torch", "megatron": "megatron-core", "reference": "transformers"}
+"""The package that an engine stands and falls with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Versions that are installed together, and the engines that the suite runs with them."""
+
+    python: str
+    engines: tuple[str, ...]
+    over: str = ""
+    """The environment below, whose packages it shares but for its own; empty for one with all packages."""
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """Versions in place of those in constraints/tested.txt."""
+
+
+MATRIX = {
+    "tested-3.11": Environment(python="3.11", engines=("reference", "fsdp", "megatron")),
+    "tested-3.12": Environment(python="3.12", engines=("reference", "fsdp", "megatron")),
+    "lowest": Environment(
+        python="3.11",
+        engines=("reference", "fsdp"),
+        over="tested-3.11",
+        pins={
+            "fsspec": "2024.6.0",
+            "httpcore": "1.0.9",
+            "httpx": "0.28.1",
+            "huggingface-hub": "1.5.0",
+            "importlib-metadata": "8.0.0",
+            "jinja2": "3.1.0",
+            "numpy": "1.26.0",
+            "peft": "0.18.0",
+            "pydantic": "2.11.0",
+            "pydantic-core": "2.33.0",
+            "rich": "13.8.0",
+            "tokenizers": "0.22.0",
+            "transformers": "5.13.0",
+            "typer": "0.20.0",
+        },
+    ),
+    "megatron-0.16": Environment(
+        python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.16.1"}
+    ),
+    "megatron-0.17": Environment(
+        python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.17.1"}
+    ),
+    "megatron-0.18": Environment(
+        python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.18.2"}
+    ),
+    "newest-transformers": Environment(
+        python="3.12", engines=("reference", "fsdp"), over="tested-3.12", pins={"transformers": "5.24.0"}
+    ),
+    "torch-2.14": Environment(python="3.12", engines=("reference", "fsdp"), pins={"torch": "2.14.1"}),
+    "python-3.13": Environment(python="3.13", engines=("reference", "fsdp")),
+}
+
+
+def interpreter(version: str) -> str | None:
+    """The Python ``version`` of this machine, on the path or of pyenv; None without one."""
+    pyenv = sorted(
+        Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python")
+    )
+    return shutil.which(f"python{version}") or next(map(str, reversed(pyenv)), None)
+
+
+def python_of(name: str) -> Path:
+    """The Python of an environment, or of the environment below it."""
+    return ENVIRONMENTS / (MATRIX[name].over or name) / "bin" / "python"
+
+
+def is_installed(name: str) -> bool:
+    """Whether the environment is complete."""
+    stamps = [ENVIRONMENTS / part / "complete" for part in (name, MATRIX[name].over) if part]
+    return all(stamp.exists() for stamp in stamps)
+
+
+def install(name: str) -> None:
+    """Install the environment, and the environment below it; gigabytes for each that has a torch of its own.
+
+    Raises `SystemExit` where the machine lacks its Python.
+    """
+    environment, home = MATRIX[name], ENVIRONMENTS / name
+    if environment.over and not is_installed(environment.over):
+        install(environment.over)
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
+    if environment.over:
+        pins = [f"{package}=={version}" for package, version in environment.pins.items()]
+        subprocess.run([*pip, "--no-deps", "--target", str(home), *pins], check=True)
+    else:
+        python = interpreter(environment.python)
+        if python is None:
+            raise SystemExit(
+                f"{name}: this machine has no Python {environment.python}; install it, for example by pyenv"
+            )
+        subprocess.run([python, "-m", "venv", str(home)], check=True)
+        constraints = home / "constraints.txt"
+        constraints.write_text("\n".join(_constraints(environment.pins)) + "\n")
+        editable = [part for place in PLACES for part in ("-e", place)]
+        subprocess.run([*pip, "-c", str(constraints), *editable], cwd=ROOT, check=True)
+    (home / "complete").touch()
+
+
+def _constraints(pins: Mapping[str, str]) -> Iterator[str]:
+    """The tested versions, but for ``pins``."""
+    for line in (ROOT / "constraints" / "tested.txt").read_text().splitlines():
+        if line.partition("==")[0] not in pins:
+            yield line
+    yield from (f"{package}=={version}" for package, version in pins.items())
+
+
+def run(name: str) -> bool:
+    """Run the quick form with the environment, and write its report; whether it passes."""
+    environment = MATRIX[name]
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    engines = [f"--engine={engine}" for engine in environment.engines]
+    report = f"--report=docs/results/versions/{name}.json"
+    suite = ["conformance/", "--quick", "-q", "-n", "2", report]
+    paths = {"PYTHONPATH": str(ENVIRONMENTS / name)} if environment.over else {}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **paths}
+    result = subprocess.run(
+        [str(python_of(name)), "-m", "pytest", *engines, *suite], cwd=ROOT, env=env, check=False
+    )
+    # The web page of a report is written next to it, and has the same contents.
+    (REPORTS / f"{name}.html").unlink(missing_ok=True)
+    _shorten(REPORTS / f"{name}.json")
+    return result.returncode == 0
+
+
+def _shorten(file: Path) -> None:
+    """Leave of each case the comparison that is closest to its limit, without points of a plot."""
+    values = json.loads(file.read_text())
+    report = read_report(file)
+    for case, record in zip(values["results"], report.results, strict=True):
+        worst = record.worst
+        case["measurements"] = [] if worst is None else [{**worst.model_dump(mode="json"), "points": []}]
+    file.write_text(json.dumps(values) + "\n")
+
+
+def page(reports: Mapping[str, Report]) -> str:
+    """docs/support.md: a row for each environment and engine, and the versions that each engine passed with."""
+    header = ["environment", "engine", "Python", *SHOWN, "verdict", "cases", "closest to its limit"]
+    rows = [_row(name, report, engine) for name, report in reports.items() for engine in report.engines]
+    absent = [f"`{name}`" for name in MATRIX if name not in reports]
+    lines = [
+        "# Support",
+        "",
+        "The quick form of the suite (one layout of two ranks) with several versions of its dependencies, from the",
+        "reports in `docs/results/versions`. `nox -s versions` runs the environments that a machine has,",
+        "`-- --install NAME` installs another, and `-- --page` writes this page. The last column has the comparison",
+        "with the largest error in relation to its limit.",
+        "",
+        *_table([header, ["---"] * len(header), *rows]),
+        "",
+        f"Not run: {', '.join(absent)}." if absent else "Every environment was run.",
+        "",
+        "## Ranges",
+        "",
+        *_table([["engine", "package", "passed", "failed"], ["---"] * 4, *_ranges(reports)]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, report: Report, engine: EngineRecord) -> list[str]:
+    executed = [case for case in report.cases(engine.name) if case.outcome.executed]
+    passed = sum(case.outcome is Outcome.PASSED for case in executed)
+    measured = [(case.worst, case.check) for case in executed if case.worst is not None]
+    worst = max(measured, key=lambda pair: pair[0].ratio, default=None)
+    limit = "-" if worst is None else f"{worst[0].error:.1e} of {worst[0].limit:.1e} (`{worst[1]}`)"
+    versions = [report.environment.packages.get(package, "-") for package in SHOWN]
+    python = report.environment.python.rpartition(" ")[2]
+    return [
+        f"`{name}`",
+        f"`{engine.name}`",
+        python,
+        *versions,
+        str(engine.verdict),
+        f"{passed} of {len(executed)}",
+        limit,
+    ]
+
+
+def _ranges(reports: Mapping[str, Report]) -> Iterator[list[str]]:
+    """The versions of its backend with which each engine passed and failed."""
+    for engine, package in BACKENDS.items():
+        versions: dict[bool, set[str]] = {True: set(), False: set()}
+        for report in reports.values():
+            if package in report.environment.packages and report.cases(engine):
+                failed = any(case.outcome is Outcome.FAILED for case in report.cases(engine))
+                versions[not failed].add(report.environment.packages[package])
+        yield [f"`{engine}`", package, _listed(versions[True]), _listed(versions[False])]
+
+
+def _listed(versions: set[str]) -> str:
+    return ", ".join(sorted(versions, key=Version)) or "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def committed_reports() -> dict[str, Report]:
+    """The reports of the environments that were run, in the order of the matrix."""
+    files = {name: REPORTS / f"{name}.json" for name in MATRIX}
+    return {name: read_report(file) for name, file in files.items() if file.exists()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the environments that the command line names."""
+    parser = argparse.ArgumentParser(prog="nox -s versions --", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MATRIX))
+    parser.add_argument("--install", action="store_true", help="install the named environments first")
+    parser.add_argument("--page", action="store_true", help="write docs/support.md only")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.names if name not in MATRIX]:
+        raise SystemExit(f"no such environment: {', '.join(unknown)}; there are {', '.join(MATRIX)}")
+    if options.install and not options.names:
+        raise SystemExit("--install takes the names of environments: each may be a download of gigabytes")
+    failed = []
+    for name in () if options.page else options.names or MATRIX:
+        if options.install and not is_installed(name):
+            install(name)
+        if not is_installed(name):
+            sys.stdout.write(f"{name}: not run, since it is not installed; -- --install {name} installs it\n")
+        elif not run(name):
+            failed.append(name)
+    PAGE.write_text(page(committed_reports()))
+    if failed:
+        raise SystemExit(f"versions: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
