@@ -41,7 +41,7 @@ class Environment:
     python: str
     engines: tuple[str, ...]
     over: str = ""
-    """The environment below, whose packages it shares but for its own; empty for one with all packages."""
+    """The environment below, whose packages it shares but for its own; empty for an environment with all packages."""
     pins: Mapping[str, str] = field(default_factory=dict)
     """Versions in place of those in constraints/tested.txt."""
 

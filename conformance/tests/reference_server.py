@@ -77,8 +77,9 @@ class ReferenceServer(ServerStub):
         elif request.path == "/update_weight_version":
             await asyncio.to_thread(self.relabel, body["new_version"])
         elif request.path in ("/pause", "/resume"):
-            self.paused = request.path == "/pause"
-            if isinstance(self.backend, SupportsPause):
+            paused, self.paused = self.paused, request.path == "/pause"
+            # The engine's interface pairs them; a client resumes a server that was never paused.
+            if isinstance(self.backend, SupportsPause) and paused != self.paused:
                 await asyncio.to_thread(self.backend.pause if self.paused else self.backend.resume)
         return self._descriptions().get(request.path, {})
 

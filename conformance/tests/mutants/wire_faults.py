@@ -145,7 +145,7 @@ class FromACache(Bend):
 
 
 class OfTheRequestBefore(Bend):
-    """Each request gets the answer to the one before, which has as many tokens."""
+    """Each request gets the answer to the request before, which has as many tokens."""
 
     def __init__(self) -> None:
         self._before: dict[int, Body] = {}
@@ -197,7 +197,7 @@ class EndsAtAPause(Bend):
 
 
 class AbortsAllByOne(Bend):
-    """Requests in flight end as aborted when one of them is."""
+    """An abort ends all requests in flight."""
 
     _aborted = 0
 
@@ -271,7 +271,7 @@ class Swallows(Bend):
 
 
 class Loads(Bend):
-    """Updates load the directory ``change(before, new)``, with the directories of this update and the one before."""
+    """Updates load the directory ``change(before, new)``, of the update and of its predecessor."""
 
     def __init__(self, change: Callable[[Path | None, Path], Path]) -> None:
         self._change = change

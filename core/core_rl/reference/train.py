@@ -1,6 +1,6 @@
 """The reference train engine: the plain Hugging Face model, one sequence at a time.
 
-It is the smallest example of an engine, and shares nothing with faster ones that could be wrong in
+It is the smallest example of an engine, and shares nothing with faster engines that could be wrong in
 both: no packing, no chunked kernels, eager attention.
 """
 

@@ -1,4 +1,4 @@
-"""A real server that somebody else started: an engine of another model leaves it alone, and one of its model draws."""
+"""A real server of another user: an engine of another model leaves it alone, and an engine of its model draws."""
 
 from __future__ import annotations
 
