@@ -116,8 +116,8 @@ class Profile:
     """The layouts, models and dtypes that the suite runs for one engine, and its waivers."""
 
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
-    """The most telling first, and several ranks second: the first two share the models, others run one, in turn. Further
-    dtypes are run on the second."""
+    """The most telling first, and several ranks second. The first two share the models, others run one, in turn;
+    further dtypes are run on the second."""
     settings: tuple[Setting, ...] = ()
     """Layouts with options of their own, run after ``layouts``; models rotate over them."""
     dtypes: tuple[DType, ...] = ("float32",)
