@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 import training_support as support
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
@@ -65,9 +65,10 @@ def _arguments(start: Path, layout: dict[str, int], output: Path) -> list[str]:
 
 def _torchrun(per_rank: int, arguments: list[str]) -> list[dict[str, float]]:
     """What rank 0 printed; the two agents stand for two machines with ``each`` ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1"]
+    # Here it outlives both agents; in an agent it would end with it, while the other one still asks.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    endpoint = [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false"]
+    rendezvous = ["--rdzv-backend=c10d", *endpoint, "--rdzv-id=1"]
     counts = ["--nnodes=2", f"--nproc-per-node={per_rank}", "--local-addr=127.0.0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *counts, *rendezvous]
     agents = [
