@@ -40,6 +40,7 @@ OF_THE_CLIENT: Mapping[type, str] = {
     updates.ScoresWithoutDeclaring: "capabilities are read from the routes",
     route_orders.WakesWithTheUpdateBefore: "vLLM's routes have no sleep",
     interruptions.DrawsOn: "a pause has a route; 'a pause swallowed' is this fault",
+    interruptions.LabelsAsItIsAsked: "a client pauses a server before it loads; 'labels of the moment' is this fault",
     interruptions.EndsAtThePause: "'answers end at a pause' is this fault",
 }
 """Engines whose fault a server cannot have, or has in another form."""
