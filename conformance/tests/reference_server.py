@@ -18,24 +18,15 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import CoreRLError
 from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl_conformance.servers.routes import CONTROL as CHANGES
+from core_rl_conformance.servers.routes import GENERATE as REQUESTS
 
 __all__ = ["COMPLETIONS", "CONTROL", "GENERATE", "ReferenceServer"]
 
-COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+COMPLETIONS, GENERATE = REQUESTS["openai"], REQUESTS["vllm"]
 PLAIN = ("/openapi.json", "/health", "/version", "/v1/models", COMPLETIONS)
 """Routes that every server has."""
-CONTROL = (
-    GENERATE,
-    "/server_info",
-    "/weight_info",
-    "/get_world_size",
-    "/update_weight_version",
-    "/pause",
-    "/resume",
-    "/reset_prefix_cache",
-    "/collective_rpc",
-    "/abort_requests",
-)
+CONTROL = (GENERATE, *CHANGES["vllm"], "/server_info", "/collective_rpc", "/abort_requests")
 """Routes of a server in development mode."""
 FIELDS = ("prompt_logprobs", "min_p", "logit_bias", "seed", "stop_token_ids")
 

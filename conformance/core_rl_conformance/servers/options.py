@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -76,12 +77,12 @@ class ServerArguments:
     @property
     def model_type(self) -> str:
         """The type in the model's config."""
-        return str(self._model_config().get("model_type", "model"))
+        return str(self._model_config.get("model_type", "model"))
 
     @property
     def vocab_size(self) -> int:
         """The number of token ids in the model's config."""
-        config = self._model_config()
+        config = self._model_config
         return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
 
     @property
@@ -89,10 +90,11 @@ class ServerArguments:
         """``dtype``, or by default the dtype in the model's config; float32 where that has another or none."""
         if not self.model_dir:
             return self.dtype or "float32"
-        config = self._model_config()
+        config = self._model_config
         named = str(config.get("dtype", config.get("torch_dtype", "")))
         return self.dtype or ("bfloat16" if named == "bfloat16" else "float32")
 
+    @cached_property
     def _model_config(self) -> dict[str, Any]:
         text = (Path(self.model_dir) / "config.json").read_text(encoding="utf-8")
         parsed: dict[str, Any] = json.loads(text)

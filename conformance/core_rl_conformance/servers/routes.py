@@ -134,41 +134,45 @@ async def _read(address: str, key: str | None) -> Routes:
         with readable(description, f"{address}/openapi.json is something"):
             paths = frozenset(description["paths"])
             fields = frozenset(_completion_fields(description))
-        product, version = await _product(api, paths)
-        skips = product == "SGLang" and (await api.get("/server_info", TIMEOUT_S)).get("skip_tokenizer_init")
+        product, about = await _product(api, paths)
+        disabled = _disabled_in_sglang(about) if product == "SGLang" else await _disabled_in_vllm(api, paths)
         return Routes(
             paths=paths,
             product=product,
-            version=version,
+            version=str(about.get("version", "unknown")),
             model=await _model(api),
             fields=fields,
-            disabled=dict(await _disabled(api, product, paths)),
-            tokenizer=not skips,
+            disabled=disabled,
+            tokenizer=not about.get("skip_tokenizer_init"),
         )
 
 
-async def _product(api: Api, paths: frozenset[str]) -> tuple[str, str]:
-    """Product and version. Of a description with secrets nothing else is read."""
+async def _product(api: Api, paths: Collection[str]) -> tuple[str, dict[str, Any]]:
+    """The product, and its description with the version. SGLang's has secrets, which nothing reads."""
     for product, path in PRODUCTS:
         if path in paths and isinstance(about := await api.get(path, TIMEOUT_S), dict) and "version" in about:
-            return product, str(about["version"])
-    return "server", "unknown"
+            return product, about
+    return "server", {}
 
 
-async def _disabled(api: Api, product: str, paths: Collection[str]) -> list[tuple[Capability, str]]:
-    """Capabilities that the server's settings disable, as far as it describes these."""
+def _disabled_in_sglang(about: Mapping[str, Any]) -> dict[Capability, str]:
+    """Capabilities that the server's settings disable, each with the reason."""
+    return {} if about.get("enable_lora") else {Capability.SYNC_LORA: NO_LORA}
+
+
+async def _disabled_in_vllm(api: Api, paths: Collection[str]) -> dict[Capability, str]:
+    """The same, where the server describes its settings."""
     if "/server_info" not in paths:
-        return []
+        return {}
     with readable(None, f"{api.address}/server_info is something"):
-        if product == "SGLang":
-            loads_adapters = (await api.get("/server_info", TIMEOUT_S)).get("enable_lora")
-            return [] if loads_adapters else [(Capability.SYNC_LORA, NO_LORA)]
         config = (await api.get("/server_info?config_format=json", TIMEOUT_S))["vllm_config"]
         transfer = config.get("weight_transfer_config") or {}
-        disabled = [] if config.get("lora_config") else [(Capability.SYNC_LORA, NO_LORA)]
-        if transfer.get("backend") != "core_rl":
-            disabled += [(capability, NO_TRANSFER) for capability in BUCKETS]
-        return disabled
+        disabled = {} if config.get("lora_config") else {Capability.SYNC_LORA: NO_LORA}
+        return (
+            disabled
+            if transfer.get("backend") == "core_rl"
+            else disabled | dict.fromkeys(BUCKETS, NO_TRANSFER)
+        )
 
 
 async def scoring_problem(address: str, key: str | None, wire: Wire, vocab_size: int) -> str:

@@ -42,8 +42,10 @@ class ServerTimeout(RolloutError):
 class Refused(RolloutError):
     """The server responded with an error, or with something else than JSON."""
 
-    is_final = False
-    """Whether the server will respond in this way however long one waits: no route, no right, or no JSON."""
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+        """Whether the server will respond in this way however long one waits: no route, no right, or no JSON."""
 
 
 class Api:
@@ -98,9 +100,10 @@ class Api:
             async with call as response:
                 if response.status != 200:
                     reason = _reason(await response.read())
-                    refusal = Refused(f"{subject} returned status {response.status}: {reason}")
-                    refusal.is_final = response.status in FINAL
-                    raise refusal
+                    raise Refused(
+                        f"{subject} returned status {response.status}: {reason}",
+                        is_final=response.status in FINAL,
+                    )
                 yield response
         except TimeoutError as error:
             raise ServerTimeout(f"{subject} got no response within {timeout_s:g} s") from error
@@ -116,9 +119,9 @@ class Api:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            refusal = Refused(f"{self.name}: {path} returned no JSON: {_shown(content)}")
-            refusal.is_final = True
-            raise refusal from error
+            raise Refused(
+                f"{self.name}: {path} returned no JSON: {_shown(content)}", is_final=True
+            ) from error
 
 
 async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:

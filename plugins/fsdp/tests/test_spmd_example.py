@@ -13,10 +13,10 @@ import pytest
 import torch
 import training_support as support
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
+from core_rl.distributed.process_group import open_store
 from core_rl.launch.group import EngineGroup
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -66,7 +66,7 @@ def _arguments(start: Path, layout: dict[str, int], output: Path) -> list[str]:
 def _torchrun(per_rank: int, arguments: list[str]) -> list[dict[str, float]]:
     """What rank 0 printed; the two agents stand for two machines with ``each`` ranks."""
     # Here it outlives both agents; in an agent it would end with it, while the other one still asks.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store("127.0.0.1")
     endpoint = [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false"]
     rendezvous = ["--rdzv-backend=c10d", *endpoint, "--rdzv-id=1"]
     counts = ["--nnodes=2", f"--nproc-per-node={per_rank}", "--local-addr=127.0.0.1"]
