@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.backend.meta import EngineProgress, SaveLoadMeta, TensorKind
-from core_rl.backend.tensors import TensorSource, check_source
+from core_rl.backend.tensors import NamedTensors, TensorSource, check_source
 from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write, write_in_background
 from core_rl.checkpoint.directory import write_checkpoint
@@ -57,6 +57,8 @@ class Contents:
     """Whether this rank writes what exists once, and receives full tensors."""
     progress: EngineProgress
     rng: RngState
+    export: Callable[[NamedTensors], NamedTensors] = iter
+    """Passes on the full tensors that ``hf`` writes before it returns."""
 
     def with_moments(self, meta: SaveLoadMeta) -> bool:
         """Whether ``meta`` asks for the optimizer's state, and there is some."""

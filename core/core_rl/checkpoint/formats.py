@@ -151,7 +151,7 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     kinds = contents.tensors.export_kinds("params")
 
     def write(directory: Path) -> None:
-        stream = (item for kind in kinds for item in contents.tensors.stream(kind))
+        stream = contents.export(item for kind in kinds for item in contents.tensors.stream(kind))
         write_tensors(directory, "model", stream, writes=contents.is_writer)
         if contents.is_writer:
             write_rest(directory)

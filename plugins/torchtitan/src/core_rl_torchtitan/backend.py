@@ -1,0 +1,171 @@
+"""`TorchtitanBackend`: torchtitan's decoder, sharded by its own functions, behind the core's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.decoder import Decoder
+from transformers import PreTrainedModel
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.backend.train_backend import BuildContext, PassMode
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.outputs import ModelOutput
+from core_rl.distributed.comm import Comm, RankGroups
+from core_rl.errors import ConfigError, UnsupportedCapability
+from core_rl.toolkit.build import read_config
+from core_rl.toolkit.cuda import require_device_memory
+from core_rl.toolkit.fully_sharded import add_up_gradients, reset_pass, reshard
+from core_rl.toolkit.hf_backend import HFBackend
+from core_rl.toolkit.hf_state import checkpoint_layout, fill, planned_model
+from core_rl_torchtitan.config import TorchtitanConfig
+from core_rl_torchtitan.meshes import Meshes, check_copies
+from core_rl_torchtitan.modules import PackedDecoder
+from core_rl_torchtitan.row_layout import RowLayout, Run, probed_runs
+from core_rl_torchtitan.translation import check_model_layout, decoder_config
+
+__all__ = ["TorchtitanBackend", "materialize", "tie"]
+
+
+class TorchtitanBackend(HFBackend[TorchtitanConfig]):
+    """Weights, gradients and moments are sharded over data and context parallel ranks, and cut over tensor parallel
+    ones.
+    """
+
+    packed: PackedDecoder
+    meshes: Meshes
+
+    def check_model(self, config: TorchtitanConfig) -> None:
+        check_copies(config.layout, config.options.replicas)
+        check_model_layout(read_config(config.model), config.layout)
+
+    def groups(self, world: Comm, config: TorchtitanConfig) -> RankGroups:
+        check_model_layout(read_config(config.model), config.layout)
+        set_spmd_backend("partial_dtensor")
+        self.meshes = Meshes.join(world, config.layout, config.options.replicas)
+        return self.meshes.groups
+
+    def build(self, context: BuildContext[TorchtitanConfig]) -> None:
+        config = context.config
+        planned, source = planned_model(config.model, context.seed)
+        context.check_model(planned.config)
+        require_device_memory(context, planned)
+        decoder_of = decoder_config(planned.config, context.layout, config.model.head)
+        runs = _written_runs(probed_runs(decoder_of), planned, scalar=config.model.head != "lm")
+        with torch.device("meta"):
+            self.packed = PackedDecoder(decoder_of.build(), config.model.head, self.meshes.shards)
+        _freeze(self.packed, runs, planned)
+        self._shard(config)
+        materialize(self.packed, context.device)
+        self.packed.eval()
+        self.planned, self.layout = planned, RowLayout(runs)
+        self.adopt(cast("PreTrainedModel", self.packed), context)
+        fill(self.state(), "master", source)
+
+    def _shard(self, config: TorchtitanConfig) -> None:
+        """Cut and shard the weights by torchtitan's own functions."""
+        dims, decoder = self.meshes.dims, self.packed.decoder
+        if dims.tp_enabled or dims.ep_enabled:
+            decoder.parallelize(dims)
+        tie(decoder)
+        mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
+        if config.model.head != "lm":
+            fully_shard(self.packed.score, mesh=mesh, reshard_after_forward=False)
+        apply_fsdp_to_decoder(
+            decoder,
+            mesh,
+            param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+            reduce_dtype=torch.float32,
+            pp_enabled=False,
+            reshard_after_forward_policy=config.options.fsdp_reshard_after_forward,
+            ep_degree=dims.ep,
+            edp_mesh=self.meshes.experts,
+        )
+        add_up_gradients(self.packed, mesh.size())
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        super().run(micro_batches, step, mode)
+        if mode == "forward":
+            reshard(self.packed)
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        outputs = self.packed(
+            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
+        )
+        return ModelOutput(**outputs)
+
+    def reduce_grads(self) -> None:
+        """FSDP adds up in each backward pass, and DTensor over tensor parallel ranks."""
+
+    def abort(self) -> None:
+        for root in (self.packed.decoder, getattr(self.packed, "score", None)):
+            if isinstance(root, FSDPModule):
+                reset_pass(root)
+
+
+def tie(decoder: Decoder) -> None:
+    """Tie the embedding to the head again, which `Module.parallelize` distributes one by one.
+
+    Without this FSDP has two parameters, and an optimizer updates one of them: an embedding that is tied no more.
+    """
+    if decoder.enable_weight_tying:
+        decoder.tok_embeddings.weight = decoder.lm_head.weight
+
+
+def materialize(packed: PackedDecoder, device: torch.device) -> None:
+    """Memory on ``device`` for all weights, which are not initialized, and rotary embeddings, once for all layers."""
+    decoder = packed.decoder
+    packed.to_empty(device=device)
+    tie(decoder)
+    for buffer in decoder.buffers():  # numbers of tokens that each expert got, which nothing reads
+        buffer.zero_()
+    first, *others = [layer.attention.rope for layer in decoder.layers.values()]
+    first.init_states(buffer_device=device)
+    for rope in others:
+        rope.register_buffer("cache", first.cache, persistent=False)
+
+
+def _written_runs(
+    probed: dict[str, tuple[Run, ...]], planned: PreTrainedModel, *, scalar: bool
+) -> dict[str, tuple[Run, ...]]:
+    """``probed`` by the names of `PackedDecoder`; with a ``scalar`` head in the place of the language model's.
+
+    Raises `UnsupportedCapability` where transformers writes other tensors than torchtitan's adapter.
+    """
+    runs = {f"decoder.{name}": parts for name, parts in probed.items()}
+    if scalar:
+        del runs["decoder.lm_head.weight"]
+        runs["score.weight"] = (Run("score.weight", None, 0, 1, 1, 0),)
+    parameters = {name: tuple(parameter.shape) for name, parameter in planned.named_parameters()}
+    expected = checkpoint_layout(planned).shapes(parameters).keys()
+    written = {run.name for parts in runs.values() for run in parts}
+    if written != set(expected):
+        raise UnsupportedCapability(
+            f"transformers writes {type(planned).__name__} with {sorted(set(expected) - written)[:3]}, and torchtitan "
+            f"with {sorted(written - set(expected))[:3]}; use the engine 'fsdp'"
+        )
+    return runs
+
+
+def _freeze(packed: PackedDecoder, runs: dict[str, tuple[Run, ...]], planned: PreTrainedModel) -> None:
+    """Turn off gradients as in ``planned``; raises `ConfigError` for a part of a parameter."""
+    layout = checkpoint_layout(planned)
+    trained = {
+        written
+        for name, parameter in planned.named_parameters()
+        if parameter.requires_grad
+        for written in layout.names(name)
+    }
+    for name, parameter in packed.named_parameters():
+        names = {run.name for run in runs[name]}
+        if names & trained and names - trained:
+            raise ConfigError(
+                f"model.frozen matches {sorted(names - trained)[:3]}, a part of torchtitan's {name!r}; freeze "
+                f"{sorted(names & trained)[:3]} as well, or neither"
+            )
+        parameter.requires_grad_(bool(names & trained))

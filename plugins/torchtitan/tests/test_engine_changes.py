@@ -1,0 +1,80 @@
+"""Training that begins under one engine and goes on under the next: checkpoints and recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import arithmetic_support as arithmetic
+import pytest
+import titan_support as support
+import torch
+from recipe_curves import Curve, Spread, curve_of, move_weights
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.data.micro_batch import MicroBatchSpec
+
+LOSS, CUT = LossSpec(fn=support.weighted_nll), MicroBatchSpec(max_tokens=24)
+STAGES = (("fsdp", {"dp": 2}), ("torchtitan", {"dp": 2, "tp": 2}), ("megatron", {"pp": 2}))
+"""Engines and their layouts, two steps of each."""
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_portable_checkpoint_moves_through_three_engines(kind: str, tmp_path: Path) -> None:
+    """Weights, moments and the count of steps: six steps equal those of an engine that never changed."""
+    model = {"model_type": kind, "tie_word_embeddings": kind == "qwen3"}
+    with support.started(support.config("reference", model=model), "reference") as group:
+        expected = [group.train_batch(support.batch(seed), LOSS, CUT) for seed in range(6)]
+        weights = group.named_tensors("master")
+    step = 0
+    for engine, layout in STAGES:
+        with support.started(support.config(engine, layout, model=model), engine) as group:
+            if step:
+                group.load(SaveLoadMeta(path=str(tmp_path / str(step)), format="portable"))
+            for _ in range(2):
+                actual = group.train_batch(support.batch(step), LOSS, CUT)
+                assert actual["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-3)
+                step += 1
+            group.save(SaveLoadMeta(path=str(tmp_path / str(step)), format="portable"))
+            moved = group.named_tensors("master")
+    assert moved.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(moved[name], value, rtol=1e-3, atol=1e-5)
+
+
+def continued(start: Path, directory: Path) -> Curve:
+    """The curve of a recipe whose engine changes after each two steps."""
+    source: list[str] = []
+    curve: Curve = []
+    for number, (engine, layout) in enumerate(STAGES, start=1):
+        output = directory / engine
+        short = [
+            "rollout.prompts_per_step=8",
+            "eval_samples=1",
+            "eval_every=2",
+            f"steps={2 * number}",
+            "save_every=2",
+        ]
+        degrees = ", ".join(f"{name}: {degree}" for name, degree in layout.items())
+        changed = [f"engines.{engine}.layout={{{degrees}}}", "save_portable_every=2", *source]
+        curve += curve_of(
+            arithmetic.recipe_of("grpo"), arithmetic.overrides_for(start, engine, *short, *changed), output
+        )
+        source = [f"resume_from={output}"]
+    return curve
+
+
+@pytest.mark.slow
+def test_recipe_changes_engines_within_rounding(tmp_path: Path) -> None:
+    """GRPO under fsdp, torchtitan and megatron, with the curve of a run that is never broken."""
+    start = arithmetic.make_start(tmp_path / "start")
+    unbroken = ["rollout.prompts_per_step=8", "eval_samples=1", "eval_every=2", "steps=6", "save_every=2"]
+
+    def reference(name: str, *more: str) -> Curve:
+        overrides = arithmetic.overrides_for(start, "reference", *unbroken, *more)
+        return curve_of(arithmetic.recipe_of("grpo"), overrides, tmp_path / name)
+
+    base = reference("base")
+    models = [move_weights(start / "model", tmp_path / f"moved{n}", n) for n in range(4)]
+    spread = Spread(base, [reference(f"run{n}", f"model.path={model}") for n, model in enumerate(models)])
+    assert not spread.violations(continued(start, tmp_path))
