@@ -195,12 +195,13 @@ def test_norms_of_transformer_engine_stay_where_they_are(monkeypatch: pytest.Mon
         return block
 
     monkeypatch.setattr(modules, "get_gpt_decoder_block_spec", spec)
-    config = transformer_config(built({}, {}, {}), AutoConfig.for_model(**support.TINY))
+    model = AutoConfig.for_model(**support.TINY)
+    config = transformer_config(built({}, {}, {}), model)
     monkeypatch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)
     for name in ("transformer_engine", "local"):
         config.transformer_impl = name
-        block = modules._block_spec(config, None, grouped=False)
+        block = modules._block_spec(config, model, None, grouped=False)
         for layer in (spec.submodules for spec in block.layer_specs):
             assert (layer.input_layernorm is IdentityOp) is (name == "transformer_engine")
             assert (layer.pre_mlp_layernorm is IdentityOp) is (name == "transformer_engine")

@@ -14,10 +14,18 @@ import megatron_support as support
 import pytest
 from transformers import AutoConfig
 
-from core_rl.errors import CheckpointMismatch, ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    CoreRLError,
+    LayoutError,
+    UnsupportedCapability,
+    UnsupportedPackage,
+)
+from core_rl.registry.packages import refuse_packages
+from core_rl_megatron import SPEC
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.translation import family_of, transformer_config
-from core_rl_megatron.versions import check_megatron
 
 Fields = Mapping[str, Any]
 REFUSED: list[tuple[Fields, Fields, Fields, type[CoreRLError], str]] = [
@@ -66,20 +74,21 @@ def test_every_family_is_known_by_its_name() -> None:
     assert family_of(AutoConfig.for_model("qwen3_moe")) == {"qk_layernorm": True}
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.20.0", "0.1", "1.0", "unknown"])
-def test_unsupported_megatron_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "refused"), [("0.15.3", True), ("0.16.0", False), ("0.19.2", False), ("0.20.0rc1", False)]
+)
+def test_failing_megatron_version_is_refused(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megatron = [package for package in SPEC.packages if package.name == "megatron-core"]
     monkeypatch.setattr(importlib_metadata, "version", lambda name: version)
-    with pytest.raises(ConfigError, match=rf"{version} is installed: pip install 'megatron-core>=0.16"):
-        check_megatron()
-
-
-def test_missing_megatron_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib_metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib_metadata, "version", missing)
-    with pytest.raises(ConfigError, match="not installed: pip install 'megatron-core"):
-        check_megatron()
+    if not refused:
+        refuse_packages("megatron", tuple(megatron))
+        return
+    with pytest.raises(
+        UnsupportedPackage, match=rf"{version} is installed.*pip install 'megatron-core>=0.16"
+    ):
+        refuse_packages("megatron", tuple(megatron))
 
 
 def test_the_spec_imports_neither_torch_nor_megatron() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core_rl.config.capability import Capability
+from core_rl.registry.packages import TORCH, TRANSFORMERS, FailingVersions, PackageVersions
 from core_rl.registry.spec import EngineSpec
 
 __all__ = ["SPEC"]
@@ -27,6 +28,7 @@ SPEC = EngineSpec(
             Capability.VALUE_HEAD,
             Capability.REWARD_HEAD,
             Capability.LOGITS,
+            Capability.SHARED_PREFIX,
             Capability.LORA,
             Capability.OFFLOAD,
             Capability.CUDA,
@@ -46,4 +48,14 @@ SPEC = EngineSpec(
     description="NVIDIA Megatron-Core (tensor, pipeline, context and expert parallel), packed, CPU and CUDA",
     conformance="core_rl_megatron.conformance:PROFILE",
     preload=("core_rl_megatron.backend",),
+    packages=(
+        TORCH,
+        TRANSFORMERS,
+        # It looks into the optimizer and the schedules, which change from one minor version to the next.
+        PackageVersions(
+            name="megatron-core",
+            tried=">=0.16.1,<0.20",
+            failing=(FailingVersions(versions="<0.16", check="every check (its optimizer has no ParamKey)"),),
+        ),
+    ),
 )

@@ -6,8 +6,9 @@ only: ``rank`` numbers for each token and projection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
@@ -74,13 +75,25 @@ class Projection(nn.Module):
         return self.lora_A, self.lora_B
 
 
-class LinearAdapter(nn.Module):
-    """Adapters of the linear ``layer``, whose weight has the ``boxes`` of projections, group after group of heads.
+def _joined(name: str, parts: Sequence[RowBox]) -> Iterator[RowBox]:
+    """Boxes of the rows of ``B``, one for rows that follow each other in the checkpoint; ``parts`` are in its order."""
+    start = stop = 0
+    for box, after in zip_longest(parts, parts[1:]):
+        stop += box.stop - box.start
+        if after is None or after.offsets[0] != box.offsets[0] + box.stop - box.start:
+            yield RowBox(name, start, stop, (box.offsets[0] + box.stop - box.start - (stop - start), 0))
+            start = stop
 
-    The order of rows is that of the weight: ``[q of the group | k | v]`` for each group, or ``[gate | up]``.
+
+class LinearAdapter(nn.Module):
+    """Adapters of the linear ``layer``, whose weight has the ``boxes`` of projections, such as ``[q of a group | k |
+    v]`` for each group of heads, or ``[gate | up]``. Rows of ``B`` are in the order of the checkpoint.
     """
 
     enabled: bool = True
+    order: Tensor | None
+    """For each row of the weight, its number among the rows of all ``B``; None where they have one order, and one more
+    than the last for a row without an adapter."""
 
     def __init__(
         self, layer: Any, boxes: Sequence[RowBox], products: Mapping[str, LowRank], lora: LoraConfig
@@ -90,29 +103,30 @@ class LinearAdapter(nn.Module):
         self._spreads_tokens = bool(layer.sequence_parallel)
         self._tensor_ranks = layer.tp_group
         self._dropout = lora.dropout
-        first = {box.name: box for box in reversed(boxes)}
-        names = list(dict.fromkeys(box.name for box in boxes))
-        self._groups = len(boxes) // len(names)
-        self._rows = [first[name].stop - first[name].start for name in names]
         self.projections = nn.ModuleList()
-        self._numbers = []
-        """Which projection of a group each of `projections` belongs to."""
         self.boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
         """Boxes of the factors."""
-        for number, name in enumerate(names):
+        order = torch.full((len(layer.weight),), -1)
+        total = 0
+        for name in dict.fromkeys(box.name for box in boxes):
             if (product := products.get(name)) is None:
                 continue
-            rows = self._rows[number] * self._groups
+            parts = sorted((box for box in boxes if box.name == name), key=lambda box: box.offsets)
+            rows = sum(box.stop - box.start for box in parts)
             projection = Projection(layer.weight, rows, lora.rank, product.scaling)
             self.projections.append(projection)
-            self._numbers.append(number)
-            row, column = first[name].offsets
-            self.boxes[projection.lora_A] = (RowBox(product.a, 0, lora.rank, (0, column)),)
-            self.boxes[projection.lora_B] = (RowBox(product.b, 0, rows, (row, 0)),)
+            self.boxes[projection.lora_A] = (RowBox(product.a, 0, lora.rank, (0, parts[0].offsets[1])),)
+            self.boxes[projection.lora_B] = tuple(_joined(product.b, parts))
+            for box in parts:
+                order[box.start : box.stop] = torch.arange(total, total + box.stop - box.start)
+                total += box.stop - box.start
             # With sequence parallelism the factor that all ranks have meets the tokens of this rank only: its
             # gradient is a part of the sum, which Megatron adds up where a parameter has this mark.
             replicated = projection.lora_A if self._divides_outputs else projection.lora_B
             cast("Any", replicated).sequence_parallel = self._spreads_tokens
+        order = torch.where(order < 0, total, order)
+        in_order = len(order) == total and torch.equal(order, torch.arange(total))
+        self.register_buffer("order", None if in_order else order.to(layer.weight.device), persistent=False)
 
     def add_to(
         self, _: nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
@@ -123,14 +137,17 @@ class LinearAdapter(nn.Module):
         projections = [cast("Projection", module) for module in self.projections]
         factors = [projection() for projection in projections]
         low = torch.cat([F.linear(self._dropped(inputs[0]), a) for a, _ in factors], -1)
-        parts = [*output[0].unflatten(-1, (self._groups, -1)).split(self._rows, -1)]
         lows = self._exchanged(low).chunk(len(projections), -1)
-        for number, projection, (_, b), projected in zip(
-            self._numbers, projections, factors, lows, strict=True
-        ):
-            product = projection.scaling * F.linear(projected, b)
-            parts[number] = parts[number] + product.unflatten(-1, (self._groups, -1))
-        return torch.cat(parts, -1).flatten(-2), output[1]
+        added = torch.cat(
+            [
+                projection.scaling * F.linear(projected, b)
+                for projection, (_, b), projected in zip(projections, factors, lows, strict=True)
+            ],
+            -1,
+        )
+        if self.order is not None:
+            added = F.pad(added, (0, 1)).index_select(-1, self.order)
+        return output[0] + added, output[1]
 
     def _dropped(self, hidden: Tensor) -> Tensor:
         """``hidden`` with dropout, which each projection draws for itself, as in ``peft``."""

@@ -18,18 +18,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.backend.parameter_rules import ParameterOptions
 from core_rl.backend.protocols import LowRank, MemoryPart, SupportsRngState
 from core_rl.backend.steps import MicroBatchStep
-from core_rl.backend.tensors import TensorDict, TensorSource
+from core_rl.backend.tensors import TensorSource
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.toolkit.build import build_model, read_config
+from core_rl.toolkit.build import read_config
 from core_rl.toolkit.cuda import require_device_memory
-from core_rl.toolkit.hf_state import fill
-from core_rl.toolkit.lora import adapter_config, checkpoint_name, low_rank_products
-from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.hf_state import fill, planned_model
+from core_rl.toolkit.lora import adapter_config, low_rank_products
 from core_rl.toolkit.model_files import exported_config
 from core_rl_megatron import cpu_shim, parallel_state, versions
 from core_rl_megatron.adapters import enable_adapters
@@ -40,7 +39,7 @@ from core_rl_megatron.options import check_options, check_settings
 from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
-from core_rl_megatron.translation import check_model_layout
+from core_rl_megatron.translation import check_model_layout, is_hybrid
 
 __all__ = ["MegatronBackend"]
 
@@ -65,7 +64,6 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         check_settings(config, model)
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
-        versions.check_megatron()
         check_options(config, read_config(config.model))
         cpu_shim.install(world.device)
         versions.hide_deprecations()
@@ -109,6 +107,14 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
             ConfigError,
         )
         self.after_load(frozenset({"master"}))
+
+    def check_sharing(self) -> None:
+        model = self.model.hf_config
+        if is_hybrid(model):
+            raise UnsupportedCapability(
+                f"share_prefixes: the model type {model.model_type!r} has layers that carry state from token to token; "
+                "set share_prefixes to false"
+            )
 
     def teardown(self) -> None:
         """Leave Megatron's groups, which are global: the next engine of this process makes its own."""
@@ -237,19 +243,10 @@ def _planned(
     """The Hugging Face model, without memory if its files allow it; its checkpoint tensors, and their values."""
     config = context.config.model
     _check_router_aux(context.config)
-    # It computes nothing, and every model has this attention: models that Megatron lacks are refused by name, below.
-    unloaded = build_on_meta(config, seed=context.seed, attn_implementation="eager")
-    model = (
-        unloaded.model if unloaded else build_model(config, seed=context.seed, attn_implementation="eager")
-    )
+    model, weights = planned_model(config, context.seed)
     context.check_model(model.config)
     require_device_memory(context, model)
-    tensors = CheckpointTensors.of(model, config)
-    if unloaded is not None:
-        return model, tensors, unloaded.source
-    parameters = ((checkpoint_name(name), parameter.detach()) for name, parameter in model.named_parameters())
-    weights = (item for name, values in parameters for item in tensors.layout.cut(name, values))
-    return model, tensors, TensorDict(dict(weights))
+    return model, CheckpointTensors.of(model, config), weights
 
 
 def _check_router_aux(config: MegatronConfig) -> None:

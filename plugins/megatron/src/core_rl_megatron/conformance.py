@@ -5,17 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import MOE, Profile, Setting
+from core_rl_conformance.profile import HYBRID, MOE, Profile, Setting
+from core_rl_megatron.versions import packs_delta_net
 
 __all__ = ["PROFILE"]
 
 LINEAR = ("qwen3", "llama", "qwen2")
+HYBRIDS = (HYBRID,) if packs_delta_net() else ()
 SPREAD = {"options": {"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}}
 """With buckets that are small enough for tiny models to have several."""
 TP_SP = ParallelLayout(tp=2, sequence_parallel=True)
 
+attention = partial(Setting, families=(*LINEAR, MOE))
 linear = partial(Setting, families=LINEAR)
-pipelined = partial(Setting, families=LINEAR, layer_multiple=2)
+pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS), layer_multiple=2)
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
 PROFILE = Profile(
@@ -23,14 +26,15 @@ PROFILE = Profile(
         ParallelLayout(dp=1),
         ParallelLayout(dp=2),
         TP_SP,
-        ParallelLayout(cp=2),
         ParallelLayout(dp=2, tp=2, sequence_parallel=True),
-        ParallelLayout(tp=2, cp=2, sequence_parallel=True),
     ),
     settings=(
+        # The state of Gated DeltaNet runs over all tokens of a sequence.
+        attention(layout=ParallelLayout(cp=2)),
+        attention(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True)),
         # Megatron asks for sequence parallelism where a mixture of experts meets tensor parallelism.
         linear(layout=ParallelLayout(tp=2)),
-        pipelined(layout=ParallelLayout(tp=2, pp=2)),
+        Setting(layout=ParallelLayout(tp=2, pp=2), families=LINEAR, layer_multiple=2),
         pipelined(layout=ParallelLayout(pp=2)),
         pipelined(
             name="interleaved",
@@ -39,7 +43,7 @@ PROFILE = Profile(
             layer_multiple=4,
         ),
         pipelined(layout=ParallelLayout(dp=2, pp=2)),
-        pipelined(layout=ParallelLayout(pp=2, cp=2)),
+        Setting(layout=ParallelLayout(pp=2, cp=2), families=LINEAR, layer_multiple=2),
         experts(layout=ParallelLayout(dp=2, ep=2)),
         # Experts are grouped everywhere else.
         experts(
@@ -47,7 +51,7 @@ PROFILE = Profile(
             layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True),
             options={"options": {"moe_grouped_gemm": False}},
         ),
-        Setting(name="distributed-optimizer", layout=ParallelLayout(dp=2), options=SPREAD),
+        attention(name="distributed-optimizer", layout=ParallelLayout(dp=2), options=SPREAD),
         # Gradients are added up during the backward pass everywhere else.
         pipelined(
             name="distributed-optimizer",
@@ -66,5 +70,5 @@ PROFILE = Profile(
         ),
     ),
     dtypes=("float32", "bfloat16"),
-    families=(*LINEAR, MOE),
+    families=(*LINEAR, MOE, *HYBRIDS),
 )

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from core_rl.errors import ConfigError
 
-__all__ = ["building", "install"]
+__all__ = ["building", "install", "use_cpu"]
 
 CPU = torch.device("cpu")
 SITES = (
@@ -57,15 +57,19 @@ def install(device: torch.device) -> None:
             )
         return
     for name in SITES:
-        module = importlib.import_module(f"megatron.core.{name}")
-        if module.__dict__["torch"] is torch:
-            module.__dict__["torch"] = _torch_on_cpu()
+        use_cpu(importlib.import_module(f"megatron.core.{name}"))
     _replace_random_state()
     _replace_splits()
     _leave_uncompiled()
     # It would advise an environment variable of CUDA, once on each rank.
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
+
+
+def use_cpu(module: ModuleType) -> None:
+    """Let the global name `torch` of ``module`` mean the CPU where it names CUDA; called again it does nothing."""
+    if module.__dict__.get("torch") is torch:
+        module.__dict__["torch"] = _torch_on_cpu()
 
 
 def building() -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
 from core_rl.distributed.collectives import gather
-from core_rl.toolkit.parallel_context import ModelShards
+from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
 from core_rl.toolkit.routers import Routing, routing_outputs
 
 __all__ = ["GroupedExperts", "PackedRouter", "mark_experts", "routers_of", "whole_outputs"]
@@ -72,6 +72,7 @@ def mark_experts(parameters: Iterator[tuple[str, nn.Parameter]], spread: bool) -
 def whole_outputs(
     routings: Sequence[Routing],
     shards: ModelShards,
+    tokens: TokenSlice,
     batch: SequenceBatch,
     names: Sequence[OutputName],
     model: str,
@@ -81,7 +82,7 @@ def whole_outputs(
     def whole(value: Tensor) -> Tensor:
         if shards.sequence_parallel:
             value = gather(value, shards.tensor, 0, partial=False)
-        return gather(value, shards.context, 0, partial=False)[: batch.num_tokens]
+        return tokens.in_batch(gather(value, shards.context, 0, partial=False), batch.num_tokens)
 
     everything = [Routing(whole(routing.logits), whole(routing.experts)) for routing in routings]
     return routing_outputs(everything, batch.cu_seqlens, names, model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,9 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.config.engine import Head
 from core_rl.distributed.comm import Comm
@@ -28,6 +30,7 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl_megatron.experts import GroupedExperts, PackedRouter
+from core_rl_megatron.translation import is_hybrid
 from core_rl_megatron.versions import submodules_of
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
@@ -69,14 +72,25 @@ class RMSNorm(nn.Module):
 
 
 def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``value [L, 1, heads, D]`` turned by the angles of its tokens, as in rope_utils.py. There, each layer computes
-    cosines and sines again.
+    """``value [L, 1, heads, D]`` with its first numbers, for which there are angles, turned by those of its tokens, as
+    in rope_utils.py. There, each layer computes cosines and sines again.
     """
-    left, right = value.chunk(2, dim=-1)
-    return value * cos + torch.cat([-right, left], dim=-1) * sin
+    turned, rest = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
+    left, right = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 compiled_rotated = jit_fuser(rotated)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """Its weights are differences from 1; the product is computed in float32, as in transformers."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        upcast = hidden.float()
+        upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + self.eps)
+        return (upcast * (1.0 + self.weight.float())).to(hidden.dtype)
 
 
 class PackedCoreAttention(nn.Module):
@@ -167,8 +181,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             hidden.requires_grad_()
         angles = (tokens.position_ids.float()[:, None] * self.inverse_frequencies).repeat(1, 2)[:, None, None]
         dtype = cast("torch.dtype", self.config.pipeline_dtype)
-        segments = Segments(tokens.segments, context)
-        segments.starts(tokens.input_ids.device)
+        segments = tokens.attention(context)
+        segments.prepare(tokens.input_ids.device)
         output: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
@@ -217,7 +231,7 @@ def build_chunk(
     size = model.config.vocab_size
     chunk = PackedGPT(
         config=config,
-        transformer_layer_spec=_block_spec(config, virtual_stage, grouped=grouped),
+        transformer_layer_spec=_block_spec(config, model.config, virtual_stage, grouped=grouped),
         vocab_size=size + -size % config.tensor_model_parallel_size,
         max_sequence_length=model.config.max_position_embeddings,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
@@ -235,11 +249,12 @@ def build_chunk(
 
 
 def _block_spec(
-    config: TransformerConfig, virtual_stage: int | None, *, grouped: bool
+    config: TransformerConfig, model: PretrainedConfig, virtual_stage: int | None, *, grouped: bool
 ) -> TransformerBlockSubmodules:
     """Megatron's local layers with the norms of this package, or TransformerEngine's layers; and in either the
     attention, the router and the experts of this package. No test has run TransformerEngine's layers.
     """
+    norm = ZeroCenteredRMSNorm if is_hybrid(model) else RMSNorm
     theirs = config.transformer_impl == "transformer_engine"
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=theirs, normalization=config.normalization, vp_stage=virtual_stage
@@ -247,17 +262,36 @@ def _block_spec(
     linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     experts = ModuleSpec(GroupedExperts) if grouped else ModuleSpec(SequentialMLP, submodules=linear)
     if not theirs:
-        block.layer_norm = RMSNorm
+        block.layer_norm = norm
     for layer in (spec.submodules for spec in block.layer_specs):
         attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
         attention.core_attention = PackedCoreAttention
         if not theirs:
-            layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+            layer.input_layernorm = layer.pre_mlp_layernorm = norm
         if config.qk_layernorm and not theirs:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
         if isinstance(mlp, MoESubmodules):
             mlp.router, mlp.experts = PackedRouter, experts
+    if is_hybrid(model):
+        _use_delta_net(
+            block, model.layer_types[get_transformer_layer_offset(config, vp_stage=virtual_stage) :]
+        )
     return block
+
+
+def _use_delta_net(block: TransformerBlockSubmodules, kinds: Sequence[str]) -> None:
+    """Gated DeltaNet in the place of attention, in layers whose kind is ``linear_attention``."""
+    # Its module loads a package that no other family needs.
+    from core_rl_megatron.delta_net import delta_net_spec
+
+    delta_net = delta_net_spec(RMSNorm)
+    # Layers of one kind share their spec.
+    block.layer_specs = [
+        replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
+        if kind == "linear_attention"
+        else layer
+        for layer, kind in zip(block.layer_specs, kinds, strict=False)
+    ]
 
 
 def _rotary_frequencies(model: PreTrainedModel) -> Tensor:

@@ -7,6 +7,7 @@ Megatron keeps queries, keys and values of a layer in one matrix, group by group
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,12 @@ class RowBox:
     """The first element of the box in the checkpoint tensor."""
 
     def cut(self, shape: tuple[int, ...], flat: FlatRange) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Offsets and views of the boxes that ``flat``, of a parameter of ``shape``, has of this one.
+        """Offsets and views of the boxes that ``flat``, of a parameter of ``shape`` (matrix, vector, or the kernel
+        ``[C, 1, W]`` of a convolution), has of this one.
 
         A range may begin and end inside a row, so there are up to three: a part of a row, rows, a part of a row.
         """
-        width = shape[1] if len(shape) == 2 else 1
+        width = math.prod(shape[1:])
         at = max(self.start * width, flat.start)
         end = min(self.stop * width, flat.start + len(flat.values))
         while at < end:
@@ -53,8 +55,11 @@ class RowBox:
             rows = 0 if column else (end - at) // width
             count = rows * width or min(end - at, width - column)
             values = flat.values[at - flat.start : at - flat.start + count]
-            first = (self.offsets[0] + row - self.start, *(offset + column for offset in self.offsets[1:]))
-            yield first, values.view(rows or 1, -1) if len(shape) == 2 else values
+            first = (self.offsets[0] + row - self.start, *self.offsets[1:])
+            if len(shape) > 1:
+                first = (*first[:-1], first[-1] + column)
+                values = values.view(rows or 1, *shape[1:-1], -1)
+            yield first, values
             at += count
 
 
@@ -70,11 +75,19 @@ NAMES: dict[str, tuple[str, int | None]] = {
     "self_attention.k_layernorm": ("self_attn.k_norm", None),
     "router": ("gate", None),
     "linear_fc2": ("down_proj", 1),
+    "self_attention.out_proj": ("linear_attn.out_proj", 1),
+    "self_attention.out_norm": ("linear_attn.norm", None),
 }
 """For Megatron's module in a layer or an MLP: transformers' module, and the dimension that tensor parallel ranks
 divide. The fused modules are in `_parts`."""
 GROUPED = {"experts.linear_fc1": ("gate_proj", "up_proj"), "experts.linear_fc2": ("down_proj",)}
 """Modules of `GroupedExperts`, and the projections of each expert in their weights."""
+DELTA_NET = {
+    "self_attention.in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "self_attention.conv1d": ("conv1d",),
+    "self_attention": ("",),  # A_log and dt_bias
+}
+"""Modules of Gated DeltaNet that tensor parallel ranks divide by heads, and transformers' modules in their rows."""
 NORMS = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
@@ -126,6 +139,8 @@ def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tupl
     """Modules of the checkpoint in the parameter of a ``module``, in order: name, number of rows, and the first row."""
     if module == "self_attention.linear_qkv":
         return _query_key_value(chunk.config, rank)
+    if module in DELTA_NET:
+        return _delta_net(chunk.config, DELTA_NET[module], rank)
     if module == "linear_fc1":
         half = rows // 2
         return [("gate_proj", half, rank * half), ("up_proj", half, rank * half)]
@@ -155,7 +170,31 @@ def _query_key_value(config: TransformerConfig, rank: int) -> Iterator[tuple[str
     size, all_groups = config.kv_channels, config.num_query_groups
     assert size is not None and all_groups is not None  # `transformer_config` sets both
     groups = all_groups // config.tensor_model_parallel_size
-    queries = config.num_attention_heads // all_groups * size
+    heads = config.num_attention_heads // all_groups
     for group in range(rank * groups, (rank + 1) * groups):
-        for letter, rows in (("q", queries), ("k", size), ("v", size)):
-            yield f"self_attn.{letter}_proj", rows, group * rows
+        if config.attention_output_gate:
+            # transformers has queries and gate of a head side by side, and Megatron all queries of a group first.
+            for part in range(2):
+                for head in range(group * heads, (group + 1) * heads):
+                    yield "self_attn.q_proj", size, (2 * head + part) * size
+        else:
+            yield "self_attn.q_proj", heads * size, group * heads * size
+        for letter in ("k", "v"):
+            yield f"self_attn.{letter}_proj", size, group * size
+
+
+def _delta_net(config: TransformerConfig, names: Sequence[str], rank: int) -> Iterator[tuple[str, int, int]]:
+    """Rows of this rank's heads: queries, keys and values, which transformers has in one matrix, and the rest."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for name in names:
+        sections = {
+            "in_proj_qkv": (keys, keys, values),
+            "conv1d": (keys, keys, values),
+            "in_proj_z": (values,),
+        }
+        start = 0
+        for section in sections.get(name, (config.linear_num_value_heads,)):
+            rows = section // config.tensor_model_parallel_size
+            yield f"linear_attn.{name}".removesuffix("."), rows, start + rank * rows
+            start += section

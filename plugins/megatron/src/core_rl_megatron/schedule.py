@@ -21,6 +21,7 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.data.prefixes import PrefixTree
 from core_rl.errors import BatchError, UnsupportedCapability
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.toolkit.parallel_context import TokenSlice
@@ -88,7 +89,8 @@ class Schedule:
         self, step: MicroBatchStep, micro_batches: Iterator[SequenceBatch], chunk: nn.Module
     ) -> tuple[Tensor, Any]:
         micro_batch = next(micro_batches)
-        tokens = self._shards.slice_of(micro_batch)
+        tree = PrefixTree.of(micro_batch) if step.share_prefixes else None
+        tokens = self._shards.slice_of(micro_batch, tree)
         routers = routers_of(chunk)
         self._prescribe(routers, own_routing(micro_batch, tokens))
         hidden: Tensor = chunk(tokens, self._shards.context)
@@ -135,7 +137,7 @@ class Schedule:
         outputs = self._outputs(step, PackedStates(hidden.squeeze(1), tokens, micro_batch, self._shards))
         if "aux_loss" in step.outputs or "routing" in step.outputs:
             family = self._model.hf_config.model_type
-            outputs |= whole_outputs(routings, self._shards, micro_batch, step.outputs, family)
+            outputs |= whole_outputs(routings, self._shards, tokens, micro_batch, step.outputs, family)
         loss = step(ModelOutput(**outputs), micro_batch)
         return loss, torch.tensor(1, dtype=torch.int), {}
 

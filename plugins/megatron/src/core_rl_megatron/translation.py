@@ -16,9 +16,9 @@ from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.options import uses_fusions
-from core_rl_megatron.versions import no_cuda_graphs
+from core_rl_megatron.versions import no_cuda_graphs, packs_delta_net
 
-__all__ = ["check_model_layout", "family_of", "transformer_config"]
+__all__ = ["check_model_layout", "family_of", "is_hybrid", "transformer_config"]
 
 
 FAMILIES: dict[str, dict[str, bool]] = {
@@ -26,8 +26,11 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen2": {"add_qkv_bias": True},
     "qwen3": {"qk_layernorm": True},
     "qwen3_moe": {"qk_layernorm": True},
+    "qwen3_5_text": {"qk_layernorm": True, "attention_output_gate": True},
 }
 """Fields of Megatron's config by ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
+HYBRIDS = frozenset({"qwen3_5_text"})
+"""Families with Gated DeltaNet in some layers, norms around 1 and a part of each head rotated."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -46,6 +49,11 @@ def family_of(model: PretrainedConfig) -> dict[str, bool]:
     return FAMILIES[model.model_type]
 
 
+def is_hybrid(model: PretrainedConfig) -> bool:
+    """Whether ``model`` is of `HYBRIDS`."""
+    return model.model_type in HYBRIDS
+
+
 def _variants(model: PretrainedConfig) -> Iterator[str]:
     """Settings of a known family that the mapping lacks."""
     if model.hidden_act != "silu":
@@ -53,10 +61,16 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
     for name in ("attention_bias", "mlp_bias"):
         if getattr(model, name, False):
             yield f"{name}=True; the mapping has no such bias"
-    if any(kind != "full_attention" for kind in getattr(model, "layer_types", None) or ()):
-        yield "sliding attention in some layers; the mapping knows full attention"
+    known = {"full_attention", "linear_attention"} if is_hybrid(model) else {"full_attention"}
+    if other := set(getattr(model, "layer_types", None) or ()) - known:
+        yield f"{', '.join(sorted(other))} in some layers; the mapping knows {', '.join(sorted(known))}"
+    if is_hybrid(model) and not packs_delta_net():
+        yield (
+            "Gated DeltaNet, which Megatron-Core packs from 0.18 on: take Python 3.12 and "
+            "pip install 'megatron-core>=0.18,<0.20'"
+        )
     rope = model.rope_parameters
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if not is_hybrid(model) and rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']}; the mapping turns all of each head"
 
 
@@ -80,10 +94,34 @@ def _misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> It
         yield f"ep={layout.ep} does not divide num_experts={experts}; change ep"
 
 
+def _hybrid_misfits(model: PretrainedConfig, layout: ParallelLayout) -> Iterator[str]:
+    if layout.cp > 1:
+        yield f"cp={layout.cp} of Gated DeltaNet, whose state runs over all tokens; use tp, or dp"
+    if layout.tp > 1 and not layout.sequence_parallel:
+        yield f"tp={layout.tp} without sequence_parallel, where Megatron does not add up the gradient of a norm; set it"
+    for name in ("linear_num_key_heads", "linear_num_value_heads"):
+        if getattr(model, name) % layout.tp:
+            yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp"
+
+
+def _unsupported(config: MegatronConfig) -> Iterator[str]:
+    """Settings that the mapping of hybrids lacks."""
+    if config.options.overlap_param_gather:
+        # ssm/gated_delta_net: `forward` reads `conv1d.weight` without calling `conv1d`, whose hook would wait.
+        yield "options.overlap_param_gather = true, under which Megatron convolves with weights of the step before"
+    if config.options.transformer_impl != "local":
+        yield f"options.transformer_impl = {config.options.transformer_impl!r}; set it to 'local'"
+
+
 def check_model_layout(config: MegatronConfig, model: PretrainedConfig) -> None:
     """Raise as `transformer_config` does, for numbers of ``model`` that the layout does not divide."""
     family_of(model)
     layout = config.layout
+    if is_hybrid(model):
+        raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _unsupported(config))
+        raise_all(
+            LayoutError, f"layout {layout} of this {model.model_type!r} model", _hybrid_misfits(model, layout)
+        )
     misfits = _misfits(model, layout, layout.pp * config.options.virtual_stages)
     raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
     check_heads(model.num_attention_heads // layout.tp, layout.cp)
@@ -137,9 +175,20 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
         transformer_impl=options.transformer_impl,
         **no_cuda_graphs(),
         **family,
+        **(_linear_attention(model) if is_hybrid(model) else {}),
         **RECOMPUTE[options.recompute],
         **(_experts(model) if getattr(model, "num_experts", None) else {}),
     )
+
+
+def _linear_attention(model: PretrainedConfig) -> dict[str, int]:
+    return {
+        "linear_conv_kernel_dim": model.linear_conv_kernel_dim,
+        "linear_key_head_dim": model.linear_key_head_dim,
+        "linear_value_head_dim": model.linear_value_head_dim,
+        "linear_num_key_heads": model.linear_num_key_heads,
+        "linear_num_value_heads": model.linear_num_value_heads,
+    }
 
 
 def _experts(model: PretrainedConfig) -> dict[str, Any]:

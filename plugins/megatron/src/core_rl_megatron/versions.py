@@ -8,30 +8,16 @@ from typing import Any
 
 import importlib_metadata as metadata
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from packaging.version import Version
 
-from core_rl.errors import ConfigError
+__all__ = ["forget_reduction", "hide_deprecations", "no_cuda_graphs", "packs_delta_net", "submodules_of"]
 
-__all__ = ["check_megatron", "forget_reduction", "hide_deprecations", "no_cuda_graphs", "submodules_of"]
-
-TESTED = ("0.16", "0.17", "0.18", "0.19")
-"""The engine looks into the optimizer and the schedules, which change from one minor version to the next."""
-INSTALL = "pip install 'megatron-core>=0.16.1,<0.20'"
 DEPRECATED = "GPTModel IS DEPRECATED"
 
 
-def check_megatron() -> None:
-    """Raise `ConfigError` unless megatron-core is installed in a version that the engine knows."""
-    try:
-        version = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            f"the engine 'megatron' needs megatron-core, which is not installed: {INSTALL}"
-        ) from error
-    if ".".join(version.split(".")[:2]) not in TESTED:
-        raise ConfigError(
-            f"the engine 'megatron' knows megatron-core {TESTED[0]} to {TESTED[-1]}, and {version} is installed: "
-            f"{INSTALL}"
-        )
+def packs_delta_net() -> bool:
+    """Whether Megatron's Gated DeltaNet takes packed sequences; before 0.18 it raises for them."""
+    return Version(metadata.version("megatron-core")) >= Version("0.18")
 
 
 def submodules_of(spec: ModuleSpec | functools.partial[Any]) -> Any:
