@@ -20,6 +20,7 @@ FACTOR = 4.0
 FLOOR = 2.0**-9
 """Half a unit in the last place of bfloat16."""
 HEADS, KV_HEADS = 8, 2
+Paths = tuple[tuple[int, ...], ...]
 
 
 @pytest.mark.slow
@@ -31,16 +32,24 @@ def test_attention(setting: Setting) -> Figures:
     """
     lengths = setting.size([1, 17, 128, 1023, 8192], [1, 17, 40])
     worst: dict[str, float] = {}
-    for width, window in product((64, 128, 256, 10), (None, setting.size(512, 8))):
-        errors = _attention_errors(setting, lengths, width, window)
-        worst[f"D {width}, window {window}: error / allowed"] = max(errors)
+    # Sequences, and stretches of a tree.
+    trees = {
+        "sequences": None,
+        "shared prefixes": ((0,), (0, 1), (0, 1, 2), *((0, last) for last in range(3, len(lengths)))),
+    }
+    windows = (None, setting.size(512, 8))
+    for width, window, (kind, paths) in product((64, 128, 256, 10), windows, trees.items()):
+        errors = _attention_errors(setting, lengths, width, window, paths)
+        worst[f"D {width}, window {window}, {kind}: error / allowed"] = max(errors)
     wrong = {name: error for name, error in worst.items() if error > 1.0}
     if wrong:
         raise RuntimeError(f"attention is wrong: {wrong}")
     return worst
 
 
-def _attention_errors(setting: Setting, lengths: list[int], width: int, window: int | None) -> list[float]:
+def _attention_errors(
+    setting: Setting, lengths: list[int], width: int, window: int | None, paths: Paths | None
+) -> list[float]:
     torch.manual_seed(0)
     bounds = (0, *accumulate(lengths))
     shapes = [(1, heads, bounds[-1], width) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -48,8 +57,9 @@ def _attention_errors(setting: Setting, lengths: list[int], width: int, window: 
     weights = torch.randn(1, bounds[-1], HEADS, width).to(setting.device)
     # A soft cap so high that it changes nothing makes the plain kernel compute.
     ways: list[dict[str, Any]] = [{}, {"softcap": 1e4}]
-    truth = _attended([part.double() for part in exact], bounds, window, weights.double(), {"softcap": 1e9})
-    ours, plain = (_attended(exact, bounds, window, weights.to(setting.dtype), way) for way in ways)
+    segments = Segments(bounds, paths=paths)
+    truth = _attended([part.double() for part in exact], segments, window, weights.double(), {"softcap": 1e9})
+    ours, plain = (_attended(exact, segments, window, weights.to(setting.dtype), way) for way in ways)
     return [
         _distance(actual, expected) / (FACTOR * _distance(plain_error, expected) + FLOOR)
         for actual, plain_error, expected in zip(ours, plain, truth, strict=True)
@@ -57,13 +67,13 @@ def _attention_errors(setting: Setting, lengths: list[int], width: int, window: 
 
 
 def _attended(
-    parts: list[Tensor], bounds: tuple[int, ...], window: int | None, weights: Tensor, way: dict[str, Any]
+    parts: list[Tensor], segments: Segments, window: int | None, weights: Tensor, way: dict[str, Any]
 ) -> list[Tensor]:
     """The result and the gradients of query, key and value."""
     leaves = [part.detach().requires_grad_() for part in parts]
     query, key, value = leaves
     out, _ = packed_attention(
-        nn.Module(), query, key, value, None, segments=Segments(bounds), sliding_window=window, **way
+        nn.Module(), query, key, value, None, segments=segments, sliding_window=window, **way
     )
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
 

@@ -138,6 +138,7 @@ INFERENCE_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = MappingProxyType(
         Capability.SYNC_TENSOR: (SupportsWeightUpdate,),
         Capability.SYNC_DISTRIBUTED: (SupportsWeightUpdate,),
         Capability.SYNC_LORA: (SupportsWeightUpdate,),
+        Capability.SYNC_DELTA: (SupportsWeightUpdate,),
         Capability.SCORE: (SupportsScore,),
         Capability.TOP_LOGPROBS: (SupportsTopLogprobs,),
         Capability.PAUSE: (SupportsPause,),

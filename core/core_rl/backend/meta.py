@@ -93,6 +93,13 @@ class WeightUpdateMeta:
     verify: bool = False
     """Compare digests of received and sent tensors; for ``lora`` also of the weights below the adapter. Without
     it, ``disk`` compares the sizes of files."""
+    delta: bool = False
+    """Send only the values that changed since the previous update with ``delta``, bit for bit, with a digest of all
+    weights afterwards; for all methods but ``lora``. The first update is full. The receiver refuses changes since other
+    weights than its own (`DeltaRefused`), and `sync_weights` then sends all of them. Both sides keep a copy of the
+    weights in host memory."""
+    rebase: bool = False
+    """With ``delta``: send all weights, whatever was sent before."""
     bucket_bytes: int = 256 * 2**20
     """For all but ``disk``: the largest piece in flight, in bytes, or one tensor if that is larger."""
 
@@ -100,6 +107,10 @@ class WeightUpdateMeta:
         _require_one_of("WeightUpdateMeta.method", self.method, get_args(SyncMethod))
         if self.method == "disk" and not self.path:
             raise ConfigError("WeightUpdateMeta(method='disk') needs a path; set the directory to write to")
+        if self.delta and self.method == "lora":
+            raise ConfigError(
+                "WeightUpdateMeta(method='lora', delta=True): an adapter is sent whole; set delta to False"
+            )
         if self.bucket_bytes < 1:
             raise ConfigError(f"WeightUpdateMeta.bucket_bytes = {self.bucket_bytes}; it must be positive")
 

@@ -41,13 +41,24 @@ class MicroBatchStep(Protocol):
     def trained_only(self) -> bool:
         """Whether token outputs count only where ``loss_mask`` is true, so that the head may skip the rest."""
 
+    @property
+    def share_prefixes(self) -> bool:
+        """Whether prefixes that sequences share are computed once; never without ``Capability.SHARED_PREFIX``."""
+
     def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor: ...
 
 
 class MicroBatches:
     """The micro-batches of one pass, on the engine's device, with dummies where this rank has none."""
 
-    def __init__(self, batch: SequenceBatch, plan: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: SequenceBatch,
+        plan: Sequence[Sequence[int]],
+        device: torch.device,
+        share_prefixes: bool = False,
+    ) -> None:
+        self.share_prefixes = share_prefixes
         self.plan = [list(part) for part in plan]
         self._originals = [batch.select(part) if part else batch.dummy() for part in self.plan]
         self.items = [original.to(device) for original in self._originals]
@@ -91,6 +102,7 @@ class _Step:
         self, micro_batches: MicroBatches, outputs: tuple[OutputName, ...], temperature: float
     ) -> None:
         self._micro_batches = micro_batches
+        self.share_prefixes = micro_batches.share_prefixes
         self.outputs = outputs
         self.temperature = temperature
         self._failure: Exception | None = None

@@ -140,6 +140,12 @@ class TrainBackend(ABC, Generic[C]):
         The model is in evaluation mode and has its weights.
         """
 
+    def check_sharing(self) -> None:
+        """Raise `UnsupportedCapability` for a model or layout without ``Capability.SHARED_PREFIX``, which is declared.
+
+        Local, no collective.
+        """
+
     def synchronize(self) -> None:
         """Finish asynchronous gathers and copies before the state is read."""
 

@@ -36,6 +36,7 @@ class Capability(StrEnum):
     MOE = "moe"
     AUX_LOSS = "aux_loss"
     ROUTING_REPLAY = "routing_replay"
+    SHARED_PREFIX = "shared_prefix"
     OFFLOAD = "offload"
     # state
     SHARDED_CHECKPOINT = "sharded_checkpoint"
@@ -46,6 +47,7 @@ class Capability(StrEnum):
     SYNC_TENSOR = "sync_tensor"
     SYNC_DISTRIBUTED = "sync_distributed"
     SYNC_LORA = "sync_lora"
+    SYNC_DELTA = "sync_delta"
     # inference
     SCORE = "score"
     TOP_LOGPROBS = "top_logprobs"

@@ -142,9 +142,14 @@ class SequenceBatch:
         """Positions that start again at 0 in each sequence, int64 ``[T]``."""
         return self._following("position_ids", _position_ids)
 
+    @property
+    def original(self) -> SequenceBatch:
+        """The batch on the CPU that this one is a copy of by `to`, or itself."""
+        return self._original or self
+
     def predicted(self, *, trained_only: bool) -> Tensor:
         """Positions where `not_first`, or with ``trained_only`` `loss_mask`, is true: int64 ``[N]``, on the CPU."""
-        batch = self._original or self
+        batch = self.original
         mask = batch.loss_mask if trained_only else batch.not_first
         return mask.nonzero().squeeze(1).cpu()
 

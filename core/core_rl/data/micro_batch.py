@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import SEQUENCE_OUTPUTS, ModelOutput
+from core_rl.data.prefixes import SharedUnits
 from core_rl.errors import BatchError, raise_all
 
 __all__ = [
@@ -38,6 +39,10 @@ class MicroBatchSpec:
     """Upper bound on the tokens of a micro-batch, in as few balanced micro-batches as fit."""
     count: int | None = None
     """This many micro-batches of nearly equal numbers of tokens."""
+    share_prefixes: bool = False
+    """Compute a prefix of several sequences of a micro-batch once, on engines with ``Capability.SHARED_PREFIX``; others
+    compute each sequence whole. Micro-batches are cut so that the fewest tokens are computed, and ``max_tokens`` bounds
+    these. Raises `UnsupportedCapability` where such an engine cannot share with this model or layout."""
 
     def __post_init__(self) -> None:
         if (self.max_tokens is None) == (self.count is None):
@@ -54,7 +59,7 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
     """
     if spec.max_tokens is None:
         return spec.count or 1
-    groups, weights = weighted_units(batch)
+    groups, weights, shared = _planned_units(batch, spec)
     too_long = [
         f"{f'sequence {group[0]}' if len(group) == 1 else f'the unit of sequences {group}'} has {weight} tokens, "
         f"and max_tokens is {spec.max_tokens}; raise max_tokens or cut it"
@@ -62,7 +67,8 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
         if weight > spec.max_tokens
     ]
     raise_all(BatchError, "micro-batches", too_long)
-    return max(1, len(best_fit(weights, spec.max_tokens)))
+    runs = best_fit(weights, spec.max_tokens) if shared is None else shared.within(spec.max_tokens)
+    return max(1, len(runs))
 
 
 def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -> list[list[int]]:
@@ -71,14 +77,26 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
     ``count`` is the largest `count_micro_batches` of the data-parallel ranks, so that all run
     equally many; an empty list stands for a dummy.
     """
-    groups, weights = weighted_units(batch)
-    parts = balanced(weights, count)
+    groups, weights, shared = _planned_units(batch, spec)
     budget = spec.max_tokens
+    if shared is not None:
+        runs = shared.evenly(count) if budget is None else shared.within(budget)
+        return [shared.sequences(run) for run in runs] + [[] for _ in range(count - len(runs))]
+    parts = balanced(weights, count)
     if budget is not None and any(sum(weights[i] for i in part) > budget for part in parts):
         # LPT balances best but does not know the budget; best fit keeps it, in no more bins.
         packed = best_fit(weights, budget)
         parts = packed + [[] for _ in range(count - len(packed))]
     return [[index for item in part for index in groups[item]] for part in parts]
+
+
+def _planned_units(
+    batch: SequenceBatch, spec: MicroBatchSpec
+) -> tuple[Sequence[Sequence[int]], Sequence[int], SharedUnits | None]:
+    """The sequences of each unit, its tokens, and the order for sharing where that saves enough."""
+    groups, weights = weighted_units(batch)
+    shared = SharedUnits.of(batch, groups) if spec.share_prefixes and groups else None
+    return (groups, weights, None) if shared is None else (shared.groups, shared.weights, shared)
 
 
 def units(batch: SequenceBatch) -> list[list[int]]:
@@ -95,12 +113,17 @@ def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
     return groups, [sum(lengths[i] for i in group) for group in groups]
 
 
-def shard_plan(batch: SequenceBatch, parts: int) -> list[list[int]]:
+def shard_plan(batch: SequenceBatch, parts: int, share_prefixes: bool = False) -> list[list[int]]:
     """The sequences of each of ``parts`` ranks: nearly equal tokens, whole units, deterministic.
 
-    A rank's list is empty when there are fewer units than ranks.
+    With ``share_prefixes`` a rank gets sequences that share prefixes, which count once. A rank's list is empty when
+    there are fewer units than ranks.
     """
     groups, weights = weighted_units(batch)
+    shared = SharedUnits.of(batch, groups) if share_prefixes and parts > 1 and groups else None
+    if shared is not None:
+        runs = shared.evenly(parts)
+        return [shared.sequences(run) for run in runs] + [[] for _ in range(parts - len(runs))]
     return [[i for item in part for i in groups[item]] for part in balanced(weights, parts)]
 
 

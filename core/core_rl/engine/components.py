@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,15 +21,18 @@ from core_rl.distributed.agreement import first_on_each_machine
 from core_rl.distributed.devices import chosen_device, use_device
 from core_rl.distributed.process_group import RankAddress, join, local_index
 from core_rl.engine import guards
+from core_rl.engine.delta_files import write_changes
 from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
 from core_rl.engine.schedule import ScheduleFunction, schedule_length
 from core_rl.engine.step import TrainStep
 from core_rl.errors import EngineStateError
+from core_rl.registry.packages import warn_of_untried
 from core_rl.registry.spec import EngineSpec
 from core_rl.seeds import derive_seed
 from core_rl.state.rng_state import RngState
 from core_rl.state.store import TensorStore
+from core_rl.weight_sync.delta import DeltaEncoder
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.update import weight_update
 
@@ -51,6 +55,8 @@ class Persistence:
         self.step = step
         self.saving: BackgroundSave | None = None
         """The save in the background, if any."""
+        self.changes = DeltaEncoder()
+        """The weights of the previous update with ``delta``."""
 
     # ---------------------------------------------------------- named tensors
 
@@ -80,12 +86,15 @@ class Persistence:
 
     def save(self, meta: SaveLoadMeta) -> None:
         """Write a checkpoint; see `TrainEngine.save`."""
+        self._save(meta)
+
+    def _save(self, meta: SaveLoadMeta, export: Callable[[NamedTensors], NamedTensors] = iter) -> None:
         self._require_format("save", meta.format)
         if meta.format == "hf":
             guards.require_adapter_on(self.modes.adapter_off, "save(format='hf')")
         self.wait_for_saves()
         with self.modes.onloaded("model", "optimizer"), self.runtime.rng.own():
-            self.saving = save_contents(self.contents(), meta)
+            self.saving = save_contents(replace(self.contents(), export=export), meta)
 
     def wait_for_saves(self) -> None:
         """Return when no save is in progress in the background, or raise its error."""
@@ -134,8 +143,10 @@ class Persistence:
         """Send the weights to inference engines; see `TrainEngine.upload_weights`."""
         run = self.runtime
         guards.require_sync(run.spec, meta.method)
+        if not meta.delta or meta.rebase:
+            self.changes.forget()
         if meta.method == "disk":
-            self.save(SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False))
+            self._write_update(meta)
             return
         kinds, adapter = run.tensors.export_kinds("params"), None
         with self.modes.onloaded("model"):
@@ -144,9 +155,32 @@ class Persistence:
                 assert run.config.model.lora is not None  # required just now
                 base = run.tensors.base_digest() if meta.verify else None
                 kinds, adapter = ("adapter",), AdapterMetadata.of(run.config.model.lora, base)
-            stream = (item for kind in kinds for item in self.named_tensors(kind))
-            update = weight_update(meta, adapter)
+            update = weight_update(meta, adapter, self.changes.base)
+            stream = self._export(kinds)
+            if meta.delta:
+                stream = self.changes.encode(stream)
             update.send(stream, run.world, is_writer=run.groups.is_writer, device=run.device)
+        if meta.delta:
+            self.changes.commit(meta.version)
+
+    def _export(self, kinds: Sequence[TensorKind]) -> NamedTensors:
+        return (item for kind in kinds for item in self.named_tensors(kind))
+
+    def _write_update(self, meta: WeightUpdateMeta) -> None:
+        """Write a model directory, or with ``delta`` the changes since the previous update."""
+        full = SaveLoadMeta(path=meta.path or "", format="hf", with_optimizer=False)
+        if not meta.delta:
+            self.save(full)
+        elif self.changes.base is None:
+            self._save(full, self.changes.recorded)
+        else:
+            run = self.runtime
+            with self.modes.onloaded("model"):
+                self.wait_for_saves()
+                stream = self.changes.encode(self._export(run.tensors.export_kinds("params")))
+                write_changes(full.path, stream, run.world, is_writer=run.groups.is_writer)
+        if meta.delta:
+            self.changes.commit(meta.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +227,8 @@ class TrainComponents:
         membership = join(addr, device)
         resources.callback(membership.leave)
         world = membership.world
+        if world.rank == 0:
+            warn_of_untried(spec.name, spec.packages)
         config.layout.check_world(world.size)
         if config.model.path is not None:  # a model that is named by a Hub id is downloaded
             config = first_on_each_machine(

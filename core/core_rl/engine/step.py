@@ -16,6 +16,7 @@ from core_rl.backend.meta import EngineProgress
 from core_rl.backend.metrics import Metric, merge_metrics
 from core_rl.backend.steps import AggregateFn, CollectStep, LossStep, MicroBatches, PostHook
 from core_rl.backend.train_backend import PassMode
+from core_rl.config.capability import Capability
 from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
@@ -121,16 +122,25 @@ class TrainStep:
     def cut(self, batch: SequenceBatch, mb_spec: MicroBatchSpec) -> MicroBatches:
         """Check the batch and cut it, into equally many micro-batches on all data-parallel ranks."""
         run = self.runtime
+        shares = mb_spec.share_prefixes and Capability.SHARED_PREFIX in run.spec.capabilities
+        spec = mb_spec if shares else replace(mb_spec, share_prefixes=False)
 
         def count_here() -> int:
+            if shares:
+                self.check_sharing()
             guards.check_batch(batch, run.model, run.limits)
             guards.check_routing(run.spec, batch, run.model)
-            return count_micro_batches(batch, mb_spec)
+            return count_micro_batches(batch, spec)
 
         count = max(agree(run.groups.data_parallel, count_here, "the batch", foreign=BatchError))
         multiple = run.backend.micro_batch_multiple
-        plan = plan_micro_batches(batch, mb_spec, -(-count // multiple) * multiple)
-        return MicroBatches(batch, plan, run.device)
+        plan = plan_micro_batches(batch, spec, -(-count // multiple) * multiple)
+        return MicroBatches(batch, plan, run.device, shares)
+
+    def check_sharing(self) -> None:
+        """Raise `UnsupportedCapability` where shared prefixes cannot be computed once. No collective."""
+        guards.check_sharing(self.runtime.config, self.runtime.model)
+        self.runtime.backend.check_sharing()
 
     def _require_open(self) -> None:
         """Raise `EngineStateError` where no more gradients may be added."""

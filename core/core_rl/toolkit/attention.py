@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -44,28 +44,66 @@ query, and keys that the model chooses."""
 
 @dataclass(frozen=True)
 class Segments:
-    """Bounds of the sequences of a packed batch; an object, so that compiled code does not depend on their number."""
+    """Bounds of the sequences of a packed batch, or of the stretches of a `PrefixTree`.
+
+    An object, so that compiled code does not depend on their number.
+    """
 
     bounds: tuple[int, ...]
-    """``cu_seqlens`` of the whole batch as ``B + 1`` integers."""
+    """``cu_seqlens`` of the whole batch as ``B + 1`` integers, or the bounds of stretches."""
     context: Comm | None = None
     """The ranks over which the tokens of the batch are spread, if they are."""
     tensor: Comm | None = None
     """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
-    _starts: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    paths: tuple[tuple[int, ...], ...] | None = None
+    """For each stretch of a tree, the stretches whose tokens it sees, itself last; None where all are sequences."""
+    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence or stretch."""
+        return [end - start for start, end in pairwise(self.bounds)]
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(end - start for start, end in pairwise(self.bounds))
+        """Tokens of the longest sequence, or of the longest path."""
+        if self.paths is None:
+            return max(self.lengths)
+        return max(sum(self.lengths[part] for part in path) for path in self.paths)
 
     def starts(self, device: torch.device) -> Tensor:
         """``bounds`` on ``device``, int32 ``[B + 1]``: copied once, for all layers and for blocks that are computed
         again. Models ask for it before their blocks, in which no copy should break the queue of an accelerator.
         """
-        if device not in self._starts:
-            self._starts[device] = to_device(torch.tensor(self.bounds, dtype=torch.int32), device)
-        return self._starts[device]
+        return self._copied("starts", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
+
+    def seen(self, device: torch.device) -> Tensor | None:
+        """The rows of all paths, one after the other, int64; None where all are sequences."""
+        if self.paths is None:
+            return None
+        rows = [torch.arange(start, end) for start, end in pairwise(self.bounds)]
+        stretches = [rows[stretch] for path in self.paths for stretch in path]
+        return self._copied("seen", device, lambda: torch.cat(stretches))
+
+    def visible_starts(self, device: torch.device) -> Tensor:
+        """Bounds of the paths in `seen`, int32 ``[B + 1]``; without paths, `starts`."""
+        if self.paths is None:
+            return self.starts(device)
+        lengths = [sum(self.lengths[part] for part in path) for path in self.paths]
+        return self._copied(
+            "visible_starts", device, lambda: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        )
+
+    def prepare(self, device: torch.device) -> None:
+        """Copy to ``device`` before the blocks."""
+        self.starts(device)
+        self.seen(device)
+        self.visible_starts(device)
+
+    def _copied(self, name: str, device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
+        if (name, device) not in self._copies:
+            self._copies[name, device] = to_device(compute(), device)
+        return self._copies[name, device]
 
 
 def register_packed_attention(*, compiled: bool = False) -> None:
@@ -188,9 +226,29 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     if _kernel_computes(query, call):
         return _varlen(query, key, value, call)
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
-    lengths = [end - start for start, end in pairwise(call.segments.bounds)]
-    segments = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_segment(q, k, v, call).transpose(1, 2) for q, k, v in segments], dim=1)
+    queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
+    if call.segments.paths is None:
+        attended = [_segment(q, k, v, call) for q, k, v in zip(queries, keys, values, strict=True)]
+    else:
+        attended = [_stretch(queries, keys, values, path, call) for path in call.segments.paths]
+    return torch.cat([part.transpose(1, 2) for part in attended], dim=1)
+
+
+def _stretch(
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    path: Sequence[int],
+    call: _Call,
+) -> Tensor:
+    """The last stretch of ``path``, which attends to the others and to itself."""
+    key, value = (torch.cat([parts[stretch] for stretch in path], dim=2) for parts in (keys, values))
+    length, visible = queries[path[-1]].shape[2], key.shape[2]
+    plain = call.softcap is None and call.sinks is None and (call.window is None or visible <= call.window)
+    # Causal kernels leave out half of a square, and no part of a masked rectangle.
+    square = plain and 2 * length > visible
+    query = torch.cat([queries[stretch] for stretch in (path if square else path[-1:])], dim=2)
+    return _segment(query, key, value, call)[:, :, -length:]
 
 
 def _kernel_computes(query: Tensor, call: _Call) -> bool:
@@ -201,7 +259,7 @@ def _kernel_computes(query: Tensor, call: _Call) -> bool:
 
 
 def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    """One sequence, ``[1, heads, L, D]``."""
+    """One sequence, ``[1, heads, L, D]``; ``key`` and ``value`` may have the tokens before these as well."""
     if cuda.on_cuda(query) and query.dtype == torch.float32:
         # With fewer heads of keys than of queries only the kernel that keeps all scores, [heads, L, L], takes float32.
         key, value = (_for_each_query_head(part, query.shape[1]) for part in (key, value))
@@ -209,12 +267,13 @@ def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
         return _softcapped(query, key, value, call, call.softcap)
     if call.sinks is not None:
         return _with_sinks(query, key, value, call, call.sinks)
-    hides = call.window is not None and query.shape[2] > call.window
+    length, visible = query.shape[2], key.shape[2]
+    hides = length < visible or (call.window is not None and visible > call.window)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_causal_mask(query.shape[2], call.window, query.device) if hides else None,
+        attn_mask=_causal_mask(length, visible, call.window, query.device) if hides else None,
         is_causal=not hides,
         dropout_p=call.dropout,
         scale=call.scaling,
@@ -227,15 +286,17 @@ def _for_each_query_head(part: Tensor, heads: int) -> Tensor:
     return part.repeat_interleave(heads // part.shape[1], dim=1)
 
 
-def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+def _causal_mask(length: int, visible: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of ``visible`` tokens the last ``length`` of them see, ``[length, visible]``."""
+    places = torch.arange(visible, device=device)
+    distance = places[visible - length :, None] - places[None, :]
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def _softcapped(query: Tensor, key: Tensor, value: Tensor, call: _Call, softcap: float) -> Tensor:
     key, value = (_for_each_query_head(part, query.shape[1]) for part in (key, value))
     capped = torch.tanh(query @ key.transpose(2, 3) * call.scaling / softcap) * softcap
-    mask = _causal_mask(query.shape[2], call.window, query.device)
+    mask = _causal_mask(query.shape[2], key.shape[2], call.window, query.device)
     weights = F.softmax(capped.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
     return F.dropout(weights.to(query.dtype), call.dropout, training=call.dropout > 0) @ value
 
@@ -247,7 +308,7 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, call: _Call, sinks: T
     """
     scores = (sinks.to(query.dtype) / call.scaling)[None, :, None, None].expand(-1, -1, query.shape[2], 1)
     sink = F.pad(torch.ones_like(key[:, :, :1, :1]), (query.shape[-1], 0))
-    mask = _causal_mask(query.shape[2], call.window, query.device)
+    mask = _causal_mask(query.shape[2], key.shape[2], call.window, query.device)
     return F.scaled_dot_product_attention(
         torch.cat([query, scores], dim=3),
         torch.cat([sink, F.pad(key, (0, 1))], dim=2),
@@ -263,18 +324,22 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All sequences in one kernel; half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    starts = call.segments.starts(query.device)
     width = value.shape[-1]
     # With latent attention, values are narrower than queries and keys; the kernel wants them equal.
     common = -(-max(query.shape[-1], width) // KERNEL_MULTIPLE) * KERNEL_MULTIPLE
+    segments, device = call.segments, query.device
+    queries, keys, values = (_token_rows(part, common) for part in (query, key, value))
+    seen = segments.seen(device)
+    if seen is not None:
+        keys, values = keys[seen], values[seen]
     out = varlen_attn(
-        _token_rows(query, common),
-        _token_rows(key, common),
-        _token_rows(value, common),
-        starts,
-        starts,
-        call.segments.longest,
-        call.segments.longest,
+        queries,
+        keys,
+        values,
+        segments.starts(device),
+        segments.visible_starts(device),
+        max(segments.lengths),
+        segments.longest,
         scale=call.scaling,
         window_size=(-1 if call.window is None else call.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +34,7 @@ __all__ = [
     "ExpertsKernel",
     "build_model",
     "building",
+    "drawn_head",
     "finished",
     "freeze",
     "is_new_head",
@@ -103,6 +105,8 @@ def build_model(
             )
             require_causal(built, model)  # its files may well lack the head
             _check_loading(model, report)
+            if any(is_new_head(model, name) for name in report["missing_keys"]):
+                built.get_submodule("score").load_state_dict({"weight": drawn_head(built, seed)})
     return finished(built, model, seed=seed, experts=experts)
 
 
@@ -197,6 +201,18 @@ def _check_loading(model: ModelConfig, report: Mapping[str, Any]) -> None:
     """A new head may be missing; anything else that is missing or misshapen is an error."""
     missing = [name for name in sorted(report["missing_keys"]) if not is_new_head(model, name)]
     require_fitting(model, missing, sorted(map(str, report["mismatched_keys"])))
+
+
+def drawn_head(built: PreTrainedModel, seed: int) -> Tensor:
+    """The weights of a new scalar head, as transformers initializes them, whatever else it draws for the model."""
+    planned = cast("nn.Linear", built.get_submodule("score"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = nn.utils.skip_init(
+            nn.Linear, planned.in_features, planned.out_features, bias=False, dtype=planned.weight.dtype
+        )
+        built._init_weights(head)
+    return cast("Tensor", head.weight.detach())
 
 
 def is_new_head(model: ModelConfig, name: str) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -44,10 +45,39 @@ class PackedStates:
             return self.hidden
         return gather(self.hidden, self.shards.tensor, 0, partial=partial)
 
+    def predictions(self, trained_only: bool) -> Predictions:
+        """Tokens to predict; with ``trained_only`` where the loss mask is true."""
+        positions, tree = self.batch.predicted(trained_only=trained_only), self.tokens.tree
+        if tree is None:
+            return Predictions(positions)
+        rows = tree.rows[positions]
+        unique, index = rows.unique(return_inverse=True)
+        first = torch.empty_like(unique).scatter_(0, index, positions)
+        return Predictions(first, positions, first[index])
+
     def placed(self, values: Tensor, positions: Tensor, length: int) -> Tensor:
         """``length`` entries, 0 but for ``values`` at ``positions`` on the rank that has them."""
         local = values.new_zeros((length, *values.shape[1:])).index_copy(0, positions, values)
         return reduce_from_region(local, self.shards.context)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Tokens that a head predicts, once for all sequences that share them."""
+
+    positions: Tensor
+    """Their positions in the batch, int64 ``[N]``, on the CPU."""
+    all: Tensor | None = None
+    """The positions of these tokens in every sequence, int64 ``[M]``; None where none is shared."""
+    computed: Tensor | None = None
+    """For each of ``all``, the position in ``positions`` that its value is computed at."""
+
+    def repeated(self, values: Tensor) -> Tensor:
+        """``values [T]`` with the value of each computed position at all positions that share it."""
+        if self.all is None or self.computed is None:
+            return values
+        targets, sources = (to_device(part, values.device) for part in (self.all, self.computed))
+        return torch.zeros_like(values).index_copy(0, targets, values.index_select(0, sources))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +119,9 @@ class LanguageModelHead:
         """
         batch, shards = states.batch, states.shards
         mapping = HeadMap(scale=self.scale, softcap=self.softcap, temperature=temperature)
-        positions, device = batch.predicted(trained_only=trained_only), batch.device
-        which, before = states.tokens.here(positions - 1)
-        predicted, states_at = to_device(positions[which], device), to_device(before, device)
+        predictions, device = states.predictions(trained_only), batch.device
+        which, before = states.tokens.here(predictions.positions - 1)
+        predicted, states_at = to_device(predictions.positions[which], device), to_device(before, device)
         rows = states.rows(partial=True)[states_at]
         if not shards.sequence_parallel:
             rows = copy_to_region(rows, shards.tensor)
@@ -111,7 +141,7 @@ class LanguageModelHead:
             logits = token_logits(rows, weight, bias=bias, head=mapping)
             computed["logits"] = self._whole_rows(logits, shards)
         return {
-            name: states.placed(value, predicted, batch.num_tokens)
+            name: predictions.repeated(states.placed(value, predicted, batch.num_tokens))
             for name, value in computed.items()
             if name in names
         }

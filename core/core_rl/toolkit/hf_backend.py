@@ -54,6 +54,10 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     owned: Mapping[str, nn.Parameter]
     """The parameters that the optimizer has, by checkpoint name: the module's, or this rank's parts of them."""
     context: BuildContext[C]
+    planned: PreTrainedModel | None = None
+    """Set before `adopt` for a module of another library: the model of transformers that it computes."""
+    layout: CheckpointLayout | None = None
+    """Set before `adopt` for such a module: the checkpoint layout of its parameters."""
     reduce_bytes: int = 32 * 2**20
     """`reduce_grads` adds gradients up over ranks together up to this size, in bytes."""
 
@@ -75,7 +79,8 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         # Tensors of a mapped file are not aligned, and kernels round by alignment: offloading would change results.
         own_memory(parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
         parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
-        layout = checkpoint_layout(model)
+        planned = self.planned or model
+        layout = self.layout or checkpoint_layout(model)
         if optimizer is None:
             self.owned = {name: _owned(parameter) for name, parameter in parameters.items()}
             optimizer = self._built_optimizer(parameters, layout)
@@ -90,8 +95,8 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         if rules is not None and MOMENTUM in self.__state.optimizer_kinds:
             self.muon = Muon(self.__state, rules, context.world)
         written = {*self.__state.shapes("params"), *self.__state.shapes("buffers")}
-        self.__state.carried = carried_tensors(model, context.config.model, written)
-        self.__exported_config = exported_config(model, context.config.model, self.__state.carried)
+        self.__state.carried = carried_tensors(planned, context.config.model, written)
+        self.__exported_config = exported_config(planned, context.config.model, self.__state.carried)
 
     def _built_optimizer(
         self, parameters: Mapping[str, nn.Parameter], layout: CheckpointLayout
@@ -177,12 +182,17 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
 
     def verify(self) -> None:
         """Probe each `PackedModel` among the attributes of this backend: see `check_packing`."""
-        modules = (value for value in vars(self).values() if isinstance(value, nn.Module))
-        packed = {
-            part: None for module in modules for part in module.modules() if isinstance(part, PackedModel)
-        }
-        for model in packed:
+        for model in self._packed_models():
             check_packing(model, self.context.config.dtype)
+
+    def check_sharing(self) -> None:
+        for model in self._packed_models():
+            model.check_sharing()
+
+    def _packed_models(self) -> Iterator[PackedModel]:
+        modules = (value for value in vars(self).values() if isinstance(value, nn.Module))
+        parts = (part for module in modules for part in module.modules())
+        yield from dict.fromkeys(part for part in parts if isinstance(part, PackedModel))
 
     # ---------------------------------------------------------------- adapter
 

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from core_rl.backend.tensors import LocalSlice, ShardedState, TensorSource
+from core_rl.backend.tensors import LocalSlice, ShardedState, TensorDict, TensorSource
+from core_rl.config.engine import ModelConfig
 from core_rl.distributed.comm import Comm
+from core_rl.toolkit.build import build_model
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart, local_part
 from core_rl.toolkit.eight_bit import as_float32, is_eight_bit
 from core_rl.toolkit.lora import checkpoint_name, exported_name, has_kind
+from core_rl.toolkit.meta_build import build_on_meta
 from core_rl.toolkit.optimizer import moments_of
 
-__all__ = ["HFShardedState", "checkpoint_layout", "fill"]
+__all__ = ["HFShardedState", "checkpoint_layout", "fill", "planned_model"]
 
 Shape = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -99,8 +102,11 @@ class HFShardedState:
                 yield name, parameter
 
     def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        saved = self._model.state_dict().keys()
-        return ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
+        # Not by `state_dict`, where hooks of a module may communicate.
+        for path, module in self._model.named_modules():
+            for name, buffer in module.named_buffers(path, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
 
     @contextmanager
     def _part(self, name: str, parameter: nn.Parameter, kind: str) -> Iterator[LocalPart]:
@@ -130,6 +136,21 @@ def checkpoint_layout(model: PreTrainedModel) -> CheckpointLayout:
         name: tuple(p.shape) for name, p in parameters.items() if has_kind(name, "params", trained=False)
     }
     return CheckpointLayout.of(model, shapes)
+
+
+def planned_model(model: ModelConfig, seed: int) -> tuple[PreTrainedModel, TensorSource]:
+    """The transformers model of ``model`` for an engine with modules of its own, and its values by checkpoint name.
+
+    Without memory if its files allow it. Raises as `build_on_meta` and `build_model`.
+    """
+    # It computes nothing, and every model has this attention.
+    unloaded = build_on_meta(model, seed=seed, attn_implementation="eager")
+    if unloaded is not None:
+        return unloaded.model, unloaded.source
+    built = build_model(model, seed=seed, attn_implementation="eager")
+    layout = checkpoint_layout(built)
+    parameters = ((checkpoint_name(name), parameter.detach()) for name, parameter in built.named_parameters())
+    return built, TensorDict(dict(item for name, values in parameters for item in layout.cut(name, values)))
 
 
 def _replicas(regions: Mapping[str, Region], world: Comm) -> dict[str, int]:

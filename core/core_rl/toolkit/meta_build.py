@@ -23,6 +23,7 @@ from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import (
     ExpertsKernel,
     building,
+    drawn_head,
     finished,
     is_new_head,
     model_family,
@@ -138,7 +139,7 @@ def _source(
     for source, names in tied.items():
         if any(name in present and not _equal(files, located[source], name) for name in names):
             return None  # they are not tied in these files
-    drawn = {name: _drawn_head(built, seed) for name in required if name not in located}
+    drawn = {name: drawn_head(built, seed) for name in required if name not in located}
     bfloat16 = {name for name, place in located.items() if files.is_bfloat16(place)}
     half = frozenset(name for name in base if bfloat16.issuperset(layout.names(name)))
     return _JoinedSources(MappedSource(files, located), TensorDict(drawn | adapter)), half
@@ -175,18 +176,6 @@ def _equal(files: TensorFiles, left: str, right: str) -> bool:
     rows = max(1, COMPARED_BYTES // max(1, 4 * torch.Size(shape[1:]).numel()))
     pieces = [(slice(start, start + rows),) for start in range(0, shape[0], rows)]
     return all(torch.equal(files.read(left, piece), files.read(right, piece)) for piece in pieces)
-
-
-def _drawn_head(built: PreTrainedModel, seed: int) -> Tensor:
-    """The weights of a new scalar head, as transformers initializes them."""
-    planned = cast("nn.Linear", built.get_submodule("score"))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = nn.utils.skip_init(
-            nn.Linear, planned.in_features, planned.out_features, bias=False, dtype=planned.weight.dtype
-        )
-        built._init_weights(head)
-    return cast("Tensor", head.weight.detach())
 
 
 def _computed_buffers(built: PreTrainedModel) -> list[tuple[nn.Module, str, Tensor]]:

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
+from core_rl.data.prefixes import PrefixTree
 from core_rl.distributed.collectives import gather
 from core_rl.errors import UnsupportedCapability
-from core_rl.toolkit.attention import Segments
 from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
-from core_rl.toolkit.parallel_context import WHOLE, ModelShards
+from core_rl.toolkit.parallel_context import WHOLE, ModelShards, TokenSlice
 from core_rl.toolkit.positions import RotaryEmbeddings, require_positions
 from core_rl.toolkit.routers import Routers, Routing, own_routing
 from core_rl.toolkit.sequence_layers import StatefulLayers, stateful_layers
@@ -174,16 +174,18 @@ class PackedModel(nn.Module):
         outputs: Sequence[OutputName],
         temperature: float = 1.0,
         trained_only: bool = False,
+        share_prefixes: bool = False,
     ) -> dict[str, Tensor]:
         """The fields of a `ModelOutput` for ``batch``; a dictionary, since wrappers look into those.
 
         With ``trained_only`` the language-model head runs on the positions of ``loss_mask`` alone and
-        the other outputs are 0.
+        the other outputs are 0. With ``share_prefixes`` tokens that sequences share are computed once.
         """
         require_positions(self.model, max(batch.lengths))
-        tokens = self.shards.slice_of(batch)
-        segments = Segments(tokens.segments, self.shards.context, self.shards.tensor)
-        segments.starts(batch.device)
+        tree = PrefixTree.of(batch) if share_prefixes else None
+        tokens = self.shards.slice_of(batch, tree)
+        segments = tokens.attention(self.shards.context, self.shards.tensor)
+        segments.prepare(batch.device)
         self.stateful.begin(segments, batch.device)
         self.rotary.begin(tokens)
         with self.routers.watch(own_routing(batch, tokens)) as routings:
@@ -202,15 +204,27 @@ class PackedModel(nn.Module):
             assert isinstance(score, nn.Module)  # every ...ForSequenceClassification has it
             computed = scalar_outputs(states, score, self.head)
         if "aux_loss" in outputs or "routing" in outputs:
-            full_routings = [self._whole_routing(routing, batch.num_tokens) for routing in routings]
+            full_routings = [self._whole_routing(routing, tokens, batch.num_tokens) for routing in routings]
             computed |= self.routers.outputs(full_routings, batch.cu_seqlens, outputs)
         return computed
 
-    def _whole_routing(self, routing: Routing, length: int) -> Routing:
+    def _whole_routing(self, routing: Routing, tokens: TokenSlice, length: int) -> Routing:
         """Routing of all ``length`` tokens, without padding, on every rank that sees some of them."""
         logits = gather(routing.logits, self.shards.context, 0, partial=False)
         experts = gather(routing.experts, self.shards.context, 0, partial=False)
-        return Routing(logits[:length], experts[:length])
+        return Routing(tokens.in_batch(logits, length), tokens.in_batch(experts, length))
+
+    def check_sharing(self) -> None:
+        """Raise `UnsupportedCapability` for a model that cannot compute shared prefixes once."""
+        reasons = {
+            "layers that carry state from token to token": bool(self.stateful.layers),
+            "rotary embeddings that depend on the length of a sequence": bool(self.rotary.modules),
+        }
+        if any(reasons.values()):
+            raise UnsupportedCapability(
+                f"share_prefixes: the model type {self.model.config.model_type!r} has "
+                f"{' and '.join(reason for reason, holds in reasons.items() if holds)}; set share_prefixes to false"
+            )
 
     def _token_outputs(
         self, states: PackedStates, names: Sequence[OutputName], temperature: float, trained_only: bool

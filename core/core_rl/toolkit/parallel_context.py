@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.pinned import to_device
+from core_rl.data.prefixes import PrefixTree
 from core_rl.distributed.comm import Comm
+from core_rl.toolkit.attention import Segments
 
 __all__ = ["WHOLE", "ModelShards", "TokenSlice", "VocabularyShard"]
 
@@ -65,19 +68,24 @@ class ModelShards:
             None if group is None else VocabularyShard(group, -(-size // self.tensor.size) * self.tensor.rank)
         )
 
-    def slice_of(self, batch: SequenceBatch) -> TokenSlice:
-        """The tokens of ``batch`` that this rank sees, on the batch's device."""
+    def slice_of(self, batch: SequenceBatch, tree: PrefixTree | None = None) -> TokenSlice:
+        """The tokens of ``batch``, or rows of its ``tree``, that this rank sees, on the batch's device."""
+        ids, positions, bounds = batch.input_ids, batch.position_ids, tuple(batch.cu_seqlens.tolist())
+        if tree is not None:
+            kept = to_device(tree.kept, batch.device)
+            ids, positions, bounds = ids[kept], positions[kept], tree.bounds
         multiple = self.context.size * (self.tensor.size if self.sequence_parallel else 1)
-        padding = -batch.num_tokens % multiple
-        length = (batch.num_tokens + padding) // self.context.size
+        padding = -len(ids) % multiple
+        length = (len(ids) + padding) // self.context.size
         start = length * self.context.rank
-        boundaries = tuple(batch.cu_seqlens.tolist())
+        # Padding is a sequence of its own, which nobody attends to and nobody reads.
+        segments = bounds + ((bounds[-1] + padding,) if padding else ())
         return TokenSlice(
-            input_ids=_padded(batch.input_ids, padding)[start : start + length],
-            position_ids=_padded(batch.position_ids, padding)[start : start + length],
+            input_ids=_padded(ids, padding)[start : start + length],
+            position_ids=_padded(positions, padding)[start : start + length],
             start=start,
-            # Padding is a sequence of its own, which nobody attends to and nobody reads.
-            segments=boundaries + ((boundaries[-1] + padding,) if padding else ()),
+            segments=segments,
+            tree=tree,
         )
 
 
@@ -94,15 +102,31 @@ class TokenSlice:
     position_ids: Tensor
     """``[L]``."""
     start: int
-    """Position of the first one in the batch."""
+    """Position of the first one in the batch, or in the rows of ``tree``."""
     segments: tuple[int, ...]
-    """Boundaries of the sequences of the whole padded batch."""
+    """Boundaries of the sequences, or of the stretches of ``tree``, of the whole padded batch."""
+    tree: PrefixTree | None = None
+    """Where sequences share tokens: the slice is of its rows."""
+
+    def attention(self, context: Comm | None, tensor: Comm | None = None) -> Segments:
+        """The segments that attention stays in; tokens are spread over ``context``, heads over ``tensor``."""
+        return Segments(self.segments, context, tensor, self._paths())
+
+    def _paths(self) -> tuple[tuple[int, ...], ...] | None:
+        if self.tree is None:
+            return None
+        number = len(self.tree.paths)
+        return self.tree.paths + (((number,),) if len(self.segments) > number + 1 else ())
+
+    def in_batch(self, values: Tensor, num_tokens: int) -> Tensor:
+        """``values [rows, ...]`` of all ranks, padding included, for each of the ``num_tokens`` of the batch."""
+        return values[:num_tokens] if self.tree is None else values[to_device(self.tree.rows, values.device)]
 
     def here(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``positions [N]`` lie here, as indices into it, and where they lie in the slice; all on the CPU, as
-        the length of the result depends on them.
+        """Which of ``positions [N]`` of the batch lie here, as indices into it, and where they lie in the slice; all on
+        the CPU, as the length of the result depends on them.
         """
-        local = positions - self.start
+        local = (positions if self.tree is None else self.tree.rows[positions]) - self.start
         which = ((local >= 0) & (local < len(self.input_ids))).nonzero().squeeze(1)
         return which, local[which]
 

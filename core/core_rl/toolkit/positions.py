@@ -156,7 +156,7 @@ def require_positions(model: PreTrainedModel, longest: int) -> None:
 
 
 def _learned_positions(model: PreTrainedModel) -> int | None:
-    """Rows of the table of learned positions; None without one."""
+    """Positions in the table of learned ones, by the config; None without a table or a field for it."""
     tables = (
         name
         for name, module in model.base_model.named_modules()
@@ -164,4 +164,6 @@ def _learned_positions(model: PreTrainedModel) -> int | None:
     )
     if next(tables, None) is None:
         return None
-    return int(model.config.get_text_config(decoder=True).max_position_embeddings)
+    config = model.config.get_text_config(decoder=True)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    return next((int(limit) for limit in limits if limit is not None), None)

@@ -77,6 +77,8 @@ def own_routing(batch: SequenceBatch, tokens: TokenSlice) -> Tensor | None:
     routing = batch.tokens.get("routing")
     if routing is None:
         return None
+    if tokens.tree is not None:
+        routing = routing[to_device(tokens.tree.kept, routing.device)]
     layers, k = routing.shape[1:]
     different = torch.arange(k, dtype=routing.dtype, device=routing.device)
     padded = torch.cat([routing, different.expand(tokens.segments[-1] - len(routing), layers, k)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_a_unit_over_the_budget_is_named() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{}, {"max_tokens": 4, "count": 1}, {"count": 0}, {"max_tokens": -1}])
-def test_spec_needs_a_positive_number(wrong: dict[str, int]) -> None:
+def test_spec_needs_a_positive_number(wrong: dict[str, Any]) -> None:
     with pytest.raises(BatchError, match="MicroBatchSpec"):
         MicroBatchSpec(**wrong)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.cuda import use_flash_attention
 
 BOUNDS = (0, 4, 11, 12)
+PATHS = ((0,), (0, 1), (0, 1, 2))
 HEADS, KV_HEADS = 4, 2
 
 
@@ -38,20 +40,22 @@ def insisting_kernel(
     assert query.dtype in (torch.float16, torch.bfloat16)
     assert all(part.is_contiguous() for part in (query, key, value))
     assert starts.dtype == torch.int32
-    assert starts is starts_of_keys
-    bounds = starts.tolist()
-    assert (
-        longest == longest_of_keys == max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
-    )
+    assert starts_of_keys.dtype == torch.int32
+    bounds, key_bounds = list(pairwise(starts.tolist())), list(pairwise(starts_of_keys.tolist()))
+    assert longest == max(end - start for start, end in bounds)
+    assert longest_of_keys == max(end - start for start, end in key_bounds)
     assert scale is not None, "padded head dimensions would change the default"
     assert enable_gqa == (query.shape[1] != key.shape[1])
     before, after = window_size
     assert after == 0
     rows = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+    for (start, end), (key_start, key_end) in zip(bounds, key_bounds, strict=True):
+        # The last query is at the last key, as FlashAttention has it from 2.1 on.
+        first = key_end - key_start - (end - start)
+        distance = torch.arange(first, key_end - key_start)[:, None] - torch.arange(key_end - key_start)
         mask = (distance >= 0) & ((distance <= before) if before >= 0 else torch.tensor(True))
-        q, k, v = (part[start:end].transpose(0, 1) for part in (query, key, value))
+        q = query[start:end].transpose(0, 1)
+        k, v = (part[key_start:key_end].transpose(0, 1) for part in (key, value))
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         rows.append(attended.transpose(0, 1))
     return torch.cat(rows)
@@ -63,9 +67,11 @@ def inputs(dtype: torch.dtype, width: int, value_width: int) -> list[Tensor]:
     return [torch.randn(1, heads, BOUNDS[-1], size).to(dtype).requires_grad_() for heads, size in shapes]
 
 
-def attend(parts: list[Tensor], window: int | None) -> Tensor:
+def attend(
+    parts: list[Tensor], window: int | None, paths: tuple[tuple[int, ...], ...] | None = None
+) -> Tensor:
     query, key, value = parts
-    segments = Segments(BOUNDS)
+    segments = Segments(BOUNDS, paths=paths)
     actual, _ = packed_attention(
         nn.Module(), query, key, value, None, segments=segments, sliding_window=window
     )
@@ -79,16 +85,21 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("paths", [None, PATHS])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("width", "value_width"), [(10, 10), (6, 3), (64, 64), (192, 128)])
 def test_varlen_kernel_gets_supported_arguments(
-    width: int, value_width: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    width: int,
+    value_width: int,
+    window: int | None,
+    paths: tuple[tuple[int, ...], ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parts = inputs(torch.bfloat16, width, value_width)
     exact = [part.detach().double().requires_grad_() for part in parts]
-    expected = attend(exact, window)
+    expected = attend(exact, window, paths)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", insisting_kernel)
-    actual = attend(parts, window)
+    actual = attend(parts, window, paths)
     weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     gradients = torch.autograd.grad((actual.double() * weights).sum(), parts)
     expected_gradients = torch.autograd.grad((expected * weights).sum(), exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core_rl.config.capability import Capability
+from core_rl.registry.packages import TORCH, TRANSFORMERS
 from core_rl.registry.spec import EngineSpec
 
 __all__ = ["SPEC"]
@@ -32,6 +33,7 @@ SPEC = EngineSpec(
             Capability.AUX_LOSS,
             Capability.ROUTING_REPLAY,
             Capability.LORA,
+            Capability.SHARED_PREFIX,
             Capability.OFFLOAD,
             Capability.BFLOAT16,
             Capability.CUDA,
@@ -46,4 +48,6 @@ SPEC = EngineSpec(
     ),
     description="PyTorch FSDP2 (fully_shard) over Hugging Face models, packed, on CPU and CUDA",
     conformance="core_rl_fsdp.conformance:PROFILE",
+    preload=("core_rl_fsdp.engine", "core_rl.toolkit.hf_backend"),
+    packages=(TORCH, TRANSFORMERS),
 )

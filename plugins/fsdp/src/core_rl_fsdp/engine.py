@@ -21,6 +21,7 @@ from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_pa
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
 from core_rl.toolkit.experts import check_expert_parallel
+from core_rl.toolkit.fully_sharded import reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
@@ -30,7 +31,7 @@ from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.activation_offload import ActivationOffload
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.meshes import Meshes, check_copies
-from core_rl_fsdp.sharding import apply_expert_parallel, fsdp_modules, reset_pass, shard_modules
+from core_rl_fsdp.sharding import apply_expert_parallel, shard_modules
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
 
 __all__ = ["FSDPBackend"]
@@ -123,23 +124,17 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             if mode != "forward":
                 loss.backward()
         if mode == "forward":
-            self._reshard()
+            reshard(self.packed)
 
     def verify(self) -> None:
         super().verify()
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """Free gathered weights after forward passes alone.
-
-        A backward pass frees the root's; without one they would stay, and the next forward pass would use them although
-        the shards may have changed by then.
-        """
-        for module in fsdp_modules(self.packed):
-            module.reshard()
+        reshard(self.packed)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        return ModelOutput(**self.packed(micro_batch, step.outputs, step.temperature, step.trained_only))
+        outputs = self.packed(
+            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
+        )
+        return ModelOutput(**outputs)
 
     def reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""

@@ -1,18 +1,17 @@
-"""FSDP2 over the blocks of a packed model, and the way back after a pass that raised."""
+"""FSDP2 over the blocks of a packed model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
@@ -20,46 +19,17 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part, shard_parameter
 from core_rl.toolkit.experts import dispatch_experts, expert_modules
+from core_rl.toolkit.fully_sharded import add_up_gradients, fsdp_modules
 from core_rl.toolkit.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
 
 __all__ = [
-    "InPlaceReduceScatter",
     "apply_expert_parallel",
-    "fsdp_modules",
-    "reset_pass",
     "shard_experts",
     "shard_modules",
 ]
 
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class InPlaceReduceScatter(ReduceScatter):
-    """Gives FSDP the same memory for the sum of gradients as for the gradients of the one rank that there is.
-
-    FSDP asks for one and then for the other, and copies from there to here, which does nothing in place.
-    """
-
-    def __init__(self) -> None:
-        self._gradients: Tensor | None = None
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        gradients, self._gradients = self._gradients, None
-        if gradients is None:
-            gradients = self._gradients = torch.empty(size, dtype=dtype, device=device)
-        return gradients
-
-    def reset(self) -> None:
-        """Forget memory of a pass that raised in between."""
-        self._gradients = None
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        raise AssertionError("a lone rank has nothing to communicate")
 
 
 def shard_modules(
@@ -98,14 +68,7 @@ def shard_modules(
         # The scalar head computes in float32, whatever the blocks do.
         fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
     root = fully_shard(packed, mesh=mesh, mp_policy=exact, ignored_params=ignored)
-    for module in fsdp_modules(packed):
-        # The core has already divided the loss by the global weight, so ranks add up. FSDP
-        # would average, and gloo has no pre-multiplied sum.
-        module.set_force_sum_reduction_for_comms(True)
-        if mesh.size() > 1:
-            module.set_gradient_divide_factor(1.0)
-        else:  # where FSDP would compute ``gradient / 1.0`` into memory of its own, and copy that
-            module.set_custom_reduce_scatter(InPlaceReduceScatter())
+    add_up_gradients(packed, mesh.size())
     return root
 
 
@@ -136,11 +99,6 @@ def _prefetch(parts: Sequence[nn.Module]) -> None:
         cast("FSDPModule", part).set_modules_to_forward_prefetch([*fsdp_modules(following)])
 
 
-def fsdp_modules(root: nn.Module) -> Iterator[FSDPModule]:
-    """The modules of ``root`` whose parameters are gathered together."""
-    return (module for module in root.modules() if isinstance(module, FSDPModule))
-
-
 def _blocks(model: PreTrainedModel) -> list[nn.Module]:
     """The transformer blocks, by transformers' class names of unsplit modules."""
     names = set(model._no_split_modules or ())
@@ -150,24 +108,6 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
             f"{type(model).__name__} names no blocks to shard (_no_split_modules is empty)"
         )
     return blocks
-
-
-def reset_pass(root: FSDPModule) -> None:
-    """Free gathered weights and unreduced gradients after a pass that raised. No collective."""
-    if root._get_fsdp_state()._is_root is None:
-        return  # the first pass has not begun
-    root.reset_iter_state()
-    for module in fsdp_modules(cast("nn.Module", root)):
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is None:
-            continue
-        if isinstance(group._reduce_scatter_comm, InPlaceReduceScatter):
-            group._reduce_scatter_comm.reset()
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            unsharded: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None:
-                unsharded.grad = None
 
 
 def apply_expert_parallel(model: PreTrainedModel, mesh: DeviceMesh, ranks: Comm) -> None:

@@ -1,0 +1,104 @@
+"""Prefixes that sequences share, computed once: the values and gradients of the whole sequences."""
+
+from __future__ import annotations
+
+import math
+
+from core_rl.config.capability import Capability
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import BalanceLoss, OutputsLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.prefix_trees import prefix_trees
+from core_rl_conformance.profile import MOE
+
+CUTS = {
+    "in one micro-batch": MicroBatchSpec(count=1, share_prefixes=True),
+    "in three micro-batches": MicroBatchSpec(count=3, share_prefixes=True),
+    "with a budget that splits a tree": MicroBatchSpec(max_tokens=48, share_prefixes=True),
+}
+TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
+OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
+BALANCE = BalanceLoss()
+
+
+@check("I7.shared-prefix", requires=[Capability.SHARED_PREFIX], each="layout")
+def shared_prefixes_change_no_output(subject: EngineUnderTest) -> None:
+    """Log-probs and entropy of sequences that share prefixes are the oracle's, which computes each alone.
+
+    Why: the tokens of one prompt are computed once for all its answers, and a mask or a position that is wrong by one
+    lets answers see each other. Nothing raises, and training goes on.
+    Look at: which tokens a branch attends to; its positions, which go on from its own prefix; the state that its
+    first token is predicted from, the last one of that prefix and not of the branch before it.
+    """
+    model, data = subject.model(), _data(subject)
+    group = subject.start(model)
+    for label, cut in CUTS.items():
+        subject.verify_logprobs(f"of shared prefixes {label}", group, model, data, cut)
+    expected = subject.outputs(model, data, "entropy")
+    output = group.forward(data.batch(), CUTS["in one micro-batch"], ("entropy",))
+    subject.verify_tokens("entropy of shared prefixes", per_sequence(output, "entropy", data), expected)
+
+
+@check("I1.shared-prefix", requires=[Capability.SHARED_PREFIX], each="layout")
+def shared_prefixes_change_no_gradient(subject: EngineUnderTest) -> None:
+    """Loss and gradients of sequences that share prefixes are the oracle's, which computes each alone.
+
+    The loss masks of sequences differ inside their common prefix.
+
+    Why: a shared token has the gradient of every sequence that continues from it. Counted once, or divided by their
+    number, prompts are trained less than with any other engine.
+    Look at: that the gradient of shared keys, values and states is the **sum** over branches; that a token which only
+    some sequences train counts for these alone.
+    """
+    model, data = subject.model(), _data(subject)
+    group = subject.start(model)
+    for label, cut in CUTS.items():
+        subject.verify_backward(f"of shared prefixes {label}", group, model, data, TOKEN_MEAN, cut)
+    label = "of the entropy of shared prefixes"
+    subject.verify_backward(label, group, model, data, OF_ENTROPY, CUTS["in one micro-batch"])
+
+
+@check("I1.shared-values", requires=[Capability.SHARED_PREFIX, Capability.VALUE_HEAD], each="layout")
+def shared_prefixes_change_no_value(subject: EngineUnderTest) -> None:
+    """Values of sequences that share prefixes, and their gradients, are the oracle's.
+
+    Why: a critic predicts from the same shared states as the actor, by a way of its own.
+    Look at: the state before the first token of a branch, and the last state of a sequence that another one continues.
+    """
+    model, data = subject.model(head="value"), _data(subject)
+    group = subject.start(model)
+    cut = CUTS["in one micro-batch"]
+    output = group.forward(data.batch(), cut, ("values",))
+    for name in ("values", "bootstrap"):
+        expected = subject.outputs(model, data, name)
+        subject.verify_tokens(f"{name} of shared prefixes", per_sequence(output, name, data), expected)
+    subject.verify_backward("of values of shared prefixes", group, model, data, ValueLoss(), cut)
+
+
+@check(
+    "I18.shared-aux",
+    requires=[Capability.SHARED_PREFIX, Capability.MOE, Capability.AUX_LOSS],
+    families=(MOE,),
+    each="layout",
+)
+def shared_prefixes_change_no_balance(subject: EngineUnderTest) -> None:
+    """The routers' balance counts a shared token for every sequence that it belongs to, as the oracle does.
+
+    Why: a balance over computed tokens gives prompts less weight the more answers they have.
+    Look at: the tokens that ``aux_loss`` is over: of the whole batch, not of the rows that were computed.
+    """
+    model, data = subject.model(), _data(subject)
+    expected = subject.gradients(model, data, BALANCE)
+    group = subject.start(changes={"model": {"router_aux_coef": 1.0}})
+    for label, cut in CUTS.items():
+        metrics = group.forward_backward(data.batch(), BALANCE.spec(), cut)
+        value, grads = metrics.get("aux_loss", math.nan), group.named_tensors("grads")
+        subject.verify_scalar(f"the metric 'aux_loss' {label}", value, expected.oracle.loss, expected.loss)
+        subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
+        group.optimizer_zero_grad()
+
+
+def _data(subject: EngineUnderTest) -> Ragged:
+    return prefix_trees(subject.model().vocab_size, subject.case.seed)

@@ -1,0 +1,177 @@
+"""Prefixes that sequences share: an order in which neighbours share the most, and cuts of it that share much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from core_rl.data.batch import SequenceBatch
+
+__all__ = ["PrefixTree", "SharedUnits"]
+
+LEAST_SAVED = 0.05
+"""The part of the tokens that sharing has to save: gathered keys and gathered outputs cost a little."""
+
+
+def _keys(batch: SequenceBatch) -> tuple[Tensor, ...]:
+    """Numbers that have to be equal for tokens to be computed once: the id and replayed experts.
+
+    Int64 ``[L, n]`` for each sequence.
+    """
+    batch = batch.original
+    routing = batch.tokens.get("routing")
+    columns = [batch.input_ids[:, None]] + ([] if routing is None else [routing.flatten(1).long()])
+    keys: tuple[Tensor, ...] = torch.cat([column.cpu() for column in columns], dim=1).split(batch.lengths)
+    return keys
+
+
+def _sorted(keys: Sequence[Tensor]) -> list[int]:
+    """Indices of sequences in an order in which those with a common prefix are neighbours, and a prefix comes first."""
+    texts = [key.numpy().tobytes() for key in keys]
+    return sorted(range(len(keys)), key=texts.__getitem__)
+
+
+def _shared_with_previous(keys: Sequence[Tensor]) -> list[int]:
+    """The tokens that each sequence has in common with the one before it; 0 for the first."""
+    return [0, *(_common(first, second) for first, second in pairwise(keys))]
+
+
+def _common(first: Tensor, second: Tensor) -> int:
+    length = min(len(first), len(second))
+    differs = (first[:length] != second[:length]).any(dim=1)
+    return int(differs.int().argmax()) if bool(differs.any()) else length
+
+
+@dataclass(frozen=True)
+class SharedUnits:
+    """Units of a batch in an order in which neighbours share prefixes, for cuts into runs of neighbours."""
+
+    groups: Sequence[Sequence[int]]
+    """The sequences of each unit."""
+    weights: Sequence[int]
+    """The tokens of each unit, shared ones counted once."""
+    saved: Sequence[int]
+    """Tokens that the unit shares with the one before it."""
+
+    @staticmethod
+    def of(batch: SequenceBatch, units: Sequence[Sequence[int]]) -> SharedUnits | None:
+        """Order ``units``, lists of sequences; None where sharing saves too little to change the cut for it."""
+        keys = _keys(batch)
+        rank = {index: place for place, index in enumerate(_sorted(keys))}
+        groups = sorted(
+            (sorted(unit, key=rank.__getitem__) for unit in units), key=lambda unit: rank[unit[0]]
+        )
+        shared = _shared_with_previous([keys[index] for group in groups for index in group])
+        if sum(shared) < LEAST_SAVED * batch.num_tokens:
+            return None
+        lengths, weights, saved, place = batch.lengths, [], [], 0
+        for group in groups:
+            inside = shared[place + 1 : place + len(group)]
+            weights.append(sum(lengths[index] for index in group) - sum(inside))
+            saved.append(shared[place])
+            place += len(group)
+        return SharedUnits(groups, weights, saved)
+
+    def sequences(self, run: range) -> list[int]:
+        """The sequences of a run of units, ascending."""
+        return sorted(index for item in run for index in self.groups[item])
+
+    def within(self, budget: int) -> list[range]:
+        """Runs of at most ``budget`` tokens that compute the fewest tokens in all; among those, the fewest runs.
+
+        No unit may be heavier than the budget.
+        """
+        best: list[tuple[int, int, int]] = [(0, 0, 0)]
+        """Tokens, runs, and the start of the last run, for the first n units."""
+        for end in range(1, len(self.groups) + 1):
+            options, start, weight = [], end - 1, self.weights[end - 1]
+            while weight <= budget:
+                tokens, runs, _ = best[start]
+                options.append((tokens + weight, runs + 1, start))
+                if start == 0:
+                    break
+                weight += self.weights[start - 1] - self.saved[start]
+                start -= 1
+            best.append(min(options))
+        cut: list[range] = []
+        end = len(self.groups)
+        while end:
+            cut.append(range(best[end][2], end))
+            end = cut[-1].start
+        return cut[::-1]
+
+    def evenly(self, count: int) -> list[range]:
+        """At most ``count`` runs, of which the heaviest is as light as it can be."""
+        lowest, highest = max(self.weights), sum(self.weights)
+        while lowest < highest:
+            middle = (lowest + highest) // 2
+            if len(self._filled(middle)) <= count:
+                highest = middle
+            else:
+                lowest = middle + 1
+        return self._filled(highest)
+
+    def _filled(self, budget: int) -> list[range]:
+        """Runs that are each filled as far as ``budget`` allows: the fewest."""
+        starts, load = [0], self.weights[0]
+        for item in range(1, len(self.groups)):
+            load += self.weights[item] - self.saved[item]
+            if load > budget:
+                starts.append(item)
+                load = self.weights[item]
+        return [range(first, last) for first, last in pairwise([*starts, len(self.groups)])]
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """The tokens of a batch with each shared prefix once: rows in stretches, which follow one another on paths."""
+
+    bounds: tuple[int, ...]
+    """Stretch ``s`` has the rows ``bounds[s]:bounds[s + 1]``."""
+    paths: tuple[tuple[int, ...], ...]
+    """For each stretch, the stretches from the beginning of its sequences to itself."""
+    kept: Tensor
+    """A position in the batch of each row, int64 ``[U]``, on the CPU."""
+    rows: Tensor
+    """The row of each token of the batch, int64 ``[T]``, on the CPU."""
+
+    @staticmethod
+    def of(batch: SequenceBatch) -> PrefixTree | None:
+        """The tree of all sequences of ``batch``; None where it would save too few tokens."""
+        keys, starts = _keys(batch), batch.cu_seqlens.tolist()
+        order = _sorted(keys)
+        shared = _shared_with_previous([keys[index] for index in order])
+        if sum(shared) < max(1, LEAST_SAVED * batch.num_tokens):
+            return None
+        rows, kept = torch.empty(batch.num_tokens, dtype=torch.long), []
+        parents: dict[int, int] = {}
+        """The row before each first row of a stretch; -1 before the first token of a sequence."""
+        previous, count = rows[:0], 0
+        for index, common in zip(order, shared, strict=True):
+            start, end = starts[index], starts[index + 1]
+            path, fresh = rows[start:end], end - start - common
+            path[:common] = previous[:common]
+            path[common:] = torch.arange(count, count + fresh)
+            before = int(path[common - 1]) if common else -1
+            if fresh:
+                parents[count] = before
+            if common and before + 1 < count:  # another sequence goes on where this one leaves it
+                parents.setdefault(before + 1, before)
+            kept.append(torch.arange(start + common, end))
+            previous, count = path, count + fresh
+        bounds = (*sorted(parents), count)
+        return PrefixTree(bounds, _paths(bounds, parents), torch.cat(kept), rows)
+
+
+def _paths(bounds: Sequence[int], parents: dict[int, int]) -> tuple[tuple[int, ...], ...]:
+    """The path to each stretch; the row before it ends a stretch with a smaller number."""
+    ending = {last: stretch for stretch, last in enumerate(bounds[1:])}
+    paths: list[tuple[int, ...]] = []
+    for stretch, first in enumerate(bounds[:-1]):
+        before = parents[first]
+        paths.append((*(paths[ending[before + 1]] if before >= 0 else ()), stretch))
+    return tuple(paths)

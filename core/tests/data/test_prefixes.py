@@ -1,0 +1,94 @@
+"""Prefix trees and cuts that share, over drawn batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
+from core_rl.data.prefixes import PrefixTree
+from core_rl.errors import BatchError
+
+# Two ids, so that prefixes are shared often.
+ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=9)
+
+
+def prefixes(rows: list[list[int]]) -> set[tuple[int, ...]]:
+    return {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
+
+
+@given(ROWS)
+def test_tree_has_each_prefix_once(rows: list[list[int]]) -> None:
+    batch = SequenceBatch.from_sequences(rows)
+    tree = PrefixTree.of(batch)
+    if tree is None:
+        assert len(prefixes(rows)) == batch.num_tokens
+        return
+    assert len(tree.kept) == tree.bounds[-1] == len(prefixes(rows))
+    for values in (batch.input_ids, batch.position_ids):
+        assert torch.equal(values[tree.kept][tree.rows], values)
+    stretches = [list(range(first, end)) for first, end in pairwise(tree.bounds)]
+    paths = [[row for stretch in path for row in stretches[stretch]] for path in tree.paths]
+    for rows_of_sequence in tree.rows.split(batch.lengths):
+        assert rows_of_sequence.tolist() in paths
+
+
+@given(ROWS, st.integers(7, 20), st.integers(1, 4))
+def test_cuts_keep_sequences_and_budget(rows: list[list[int]], budget: int, count: int) -> None:
+    batch = SequenceBatch.from_sequences(rows)
+    spec = MicroBatchSpec(max_tokens=budget, share_prefixes=True)
+    needed = count_micro_batches(batch, spec)
+    plan = plan_micro_batches(batch, spec, needed)
+    assert len(plan) == needed
+    assert max(len(prefixes([rows[index] for index in part])) for part in plan) <= budget
+    even = plan_micro_batches(batch, MicroBatchSpec(count=count, share_prefixes=True), count)
+    parts = shard_plan(batch, count, share_prefixes=True)
+    assert len(even) == len(parts) == count
+    for cut in (plan, even, parts):
+        assert sorted(index for part in cut for index in part) == list(range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "unit", "budget", "plan"),
+    [
+        # Two prompts with two answers each, in turns: each pair fits once the prompt counts once.
+        ([[5] * 6 + [1], [6] * 6 + [1], [5] * 6 + [2], [6] * 6 + [2]], None, 8, [[0, 2], [1, 3]]),
+        # A tree that exceeds the budget is split where the least is shared.
+        ([[5] * 4 + [1] * 4 + [2], [5] * 4 + [1] * 4 + [3], [5] * 4 + [4] * 6], None, 12, [[0, 1], [2]]),
+        # Units stay whole.
+        ([[5] * 6 + [1], [6, 7], [5] * 6 + [2], [6, 8]], [0, 0, 1, 1], 9, [[0, 1], [2, 3]]),
+    ],
+)
+def test_cut_computes_the_fewest_tokens(
+    rows: list[list[int]], unit: list[int] | None, budget: int, plan: list[list[int]]
+) -> None:
+    batch = SequenceBatch.from_sequences(rows, unit=None if unit is None else torch.tensor(unit))
+    spec = MicroBatchSpec(max_tokens=budget, share_prefixes=True)
+    assert plan_micro_batches(batch, spec, count_micro_batches(batch, spec)) == plan
+
+
+def test_other_experts_are_not_shared() -> None:
+    routing = [torch.tensor([[[0, 1]], [[1, 2]], [[0, 2]]]), torch.tensor([[[0, 1]], [[1, 3]], [[0, 2]]])]
+    batch = SequenceBatch.from_sequences([[5, 6, 7], [5, 6, 7]], tokens={"routing": routing})
+    tree = PrefixTree.of(batch)
+    assert tree is not None
+    assert len(tree.kept) == 5
+
+
+def test_nothing_shared_is_cut_as_before() -> None:
+    batch = SequenceBatch.from_sequences([[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]])
+    for spec in (MicroBatchSpec(max_tokens=5), MicroBatchSpec(count=3)):
+        count = count_micro_batches(batch, spec)
+        sharing = MicroBatchSpec(max_tokens=spec.max_tokens, count=spec.count, share_prefixes=True)
+        assert plan_micro_batches(batch, sharing, count) == plan_micro_batches(batch, spec, count)
+
+
+def test_sequence_beyond_budget_is_named() -> None:
+    batch = SequenceBatch.from_sequences([[5] * 6 + [1], [5] * 6 + [2], [5] * 9])
+    with pytest.raises(BatchError, match="sequence 2 has 9 tokens, and max_tokens is 8"):
+        count_micro_batches(batch, MicroBatchSpec(max_tokens=8, share_prefixes=True))
