@@ -15,6 +15,7 @@ CoreRLError
 ├── BatchError                 the data of a batch is inconsistent or does not fit
 ├── LossError                  a loss function broke the loss contract
 ├── WeightsError               named tensors that are missing, unexpected or of the wrong shape
+│   └── DeltaRefused           changes of weights that the receiver does not have
 ├── CheckpointError            a checkpoint could not be written or read
 │   ├── CheckpointNotFound     the path holds no complete checkpoint
 │   ├── CheckpointDamaged      a file is missing, truncated or changed
@@ -46,6 +47,7 @@ __all__ = [
     "ClusterError",
     "ConfigError",
     "CoreRLError",
+    "DeltaRefused",
     "EngineAmbiguous",
     "EngineBroken",
     "EngineContractError",
@@ -65,6 +67,7 @@ __all__ = [
     "RolloutError",
     "RunStopped",
     "UnsupportedCapability",
+    "UnsupportedPackage",
     "WeightsError",
     "raise_all",
 ]
@@ -105,6 +108,10 @@ class ConfigError(CoreRLError):
 
 class MissingPackage(ConfigError):
     """A field of a config needs a package that is not installed."""
+
+
+class UnsupportedPackage(ConfigError):
+    """An installed version of a package with which the engine fails a check of the conformance suite."""
 
 
 class LayoutError(ConfigError):
@@ -169,6 +176,10 @@ class LossError(CoreRLError):
 
 class WeightsError(CoreRLError):
     """Named tensors that are missing, unexpected, or of the wrong shape."""
+
+
+class DeltaRefused(WeightsError):
+    """Changes of weights that the receiver does not have; a full update follows."""
 
 
 class CheckpointError(CoreRLError):

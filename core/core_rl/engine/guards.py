@@ -102,6 +102,19 @@ def check_model(spec: EngineSpec, config: TrainEngineConfig, model: PretrainedCo
             require_capability(spec, Capability.DROPOUT, subject)
 
 
+def check_sharing(config: TrainEngineConfig, model: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` where each sequence draws a dropout of its own, also for tokens that it shares."""
+    rates = dropout_rates(model)
+    if config.model.lora is not None and config.model.lora.dropout:
+        rates["model.lora.dropout"] = config.model.lora.dropout
+    if rates and config.optimizer is not None:
+        described = ", ".join(f"{name} = {rate}" for name, rate in rates.items())
+        raise UnsupportedCapability(
+            f"share_prefixes: {described}, and sequences would share its draws with their prefix; set share_prefixes "
+            "to false, or the dropout to 0"
+        )
+
+
 def dropout_rates(model: PretrainedConfig) -> dict[str, float]:
     """Positive rates of dropout by field of the config; families of transformers have different names for it."""
     fields = vars(model.get_text_config())

@@ -24,6 +24,7 @@ from core_rl.engine import guards, inference_guards
 from core_rl.engine.inference_guards import InferenceComponents
 from core_rl.engine.sync import WeightUpdates
 from core_rl.errors import EngineContractError, EngineStateError, RolloutError, UnsupportedCapability
+from core_rl.registry.packages import warn_of_untried
 from core_rl.registry.spec import EngineSpec
 from core_rl.rollout.episodes import StalenessLimit
 from core_rl.rollout.executor import WorkflowExecutor
@@ -81,6 +82,7 @@ class InferenceEngine:
         the engine is destroyed.
         """
         guards.require_state(self._state, "new", "initialize()")
+        warn_of_untried(self.spec.name, self.spec.packages)
         context = self._fetched_context()
         addresses = (addr,) if isinstance(addr, str) else tuple(addr or ())
         try:
@@ -242,6 +244,8 @@ class InferenceEngine:
         """
         guards.require_state(self._state, "ready", "update_weights()")
         guards.require_sync(self.spec, meta.method)
+        if meta.delta:
+            self._require_capability(self.spec, Capability.SYNC_DELTA, "WeightUpdateMeta.delta")
         inference_guards.check_sync(self.config, meta.method)
         if meta.version < self._version:
             raise EngineStateError(

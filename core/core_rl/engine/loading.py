@@ -15,6 +15,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineBroken, EngineContractError, raise_all
 from core_rl.registry.engines import get_spec, load_class
+from core_rl.registry.packages import refuse_packages
 from core_rl.registry.spec import MIGRATION_PAGE, EngineSpec
 
 __all__ = ["check_backend", "load_backend", "load_engine"]
@@ -30,7 +31,9 @@ def load_backend(spec: EngineSpec) -> type[Backend]:
             coroutine where the core calls a function.
         EngineContractError: declared and implemented differ; see `check_backend`.
         EngineIncompatible: before anything is imported.
+        MissingPackage, UnsupportedPackage: a package of ``spec.packages``, before anything is imported.
     """
+    refuse_packages(spec.name, spec.packages)
     base: type[Any] = TrainBackend if spec.kind == "train" else InferenceBackend
     backend: type[Any] = load_class(spec, "factory", base)
     wrong = [

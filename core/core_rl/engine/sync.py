@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.errors import DeltaRefused, WeightsError
 from core_rl.weight_sync.rendezvous import abandon, expecting, forget_error
 
 __all__ = ["WeightReceiver", "WeightSender", "WeightUpdates", "abandon_until_done", "sync_weights"]
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 CLOSE_WAIT_S = 10.0
@@ -53,20 +58,40 @@ def sync_weights(
     Raises what either side raises; then the receiver has the weights and the version that it had. Where both fail,
     it is the sender's error, with the receiver's as its context. `TimeoutError` after ``timeout_s`` seconds.
     After Ctrl-C the receiver may still be ending; `InferenceEngine.destroy` waits for it.
+
+    Where the receiver refuses the changes of an update with ``delta``, all weights are sent.
     """
     if meta.method == "disk":
         sender.upload_weights(meta)
     with receiving or nullcontext():
-        arrival = receiver.update_weights(meta)
         try:
-            if meta.method != "disk":
-                sender.upload_weights(meta)
-        except BaseException as error:
-            # It may have failed before it connected to the receiver, which would keep waiting.
-            limit = math.inf if timeout_s is None else timeout_s
-            abandon_until_done(meta, arrival, limit if isinstance(error, Exception) else INTERRUPT_WAIT_S)
-            raise
-        arrival.result(timeout_s)
+            _update(sender, receiver, meta, timeout_s)
+        except DeltaRefused as error:
+            logger.warning("sending all weights of version %d: %s", meta.version, error)
+            full = replace(meta, rebase=True)
+            if meta.method == "disk":
+                sender.upload_weights(full)
+            _update(sender, receiver, full, timeout_s)
+
+
+def _update(
+    sender: WeightSender, receiver: WeightReceiver, meta: WeightUpdateMeta, timeout_s: float | None
+) -> None:
+    """Install one update; raises `DeltaRefused` also where the sender has failed because of it."""
+    arrival = receiver.update_weights(meta)
+    try:
+        if meta.method != "disk":
+            sender.upload_weights(meta)
+    except BaseException as error:
+        # It may have failed before it connected to the receiver, which would keep waiting.
+        limit = math.inf if timeout_s is None else timeout_s
+        abandon_until_done(meta, arrival, limit if isinstance(error, Exception) else INTERRUPT_WAIT_S)
+        if isinstance(error, WeightsError) and arrival.done() and not arrival.cancelled():
+            refusal = arrival.exception()
+            if isinstance(refusal, DeltaRefused):
+                raise refusal from error
+        raise
+    arrival.result(timeout_s)
 
 
 class WeightUpdates:

@@ -32,7 +32,7 @@ from core_rl.distributed.process_group import RankAddress
 from core_rl.engine import guards
 from core_rl.engine.components import Parts, TrainComponents
 from core_rl.engine.modes import parts_of
-from core_rl.errors import ConfigError, EngineContractError, EngineStateError
+from core_rl.errors import ConfigError, EngineContractError, EngineStateError, UnsupportedCapability
 from core_rl.registry.spec import EngineSpec
 from core_rl.state.memory import give_back_freed
 
@@ -284,6 +284,17 @@ class TrainEngine:
         return self._ready("forward()").step.forward(
             batch, mb_spec, outputs, temperature, output_seqlens, post_hook, aggregate_fn
         )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether ``MicroBatchSpec.share_prefixes`` saves work: declared, and possible with this model and layout."""
+        if Capability.SHARED_PREFIX not in self.spec.capabilities:
+            return False
+        try:
+            self._ready("shares_prefixes").step.check_sharing()
+        except UnsupportedCapability:
+            return False
+        return True
 
     def optimizer_zero_grad(self) -> None:
         """Drop accumulated gradients."""

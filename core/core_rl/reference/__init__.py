@@ -6,6 +6,7 @@ from pydantic import Field
 
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
+from core_rl.registry.packages import TORCH, TRANSFORMERS
 from core_rl.registry.spec import EngineSpec
 
 __all__ = ["ROLLOUT_SPEC", "SPEC", "ReferenceConfig", "ReferenceRolloutConfig"]
@@ -53,6 +54,7 @@ SPEC = EngineSpec(
         }
     ),
     description="The plain Hugging Face model, one sequence at a time: slow, simple, and the one to compare with",
+    packages=(TORCH, TRANSFORMERS),
 )
 
 ROLLOUT_SPEC = EngineSpec(
@@ -76,7 +78,9 @@ ROLLOUT_SPEC = EngineSpec(
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
             Capability.SYNC_LORA,
+            Capability.SYNC_DELTA,
         }
     ),
     description="The plain Hugging Face model in this process, through generate()",
+    packages=(TORCH, TRANSFORMERS),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.devices import chosen_device, give_back_cache
+from core_rl.engine.delta_files import open_delta_update
 from core_rl.errors import ConfigError, EngineStateError, WeightsError
 from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.sampling import Completion, generate
@@ -39,6 +40,7 @@ from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.toolkit.model_files import carried_tensors
 from core_rl.toolkit.positions import rotary_modules
+from core_rl.weight_sync.delta import DeltaDecoder
 from core_rl.weight_sync.update import weight_update
 
 __all__ = ["ReferenceRolloutBackend"]
@@ -72,6 +74,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self._queue: deque[tuple[LLMRequest, Future[LLMResponse]]] = deque()
         self._unseeded = 0
         self._served_version = 0
+        self._received = DeltaDecoder()
         model = self._load(self.config.model)
         self._eos_token_ids = end_tokens(model.config, self.config.model.path)
         self._adopt(model)
@@ -184,6 +187,10 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     # ---------------------------------------------------------------- weights
 
     def update_weights(self, meta: WeightUpdateMeta) -> None:
+        if meta.delta:
+            self._receive_changes(meta)
+            return
+        self._received.forget()
         if meta.method == "disk":
             self._on_worker(self._install_from_disk, meta)
             return
@@ -194,6 +201,19 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
             # Requests use the old weights until all of the new ones have arrived.
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
             self._on_worker(self._install_tensors, tensors, meta.version)
+
+    def _receive_changes(self, meta: WeightUpdateMeta) -> None:
+        if meta.method == "disk":
+            with open_delta_update(meta) as update:
+                self._install_changes(update.items(), meta)
+            return
+        with weight_update(meta, base=self._received.base).receive_copies(RECEIVE_TIMEOUT_S) as buckets:
+            self._install_changes((item for bucket in buckets for item in bucket), meta)
+
+    def _install_changes(self, items: Iterable[tuple[str, Tensor]], meta: WeightUpdateMeta) -> None:
+        weights = self._received.decode(items)
+        self._on_worker(self._install_tensors, weights.tensors, meta.version)
+        self._received.commit(weights, meta.version)
 
     def _receive_adapter(self, meta: WeightUpdateMeta) -> None:
         lora = self.config.model.lora

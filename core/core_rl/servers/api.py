@@ -15,6 +15,7 @@ from core_rl.machine import most_open_files
 
 __all__ = [
     "Api",
+    "Hung",
     "Refused",
     "ServerTimeout",
     "TooManyFiles",
@@ -27,12 +28,18 @@ SHOWN = 300
 """Bytes of a response that are repeated in an error."""
 FINAL = (401, 403, 404, 405)
 """Statuses of a server that is up."""
+RESPONSE_S = 10.0
+"""Time limit for any response of a server that has exceeded another limit."""
 SPARE_FILES = 256
 """Files that are left to everything else: weights, logs, sockets of ranks, calls that control servers."""
 
 
 class Unreachable(RolloutError):
     """The connection could not be made, or broke; the server may have received the request."""
+
+
+class Hung(Unreachable):
+    """The server did not respond in time, and responds to nothing else either."""
 
 
 class ServerTimeout(RolloutError):
@@ -72,7 +79,7 @@ class Api:
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, *, parse: bool = True) -> Any:
         """The JSON response to ``POST path``, None for an empty one and without ``parse``.
 
-        Raises `Unreachable`, `ServerTimeout`, or `Refused` for any other status than 200 and for
+        Raises `Unreachable`, `Hung`, `ServerTimeout`, or `Refused` for any other status than 200 and for
         a response that is not JSON; each names the server.
         """
         async with self._call("POST", path, body, timeout_s) as response:
@@ -106,7 +113,10 @@ class Api:
                     )
                 yield response
         except TimeoutError as error:
-            raise ServerTimeout(f"{subject} got no response within {timeout_s:g} s") from error
+            late = f"{subject} got no response within {timeout_s:g} s"
+            if await self._responds():
+                raise ServerTimeout(late) from error
+            raise Hung(f"{late}, and GET / got none within {RESPONSE_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             if is_exhausted(error):
                 raise TooManyFiles(
@@ -114,6 +124,17 @@ class Api:
                     "max_concurrent_rollouts of the engine"
                 ) from error
             raise Unreachable(f"{subject}: {type(error).__name__}: {error}") from error
+
+    async def _responds(self) -> bool:
+        """Whether the server responds at all; False where it accepts connections, and does nothing with them."""
+        limit = aiohttp.ClientTimeout(total=RESPONSE_S)
+        try:
+            async with self._session.get(f"http://{self.address}/", headers=self._headers, timeout=limit):
+                return True
+        except TimeoutError:
+            return False
+        except (aiohttp.ClientError, OSError):
+            return True  # it has ended, which the next call shows
 
     def _parsed(self, content: bytes, path: str) -> Any:
         try:

@@ -26,11 +26,12 @@ from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api, requests_at_one_time
 from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.servers.deltas import ReceivedChanges
 from core_rl.servers.fleet import Fleet
 from core_rl.servers.placed_servers import PlacedServer
 from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
-from core_rl.servers.weights import BroadcastWeights, DiskWeights, TensorWeights
+from core_rl.servers.weights import BroadcastWeights, DiskWeights, TensorWeights, require_shared_memory_with
 from core_rl.servers.wire import Wire
 from core_rl.weight_sync.messages import ReceiverRanks
 from core_rl.weight_sync.tensor import ReceivedWeights
@@ -124,6 +125,7 @@ class ServerBackend(InferenceBackend[C]):
         self.fleet = Fleet(options, self.servers, self.model, DiskWeights(self.model.path, 0))
         self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
         self.loop.wait(self.fleet.connect())
+        self._changes = ReceivedChanges(self.model)
         self._requests = Requests(self.fleet.pool, self.wire, requests_at_one_time())
         self._scorer = Scorer(self._requests, self.wire, self.model.limits.vocab_size)
         return self.model.limits
@@ -196,6 +198,14 @@ class ServerBackend(InferenceBackend[C]):
     def update_weights(self, meta: WeightUpdateMeta) -> None:
         require_protocols(self.server_class, SYNC_PROTOCOLS[meta.method])
         self.fleet.require_updatable(meta.method)
+        if meta.delta:
+            if meta.method == "tensor":
+                require_shared_memory_with(self.servers)
+            self._changes.receive(
+                meta, self.fleet.update_timeout_s, lambda weights: self.loop.wait(self.fleet.install(weights))
+            )
+            return
+        self._changes.forget()
         if meta.method == "disk":
             self.loop.wait(self.fleet.install(DiskWeights.checked(meta, self.model.shapes)))
         elif meta.method == "lora":

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import accumulate
 
 from core_rl.errors import RolloutError
-from core_rl.servers.api import Unreachable
+from core_rl.servers.api import Hung, Unreachable
 from core_rl.servers.config import ServerOptions
 from core_rl.servers.server import Server
 
@@ -109,7 +109,7 @@ class ServerPool:
             logger.warning("lost %s: %s", server.name, error)
             server.ready = False
             self._router.forget(server.address)
-            server.recovery = asyncio.ensure_future(self._recover(server))
+            server.recovery = asyncio.ensure_future(self._recover(server, error))
 
     def mark_failed(self, failed: Failures) -> None:
         """Mark all servers that have ``failed`` as lost."""
@@ -128,9 +128,9 @@ class ServerPool:
             if server.recovery is not None:
                 server.recovery.cancel()
 
-    async def _recover(self, server: Server) -> None:
+    async def _recover(self, server: Server, loss: BaseException) -> None:
         try:
-            await self._revive(server)
+            await self._revive(server, hangs=isinstance(loss, Hung))
             await self._restore(server)
             logger.warning("%s is back with weights of version %d", server.name, server.version)
         except Exception as error:  # noqa: BLE001  (the task's boundary: requests raise it)
@@ -142,13 +142,15 @@ class ServerPool:
                 server.failure = error
                 self._changed.notify_all()
 
-    async def _revive(self, server: Server) -> None:
-        """Restart an ended process."""
-        if server.start is not None and server.process is not None and await server.has_ended():
-            if not self.options.restart:
-                server.require_alive()
+    async def _revive(self, server: Server, *, hangs: bool) -> None:
+        """Restart a process that has ended, or hangs."""
+        if server.start is None or server.process is None or not (hangs or await server.has_ended()):
+            return
+        if self.options.restart:
             await asyncio.to_thread(server.process.stop)
             server.process = await asyncio.to_thread(server.start)
+        else:
+            server.require_alive()
 
 
 class PrefixRouter:

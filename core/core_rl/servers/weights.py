@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Self, TypeAlias, cast
 
 import torch
 
@@ -101,6 +101,13 @@ class TensorWeights:
         self._changed = asyncio.Condition()
         self._loaded: dict[Server, int] = {}
         """Buckets that each server has loaded, for servers that have not loaded all."""
+
+    @classmethod
+    def arrived(cls, version: int, buckets: Sequence[Bucket]) -> Self:
+        """Weights whose ``buckets`` are all in the shared memory of this process."""
+        weights = cls(version)
+        weights._buckets, weights._complete = list(buckets), True
+        return weights
 
     def receiver_ranks(self, servers: Sequence[Server]) -> ReceiverRanks | None:
         """The ranks of ``servers``, which get what only they can read; None where there are none."""

@@ -82,7 +82,7 @@ class AdapterMetadata:
 class Kind(StrEnum):
     """The first field of each message; the comments name the others."""
 
-    HELLO = "hello"  # sender: version, AdapterMetadata or None
+    HELLO = "hello"  # sender: version, AdapterMetadata or None, DeltaBase or None
     READY = "ready"  # receiver: ReceiverRanks or None
     GROUP = "group"  # sender: GroupAddress
     BUCKET = "bucket"  # sender: tensors, bytes, digest or None, whether it is broadcast too, `DeviceMemory`s

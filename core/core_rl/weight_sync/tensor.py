@@ -25,6 +25,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import CoreRLError, WeightsError
 from core_rl.weight_sync.buckets import Filling, HostStaging, RemoteBucket
 from core_rl.weight_sync.cuda import DeviceMemory, can_open, shared_with
+from core_rl.weight_sync.delta import DeltaBase, require_base
 from core_rl.weight_sync.messages import (
     AdapterMetadata,
     Bucket,
@@ -48,10 +49,20 @@ CPU = torch.device("cpu")
 class TensorUpdate:
     """One update of weights through memory. Each side makes the object from the same ``meta``."""
 
-    def __init__(self, meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None) -> None:
-        """``adapter`` describes, at the sender by ``lora``, the adapter whose factors are sent."""
+    def __init__(
+        self,
+        meta: WeightUpdateMeta,
+        adapter: AdapterMetadata | None = None,
+        base: DeltaBase | None = None,
+    ) -> None:
+        """``adapter`` describes, at the sender by ``lora``, the adapter whose factors are sent.
+
+        ``base``, with ``meta.delta``, are the weights that this side has: changes are since the sender's, and the
+        receiver refuses them (`DeltaRefused`) where it has others.
+        """
         self.meta = meta
         self.adapter = adapter
+        self.base = base
 
     # ------------------------------------------------------------- the sender
 
@@ -98,7 +109,7 @@ class TensorUpdate:
         within ``timeout_s``.
         """
         with expecting(self.meta), accepted(self.meta, timeout_s) as channel:
-            received = ReceivedWeights(channel, self.meta)
+            received = ReceivedWeights(channel, self.meta, self.base)
             try:
                 self.greet(received, channel, ranks)
                 yield received
@@ -137,7 +148,7 @@ class Sender:
         self.device = device
         self.broadcasts = False
         """Whether buckets are broadcast too."""
-        self._adapter = update.adapter
+        self._adapter, self._base = update.adapter, update.base
         self._on_bucket = on_bucket
         self._channel: Channel | None = None
         self._bucket = Filling(self.meta.bucket_bytes, device)
@@ -151,7 +162,7 @@ class Sender:
     def connect(self) -> None:
         """Meet the receiver."""
         self._channel = connect(self.meta)
-        self.post(Kind.HELLO, self.meta.version, self._adapter)
+        self.post(Kind.HELLO, self.meta.version, self._adapter, self._base)
         (ranks,) = self.reply(Kind.READY)
         if ranks is not None:
             self.share_with(ranks, self._channel)
@@ -260,9 +271,12 @@ class Sender:
 class ReceivedWeights:
     """The buckets of one update, in the sender's order."""
 
-    def __init__(self, channel: Channel, meta: WeightUpdateMeta) -> None:
+    def __init__(self, channel: Channel, meta: WeightUpdateMeta, present: DeltaBase | None = None) -> None:
         self._channel = channel
         self._meta = meta
+        self._present = present
+        self.base: DeltaBase | None = None
+        """With ``delta``: the weights that the changes are since; None for a full update."""
         self.group: GroupAddress | None = None
         """By ``distributed``: the group that the sender waits for; the receiver's ranks join at once."""
         self.broadcast = False
@@ -304,14 +318,18 @@ class ReceivedWeights:
             self.reply(Kind.ALLOW_BROADCAST)
 
     def read_hello(self) -> None:
-        """Read the sender's first message; raises `WeightsError` for another version, or ``lora`` without metadata."""
-        _, version, self.adapter = self.next_message()
+        """Read the sender's first message; raises `WeightsError` for another version, or ``lora`` without metadata.
+
+        Raises `DeltaRefused` for changes since other weights.
+        """
+        _, version, self.adapter, self.base = self.next_message()
         if version != self._meta.version:
             raise WeightsError(
                 f"the sender has weights of version {version}; {self._meta.version} was expected"
             )
         if self._meta.method == "lora" and self.adapter is None:
             raise WeightsError("the sender sent no metadata of its adapter")
+        require_base(self.base, self._present)
 
     def _verify(self, tensors: Bucket, used: int, digest: str | None) -> None:
         if self._meta.verify and (digest is None or digest != digest_of(tensors)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.weight_sync.delta import DeltaBase
 from core_rl.weight_sync.distributed import DistributedUpdate
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.tensor import TensorUpdate
@@ -10,6 +11,8 @@ from core_rl.weight_sync.tensor import TensorUpdate
 __all__ = ["weight_update"]
 
 
-def weight_update(meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None) -> TensorUpdate:
-    """The update of ``meta`` by any method but ``disk``; ``adapter`` describes a sender's adapter by ``lora``."""
-    return (DistributedUpdate if meta.method == "distributed" else TensorUpdate)(meta, adapter)
+def weight_update(
+    meta: WeightUpdateMeta, adapter: AdapterMetadata | None = None, base: DeltaBase | None = None
+) -> TensorUpdate:
+    """The update of ``meta`` by any method but ``disk``; see `TensorUpdate` for ``adapter`` and ``base``."""
+    return (DistributedUpdate if meta.method == "distributed" else TensorUpdate)(meta, adapter, base)

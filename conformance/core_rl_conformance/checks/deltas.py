@@ -1,0 +1,247 @@
+"""Delta weight sync: only changes are sent, and the receiver has the sender's weights bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
+from core_rl.backend.tensors import TensorDict
+from core_rl.config.capability import Capability
+from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.sync import sync_weights
+from core_rl.errors import DeltaRefused, WeightsError
+from core_rl.launch.group import EngineGroup
+from core_rl.weight_sync.delta import DeltaDecoder
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.pools import CALL_TIMEOUT_S
+from core_rl_conformance.procedures import serving
+from core_rl_conformance.procedures.deltas import ArrivedChanges, DeltaSender, arrived, with_few_changes
+from core_rl_conformance.procedures.moving import elsewhere
+
+METHODS: Mapping[SyncMethod, Capability] = {
+    "disk": Capability.SYNC_DISK,
+    "tensor": Capability.SYNC_TENSOR,
+    "distributed": Capability.SYNC_DISTRIBUTED,
+}
+GREEDY = replace(serving.PLAIN, temperature=0.0)
+TINY_BUCKET = 4096
+BYTES_PER_CHANGE = 16
+"""The most bytes of an index and its value."""
+
+
+def _meta(subject: EngineUnderTest, method: SyncMethod, version: int) -> WeightUpdateMeta:
+    path = subject.directory(f"delta-{method}")
+    return WeightUpdateMeta(
+        method=method, version=version, path=str(path), delta=True, bucket_bytes=TINY_BUCKET
+    )
+
+
+@check("I12.delta", requires=[Capability.SYNC_TENSOR], each="layout")
+def deltas_are_the_present_weights(subject: EngineUnderTest) -> None:
+    """``upload_weights`` with ``delta`` sends changes that make the previous update the present weights, bit for bit.
+
+    The first update is full, and so is an update after a failed one. Few changed values come by index, and without a
+    change nothing comes.
+
+    Why: a copy of the weights that is older or newer than those of the receiver gives changes that fit no weights, and
+    the receiver drifts away without an error.
+    Look at: ``named_tensors("params")``, whose tensors are valid until the next item; `I12.tensor` first.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    decoder = DeltaDecoder()
+
+    def verify(label: str, version: int, full: bool) -> ArrivedChanges:
+        changes = arrived(group, _meta(subject, "tensor", version), decoder)
+        subject.require(changes.is_full == full, f"the update after {label} is {_kind(changes)}")
+        expected = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
+        params = {name: value for name, value in changes.tensors.items() if name in expected}
+        subject.verify_same(f"weights after the update after {label}", params, expected)
+        return changes
+
+    verify("the start", 1, full=True)
+    _train(subject, group, 1)
+    verify("step 1", 2, full=False)
+    unchanged = verify("no step", 3, full=False)
+    subject.require(not unchanged.changed, f"nothing changed, and {sorted(unchanged.changed)} came")
+    count = _change_few(group)
+    few = verify("a change of few values", 4, full=False)
+    most = BYTES_PER_CHANGE * count
+    subject.require(few.nbytes <= most, f"{count} values changed, and {few.nbytes} bytes came, not {most}")
+    source = subject.expected.models.directory(elsewhere(model))
+    group.load(SaveLoadMeta(path=str(source), format="hf"))
+    verify("a load", 5, full=False)
+    _train(subject, group, 2)
+    lost = partial(arrived, group, _meta(subject, "tensor", 6), decoder, WeightsError("the update is lost"))
+    subject.require_error(WeightsError, lost, "an update that its receiver loses did not raise")
+    verify("an update that was lost", 7, full=True)
+
+
+def _train(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
+    group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
+
+
+def _change_few(group: EngineGroup) -> int:
+    """Set three values of the largest matrix, the first and the last among them; returns their number."""
+    weights = group.named_tensors("master")
+    name = max(weights, key=lambda name: weights[name].numel())
+    places = torch.tensor([0, weights[name].numel() // 2, weights[name].numel() - 1])
+    weights[name].view(-1)[places] += 1
+    group.load_named_tensors("master", TensorDict(weights))
+    return len(places)
+
+
+def _kind(changes: ArrivedChanges) -> str:
+    return "full" if changes.is_full else "a delta"
+
+
+@check("I12.receive-delta", kind="inference", requires=[Capability.SYNC_DELTA], each="engine")
+def changes_arrive(subject: EngineUnderTest) -> None:
+    """After each update with ``delta``, by every declared method, all tokens are drawn by the sender's weights.
+
+    Few values of each tensor, no value at all, one whole tensor, and all tensors have changed.
+
+    Why: indices that count from another tensor's start, changes that are added to the weights and rounded, and tensors
+    that are skipped give a policy that nobody has trained (verl #7227, slime #1806).
+    Look at: `DeltaDecoder`, and how its tensors come into the engine.
+    """
+    old = subject.model()
+    engine = subject.serve(old, keep=False)
+    for method in _methods(subject):
+        sender = DeltaSender(subject.expected.models.directory(elsewhere(old)))
+        start = engine.get_version()
+        for number, (label, change) in enumerate(CHANGES.items(), start=1):
+            sender.tensors = change(sender.tensors)
+            version = start + number
+            sync_weights(sender, engine, _meta(subject, method, version), CALL_TIMEOUT_S)
+            _verify_served(subject, sender, engine, f"after {label} by {method}", version)
+        full = sender.full_updates
+        subject.require(full == 1, f"by {method}, {full} of {len(CHANGES)} updates were full, not the first")
+
+
+def _all_changed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor * 0.75 for name, tensor in tensors.items()}
+
+
+def _one_changed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    first = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    return {**tensors, first: tensors[first].flip(0)}
+
+
+CHANGES: Mapping[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "a full update": dict,
+    "changes of few values": partial(with_few_changes, seed=1),
+    "no change": dict,
+    "a change of one tensor": _one_changed,
+    "changes of few values again": partial(with_few_changes, seed=2),
+    "a change of all tensors": _all_changed,
+}
+
+
+def _methods(subject: EngineUnderTest) -> list[SyncMethod]:
+    return [method for method, capability in METHODS.items() if subject.spec.supports(capability)]
+
+
+def _verify_served(
+    subject: EngineUnderTest, sender: DeltaSender, engine: InferenceEngine, label: str, version: int
+) -> None:
+    __tracebackhide__ = True
+    responses = serving.ask(engine, serving.few_requests(subject))
+    carried = serving.versions_of(responses)
+    subject.require(carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}")
+    truth = sender.snapshot(subject.directory(f"{label} {version}".replace(" ", "-")))
+    serving.verify_logprobs(subject, f"log-probs {label}", truth, responses)
+
+
+@check("I12.delta-base", kind="inference", requires=[Capability.SYNC_DELTA], each="engine")
+def changes_of_other_weights_are_refused(subject: EngineUnderTest) -> None:
+    """Changes of weights that the engine does not have are refused with `DeltaRefused`, and a full update follows.
+
+    The engine has no weights of a delta update, has missed an update, or has weights of another sender; or the digest
+    of all weights differs afterwards. It serves the old weights until then.
+
+    Why: a server that was restarted, or that missed an update, takes changes of other weights and is a policy of its
+    own from then on, under the version of the trainer.
+    Look at: the base of an update, which is compared before anything is changed, and the digest after it.
+    """
+    old = subject.model()
+    engine = subject.serve(old, keep=False)
+    for method in _methods(subject):
+        sender = DeltaSender(subject.expected.models.directory(elsewhere(old)))
+        for number, label in enumerate(("that it never had", "that it has missed", "with another digest")):
+            version = engine.get_version()
+            before = serving.ask(engine, requests := serving.few_requests(subject, GREEDY))
+            sender.spoils_digest = label == "with another digest"
+            if not sender.spoils_digest:
+                sender.tensors = with_few_changes(sender.tensors, seed=number)
+                sender.skip(version + 1)
+            sender.tensors = with_few_changes(sender.tensors, seed=10 + number)
+            refused = partial(_once, sender, engine, _meta(subject, method, version + 2))
+            problem = f"changes of weights {label} by {method} did not raise a DeltaRefused"
+            subject.require_error(DeltaRefused, refused, problem)
+            when = f"after changes of weights {label} were refused by {method}"
+            serving.verify_version(subject, engine, version, when)
+            same = [answer.output_ids for answer in serving.ask(engine, requests)]
+            expected = [answer.output_ids for answer in before]
+            subject.require(same == expected, f"greedy answers differ {when}")
+            sender.spoils_digest = False
+            sync_weights(sender, engine, _meta(subject, method, version + 3), CALL_TIMEOUT_S)
+            _verify_served(subject, sender, engine, f"of a full update {when}", version + 3)
+
+
+def _once(sender: DeltaSender, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
+    """One update, without a full update after it; raises the receiver's error."""
+    if meta.method == "disk":
+        sender.upload_weights(meta)
+    arrival = engine.update_weights(meta)
+    try:
+        if meta.method != "disk":
+            sender.upload_weights(meta)
+    except WeightsError:
+        arrival.result(CALL_TIMEOUT_S)  # the receiver knows better why
+        raise
+    arrival.result(CALL_TIMEOUT_S)
+
+
+@check(
+    "I12.sync-delta",
+    partner="inference",
+    requires=[Capability.SYNC_DISK],
+    partner_requires=[Capability.SYNC_DISK, Capability.SYNC_DELTA],
+    each="engine",
+)
+def trained_weights_arrive_by_delta(subject: EngineUnderTest) -> None:
+    """After each step and sync with ``delta``, the rollout engine draws from the weights that the train engine has.
+
+    By one method after the other, also after an update that went elsewhere.
+
+    Why: two copies of the weights, at the sender and at the receiver, must stay equal over the whole run.
+    Look at: `I12.delta` for the sender and `I12.receive-delta` for the receiver; this one needs both.
+    """
+    model = subject.model()
+    group = subject.start(model, optimizer={"lr": 1e-2})
+    engine = subject.peer.serve(model, keep=False)
+    methods = [method for method in _methods(subject) if subject.peer.spec.supports(METHODS[method])]
+    series: list[SyncMethod | None] = [methods[0], *methods, None, methods[-1]]
+    for version, method in enumerate(series, start=1):
+        _train(subject, group, version)
+        if method is None:
+            elsewhere_only = replace(
+                _meta(subject, "disk", version), path=str(subject.directory("elsewhere"))
+            )
+            group.upload_weights(elsewhere_only)
+            continue
+        sync_weights(group, engine, _meta(subject, method, version), CALL_TIMEOUT_S)
+        responses = serving.ask(engine, serving.few_requests(subject))
+        carried = serving.versions_of(responses)
+        subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
+        truth = subject.snapshot(group, model, f"truth-{version}")
+        label = f"log-probs of tokens generated after sync {version} by {method}"
+        serving.verify_logprobs(subject, label, truth, responses)

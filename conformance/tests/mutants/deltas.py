@@ -1,0 +1,252 @@
+"""Engines that send or apply changes of other weights than the other side has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.inference_backend import ModelLimits
+from core_rl.backend.meta import FinetuneSpec, WeightUpdateMeta
+from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.modes import Modes
+from core_rl.engine.runtime import Runtime
+from core_rl.engine.step import TrainStep
+from core_rl.reference import ROLLOUT_SPEC
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.train import ReferenceBackend
+from core_rl.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from mutants.zoo import Context, Mutant
+
+SMALL = 64
+"""Elements of a small tensor."""
+
+
+class Decodes(ReferenceRolloutBackend):
+    """Base for engines with a decoder of their own."""
+
+    decoder: type[DeltaDecoder]
+
+    def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
+        limits = super().build(context, addresses, ft_spec)
+        self._received = self.decoder()
+        return limits
+
+
+class UnverifiedDecoder(DeltaDecoder):
+    """Compares no digest."""
+
+    @staticmethod
+    def verify(digests: Mapping[str, bytes], sent: Tensor | None) -> None:
+        """Accept all weights."""
+
+
+class IgnoresTheDigest(Decodes):
+    """The digest after an update is not compared."""
+
+    decoder = UnverifiedDecoder
+
+
+class AnyBaseDecoder(UnverifiedDecoder):
+    """Takes its weights for the base of any changes."""
+
+    def require(self, digest: str) -> None:
+        """Accept all bases where there are weights."""
+        if self.base is None:
+            super().require(digest)
+
+
+class AppliesToAnyBase(Decodes):
+    """Changes are applied to the present weights, whatever they are changes of."""
+
+    decoder = AnyBaseDecoder
+
+
+class ShiftingDecoder(UnverifiedDecoder):
+    """Sets the value after each changed one."""
+
+    @staticmethod
+    def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
+        """The changes at shifted places."""
+        old, new = before[name], DeltaDecoder.replaced(name, before, gaps, values)
+        places = (new != old).reshape(-1).nonzero().squeeze(1)
+        shifted = old.clone()
+        shifted.view(-1)[(places + 1) % old.numel()] = new.reshape(-1)[places]
+        return shifted
+
+
+class ShiftsIndices(Decodes):
+    """Indices are off by one within a tensor."""
+
+    decoder = ShiftingDecoder
+
+
+class AddingDecoder(DeltaDecoder):
+    """Adds differences, which rounds."""
+
+    @staticmethod
+    def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
+        """The sum of the old values and of differences."""
+        new = DeltaDecoder.replaced(name, before, gaps, values)
+        return before[name] + (new - before[name])
+
+
+class AddsInsteadOfSetting(Decodes):
+    """Differences are added to the weights: the sum is off by a rounding."""
+
+    decoder = AddingDecoder
+
+
+class SkippingDecoder(UnverifiedDecoder):
+    """Changes no small tensor."""
+
+    @staticmethod
+    def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
+        """The old tensor, where it is small."""
+        small = before[name].numel() < SMALL
+        return before[name] if small else DeltaDecoder.replaced(name, before, gaps, values)
+
+
+class SkipsSmallTensors(Decodes):
+    """Changes of norms and biases are left out."""
+
+    decoder = SkippingDecoder
+
+
+class NeverHasABase(ReferenceRolloutBackend):
+    """The weights of an update are not kept, so that each update is full."""
+
+    def _install_changes(self, items: Iterable[tuple[str, Tensor]], meta: WeightUpdateMeta) -> None:
+        super()._install_changes(items, meta)
+        self._received.forget()
+
+
+class SkippingEncoder(DeltaEncoder):
+    """Sends no small tensor again."""
+
+    def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        if name not in self._tensors or tensor.numel() >= SMALL:
+            yield from super()._changes(name, tensor)
+
+
+class ToleratingEncoder(DeltaEncoder):
+    """Compares values with a tolerance."""
+
+    def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        before = self._tensors.get(name)
+        if before is None or not torch.allclose(before, tensor, atol=2e-2):
+            yield from super()._changes(name, tensor)
+
+
+class RetainingEncoder(DeltaEncoder):
+    """Has a base after an update that failed."""
+
+    def encode(self, stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
+        base = self.base
+        yield from super().encode(stream)
+        self.base = base
+
+
+class EncodedUploads(Persistence):
+    """Uploads with the encoder of the backend."""
+
+    def __init__(self, runtime: Runtime, modes: Modes, step: TrainStep) -> None:
+        super().__init__(runtime, modes, step)
+        assert isinstance(runtime.backend, Encodes)
+        self.changes = runtime.backend.encoder()
+
+
+class Encodes(ReferenceBackend):
+    """Base for engines with an encoder of their own."""
+
+    components = TrainComponents(persistence=EncodedUploads)
+    encoder: type[DeltaEncoder]
+
+
+class SendsNoSmallChanges(Encodes):
+    """Changes of norms and biases are not sent."""
+
+    encoder = SkippingEncoder
+
+
+class SendsNoSmallChangesToAPeer(SendsNoSmallChanges):
+    """The same, for the check of a pair."""
+
+
+class SendsLargeChangesOnly(Encodes):
+    """Tensors that are nearly the same are taken for the same."""
+
+    encoder = ToleratingEncoder
+
+
+class HasTheBaseOfAFailure(Encodes):
+    """After a failed update the changes are since the weights of that update."""
+
+    encoder = RetainingEncoder
+
+
+SENT, RECEIVED, REFUSED = "I12.delta", "I12.receive-delta", "I12.delta-base"
+MUTANTS = (
+    Mutant(
+        engine=AppliesToAnyBase,
+        killed_by=REFUSED,
+        issue="a server that was restarted takes changes of other weights (I12)",
+        says="did not raise a DeltaRefused",
+    ),
+    Mutant(
+        engine=IgnoresTheDigest,
+        killed_by=REFUSED,
+        issue="weights that differ after an update serve on (I12)",
+        says="with another digest by disk did not raise a DeltaRefused",
+    ),
+    Mutant(
+        engine=ShiftsIndices,
+        killed_by=RECEIVED,
+        issue="verl #7227: indices of another shard",
+        says="log-probs after changes of few values",
+    ),
+    Mutant(
+        engine=AddsInsteadOfSetting,
+        killed_by=RECEIVED,
+        issue="slime #1806: differences that are added are rounded",
+        says="of 6 updates were full",
+    ),
+    Mutant(
+        engine=SkipsSmallTensors,
+        killed_by=RECEIVED,
+        issue="verl #5801: some of the tensors",
+        says="log-probs after changes of few values",
+    ),
+    Mutant(
+        engine=NeverHasABase,
+        killed_by=RECEIVED,
+        issue="an update that is always full (I12)",
+        says="6 of 6 updates were full",
+    ),
+    Mutant(
+        engine=SendsNoSmallChanges,
+        killed_by=SENT,
+        issue="verl #5801: some of the tensors",
+        says="weights after the update after step 1",
+    ),
+    Mutant(
+        engine=SendsLargeChangesOnly,
+        killed_by=SENT,
+        issue="a comparison with a tolerance loses small steps (I12)",
+        says="weights after the update after step 1",
+    ),
+    Mutant(
+        engine=HasTheBaseOfAFailure,
+        killed_by=SENT,
+        issue="a sender that takes a failed update for a received one (I12)",
+        says="differ from the sender's|an update that was lost is a delta",
+    ),
+    Mutant(
+        engine=SendsNoSmallChangesToAPeer,
+        killed_by="I12.sync-delta",
+        issue="verl #5801: some of the tensors",
+        says="log-probs of tokens generated after sync",
+        partner=ROLLOUT_SPEC,
+    ),
+)
