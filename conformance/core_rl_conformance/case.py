@@ -10,8 +10,9 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance.catalogue import Check
+from core_rl_conformance.catalogue import Check, TargetKind
 from core_rl_conformance.profile import MOE, Profile, Setting
+from core_rl_conformance.trainers.spec import TrainerSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,11 @@ class Target:
     longest: int | None = None
     """The tokens that tiny models take; None is their own number."""
     version: str = ""
-    """Product and version of a running server."""
+    """Product and version of a running server, or the version of a trainer's package."""
+    distribution: str = ""
+    """The distribution of a trainer."""
+    trainer: TrainerSpec | None = None
+    """A trainer as a black box, in place of an engine; ``spec`` has its name and capabilities then."""
     missing_routes: Mapping[str, str] = field(default_factory=dict)
     """Capabilities and checks that a server has no routes for, each with the reason: *not supported*."""
     withheld: Mapping[str, str] = field(default_factory=dict)
@@ -34,14 +39,25 @@ class Target:
     """Advice for a server whose log-probs lack the temperature."""
 
     @property
+    def kind(self) -> TargetKind:
+        """The kind of checks that it takes."""
+        return self.spec.kind if self.trainer is None else "trainer"
+
+    @property
+    def noun(self) -> str:
+        """The word for it in messages."""
+        return "engine" if self.trainer is None else "trainer"
+
+    @property
     def three_ranks(self) -> Setting | None:
-        """Three data-parallel ranks, for an engine whose profile has several of them but not three.
+        """Three data-parallel ranks, for a train engine whose profile has several of them but not three.
 
         Checks with ``on_three_ranks`` run there, unless the engine refuses it.
         """
         three, layouts = Setting(layout=ParallelLayout(dp=3)), self.profile.layouts
         several = any(layout.dp > 1 and layout == ParallelLayout(dp=layout.dp) for layout in layouts)
-        return three if several and three not in self.profile.places else None
+        trains = self.kind != "inference"
+        return three if trains and several and three not in self.profile.places else None
 
     @property
     def places(self) -> tuple[Setting, ...]:

@@ -35,6 +35,7 @@ from core_rl.registry.spec import EngineKind
 __all__ = [
     "CHECKS_DIRECTORY",
     "Check",
+    "TargetKind",
     "check",
     "check_of",
     "checks_in",
@@ -49,7 +50,9 @@ GROUP = "core_rl_checks"
 """The entry-point group that a distribution declares its checks in."""
 ATTRIBUTE = "__conformance_check__"
 PARAGRAPH = re.compile(r"\n\s*\n|\n(?=(?:Why|Look at):)")
-IDENTIFIER = re.compile(r"(I\d+|contract)\.[a-z0-9]+(-[a-z0-9]+)*")
+IDENTIFIER = re.compile(r"([IT]\d+|contract)\.[a-z0-9]+(-[a-z0-9]+)*")
+TargetKind = EngineKind | Literal["trainer"]
+"""The kind of an engine, or a whole trainer as a black box."""
 Each = Literal["layout and model", "layout", "engine"]
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -67,8 +70,8 @@ class Check:
     """The check is *not supported* for an engine that lacks any of these."""
     provisional: bool
     """Reported, but not counted against an engine yet."""
-    kind: EngineKind
-    """The engines that it is for."""
+    kind: TargetKind
+    """The engines that it is for, or trainers."""
     partner: EngineKind | None
     """A second engine of the session that it needs: it runs for every pair of engines of these kinds."""
     partner_requires: frozenset[Capability]
@@ -105,7 +108,7 @@ class Check:
     @property
     def asks(self) -> str:
         """The kind of engine and the capabilities that it must declare, in a few words."""
-        parts = [f"{self.kind} engines"]
+        parts = ["trainers" if self.kind == "trainer" else f"{self.kind} engines"]
         parts += [f"together with another {self.partner} engine"] if self.partner else []
         parts += [f"with {', '.join(sorted(self.requires))}"] if self.requires else []
         parts += (
@@ -121,9 +124,10 @@ class Check:
 
 
 def natural_order(identifier: str) -> tuple[int, str]:
-    """A sorting key: ``I2.x`` before ``I10.x``, and rules of the interface at the end."""
+    """A sorting key: ``I2.x`` before ``I10.x``, rules of the interface after them, and trainers' at the end."""
     invariant, _, name = identifier.partition(".")
-    return (int(invariant[1:]) if invariant[1:].isdigit() else 1000, name)
+    number = int(invariant[1:]) if invariant[1:].isdigit() else 1000
+    return (2000 + number if invariant.startswith("T") else number, name)
 
 
 def paragraphs_of(description: str) -> list[str]:
@@ -136,7 +140,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
     *,
     requires: Iterable[Capability] = (),
     provisional: bool = False,
-    kind: EngineKind = "train",
+    kind: TargetKind = "train",
     partner: EngineKind | None = None,
     partner_requires: Iterable[Capability] = (),
     each: Each = "layout and model",

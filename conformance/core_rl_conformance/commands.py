@@ -10,7 +10,9 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["checks", "new_engine", "report"]
+from core_rl.cli import PASSED_ON
+
+__all__ = ["bisect", "certify", "checks", "new_engine", "report"]
 
 
 def checks(
@@ -67,6 +69,19 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a web page here.", show_default=False)
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check each report as a submission, and print nothing else.")
+    ] = False,
+    badge: Annotated[
+        Path | None,
+        typer.Option("--badge", help="Write an SVG badge of one engine here.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        str, typer.Option("--profile", help="The profile of the badge: sft, rl-sync, rl-async, moe or lora.")
+    ] = "sft",
+    annotations: Annotated[
+        bool, typer.Option("--annotations", help="Print failures as annotations of a GitHub workflow.")
+    ] = False,
     _schema: Annotated[
         bool,
         typer.Option(
@@ -87,7 +102,24 @@ def report(
     from core_rl_conformance.report import scoreboard
     from core_rl_conformance.report.files import read_reports, write_text
 
-    board = scoreboard.merge(read_reports(reports))
+    loaded = dict(zip(reports, read_reports(reports), strict=True))
+    if verify:
+        from core_rl_conformance.report.verify import verify_reports
+
+        verify_reports({str(path): loaded_report for path, loaded_report in loaded.items()})
+        return
+    if annotations:
+        from core_rl_conformance.report.annotations import annotations_of
+
+        for line in annotations_of(loaded.values()):
+            typer.echo(line)
+        return
+    if badge is not None:
+        from core_rl_conformance.report.badge import badge_of
+
+        write_text(badge, badge_of(list(loaded.values()), profile))
+        return
+    board = scoreboard.merge(loaded.values())
     if markdown is not None:
         write_text(markdown, scoreboard.markdown(board))
     if html is not None:
@@ -130,3 +162,97 @@ def new_engine(
         f"      core-rl engines show {name}\n"
         f"      pytest --engine={name} --pyargs core_rl_conformance --quick"
     )
+
+
+def bisect(
+    check: Annotated[
+        str,
+        typer.Option("--check", help="The check, such as I7.logprobs.", metavar="CHECK", show_default=False),
+    ],
+    good: Annotated[
+        str, typer.Option("--good", help="A version that passes.", metavar="PACKAGE==A", show_default=False)
+    ],
+    bad: Annotated[
+        str,
+        typer.Option(
+            "--bad", help="A version that fails, newer or older.", metavar="PACKAGE==B", show_default=False
+        ),
+    ],
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            help="Default: the engine that needs PACKAGE.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", help="Keep the environments and their reports here.", show_default=False),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Options of the suite after --, in place of --quick.", metavar="OPTION", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Find the version of a package from which a check fails, with one environment for each version that is tried.
+
+    Each environment has one version of the package, and all other packages of this Python.
+
+    Example: core-rl bisect --check I7.logprobs --good transformers==5.13.0 --bad transformers==5.23.0 --engine fsdp
+    """
+    from core_rl_conformance.versions import bisect as search
+    from core_rl_conformance.versions.environments import kept_directory
+
+    package, first, last = search.span(good, bad)
+    name = engine or search.engine_of(package)
+    arguments = [f"--engine={name}", f"--check={check}", *(options or ["--quick"]), *search.SUITE]
+    versions = search.versions_between(package, first, last)
+    typer.echo(f"{check} of {name} with {len(versions)} versions of {package}, {first} to {last}")
+
+    with kept_directory(directory) as place:
+
+        def attempt(version: str) -> search.Trial:
+            trial = search.trial_of(package, version, arguments, place)
+            typer.echo(f"{package} {version}: {trial.verdict}: {trial.reason}")
+            return trial
+
+        result = search.bisect(versions, attempt)
+    typer.echo(search.summary(check, package, result))
+
+
+def certify(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="The engine, as 'core-rl engines' lists it, or the trainer of an entry point rl_trainers.",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ],
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Options of the suite and of pytest, such as --quick or --report=FILE.json.",
+            metavar=PASSED_ON,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run the conformance suite on an engine or a trainer, without a checkout.
+
+    The same as pytest --engine=NAME or --trainer=NAME with --pyargs core_rl_conformance.
+
+    Example: core-rl certify reference --quick
+    """
+    import pytest
+
+    from core_rl.registry.objects import declared_in
+    from core_rl_conformance.trainers.spec import GROUP
+
+    kind = "trainer" if any(point.name == name for point in declared_in(GROUP)) else "engine"
+    arguments = [f"--{kind}={name}", *(options or ()), "--pyargs", "core_rl_conformance"]
+    raise typer.Exit(int(pytest.main([*arguments, "-p", "no:cacheprovider"])))

@@ -260,7 +260,7 @@ class EngineUnderTest:
         partner = f", with {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
         place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
         lines = [
-            f"{check.identifier}: engine {self.spec.name!r}, {place}, model {case.family} "
+            f"{check.identifier}: {case.target.noun} {self.spec.name!r}, {place}, model {case.family} "
             f"(seed {case.seed}), {case.dtype} on {case.device}{partner}",
             textwrap.indent(problem, "  "),
             f"  required: {check.title}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,10 @@ from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMean
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
-from core_rl_conformance.trajectory import ExpectedTraining, Training, expected_training
+from core_rl_conformance.trainers.pool import TrainerPool
+from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, grad_norm
+from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, SequenceLoss, grad_norm
 from core_rl_oracle.plain import MANY_VARIANTS, VARIANTS, PlainModel
 from core_rl_oracle.tolerance import (
     Tolerance,
@@ -132,6 +134,7 @@ class ExpectedValues:
         self.models = ModelStore(directory / "models")
         self.groups = GroupPool(timeout_s, make_engine, hosts)
         self.servers = ServerPool(make_engine)
+        self.trainers = TrainerPool(timeout_s)
         self._kept: dict[Hashable, Any] = {}
 
     def __enter__(self) -> Self:
@@ -146,17 +149,17 @@ class ExpectedValues:
         """End all processes of the engine ``name``: they may be gone, or in an unknown state."""
         self.groups.discard(name)
         self.servers.discard(name)
+        self.trainers.discard(name)
 
     def close(self) -> None:
-        """End all processes of the groups, and all inference engines."""
-        try:
-            self.groups.close()
-        finally:
-            self.servers.close()
+        """End all processes of the groups, all inference engines and all trainers."""
+        with ExitStack() as stack:
+            for pool in (self.trainers, self.servers, self.groups):
+                stack.callback(pool.close)
 
     def oracle(self, of: Judged) -> Oracle:
         """The oracle with the weights of the model's directory, and the adapter."""
-        return self._keep(of, ("oracle",), lambda: Oracle(*self._snapshot(of)))
+        return self.keep(of, ("oracle",), lambda: Oracle(*self._snapshot(of)))
 
     def outputs(
         self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
@@ -169,10 +172,10 @@ class ExpectedValues:
             return _run_outputs(oracle(), self.plain(of, dtype, device), sequences, temperature)
 
         def select() -> _Values:
-            runs = self._keep(of, ("outputs", *key), run)
+            runs = self.keep(of, ("outputs", *key), run)
             return [[outputs[name] for outputs in sequence] for sequence in runs]
 
-        truth, *variants = self._stored(of, ("output", name, *key), select)
+        truth, *variants = self.stored(of, ("output", name, *key), select)
         return ExpectedOutputs(
             values=truth,
             variants=variants,
@@ -194,11 +197,12 @@ class ExpectedValues:
         Known mistakes come from a group with so many data-parallel ``ranks``.
         """
 
-        def run() -> _GradientRuns:
-            return _run_gradients(self.oracle(of), self.plain(of, dtype, device), data, loss)
+        def run() -> GradientRuns:
+            plain, sequences = self.plain(of, dtype, device), data.for_oracle()
+            return run_gradients(self.oracle(of), plain, sequences, loss.of_sequence, loss.temperature)
 
         # The digest of the suite's code says nothing about losses of other distributions.
-        keep = self._stored if type(loss).__module__ == RepeatedLoss.__module__ else self._keep
+        keep = self.stored if type(loss).__module__ == RepeatedLoss.__module__ else self.keep
         runs = keep(of, ("gradients", data, loss, dtype, device), run)
         return _expected_gradients(runs, partial(self.oracle, of), data, loss, ranks)
 
@@ -207,22 +211,25 @@ class ExpectedValues:
     ) -> ExpectedGradients:
         """The same of `TokenMeanLoss` over all sequences of ``data``."""
 
-        def run() -> _GradientRuns:
+        def run() -> GradientRuns:
             # Sums over all tokens round more than sums over distinct sequences.
             plain, loss, all_ = self.plain(of, dtype, device), TokenMeanLoss(), data.all.for_oracle()
             full = [plain.gradients(variant, all_, loss.of_sequence, 1.0) for variant in MANY_VARIANTS]
             one_by_one = (data.distinct.for_oracle(), data.order)
             full.append(plain.repeated_gradients(*one_by_one, loss.of_sequence, 1.0))
-            return _run_gradients(self.oracle(of), plain, data.distinct, RepeatedLoss(), full)
+            repeated = RepeatedLoss()
+            return run_gradients(
+                self.oracle(of), plain, data.distinct.for_oracle(), repeated.of_sequence, 1.0, full
+            )
 
-        runs = self._stored(of, ("gradients of many", data, dtype, device), run)
+        runs = self.stored(of, ("gradients of many", data, dtype, device), run)
         return _expected_gradients(runs, partial(self.oracle, of), data.distinct, RepeatedLoss())
 
     def training(
-        self, model: TinyModel, training: Training, dtype: torch.dtype, device: str = "cpu"
+        self, model: TinyModel, training: AnyTraining, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedTraining:
         """Losses, norms and weights of ``model`` after ``training``."""
-        return self._keep(
+        return self.keep(
             model,
             ("training", training, dtype, device),
             lambda: expected_training(self.models.directory(model), model.head, training, dtype, device),
@@ -235,7 +242,7 @@ class ExpectedValues:
             directory, head, low_rank = self._snapshot(of)
             return PlainModel(directory, head, dtype, device, low_rank)
 
-        return self._keep(of, ("plain", dtype, device), load)
+        return self.keep(of, ("plain", dtype, device), load)
 
     def _snapshot(self, of: Judged) -> Snapshot:
         if isinstance(of, Snapshot):
@@ -243,14 +250,15 @@ class ExpectedValues:
         model, low_rank = (of, None) if isinstance(of, TinyModel) else (of.model, of.low_rank())
         return Snapshot(self.models.directory(model), model.head, low_rank)
 
-    def _stored(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
-        """As `_keep`, and on disk as well."""
+    def stored(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
+        """As `keep`, and on disk as well."""
         cache = self._cache
         if cache is None or isinstance(of, Snapshot) or _of_directory(of):
-            return self._keep(of, key, compute)
-        return self._keep(of, key, lambda: cache.get(repr((of, *key)), compute))
+            return self.keep(of, key, compute)
+        return self.keep(of, key, lambda: cache.get(repr((of, *key)), compute))
 
-    def _keep(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
+    def keep(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
+        """The value of ``of`` and ``key``, computed once in this process."""
         if isinstance(of, Snapshot):
             return compute()
         if (of, *key) not in self._kept:
@@ -268,7 +276,7 @@ _Values = list[list[Tensor]]
 """One output for each sequence, of the oracle and then of each variant of the plain model."""
 _OutputRuns = list[list[dict[str, Tensor]]]
 """The same of all outputs."""
-_GradientRuns = tuple[Gradients, dict[str, Tolerance], Tolerance, Tolerance]
+GradientRuns = tuple[Gradients, dict[str, Tolerance], Tolerance, Tolerance]
 """The oracle's, and the tolerances of gradients, loss and norm."""
 
 
@@ -293,17 +301,20 @@ def _output_mistakes(
             yield sentence, [outputs[name] for outputs in runs]
 
 
-def _run_gradients(
+def run_gradients(
     oracle: Oracle,
     plain: PlainModel,
-    data: Ragged,
-    loss: CheckLoss,
+    sequences: Sequence[OracleSequence],
+    loss: SequenceLoss,
+    temperature: float,
     rest: Sequence[tuple[float, dict[str, Tensor]]] = (),
-) -> _GradientRuns:
-    """``rest`` are runs of the plain model that compute the same from more sequences."""
-    sequences = data.for_oracle()
-    truth = oracle.gradients(sequences, loss.of_sequence, loss.temperature)
-    runs = [plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in VARIANTS]
+) -> GradientRuns:
+    """The oracle's gradients of ``loss``, with the tolerances of each, of the loss and of the norm.
+
+    ``rest`` are runs of the plain model that compute the same from more sequences.
+    """
+    truth = oracle.gradients(sequences, loss, temperature)
+    runs = [plain.gradients(variant, sequences, loss, temperature) for variant in VARIANTS]
     runs += rest
     return (
         truth,
@@ -314,7 +325,7 @@ def _run_gradients(
 
 
 def _expected_gradients(
-    runs: _GradientRuns, oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss, ranks: int = 1
+    runs: GradientRuns, oracle: Callable[[], Oracle], data: Ragged, loss: CheckLoss, ranks: int = 1
 ) -> ExpectedGradients:
     truth, allowed, loss_allowed, norm_allowed = runs
 

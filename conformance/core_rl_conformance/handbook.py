@@ -49,6 +49,14 @@ INVARIANTS = {
     "I19": "Prompts go in as they are, and an end of sequence is a token like others",
     "I20": "Every parameter that should move does, as the optimizer says",
     "contract": "Rules of the interface",
+    "T1": "A trainer's losses are the papers', at every cut",
+    "T2": "So are the terms of KL, entropy and temperature",
+    "T3": "Nothing that a trainer computes or reports depends on the cut or the spread",
+    "T4": "Untrained tokens and sequences count nowhere in a trainer",
+    "T5": "A trainer's advantages follow their rule",
+    "T6": "A trainer's steps have the named rates, clipping and updates",
+    "T7": "A resumed trainer goes on as if it had not stopped",
+    "T8": "An epoch of a trainer has every sequence once",
 }
 """Requirement that the checks of an invariant show together."""
 

@@ -8,7 +8,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-__all__ = ["PROPERTY", "CaseRecord", "MeasurementRecord", "NotRun", "Number", "Outcome", "Record"]
+__all__ = [
+    "PROPERTY",
+    "CaseRecord",
+    "MeasurementRecord",
+    "NotRun",
+    "NotSupported",
+    "Number",
+    "Outcome",
+    "Record",
+]
 
 Number = Annotated[
     float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
@@ -38,6 +47,10 @@ class Outcome(StrEnum):
 
 class NotRun(Exception):
     """Raised by a check that has no answer about the engine, with the reason: the case ends as *not run*."""
+
+
+class NotSupported(Exception):
+    """Raised by a check whose target lacks what it judges, with the reason: the case ends as *not supported*."""
 
 
 class Record(BaseModel):

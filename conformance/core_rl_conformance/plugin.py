@@ -20,8 +20,8 @@ CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 ENGINES = "core_rl_engines"
 """Destination of the parsed ``--engine`` options, a unique name."""
 HELP = "check this core-rl engine with the conformance suite; may be given several times"
-SERVERS = ("core_rl_server", "core_rl_server_command")
-"""Destinations of the parsed options ``--server`` and ``--server-command``."""
+OTHERS = ("--server", "--server-command", "--trainer")
+"""Options that name a target too; other projects have servers and trainers as well."""
 SUITE = "core_rl_conformance"
 """Part of a word of every command that runs the suite."""
 
@@ -41,6 +41,12 @@ def _minutes(text: str) -> float:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "--trainer": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "check this trainer as a black box: an entry point of rl_trainers, or module:SPEC; may be given "
+        "several times",
+    },
     "--server": {
         "metavar": "URL",
         "help": "check the running server at http://HOST:PORT; with --wire and --model-dir",
@@ -109,10 +115,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     assert isinstance(config, pytest.Config)
     words = list(_words(config))
     names = {word.partition("=")[0] for word in words}
-    # Other projects have servers too.
-    requested = "--engine" in names or (
-        bool({"--server", "--server-command"} & names) and any(SUITE in word for word in words)
-    )
+    requested = "--engine" in names or (not names.isdisjoint(OTHERS) and any(SUITE in word for word in words))
     # A worker of pytest-xdist gets parsed options instead of a command line.
     requested = requested or _names_engines(config)
     if not requested and not {"-h", "--help"} & set(words):
@@ -125,8 +128,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def _names_engines(config: pytest.Config) -> bool:
-    """Whether parsed options name an engine or a server."""
-    return any(getattr(config.option, name, None) for name in (ENGINES, *SERVERS))
+    """Whether parsed options name an engine, a server or a trainer."""
+    return any(getattr(config.option, name, None) for name in (ENGINES, *map(destination, OTHERS)))
 
 
 def destination(name: str) -> str:

@@ -15,12 +15,18 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["DENSE", "FAMILIES", "MOE", "Profile", "Setting", "Waiver"]
+__all__ = ["BUILT", "DENSE", "FAMILIES", "HYBRID", "MOE", "NAMED_APART", "Profile", "Setting", "Waiver"]
 
 DENSE = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
+NAMED_APART = ("qwen3", "llama", "qwen2", "gemma2")
+"""Families with a layer for each projection: servers take adapters of no others."""
 MOE = "qwen3_moe"
 FAMILIES = (*DENSE, MOE)
-"""The tiny models that the suite can build."""
+"""Families of attention, dense and with experts."""
+HYBRID = "qwen3_5_text"
+"""Gated DeltaNet in some layers."""
+BUILT = (*FAMILIES, HYBRID)
+"""The tiny models that a profile can name."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
 """Fields of a config that checks fill in: options for them would be lost silently."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -159,8 +165,8 @@ class Profile:
         names = list(map(str, self.places))
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f"{name!r} is named twice; each layout or setting is run once"
-        for family in sorted(set(self.families) - set(FAMILIES)):
-            yield f"unknown model family {family!r}; the suite builds {', '.join(FAMILIES)}"
+        for family in sorted(set(self.families) - set(BUILT)):
+            yield f"unknown model family {family!r}; the suite builds {', '.join(BUILT)}"
         yield from self._undeclared(spec)
         for waiver in self.waivers:
             yield from self._waiver_violations(waiver, known_checks)

@@ -10,31 +10,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss
-from core_rl_oracle.oracle import AdamW, OptimizerState, Oracle, OracleHead, Schedule, grad_norm
+from core_rl_conformance.inputs.rollouts import Rollouts
+from core_rl_oracle.oracle import (
+    AdamW,
+    OptimizerState,
+    Oracle,
+    OracleHead,
+    OracleSequence,
+    Schedule,
+    grad_norm,
+)
 from core_rl_oracle.plain import VARIANTS, PlainModel, Variant
 from core_rl_oracle.plain_adamw import KERNELS, Kernel, PlainAdamW
+from core_rl_oracle.policy_losses import PolicyLoss
 from core_rl_oracle.tolerance import Tolerance, scalar_tolerance, tolerances
+
+DataT = TypeVar("DataT", Ragged, Rollouts)
+LossT = TypeVar("LossT", CheckLoss, PolicyLoss)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(Generic[DataT, LossT]):
     """One optimizer step on each of ``data``; hashable, so that computed values can be cached."""
 
-    data: tuple[Ragged, ...]
-    loss: CheckLoss
+    data: tuple[DataT, ...]
+    loss: LossT
     config: AdamW
     schedule: Schedule
+
+    @property
+    def sequences(self) -> list[list[OracleSequence]]:
+        """The sequences of each step."""
+        return [data.for_oracle() for data in self.data]
 
     @property
     def rates(self) -> list[float]:
         """The learning rate of each step."""
         return [self.config.lr * self.schedule.factor(step) for step in range(len(self.data))]
+
+
+AnyTraining = Training[Ragged, CheckLoss] | Training[Rollouts, PolicyLoss]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +79,7 @@ class ExpectedTraining:
 
 
 def expected_training(
-    directory: Path, head: OracleHead, training: Training, dtype: torch.dtype, device: str
+    directory: Path, head: OracleHead, training: AnyTraining, dtype: torch.dtype, device: str
 ) -> ExpectedTraining:
     """The oracle's trajectory from the weights in ``directory``; tolerances from every variant of the plain model.
 
@@ -79,25 +101,25 @@ def expected_training(
     )
 
 
-def _oracle_training(oracle: Oracle, state: OptimizerState, training: Training) -> Trajectory:
+def _oracle_training(oracle: Oracle, state: OptimizerState, training: AnyTraining) -> Trajectory:
     losses, norms = [], []
-    for data, rate in zip(training.data, training.rates, strict=True):
+    for sequences, rate in zip(training.sequences, training.rates, strict=True):
         oracle.set_parameters(state.params)
-        result = oracle.gradients(data.for_oracle(), training.loss.of_sequence, training.loss.temperature)
+        result = oracle.gradients(sequences, training.loss.of_sequence, training.loss.temperature)
         losses.append(result.loss)
         norms.append(training.config.step(state, result.grads, rate))
     return Trajectory(losses=losses, norms=norms, weights=state.params)
 
 
 def _plain_training(
-    plain: PlainModel, variant: Variant, kernel: Kernel, start: OptimizerState, training: Training
+    plain: PlainModel, variant: Variant, kernel: Kernel, start: OptimizerState, training: AnyTraining
 ) -> Trajectory:
     optimizer = PlainAdamW(start, training.config, kernel)
     losses, norms = [], []
-    for data, rate in zip(training.data, training.rates, strict=True):
+    for sequences, rate in zip(training.sequences, training.rates, strict=True):
         plain.set_weights(optimizer.params)
         loss, grads = plain.gradients(
-            variant, data.for_oracle(), training.loss.of_sequence, training.loss.temperature
+            variant, sequences, training.loss.of_sequence, training.loss.temperature
         )
         losses.append(loss)
         norms.append(grad_norm(grads))

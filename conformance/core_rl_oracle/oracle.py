@@ -31,6 +31,7 @@ __all__ = [
     "Oracle",
     "OracleSequence",
     "Schedule",
+    "ScheduleFromZero",
     "SequenceLoss",
     "grad_norm",
 ]
@@ -216,8 +217,8 @@ class Schedule:
     min_lr_ratio: float = 0.0
 
     def factor(self, step: int) -> float:
-        """The factor of step ``step`` (from 0); a warm-up of W steps has 1 / (W + 1), 2 / (W + 1), ..."""
-        rise = (step + 1) / (self.warmup_steps + 1)
+        """The factor of step ``step`` (from 0)."""
+        rise = self.rise(step)
         if rise < 1.0 or self.type == "constant":
             return min(1.0, rise)
         assert self.total_steps is not None
@@ -225,6 +226,19 @@ class Schedule:
         if self.type == "cosine":  # half a period, from the top to the bottom
             left = math.sin(math.pi / 2 * left) ** 2
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left
+
+    def rise(self, step: int) -> float:
+        """The factor of the warm-up, at least 1 after it: W steps have 1 / (W + 1), 2 / (W + 1), ..."""
+        return (step + 1) / (self.warmup_steps + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFromZero(Schedule):
+    """The same with a warm-up whose first step has the rate 0, as transformers' schedules have."""
+
+    def rise(self, step: int) -> float:
+        """W steps have 0, 1 / W, 2 / W, ..."""
+        return step / self.warmup_steps if step < self.warmup_steps else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from core_rl.reference import ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_conformance.servers.routes import CONTROL as CHANGES
 from core_rl_conformance.servers.routes import GENERATE as REQUESTS
+from core_rl_vllm.wire import PREFIX
 
 __all__ = ["COMPLETIONS", "CONTROL", "GENERATE", "ReferenceServer"]
 
@@ -42,6 +43,8 @@ class ReferenceServer(ServerStub):
     ) -> None:
         super().__init__(model_path)
         self.routes = (*PLAIN, *routes)
+        self._running: dict[str, asyncio.Task[LLMResponse]] = {}
+        """Requests that the engine has, by the names that clients abort them by."""
         self.labels = [self.label]
         """Labels by the version that the engine has for them."""
         self.backend = kind()
@@ -67,6 +70,10 @@ class ReferenceServer(ServerStub):
             await asyncio.to_thread(self.load, body["kwargs"]["weights_path"])
         elif request.path == "/update_weight_version":
             await asyncio.to_thread(self.relabel, body["new_version"])
+        elif request.path == "/abort_requests":
+            for rid in body["request_ids"]:
+                if (task := self._running.get(rid.removeprefix(PREFIX))) is not None:
+                    task.cancel()
         elif request.path in ("/pause", "/resume"):
             paused, self.paused = self.paused, request.path == "/pause"
             # The engine's interface pairs them; a client resumes a server that was never paused.
@@ -112,9 +119,14 @@ class ReferenceServer(ServerStub):
             return {"prompt_logprobs": scores, "choices": [{"prompt_logprobs": scores}]}
         await self._resumed()
         rid = body["request_id"]
-        response = await self.backend.agenerate(
-            LLMRequest(rid=rid, input_ids=ids, sampling=_sampling(fields))
-        )
+        asked = LLMRequest(rid=rid, input_ids=ids, sampling=_sampling(fields))
+        self._running[rid] = asyncio.ensure_future(self.backend.agenerate(asked))
+        try:
+            response = await self._running[rid]
+        except asyncio.CancelledError:
+            raise web.HTTPBadRequest(text="aborted") from None
+        finally:
+            del self._running[rid]
         await self._resumed()
         label = self.labels[response.versions[0]] if response.versions else self.label
         return {"choices": [_choice(response, label)]}

@@ -12,7 +12,6 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMResponse
-from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
@@ -23,13 +22,19 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.adapters import adapter_of, snapshot_of, start, written
+from core_rl_conformance.procedures.adapters import (
+    adapter_of,
+    factors_of,
+    metadata_of,
+    send_adapter,
+    snapshot_of,
+    start,
+)
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta
+from core_rl_conformance.profile import NAMED_APART
 
 TINY_BUCKET = 512
 """Less than many factors of a tiny model have."""
-NAMED_APART = ("qwen3", "llama", "qwen2", "gemma2")
-"""Families with a layer for each projection: servers take adapters of no others."""
 
 
 def _meta(subject: EngineUnderTest, version: int, bucket_bytes: int = LARGE_BUCKET) -> WeightUpdateMeta:
@@ -93,7 +98,7 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
     before: dict[int, Judged] = {0: kind.model}
     for version, bucket_bytes in ((1, LARGE_BUCKET), (5, TINY_BUCKET)):
         new = replace(kind, seed=version)
-        update = partial(_give, engine, _meta(subject, version, bucket_bytes), new)
+        update = partial(send_adapter, engine, _meta(subject, version, bucket_bytes), new)
         responses = asyncio.run(serving.meanwhile(engine, long, update))
         label = f"around the update to version {version}"
         _verify_drawn(subject, label, responses, kind.model, {**before, version: new})
@@ -101,18 +106,6 @@ def adapters_arrive(subject: EngineUnderTest) -> None:
         label, (last,) = f"after the update to version {version}", before.values()
         _verify_drawn(subject, label, serving.ask(engine, requests), kind.model, {version: new}, last)
         before = {version: new}
-
-
-def _give(engine: InferenceEngine, meta: WeightUpdateMeta, adapter: TinyAdapter) -> None:
-    sent(engine, meta, _factors(adapter), _said_of(adapter))
-
-
-def _factors(adapter: TinyAdapter) -> dict[str, Tensor]:
-    return written(adapter.low_rank().factors)
-
-
-def _said_of(adapter: TinyAdapter) -> AdapterMetadata:
-    return AdapterMetadata(rank=adapter.rank, alpha=adapter.alpha, rslora=adapter.rslora)
 
 
 def _verify_drawn(
@@ -151,7 +144,7 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     engine = subject.serve(kind.model, keep=False, adapter=kind)
     requests = serving.few_requests(subject)
     old = replace(kind, seed=2)
-    _give(engine, _meta(subject, 2), old)
+    send_adapter(engine, _meta(subject, 2), old)
     for number, (label, (factors, metadata)) in enumerate(_misfits(replace(kind, seed=3)).items()):
         give = partial(sent, engine, _meta(subject, 3 + number, TINY_BUCKET), factors, metadata)
         subject.require_error(WeightsError, give, f"an adapter {label} did not raise a WeightsError")
@@ -160,12 +153,12 @@ def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
             subject, f"after an adapter {label}", serving.ask(engine, requests), kind.model, {2: old}
         )
     new = replace(kind, seed=4)
-    _give(engine, _meta(subject, 20), new)
+    send_adapter(engine, _meta(subject, 20), new)
     _verify_drawn(subject, "after one that fits", serving.ask(engine, requests), kind.model, {20: new}, old)
 
 
 def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], AdapterMetadata]]:
-    factors, metadata = _factors(adapter), _said_of(adapter)
+    factors, metadata = factors_of(adapter), metadata_of(adapter)
     last = list(factors)[-1]
     return {
         "of another alpha": (factors, replace(metadata, alpha=adapter.alpha + 1)),
@@ -191,9 +184,9 @@ def adapters_while_asleep_are_served(subject: EngineUnderTest) -> None:
     """
     old = TinyAdapter(model=subject.model(), rslora=True, seed=1)
     engine = subject.serve(old.model, keep=False, adapter=old)
-    _give(engine, _meta(subject, 1), old)
+    send_adapter(engine, _meta(subject, 1), old)
     new = replace(old, seed=2)
-    arrived = serving.arrives_asleep(engine, partial(_give, engine, _meta(subject, 2), new))
+    arrived = serving.arrives_asleep(engine, partial(send_adapter, engine, _meta(subject, 2), new))
     side: dict[int, Judged] = {2: new} if arrived else {1: old}
     responses = serving.ask(engine, serving.few_requests(subject))
     _verify_drawn(subject, "after an adapter while asleep", responses, old.model, side, old)

@@ -68,6 +68,7 @@ def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capabil
         C.SYNC_TENSOR: update(WeightUpdateMeta(method="tensor", version=0)),
         C.SYNC_DISTRIBUTED: update(WeightUpdateMeta(method="distributed", version=0)),
         C.SYNC_LORA: update(WeightUpdateMeta(method="lora", version=0)),
+        C.SYNC_DELTA: update(WeightUpdateMeta(version=0, path=path, delta=True)),
         **{capability: asked(sampling) for capability, sampling in OPTIONAL_SAMPLING.items()},
         C.LAUNCH_SERVER: lambda: _another(subject, engine, {}).launch_server(),
         C.BFLOAT16: built(dtype="bfloat16"),

@@ -1,7 +1,8 @@
-"""Inference engines after updates, failed updates, pauses, sleep and labels in any order."""
+"""Inference engines after updates, failed updates, aborts, pauses, sleep and labels in any order."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -9,12 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
+from core_rl.data.requests import LLMRequest
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import CheckpointError, EngineStateError, WeightsError
+from core_rl.errors import CheckpointError, CoreRLError, EngineStateError, WeightsError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.expected_values import Judged
+from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.state_machine import run_state_machine
 
@@ -22,6 +25,12 @@ EXAMPLES = 8
 """Sequences of calls."""
 CALLS = 8
 GREEDY = replace(serving.PLAIN, temperature=0.0)
+LONG = replace(GREEDY, max_new_tokens=40)
+SHARED_TOKENS = 40
+"""More than a block of a prefix cache."""
+TAILS = (1, 3)
+"""Tokens after the shared prefix."""
+REFUSALS: tuple[type[CoreRLError], ...] = (WeightsError, CheckpointError, EngineStateError)
 
 
 class RouteOrders(RuleBasedStateMachine):
@@ -29,15 +38,12 @@ class RouteOrders(RuleBasedStateMachine):
 
     subject: EngineUnderTest
     engine: InferenceEngine
-    model: TinyModel
+    model: Judged
     """The weights that tokens have to follow."""
-    old: TinyModel
+    old: Judged
     version: int
     paused: bool
     asleep: bool
-
-    def __init_subclass__(cls, subject: EngineUnderTest) -> None:
-        cls.subject = subject
 
     @initialize()
     def begin(self) -> None:
@@ -45,32 +51,42 @@ class RouteOrders(RuleBasedStateMachine):
         self.paused = self.asleep = False
         self.model = self.old = self.subject.model()
         self.version = 0
-        self.engine = self.subject.serve(self.model, keep=False)
+        self.engine = self._serve()
+
+    def _serve(self) -> InferenceEngine:
+        return self.subject.serve(self.subject.model(), keep=False)
 
     @rule(draw=st.integers(1, 2))
     def update(self, draw: int) -> None:
         """Install other weights; an engine that is asleep may refuse."""
-        new = replace(self.subject.model(), seed=self.subject.model().seed + 1000 * draw)
-        meta = published(self.subject, new, self.version + 1)
         try:
-            serving.installed(self.engine, meta)
+            new = self._install(draw)
         except (EngineStateError, WeightsError):
             if not self.asleep:
                 raise
         else:
-            self.old, self.model, self.version = self.model, new, meta.version
+            self.old, self.model, self.version = self.model, new, self.version + 1
         self._verify_version("update_weights()")
+
+    def _install(self, draw: int) -> Judged:
+        """Update to the weights number ``draw`` with the next version, and return them."""
+        new = replace(self.subject.model(), seed=self.subject.model().seed + 1000 * draw)
+        serving.installed(self.engine, published(self.subject, new, self.version + 1))
+        return new
 
     @rule()
     def fail_update(self) -> None:
-        """Install weights from a directory that does not exist."""
+        """Install weights that cannot be installed."""
+        self._require_refusal()
+        self._verify_version("a failed update")
+
+    def _require_refusal(self) -> None:
         missing = WeightUpdateMeta(version=self.version + 1, path=str(self.subject.directory("nothing")))
         self.subject.require_error(
-            (WeightsError, CheckpointError, EngineStateError),
+            REFUSALS,
             lambda: serving.installed(self.engine, missing),
             "an update from a directory that is not there raised no WeightsError or CheckpointError",
         )
-        self._verify_version("a failed update")
 
     @precondition(lambda self: not self.asleep)
     @rule()
@@ -119,6 +135,54 @@ class RouteOrders(RuleBasedStateMachine):
         label = "of greedy tokens after these calls"
         serving.verify_served(self.subject, label, responses, self.model, self.old, self.version)
 
+    @precondition(lambda self: not (self.paused or self.asleep))
+    @rule(draw=st.integers(1, 2), while_paused=st.booleans())
+    def change_after_abort(self, draw: int, while_paused: bool) -> None:
+        """Abort requests in flight, perhaps interrupted ones; draw, install other weights, and draw again."""
+        asyncio.run(self._abort(while_paused))
+        self.generate()
+        self.update(draw)
+        self.generate()
+
+    async def _abort(self, while_paused: bool) -> None:
+        short, *long = serving.few_requests(self.subject, LONG, 20)
+        answer = asyncio.ensure_future(serving.answers(self.engine, [replace(short, sampling=GREEDY)]))
+        # The answer comes before the long ones, whether a server batches or queues.
+        await serving.let_begin()
+        running = [asyncio.ensure_future(self.engine.agenerate(request)) for request in long]
+        await serving.let_begin()
+        await answer
+        if while_paused:
+            await asyncio.to_thread(self.engine.pause)
+        for task in running:
+            task.cancel()
+        ended, late = await asyncio.wait(running, timeout=CALL_TIMEOUT_S)
+        if while_paused:
+            await asyncio.to_thread(self.engine.resume)
+        errors = [task.exception() for task in ended if not task.cancelled()]
+        problem = f"of {len(running)} aborted requests, {len(late)} did not end; errors: {errors}"
+        self.subject.require(not late and not any(errors), problem)
+
+    @precondition(lambda self: not (self.paused or self.asleep))
+    @rule(draw=st.integers(1, 2), while_paused=st.booleans())
+    def change_between_prefixes(self, draw: int, while_paused: bool) -> None:
+        """Draw after a long prefix that prompts share, before and after other weights."""
+        self._generate_shared()
+        if while_paused:
+            self.change_while_paused(draw, label=False)
+        else:
+            self.update(draw)
+        self._generate_shared()
+
+    def _generate_shared(self) -> None:
+        prefix = self.subject.data(lengths=(SHARED_TOKENS,)).rows[0].ids
+        tails = self.subject.data(lengths=TAILS, seed=1).rows
+        requests = [LLMRequest(input_ids=prefix + tail.ids, sampling=GREEDY) for tail in tails]
+        # One after the other, so that the second meets the state after the first.
+        responses = [serving.ask(self.engine, [request])[0] for request in requests]
+        label = "of greedy tokens after a shared prefix"
+        serving.verify_served(self.subject, label, responses, self.model, self.old, self.version)
+
     def _verify_version(self, call: str) -> None:
         serving.verify_version(self.subject, self.engine, self.version, f"after {call}")
 
@@ -133,16 +197,21 @@ class RouteOrders(RuleBasedStateMachine):
         self.generate()
 
 
+def run_orders(machine: type[RouteOrders], subject: EngineUnderTest) -> None:
+    """Run drawn sequences of the calls of ``machine`` on ``subject``."""
+    calls = type("Calls", (machine,), {"subject": subject})
+    run_state_machine(calls, subject.case.seed, EXAMPLES, CALLS)
+
+
 @check("I13.route-orders", kind="inference", requires=[Capability.SYNC_DISK], each="engine", quick=False)
 def states_follow_any_order_of_calls(subject: EngineUnderTest) -> None:
-    """After updates, failed updates, labels, pauses and sleep in any order, tokens follow the last update.
+    """After updates, failed updates, aborts, labels, pauses and sleep in any order, tokens follow the last update.
 
-    Why: each call alone works; an update while a server is paused, or the first after a failed one, is lost, and the
-    version says nothing about it (I13, I14). A failing sequence is reduced to a smaller one, with its calls.
-    Look at: the calls of the message, and copies of weights and versions that a pause, a sleep or a failure keeps.
+    Also after prefixes that prompts share. A failing sequence is reduced to a smaller one, with its calls.
+
+    Why: each call alone works; an update while a server is paused, or the first after a failed update or an abort, is
+    lost or leaves cached prefixes, and the version says nothing about it (I13, I14).
+    Look at: the calls of the message, and copies of weights, versions and prefixes that a pause, a sleep, a failure or
+    an abort keeps.
     """
-
-    class Calls(RouteOrders, subject=subject):
-        """The calls of this check."""
-
-    run_state_machine(Calls, subject.case.seed, EXAMPLES, CALLS)
+    run_orders(RouteOrders, subject)

@@ -8,14 +8,17 @@ from uuid import uuid4
 
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.data.outputs import OutputName
+from core_rl.engine.inference import InferenceEngine
 from core_rl.launch.group import EngineGroup
+from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import save_with
+from core_rl_conformance.procedures.streaming import sent
 from core_rl_conformance.profile import Setting
 from core_rl_oracle.low_rank import LowRank
 
@@ -90,3 +93,18 @@ def outputs_of(
 ) -> dict[str, Tensor]:
     """The outputs ``names`` of the packed batch."""
     return dict(group.forward(data.batch(), ONE_PASS, tuple(names)).items())
+
+
+def send_adapter(engine: InferenceEngine, meta: WeightUpdateMeta, adapter: TinyAdapter) -> None:
+    """Update ``engine`` to ``adapter``; raises the error of the update."""
+    sent(engine, meta, factors_of(adapter), metadata_of(adapter))
+
+
+def factors_of(adapter: TinyAdapter) -> dict[str, Tensor]:
+    """The factors with the names that they have in a file."""
+    return written(adapter.low_rank().factors)
+
+
+def metadata_of(adapter: TinyAdapter) -> AdapterMetadata:
+    """The metadata that a sender of ``adapter`` reports, without the digest of its base."""
+    return AdapterMetadata(rank=adapter.rank, alpha=adapter.alpha, rslora=adapter.rslora)

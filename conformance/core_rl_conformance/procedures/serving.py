@@ -21,7 +21,6 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
-from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_oracle.tolerance import Tolerance
 
@@ -218,8 +217,8 @@ def verify_served(
     subject: EngineUnderTest,
     label: str,
     responses: Sequence[LLMResponse],
-    model: TinyModel,
-    old: TinyModel,
+    model: Judged,
+    old: Judged,
     version: int,
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""

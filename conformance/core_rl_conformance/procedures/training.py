@@ -23,6 +23,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.adamw import Steps, compare_steps
+from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.trajectory import ExpectedTraining, Training
@@ -30,6 +31,7 @@ from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
+EngineTraining = Training[Ragged, CheckLoss]
 CONSTANT = Schedule()
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -200,7 +202,7 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def training_of(subject: EngineUnderTest) -> Training:
+def training_of(subject: EngineUnderTest) -> EngineTraining:
     """One step on each of several batches, with clipping and a learning rate that falls."""
     return Training(
         data=tuple(subject.data(PROBE, seed) for seed in BATCHES),
@@ -210,12 +212,12 @@ def training_of(subject: EngineUnderTest) -> Training:
     )
 
 
-def expected_training(subject: EngineUnderTest, training: Training) -> ExpectedTraining:
+def expected_training(subject: EngineUnderTest, training: EngineTraining) -> ExpectedTraining:
     """The oracle's values for ``training``, with tolerances."""
     return subject.expected.training(subject.model(), training, subject.dtype, subject.case.device)
 
 
-def train_end_to_end(side: EngineUnderTest, training: Training) -> Trained:
+def train_end_to_end(side: EngineUnderTest, training: EngineTraining) -> Trained:
     """The engine of ``side`` goes through ``training``; its weights are looked at only at the end."""
     optimizer = optimizer_config(training.config, training.schedule)
     group = side.start(side.model(), optimizer=optimizer)
@@ -229,7 +231,7 @@ def train_end_to_end(side: EngineUnderTest, training: Training) -> Trained:
     return Trained(reports=reports, weights=group.named_tensors("master"))
 
 
-def verify_rates(subject: EngineUnderTest, training: Training, trained: Trained) -> None:
+def verify_rates(subject: EngineUnderTest, training: EngineTraining, trained: Trained) -> None:
     """Require that each step reports the learning rate of the schedule."""
     for step, (report, rate) in enumerate(zip(trained.reports, training.rates, strict=True)):
         subject.require(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from core_rl.config.capability import Capability
-from core_rl.registry.spec import EngineKind
-from core_rl_conformance.catalogue import Check
+from core_rl_conformance.catalogue import Check, TargetKind
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CheckRecord, Verdict
 
@@ -24,7 +23,7 @@ ANY_CHECK = LAYOUTS | {Capability.BFLOAT16, Capability.CUDA}
 """Capabilities of the place of a run: every check counts for these."""
 
 
-def needs_of(checks: Iterable[Check | CheckRecord], kind: EngineKind) -> dict[str, Collection[str]]:
+def needs_of(checks: Iterable[Check | CheckRecord], kind: TargetKind) -> dict[str, Collection[str]]:
     """Capabilities that each check for engines of ``kind`` requires, without provisional checks and pairs."""
     return {
         c.identifier: c.requires for c in checks if c.kind == kind and c.partner is None and not c.provisional

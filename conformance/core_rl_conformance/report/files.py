@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from core_rl.errors import CoreRLError, raise_all
-from core_rl_conformance.report.model import SCHEMA_VERSION, Report
+from core_rl_conformance.report.model import Report
 
 SCHEMA_FILE = Path(__file__).parent / "schema.json"
 """The published JSON schema."""
+READABLE = get_args(Report.model_fields["schema_version"].annotation)
+"""Versions of the schema that this core-rl reads."""
 SHOWN_PROBLEMS = 5
 
 
@@ -32,16 +35,22 @@ def read_report(path: Path) -> Report:
     version = values.get("schema_version") if isinstance(values, dict) else None
     if version is None:
         raise ReportError(f"{path} is no conformance report: it has no field 'schema_version'")
-    if version != SCHEMA_VERSION:
+    if version not in READABLE:
         suite = values.get("suite_version", "an unknown version")
         raise ReportError(
-            f"{path} has the schema version {version!r}, and this core-rl reads {SCHEMA_VERSION!r}; "
+            f"{path} has the schema version {version!r}, and this core-rl reads {' and '.join(READABLE)}; "
             f"use the core-rl that wrote it ({suite}), or run the suite again"
         )
     try:
-        return Report.model_validate(values)
+        report = Report.model_validate(values)
     except ValidationError as error:
         problems = [_problem(detail["loc"], detail["msg"]) for detail in error.errors()]
+    else:
+        if report.digest != _digest(values):
+            raise ReportError(
+                f"{path} was changed after it was written: its digest is {report.digest!r}; run the suite again"
+            )
+        return report
     if len(problems) > SHOWN_PROBLEMS:
         rest = len(problems) - SHOWN_PROBLEMS
         problems = [*problems[: SHOWN_PROBLEMS - 1], f"{problems[SHOWN_PROBLEMS - 1]} (and {rest} more)"]
@@ -94,9 +103,21 @@ def write_report(report: Report, path: Path) -> Path:
     from core_rl_conformance.report.html import report_page  # imports jinja2
 
     page = path.with_suffix(".html")
-    write_text(path, report.model_dump_json(indent=1) + "\n")
+    write_text(path, report_text(report))
     write_text(page, report_page(report))
     return page
+
+
+def report_text(report: Report, indent: int | None = 1) -> str:
+    """The contents of the file of ``report``, with the digest of what they are without it."""
+    values = report.model_dump(mode="json")
+    return json.dumps(values | {"digest": _digest(values)}, indent=indent) + "\n"
+
+
+def _digest(values: dict[str, Any]) -> str:
+    signed = {name: value for name, value in values.items() if name != "digest"}
+    text = json.dumps(signed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,11 +14,10 @@ from pydantic import model_validator
 
 from core_rl.config.capability import Capability
 from core_rl.machine import Machine
-from core_rl.registry.spec import EngineKind
-from core_rl_conformance.catalogue import natural_order, paragraphs_of
+from core_rl_conformance.catalogue import TargetKind, natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseRecord, Record
 
-SCHEMA_VERSION: Literal["1.1"] = "1.1"
+SCHEMA_VERSION: Literal["1.3"] = "1.3"
 
 
 MEANINGS = {
@@ -56,9 +55,9 @@ class CheckRecord(Record):
     """A check of the suite."""
 
     identifier: str
-    kind: EngineKind
-    """The engines that it is for."""
-    partner: EngineKind | None = None
+    kind: TargetKind
+    """The engines that it is for, or trainers."""
+    partner: TargetKind | None = None
     """The kind of a second engine that it needs."""
     description: str
     """Requirement, reason, and where to look after a failure."""
@@ -116,7 +115,7 @@ class EngineRecord(Record):
     """An engine, where it comes from, and the verdict on it."""
 
     name: str
-    kind: EngineKind
+    kind: TargetKind
     description: str
     distribution: str
     version: str
@@ -134,7 +133,8 @@ class EngineRecord(Record):
 class Report(Record):
     """One session of the suite."""
 
-    schema_version: Literal["1.1"] = SCHEMA_VERSION
+    schema_version: Literal["1.2", "1.3"] = SCHEMA_VERSION
+    """1.3 has trainers besides engines."""
     suite_version: str
     """The version of core-rl that the suite came with."""
     suite_code: CodeRecord
@@ -152,6 +152,8 @@ class Report(Record):
     engines: tuple[EngineRecord, ...]
     checks: tuple[CheckRecord, ...]
     results: tuple[CaseRecord, ...]
+    digest: str = ""
+    """SHA-256 of everything else, as `core_rl_conformance.report.files` computes it; empty before it is written."""
 
     @property
     def verdict(self) -> Verdict:

@@ -14,7 +14,7 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers.api import Api, Refused
 from core_rl.servers.wire import Wire, readable
 
-__all__ = ["CONTROL", "GENERATE", "NEEDS", "Routes", "read_routes", "scoring_problem"]
+__all__ = ["CONTROL", "GENERATE", "NEEDS", "WHOLE", "Routes", "read_routes", "scoring_problem"]
 
 GENERATE = {"openai": "/v1/completions", "sglang": "/generate", "vllm": "/inference/v1/generate"}
 """The route of requests, by wire."""
@@ -60,6 +60,7 @@ NEEDS: Mapping[str, Mapping[Capability, tuple[str, ...]]] = {
             "/destroy_weights_update_group",
         ),
         Capability.SYNC_LORA: ("/load_lora_adapter", "/unload_lora_adapter"),
+        Capability.SYNC_DELTA: (),
     },
     "vllm": {
         Capability.PAUSE: (),
@@ -71,9 +72,12 @@ NEEDS: Mapping[str, Mapping[Capability, tuple[str, ...]]] = {
             "/shutdown_weight_transfer_engine",
         ),
         Capability.SYNC_LORA: ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        Capability.SYNC_DELTA: (),
     },
 }
 """Capabilities that change a server, and their routes besides `CONTROL`, by wire."""
+WHOLE = (Capability.SYNC_DISK, Capability.SYNC_TENSOR, Capability.SYNC_DISTRIBUTED)
+"""Weight sync by which a server loads whole weights. ``sync_delta`` needs one: the client adds the changes."""
 PRODUCTS = (("SGLang", "/server_info"), ("vLLM", "/version"))
 """Products, and the route of each with its version."""
 NO_LORA = "the server runs without --enable-lora"
@@ -95,6 +99,8 @@ class Routes:
     version: str
     model: str
     """The name of its model in requests."""
+    directory: str
+    """The directory of its model, or the model's name on the Hub; empty where it does not tell."""
     fields: frozenset[str]
     """Fields of a completion request, where the server describes them."""
     disabled: Mapping[Capability, str]
@@ -135,12 +141,14 @@ async def _read(address: str, key: str | None) -> Routes:
             paths = frozenset(description["paths"])
             fields = frozenset(_completion_fields(description))
         product, about = await _product(api, paths)
+        model, directory = await _model(api)
         disabled = _disabled_in_sglang(about) if product == "SGLang" else await _disabled_in_vllm(api, paths)
         return Routes(
             paths=paths,
             product=product,
             version=str(about.get("version", "unknown")),
-            model=await _model(api),
+            model=model,
+            directory=directory,
             fields=fields,
             disabled=disabled,
             tokenizer=not about.get("skip_tokenizer_init"),
@@ -187,14 +195,15 @@ async def scoring_problem(address: str, key: str | None, wire: Wire, vocab_size:
     return ""
 
 
-async def _model(api: Api) -> str:
-    """The name of its model; empty where it does not tell."""
+async def _model(api: Api) -> tuple[str, str]:
+    """Name and directory of its model; empty where it does not tell."""
     try:
         models = await api.get("/v1/models", TIMEOUT_S)
     except Refused:
-        return ""
+        return "", ""
     with readable(models, f"{api.address}/v1/models is something"):
-        return str(models["data"][0]["id"])
+        model = models["data"][0]
+        return str(model["id"]), str(model.get("root") or "")
 
 
 def _completion_fields(description: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+from core_rl.checkpoint.precisions import quantized_layers, shown_layers
+from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.secret import SecretReference
@@ -22,7 +25,15 @@ from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, ModelStore, Tin
 from core_rl_conformance.profile import FAMILIES, Profile
 from core_rl_conformance.servers.backend import ServerUnderTestConfig, wire_of
 from core_rl_conformance.servers.options import ServerArguments
-from core_rl_conformance.servers.routes import CONTROL, GENERATE, NEEDS, Routes, read_routes, scoring_problem
+from core_rl_conformance.servers.routes import (
+    CONTROL,
+    GENERATE,
+    NEEDS,
+    WHOLE,
+    Routes,
+    read_routes,
+    scoring_problem,
+)
 
 __all__ = ["load_server"]
 
@@ -105,7 +116,10 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
     special |= {Capability.CUDA} if arguments.device == "cuda" else set()
     special |= {Capability.LAUNCH_SERVER, Capability.MOE} if launches else set()
     capabilities = frozenset((_capabilities(arguments.wire) | special) - missing.keys() - withheld.keys())
-    spec = _spec(capabilities, f"{routes.product} {routes.version} at {place} (wire {arguments.wire})")
+    description = f"{routes.product} {routes.version} at {place} (wire {arguments.wire})"
+    if layers := _quantized(routes.directory, arguments.model_dir):
+        description += f"; layers in another precision than the trainer's {arguments.served_dtype}: {layers}"
+    spec = _spec(capabilities, description)
     load_backend(spec)
     changes = SETS_VERSIONS not in missing.keys() | withheld.keys()
     options = {
@@ -128,6 +142,18 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
         withheld=MappingProxyType(withheld),
         raw_logprobs=RAW.get(routes.product, ""),
     )
+
+
+def _quantized(directory: str, model_dir: str) -> str:
+    """The quantized layers of the server, by precision; empty where its directory is not on this machine."""
+    config = Path(directory, "config.json")
+    if not (model_dir and Path(directory).is_absolute() and config.is_file()):
+        return ""
+    quantization = json.loads(config.read_text(encoding="utf-8")).get("quantization_config")
+    if not quantization:
+        return ""
+    files = TensorFiles(Path(model_dir), "model")
+    return shown_layers(quantized_layers(quantization, {name: files.shape(name) for name in files.names()}))
 
 
 def _spec(capabilities: frozenset[Capability], description: str) -> EngineSpec:
@@ -162,9 +188,13 @@ def _missing(wire: str, routes: Routes) -> Iterator[tuple[str, str]]:
     control = routes.missing(CONTROL[wire])
     if control:
         yield SETS_VERSIONS, control
-    for capability, needed in NEEDS[wire].items():
-        if reason := control or routes.missing(needed) or routes.disabled.get(capability, ""):
-            yield capability, reason
+    reasons = {
+        capability: control or routes.missing(needed) or routes.disabled.get(capability, "")
+        for capability, needed in NEEDS[wire].items()
+    }
+    if all(reasons[method] for method in WHOLE):
+        reasons[Capability.SYNC_DELTA] = reasons[Capability.SYNC_DISK]
+    yield from ((capability, reason) for capability, reason in reasons.items() if reason)
 
 
 def _withheld(wire: str, missing: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,7 @@ from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, Outcome
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, NotSupported, Outcome
 from core_rl_conformance.session.matrix import Selection, cases, pair_cases, three_rank_cases
 from core_rl_conformance.soak import soak_check
 
@@ -46,6 +46,8 @@ BASICS = {
 MODULES = {
     "outputs": 1,
     "contract": 1,
+    "trainer_losses": 2,
+    "trainer_steps": 4,
     "gradients": 3,
     "properties": 3,
     "steps": 5,
@@ -225,10 +227,11 @@ class CheckItem(pytest.Item):
             self.case.check.function(subject)
         except NotRun as reason:
             self._leave_out(str(reason))
+        except NotSupported as reason:
+            self._refuse(str(reason))
         except CoreRLError as error:
             if isinstance(error, LayoutError) and self.case.setting == self.case.target.three_ranks:
-                self.case = replace(self.case, not_supported=f"refused: {error}".splitlines()[0])
-                pytest.skip(self.case.not_supported)
+                self._refuse(f"refused: {error}".splitlines()[0])
             if isinstance(error, RankTimeout):
                 expected_values.groups.hangs[self._place] += 1
             for target in filter(None, (self.case.target, self.case.partner)):
@@ -243,6 +246,10 @@ class CheckItem(pytest.Item):
 
     def _leave_out(self, reason: str) -> NoReturn:
         self.case = replace(self.case, not_run=reason)
+        pytest.skip(reason)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.case = replace(self.case, not_supported=reason)
         pytest.skip(reason)
 
     def result(self, outcome: Outcome, reason: str) -> CaseRecord:
@@ -277,11 +284,13 @@ class CheckItem(pytest.Item):
             return str(excinfo.value)
         if isinstance(excinfo.value, CoreRLError):
             case = self.case
-            engine = f"engine {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
+            engine = (
+                f"{case.target.noun} {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
+            )
             notes = "\n".join(getattr(excinfo.value, "__notes__", []))
             message = f"{type(excinfo.value).__name__}: {excinfo.value}"
             place = last_line(f"{message}\n{notes}")
-            where = "" if place is None else f"  last line of the engine: {place}\n"
+            where = "" if place is None else f"  last line of the {case.target.noun}: {place}\n"
             return f"{case.check.identifier}: {engine}\n{where}  {message}\n{notes}"
         return super().repr_failure(excinfo, style)
 

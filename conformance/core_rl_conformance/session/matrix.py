@@ -16,7 +16,7 @@ from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.objects import load_object
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import FAMILIES, Profile, Setting
+from core_rl_conformance.profile import BUILT, Profile, Setting
 
 Place = tuple[Setting, str, DType]
 FULL = 2
@@ -114,7 +114,7 @@ def select(targets: Sequence[Target], selection: Selection, known_checks: Collec
         if name not in layouts
     ]
     problems += [
-        f"--model={name}: the profiles have {_listed(families)}; the suite builds {', '.join(FAMILIES)}"
+        f"--model={name}: the profiles have {_listed(families)}; the suite builds {', '.join(BUILT)}"
         for name in selection.families or ()
         if name not in families
     ]
@@ -139,7 +139,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
     not_supported = _not_supported(check, target, selection)
     if check.dtype is not None and not not_supported:
         dtypes = selection.dtypes_of(profile, check.dtype)
-    if check.kind != target.spec.kind or check.partner is not None or not (settings and families and dtypes):
+    if check.kind != target.kind or check.partner is not None or not (settings and families and dtypes):
         return []
     suited = [family for family in families if check.families is None or family in check.families]
     wide = [
@@ -164,7 +164,8 @@ def three_rank_cases(check: Check, target: Target, selection: Selection) -> Iter
     _, families, dtypes = selection.of(target.profile)
     suited = [family for family in families if check.families is None or family in check.families]
     setting = target.three_ranks
-    if setting is None or not (check.on_three_ranks and suited and dtypes) or selection.quick:
+    asked = check.on_three_ranks and check.kind == target.kind
+    if setting is None or not (asked and suited and dtypes) or selection.quick:
         return
     if selection.wants_layout(setting) and not _not_supported(check, target, selection):
         family = suited[_turn(check, selection) % len(suited)]
@@ -209,6 +210,9 @@ def _other(setting: Setting, family: str, selected: Sequence[Setting], profile: 
 def _not_supported(check: Check, target: Target, selection: Selection) -> str:
     if check.identifier in target.missing_routes:
         return target.missing_routes[check.identifier]
+    most = max(layout.dp for layout in target.profile.layouts)
+    if target.trainer is not None and most < check.min_dp:
+        return f"the trainer's profile has no layout with {check.min_dp} ranks"
     required = check.requires | ({Capability.CUDA} if selection.device == "cuda" else set())
     missing = sorted(required - target.spec.capabilities - target.withheld.keys())
     routes = dict.fromkeys(target.missing_routes[name] for name in missing if name in target.missing_routes)
@@ -289,7 +293,7 @@ def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) ->
     """
     for target in targets:
         for partner in targets:
-            suited = check.kind == target.spec.kind and check.partner == partner.spec.kind
+            suited = check.kind == target.kind and check.partner == partner.spec.kind
             if suited and target is not partner:
                 yield from _cases_of_pair(check, target, partner, selection)
 

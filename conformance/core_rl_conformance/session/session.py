@@ -16,18 +16,19 @@ import transformers
 from transformers.utils import logging as hf_logging
 from xdist.scheduler import LoadScopeScheduling
 
-from core_rl.errors import CoreRLError
+from core_rl.errors import CoreRLError, MissingPackage
 from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
+from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.report.code import suite_code
 from core_rl_conformance.servers.options import ServerArguments
-from core_rl_conformance.servers.target import load_server
 from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan, level
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
+from core_rl_conformance.session.trainers import load_trainer
 
 CASE = re.compile(r"(?P<module>[^/]*)\.py::[^\[]*\[.*?-(?P<model>[^-]+-(?:bfloat16|float32))")
 """The name of a case, as far as its model and dtype."""
@@ -104,7 +105,7 @@ class ConformanceSession:
             case = item.case
             profile = case.target.profile
             # A server has one model, and takes long to start with another.
-            serves = case.target.spec.kind == "inference"
+            serves = case.target.kind == "inference"
             return (
                 self.plan.targets.index(case.target),
                 profile.dtypes.index(case.dtype),
@@ -176,7 +177,9 @@ class ConformanceSession:
         result = CaseRecord.from_properties(report.user_properties)
         if result is not None:
             failed = result.outcome in (Outcome.FAILED, Outcome.WAIVED)
-            self.summary.add(result.model_copy(update={"message": report.longreprtext if failed else ""}))
+            # Not `longreprtext`: from a worker it begins with the path of its Python.
+            message = str(report.longrepr or "") if failed else ""
+            self.summary.add(result.model_copy(update={"message": message}))
 
     # ---------------------------------------------------------------- ending
 
@@ -213,7 +216,7 @@ class CaseScheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no an
 
     def _split_scope(self, nodeid: str) -> str:
         targets = self.config.stash[PLAN].targets
-        return unit_of(nodeid, [target.spec.name for target in targets if target.spec.kind == "inference"])
+        return unit_of(nodeid, [target.spec.name for target in targets if target.kind == "inference"])
 
 
 def _plan(config: pytest.Config) -> Plan:
@@ -239,15 +242,29 @@ def _plan(config: pytest.Config) -> Plan:
         checks = load_checks()
         engines = dict.fromkeys(config.getoption("core_rl_engines"))
         targets = [load_target(name, checks) for name in engines]
-        targets += [] if (server := _server_arguments(config)) is None else [load_server(server)]
+        targets += [
+            load_trainer(name, checks) for name in dict.fromkeys(config.getoption("core_rl_trainer") or ())
+        ]
+        targets += [] if (server := _server_arguments(config)) is None else [_load_server(server)]
         select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
-    if selection.soak_minutes is not None and all(target.spec.kind != "train" for target in targets):
+    if selection.soak_minutes is not None and all(target.kind != "train" for target in targets):
         raise pytest.UsageError(
             f"--soak: {', '.join(engines)}: no train engine; a soak draws calls of train engines"
         )
     return Plan(targets, selection)
+
+
+def _load_server(arguments: ServerArguments) -> Target:
+    """The server under test; raises `MissingPackage` without the packages of the extra ``servers``."""
+    try:  # engines without servers need none of them
+        from core_rl_conformance.servers.target import load_server
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            f"--server and --server-command need {error.name}: pip install 'core-rl[conformance,servers]'"
+        ) from error
+    return load_server(arguments)
 
 
 def _server_arguments(config: pytest.Config) -> ServerArguments | None:

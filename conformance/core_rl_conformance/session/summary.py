@@ -52,10 +52,10 @@ class Summary:
         return list(self._results.values())
 
     def add(self, result: CaseRecord) -> None:
-        """Take one result."""
+        """Take one result; the report on a teardown repeats it, without a message."""
         key = (result.engine, result.partner, result.check, result.layout, result.model, result.dtype)
         known = self._results.get(key)
-        if known is None or known.outcome is not Outcome.FAILED:
+        if known is None or known.outcome not in (Outcome.FAILED, result.outcome):
             self._results[key] = result
 
     # ------------------------------------------------------------ emptiness
@@ -83,7 +83,7 @@ class Summary:
 
     def _certifiable(self, target: Target) -> set[Capability]:
         """Capabilities that some check can show of such an engine, in this environment."""
-        checks = [check for check in load_checks().values() if check.kind == target.spec.kind]
+        checks = [check for check in load_checks().values() if check.kind == target.kind]
         shown = {capability for check in checks if check.partner is None for capability in check.requires}
         shown |= {Capability.BFLOAT16}
         shown |= {Capability.CUDA} if self.plan.selection.device == "cuda" else set()
@@ -111,7 +111,7 @@ class Summary:
         width = max((len(result.label) for result in engine_results), default=5)
         counts = {outcome: sum(result.outcome is outcome for result in engine_results) for outcome in Outcome}
         shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-        terminal.write_line(f"engine {target.spec.name}: {shown}")
+        terminal.write_line(f"{target.noun} {target.spec.name}: {shown}")
         cells = [max(13, len(head)) for head in heads]
         line = "  ".join(map(str.ljust, heads, cells))
         terminal.write_line(f"  {'check'.ljust(width)}  {line}  largest error / allowed")
@@ -121,7 +121,7 @@ class Summary:
                 _cell(rows, *column).ljust(size) for column, size in zip(columns, cells, strict=True)
             )
             terminal.write_line(f"  {label.ljust(width)}  {line}  {_worst(rows)}")
-        needs = needs_of(load_checks().values(), target.spec.kind)
+        needs = needs_of(load_checks().values(), target.kind)
         for capability in certify(target.spec.capabilities, engine_results, needs):
             reason = f" ({capability.reason})" if capability.reason else ""
             meaning = f": {capability.meaning}" if capability.meaning else ""
@@ -199,17 +199,18 @@ class ReportWriter:
         for target in plan.targets:
             spec = target.spec
             engine_results = [case for case in results if case.engine == spec.name]
-            entry = entries.get(spec.name)
-            distribution = entry.distribution if entry else "(this process)"
+            # A trainer may have the name of an engine.
+            entry = entries.get(spec.name) if target.trainer is None else None
+            distribution = entry.distribution if entry else target.distribution or "(this process)"
             record = EngineRecord(
                 name=spec.name,
-                kind=spec.kind,
+                kind=target.kind,
                 description=spec.description,
                 distribution=distribution,
                 version=entry.version if entry else target.version or "-",
                 code=engine_code(spec, distribution),
                 protocol=spec.protocol,
-                capabilities=certify(spec.capabilities, engine_results, needs_of(checks, spec.kind)),
+                capabilities=certify(spec.capabilities, engine_results, needs_of(checks, target.kind)),
                 verdict=judge(engine_results, problems[spec.name], complete=complete),
                 problems=tuple(problems[spec.name]),
             )

@@ -32,7 +32,7 @@ FILES = {
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 CLASS_PREFIX = re.compile(r"[A-Z][A-Za-z0-9]*")
 DISTRIBUTION_PREFIX = "core-rl-"
-RESERVED = ("conformance", "oracle", "trainer", "fsdp", "megatron", "sglang", "vllm")
+RESERVED = ("conformance", "oracle", "trainer", "fsdp", "megatron", "sglang", "torchtitan", "vllm")
 """Names whose distributions, or modules, are core-rl's own, installed or not."""
 
 

@@ -94,6 +94,10 @@ class WithTemperature:
     def trained_only(self) -> bool:
         return self.step.trained_only
 
+    @property
+    def share_prefixes(self) -> bool:
+        return self.step.share_prefixes
+
     def __call__(self, output: ModelOutput, micro_batch: SequenceBatch) -> Tensor:
         return self.step(output, micro_batch)
 

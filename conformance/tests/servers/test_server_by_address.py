@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from server_stub import running
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.servers.routes import read_routes
+from core_rl_conformance.servers.target import load_server
 
 pytest_plugins = ["pytester"]
 
@@ -88,6 +91,33 @@ def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: R
     assert outcomes == dict.fromkeys((PREFIX, VERSIONS), ("passed", ""))
     server.load(server.model)
     server.label = before
+
+
+DELTAS = ["I12.receive-delta", "I12.delta-base"]
+
+
+def test_deltas_are_judged_with_take_over(pytester: pytest.Pytester, model_dir: str) -> None:
+    with running([ReferenceServer(model_dir)]) as (made,):
+        _, outcomes = judge(pytester, made, DELTAS, "--wire=vllm", "--take-over")
+        assert outcomes == dict.fromkeys(DELTAS, ("passed", ""))
+        assert made.calls["/collective_rpc"] > len(DELTAS)
+
+
+@pytest.mark.parametrize(
+    ("wire", "absent", "outcome", "reason"),
+    [
+        ("vllm", "", "not run", "it would change the server; give --take-over to allow it"),
+        ("vllm", "/collective_rpc", "not supported", "no route /collective_rpc"),
+        ("openai", "", "not supported", "the wire openai has no route that changes a server"),
+    ],
+)
+def test_deltas_need_a_route_of_whole_weights(
+    pytester: pytest.Pytester, model_dir: str, wire: str, absent: str, outcome: str, reason: str
+) -> None:
+    with running([ReferenceServer(model_dir, routes=[r for r in CONTROL if r != absent])]) as (made,):
+        _, outcomes = judge(pytester, made, DELTAS, f"--wire={wire}")
+    assert outcomes == dict.fromkeys(DELTAS, (outcome, reason))
+    assert not made.calls["/collective_rpc"]
 
 
 def test_raw_logprobs_are_named(pytester: pytest.Pytester, model_dir: str) -> None:
@@ -168,3 +198,34 @@ def test_log_of_failed_command_is_shown(pytester: pytest.Pytester) -> None:
     result = run(pytester, f"--server-command={command}", "--wire=openai", "--pyargs", "core_rl_conformance")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--server-command: *ended with exit code 1*", "no such flag: --weights=/*"])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layers"),
+    [
+        ({"quant_method": "fp8"}, "fp8: model.layers.*.mlp"),
+        ({"quant_method": "gptq", "bits": 4}, "int4: model.layers.*.mlp"),
+        (None, ""),
+    ],
+)
+def test_report_lists_quantized_layers(
+    quantization: dict[str, Any] | None, layers: str, model_dir: str, tmp_path: Path
+) -> None:
+    shutil.copytree(model_dir, tmp_path / "served")
+    file = tmp_path / "served" / "config.json"
+    config = json.loads(file.read_text()) | ({"quantization_config": quantization} if quantization else {})
+    file.write_text(json.dumps(config))
+    with running([ReferenceServer(model_dir)]) as (made,):
+        made.model_path = str(tmp_path / "served")
+        arguments = ServerArguments(
+            url=f"http://{made.address}",
+            command="",
+            wire="openai",
+            model_dir=model_dir,
+            take_over=False,
+            key_variable=None,
+            dtype=None,
+            device="cpu",
+        )
+        description = load_server(arguments).spec.description
+    assert layers in description and ("another precision" in description) == bool(quantization)

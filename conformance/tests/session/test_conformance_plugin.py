@@ -7,6 +7,8 @@ import fnmatch
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -397,3 +399,24 @@ def test_a_report_is_written(pytester: pytest.Pytester, installed: str) -> None:
     )
     assert result.ret == pytest.ExitCode.OK
     assert (pytester.path / "a.json").is_file()
+
+
+WITHOUT_AIOHTTP = "import sys, pytest; sys.modules['aiohttp'] = None; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "text"),
+    [
+        (["--engine=reference", "--check=I7.logprobs"], pytest.ExitCode.OK, "1 test collected"),
+        (
+            ["--server=http://127.0.0.1:9", "--wire=openai"],
+            pytest.ExitCode.USAGE_ERROR,
+            "need aiohttp: pip install 'core-rl[conformance,servers]'",
+        ),
+    ],
+)
+def test_only_servers_need_aiohttp(options: list[str], status: int, text: str, tmp_path: Path) -> None:
+    suite = ["--pyargs", "core_rl_conformance", "--collect-only", "--quick", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", WITHOUT_AIOHTTP, *options, *suite]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == status and text in result.stdout + result.stderr

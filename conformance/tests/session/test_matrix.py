@@ -93,6 +93,8 @@ def test_three_data_parallel_ranks_are_added() -> None:
     assert not [case for arguments in without for case in three_rank_cases(*arguments)]
     profile = replace(WIDE.profile, layouts=(DP1, ParallelLayout(dp=3)))
     assert replace(WIDE, profile=profile).three_ranks is None
+    served = replace(WIDE.spec, kind="inference")
+    assert replace(WIDE, spec=served).three_ranks is None
     select([WIDE], Selection(layouts=("dp3",)), CHECKS)
 
 

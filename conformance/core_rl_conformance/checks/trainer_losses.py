@@ -1,0 +1,261 @@
+"""Losses of whole trainers: gradients, terms, masks and advantages against float64, at any cut and on any ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import get_args
+
+import torch
+
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.inputs.rollouts import Rollouts
+from core_rl_conformance.outcomes import NotSupported
+from core_rl_conformance.procedures.trainers import (
+    WHOLE,
+    build,
+    cuts_of,
+    draw,
+    need,
+    plain_loss,
+    policy_loss,
+    spec_of,
+    train,
+    verify_gradients,
+)
+from core_rl_conformance.trainers.spec import Feature
+from core_rl_oracle.group_advantages import mistaken_advantages
+from core_rl_oracle.loss_names import AdvantageRule, Objective
+from core_rl_oracle.policy_losses import PolicyLoss
+
+TEMPERATURE = 0.8
+
+
+def _verify_objective(subject: EngineUnderTest, objective: Objective) -> None:
+    __tracebackhide__ = True
+    spec = spec_of(subject)
+    if objective not in spec.objectives:
+        raise NotSupported(f"the trainer names no objective {objective}")
+    aggregations = sorted(spec.aggregations)
+    number = subject.case.seed + get_args(Objective).index(objective)
+    loss = PolicyLoss(objective=objective, aggregation=aggregations[number % len(aggregations)])
+    label = f"{objective} with {loss.aggregation}"
+    verify_gradients(subject, label, draw(subject), loss, cuts_of(subject))
+
+
+@check("T1.cross-entropy", kind="trainer", each="layout")
+def cross_entropy_follows_its_definition(subject: EngineUnderTest) -> None:
+    """Supervised training has the gradients, loss and norm of the float64 cross entropy, at every cut.
+
+    Why: a mean of micro-batch means weighs tokens by the micro-batch that they lie in (transformers #34191), and a
+    mean of ranks' means does so by ranks.
+    Look at: the divisor of the loss: it counts trained tokens, or sequences, of all micro-batches and ranks.
+    """
+    _verify_objective(subject, "cross_entropy")
+
+
+@check("T1.reinforce", kind="trainer", each="layout")
+def reinforce_follows_its_definition(subject: EngineUnderTest) -> None:
+    """``A * log p`` has the float64 gradients, loss and norm, at every cut.
+
+    Why: advantages one token off, or normalised a second time by the trainer, change every gradient and raise nothing.
+    Look at: the alignment of advantages with the tokens that they belong to, and any whitening.
+    """
+    _verify_objective(subject, "reinforce")
+
+
+@check("T1.clipped", kind="trainer", each="layout")
+def clipped_follows_its_definition(subject: EngineUnderTest) -> None:
+    """PPO's clipped objective has the float64 gradients, loss and norm, at every cut, with ratios on all sides.
+
+    Why: the minimum taken on the wrong side, or one clip bound for both sides, only shows off-policy.
+    Look at: ``min(r * A, clip(r) * A)`` for negative advantages, and which log-probs the ratio is taken to.
+    """
+    _verify_objective(subject, "clipped")
+
+
+@check("T1.dual-clipped", kind="trainer", each="layout")
+def dual_clipped_follows_its_definition(subject: EngineUnderTest) -> None:
+    """Dual-clip PPO has the float64 gradients, loss and norm, at every cut.
+
+    Why: the second bound holds for negative advantages alone; elsewhere it would cut gains.
+    Look at: the sign of the advantages in its condition.
+    """
+    _verify_objective(subject, "dual_clipped")
+
+
+@check("T1.gspo", kind="trainer", each="layout")
+def gspo_follows_its_definition(subject: EngineUnderTest) -> None:
+    """GSPO has the float64 gradients, loss and norm, at every cut: one ratio for each sequence.
+
+    Why: the mean of log-ratios is over trained tokens; over padded or all tokens it is another ratio.
+    Look at: the mask in the mean, and whether the gradient flows through the sequence's ratio.
+    """
+    _verify_objective(subject, "gspo")
+
+
+@check("T1.cispo", kind="trainer", each="layout")
+def cispo_follows_its_definition(subject: EngineUnderTest) -> None:
+    """CISPO has the float64 gradients, loss and norm, at every cut: clipped weights, and a gradient for every token.
+
+    Why: a weight that is not detached gives the gradient of another objective.
+    Look at: ``detach()`` of the clipped ratio.
+    """
+    _verify_objective(subject, "cispo")
+
+
+@check("T1.aggregations", kind="trainer", each="layout and model", on_three_ranks=True)
+def every_aggregation_is_independent_of_the_cut(subject: EngineUnderTest) -> None:
+    """Each aggregation that the trainer names has the float64 gradients, loss and norm, at every cut.
+
+    Why: verl's ``seq-mean-token-sum-norm`` took the padded length of each micro-batch for its constant: gradients were
+    88 % off at five micro-batches, and right at one.
+    Look at: every length, count or mean that is taken inside a micro-batch or a rank.
+    """
+    rollouts = draw(subject, seed=1)
+    for aggregation in sorted(spec_of(subject).aggregations):
+        loss = replace(plain_loss(subject), aggregation=aggregation)
+        verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss, cuts_of(subject))
+
+
+@check("T2.kl", kind="trainer", each="layout")
+def divergence_is_the_named_estimator(subject: EngineUnderTest) -> None:
+    """Each KL estimator in the loss has the float64 value and gradient.
+
+    Why: k3 with its arguments exchanged is a divergence too; in the loss its gradient is another one.
+    Look at: the order of policy and reference, and the aggregation of the term.
+    """
+    estimators = sorted(spec_of(subject).kl_estimators)
+    if not estimators:
+        raise NotSupported("the trainer names no KL estimator")
+    rollouts = draw(subject, seed=2)
+    for estimator in estimators:
+        loss = replace(policy_loss(subject), kl_coef=0.5, kl_estimator=estimator)
+        verify_gradients(subject, f"the loss with KL {estimator}", rollouts, loss, cuts_of(subject)[-1:])
+
+
+@check("T2.entropy", kind="trainer", each="layout")
+def entropy_bonus_has_its_gradient(subject: EngineUnderTest) -> None:
+    """The entropy bonus has the float64 value and gradient, aggregated as the objective.
+
+    Why: an entropy that is computed for a metric alone has no gradient.
+    Look at: the graph of the entropy, its sign, and its aggregation.
+    """
+    need(subject, Feature.ENTROPY)
+    loss = replace(policy_loss(subject), entropy_coef=0.25)
+    verify_gradients(subject, "the loss with an entropy bonus", draw(subject, seed=3), loss, cuts_of(subject))
+
+
+@check("T2.temperature", kind="trainer", each="layout")
+def temperature_divides_logits(subject: EngineUnderTest) -> None:
+    """At a temperature of 0.8, log-probs of the loss belong to the distribution that tokens were drawn from.
+
+    Why: ratios of a policy at temperature 1 to rollouts at another one are off before the first update.
+    Look at: the division of logits, in float32, before log-softmax and entropy.
+    """
+    need(subject, Feature.TEMPERATURE)
+    loss = replace(policy_loss(subject), temperature=TEMPERATURE)
+    rollouts = draw(subject, TEMPERATURE, seed=4)
+    verify_gradients(subject, f"the loss at temperature {TEMPERATURE}", rollouts, loss, cuts_of(subject)[-1:])
+
+
+@check("T3.metrics", kind="trainer", each="layout")
+def metrics_are_independent_of_the_cut(subject: EngineUnderTest) -> None:
+    """Every metric of a batch is the same at every cut.
+
+    Why: verl's ``pg_clipfrac`` and ``ppo_kl`` are means over micro-batches, so that a change of the budget looks like a
+    change of the policy.
+    Look at: metrics that are averaged over micro-batches or ranks, in place of their sums and counts.
+    """
+    cuts = cuts_of(subject)
+    if len(cuts) < 2:
+        raise NotSupported("the trainer takes one cut only")
+    spec, rollouts, loss = spec_of(subject), draw(subject, seed=5), plain_loss(subject)
+    # Another cut rounds differently, and a metric may amplify it.
+    small = math.sqrt(torch.finfo(subject.dtype).eps)
+    if "clipped" in spec.objectives:
+        loss = replace(loss, objective="clipped")
+    trainer = build(subject, loss)
+    runs = [train(subject, trainer, rollouts, cut, apply=False) for cut in cuts]
+    for cut, metrics in zip(cuts[1:], runs[1:], strict=True):
+        for name, value in runs[0].items():
+            other = metrics.get(name)
+            near = other is not None and abs(other - value) <= small * max(abs(value), small)
+            subject.require(
+                near or name in spec.cut_metrics,
+                f"the metric {name!r} is {value:.9g} of the whole batch, and {other!r} at {cut}; a metric that "
+                "counts micro-batches belongs into the spec's 'cut_metrics'",
+            )
+
+
+@check("T3.order", kind="trainer", each="layout", min_dp=2, on_three_ranks=True)
+def spread_over_ranks_does_not_matter(subject: EngineUnderTest) -> None:
+    """Gradients are the same however unequal the ranks' parts are.
+
+    Why: a mean of ranks' means is right while all ranks have as many tokens, and wrong on real data.
+    Look at: the sum of weights over ranks, and the factor by which the framework's reduction divides.
+    """
+    rollouts, loss = draw(subject, seed=6), plain_loss(subject)
+    by_length = sorted(range(len(rollouts.rows)), key=lambda index: sum(rollouts.rows[index].mask))
+    for label, order in (("shortest first", by_length), ("longest first", by_length[::-1])):
+        verify_gradients(
+            subject, f"a batch with the {label}", rollouts.select(order), loss, cuts_of(subject)[-1:]
+        )
+
+
+@check("T4.untrained", kind="trainer", each="layout")
+def untrained_sequences_count_nothing(subject: EngineUnderTest) -> None:
+    """A sequence without a trained token adds nothing, neither to the sum nor to the divisor.
+
+    Why: completions that are filtered out or were cut off stay in a batch with an empty mask; where they count in the
+    divisor, the rest is trained at a lower rate (verl's ``rollout_rs``: 0.43 of the gradient).
+    Look at: the count of sequences or tokens in the divisor, and divisions by an empty mask.
+    """
+    spec = spec_of(subject)
+    rollouts = draw(subject, seed=7).untrained((0, 5, 6, 11))
+    for aggregation in sorted(spec.aggregations):
+        loss = replace(plain_loss(subject), aggregation=aggregation)
+        label = f"a batch with untrained sequences, {aggregation}"
+        verify_gradients(subject, label, rollouts, loss, cuts_of(subject)[-1:])
+
+
+@check("T4.first-token", kind="trainer", each="layout")
+def first_tokens_are_not_predicted(subject: EngineUnderTest) -> None:
+    """A mask that names the first token of a sequence trains nothing there: no token predicts it.
+
+    Why: in a packed row the last token of one sequence would predict the first of the next (verl's ``sft_loss``: 19 %).
+    Look at: the shift of labels in packed rows, and the count of trained tokens.
+    """
+    rollouts = draw(subject, seed=8).with_first_tokens()
+    verify_gradients(subject, "a mask with first tokens", rollouts, plain_loss(subject), [WHOLE])
+
+
+@check("T5.advantages", kind="trainer", each="layout")
+def advantages_follow_their_rule(subject: EngineUnderTest) -> None:
+    """Advantages from rewards follow the rule that the trainer names, within each group.
+
+    Why: a baseline over the batch or the micro-batch, a division that the rule does not have, or groups that are torn
+    apart by sharding train another objective under the same name.
+    Look at: which sequences the mean and the deviation are taken over, and when: before sharding and cutting.
+    """
+    spec = spec_of(subject)
+    if not spec.advantages:
+        raise NotSupported("the trainer names no rule for advantages")
+    rollouts = draw(subject, seed=9)
+    loss = policy_loss(subject)
+    for rule in sorted(spec.advantages):
+        mistaken = partial(_mistaken_rules, rollouts, loss, rule)
+        right = rollouts.by_rule(rule)
+        label = f"advantages by {rule}"
+        verify_gradients(subject, label, right, loss, cuts_of(subject)[-1:], rule, mistaken=mistaken)
+
+
+def _mistaken_rules(
+    rollouts: Rollouts, loss: PolicyLoss, rule: AdvantageRule
+) -> Iterator[tuple[str, Rollouts, PolicyLoss]]:
+    rewards, groups = [row.reward for row in rollouts.rows], [row.group for row in rollouts.rows]
+    for sentence, values in mistaken_advantages(rule, rewards, groups):
+        yield sentence, rollouts.with_advantages(values), loss

@@ -1,0 +1,163 @@
+"""Rollouts for trainers: sequences with log-probs of an old policy and of a reference, rewards and groups."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from core_rl_conformance.trainers.interface import TrainSequence
+from core_rl_oracle.group_advantages import group_advantages
+from core_rl_oracle.loss_names import AdvantageRule
+from core_rl_oracle.oracle import OracleSequence
+
+__all__ = ["LENGTHS", "Rollout", "Rollouts", "draw_rollouts"]
+
+LENGTHS = (17, 8, 31, 5, 11, 23, 9, 40, 6, 12, 28, 7, 19, 4, 13, 14)
+"""Tokens of each sequence, four of one prompt after the other."""
+GROUP = 4
+"""Completions of a prompt."""
+LOG_RATIOS = (-0.5, -0.33, -0.1, 0.06, 0.12, 0.33, 0.5, 1.3)
+"""Of the trained policy to the old one: below, between and above the clip bounds, and far above."""
+BOUNDS = (math.log(0.8), math.log(1.2), math.log(1.28))
+NEAREST = 0.02
+"""Distance of a sequence's mean log-ratio from a clip bound: rounding must not decide on which side it is."""
+PARTS = 64
+"""Numbers are multiples of 1/64, exact in float32 at the size of a log-prob."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sequence; hashable."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    advantages: tuple[float, ...]
+    old: tuple[float, ...]
+    ref: tuple[float, ...]
+    reward: float
+    group: int
+
+    def for_trainer(self) -> TrainSequence:
+        """The form that a trainer takes."""
+        return TrainSequence(
+            input_ids=torch.tensor(self.ids),
+            loss_mask=torch.tensor(self.mask),
+            advantages=torch.tensor(self.advantages),
+            old_logprobs=torch.tensor(self.old),
+            ref_logprobs=torch.tensor(self.ref),
+            reward=self.reward,
+            group=self.group,
+        )
+
+    def for_oracle(self) -> OracleSequence:
+        """The form that the judge takes."""
+        fields = {"advantages": self.advantages, "old_logprobs": self.old, "ref_logprobs": self.ref}
+        floats = {name: torch.tensor(values, dtype=torch.float64) for name, values in fields.items()}
+        return OracleSequence(input_ids=list(self.ids), fields={"mask": torch.tensor(self.mask), **floats})
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch; hashable, so that computed values can be cached."""
+
+    rows: tuple[Rollout, ...]
+
+    def select(self, indices: Sequence[int]) -> Rollouts:
+        """The sequences ``indices``, in that order."""
+        return Rollouts(tuple(self.rows[index] for index in indices))
+
+    def for_trainer(self) -> list[TrainSequence]:
+        """The sequences one by one, for a trainer."""
+        return [row.for_trainer() for row in self.rows]
+
+    def for_oracle(self) -> list[OracleSequence]:
+        """The sequences one by one, for the judge."""
+        return [row.for_oracle() for row in self.rows]
+
+    def with_advantages(self, values: Sequence[float]) -> Rollouts:
+        """The same with one advantage for all tokens of each sequence."""
+        rows = (
+            replace(row, advantages=(value,) * len(row.ids))
+            for row, value in zip(self.rows, values, strict=True)
+        )
+        return Rollouts(tuple(rows))
+
+    def by_rule(self, rule: AdvantageRule) -> Rollouts:
+        """The same with the advantages that ``rule`` takes from the rewards."""
+        rewards, groups = [row.reward for row in self.rows], [row.group for row in self.rows]
+        return self.with_advantages(group_advantages(rule, rewards, groups))
+
+    def untrained(self, indices: Sequence[int]) -> Rollouts:
+        """The same without a trained token in the sequences ``indices``."""
+        rows = (
+            replace(row, mask=(False,) * len(row.ids)) if index in indices else row
+            for index, row in enumerate(self.rows)
+        )
+        return Rollouts(tuple(rows))
+
+    def with_first_tokens(self) -> Rollouts:
+        """The same with a mask that names the first token of each sequence as well, which nothing predicts."""
+        return Rollouts(tuple(replace(row, mask=(True, *row.mask[1:])) for row in self.rows))
+
+
+def draw_rollouts(
+    logprobs: Sequence[Tensor], ids: Sequence[Sequence[int]], seed: int, *, holes: bool, of_tokens: bool
+) -> Rollouts:
+    """Rollouts of sequences ``ids`` whose tokens have these ``logprobs`` in the trained policy.
+
+    Each sequence has a trained token. With ``holes`` some tokens of completions are not trained, and with
+    ``of_tokens`` advantages differ from token to token.
+    """
+    rng = random.Random(seed)
+    pairs = enumerate(zip(ids, logprobs, strict=True))
+    return Rollouts(
+        tuple(
+            _drawn(rng, row_ids, own.tolist(), index // GROUP, holes=holes, of_tokens=of_tokens)
+            for index, (row_ids, own) in pairs
+        )
+    )
+
+
+def _drawn(
+    rng: random.Random,
+    ids: Sequence[int],
+    logprobs: Sequence[float],
+    group: int,
+    *,
+    holes: bool,
+    of_tokens: bool,
+) -> Rollout:
+    length = len(ids)
+    prompt = rng.randrange(1, length // 2 + 1)
+    mask = [t >= prompt and not (holes and rng.random() < 0.15) for t in range(length)]
+    mask[-1] = True
+    advantages = [rng.choice((-1, 1)) * rng.randrange(PARTS // 2, 2 * PARTS) / PARTS for _ in range(length)]
+    return Rollout(
+        ids=tuple(ids),
+        mask=tuple(mask),
+        advantages=tuple(advantages if of_tokens else [advantages[0]] * length),
+        old=_old(rng, mask, logprobs),
+        ref=tuple(_exact(value + rng.uniform(-0.5, 0.5)) for value in logprobs),
+        # Large, so that a small number next to a deviation does not show.
+        reward=float(rng.randrange(4096)),
+        group=group,
+    )
+
+
+def _old(rng: random.Random, mask: Sequence[bool], logprobs: Sequence[float]) -> tuple[float, ...]:
+    """Log-probs of the policy that drew the tokens: no ratio is near a clip bound, alone or in the mean."""
+    while True:
+        old = tuple(_exact(value - rng.choice(LOG_RATIOS)) for value in logprobs)
+        mean = fmean(own - other for own, other, use in zip(logprobs, old, mask, strict=True) if use)
+        if all(abs(mean - bound) > NEAREST for bound in BOUNDS):
+            return old
+
+
+def _exact(value: float) -> float:
+    return round(value * PARTS) / PARTS

@@ -1,0 +1,130 @@
+"""Losses of policies on one sequence, as their papers define them.
+
+A `PolicyLoss` is at once the description that a trainer gets and the judge of its gradients: plain torch in the
+dtype of its inputs, one unpacked sequence at a time. Trainers read its fields, and share no line with `of_sequence`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from core_rl_oracle.loss_names import Aggregation, KLEstimator, Objective
+from core_rl_oracle.oracle import OracleSequence
+
+__all__ = ["PolicyLoss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """``-objective + kl_coef * KL - entropy_coef * entropy`` of each trained token, aggregated over the batch.
+
+    A sequence without a trained token counts nowhere, and neither does its first token, which nothing predicts.
+    """
+
+    objective: Objective = "clipped"
+    aggregation: Aggregation = "token_mean"
+    clip_low: float = 0.2
+    """Ratios below ``1 - clip_low`` gain nothing."""
+    clip_high: float = 0.28
+    """Ratios above ``1 + clip_high`` gain nothing."""
+    dual_limit: float = 3.0
+    fixed_length: int = 64
+    """The divisor of ``fixed_length`` for each sequence, in tokens."""
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_times_ratio: bool = False
+    """Multiply the KL term by the ratio of its token, with its gradient (DeepSeek-V3.2, arXiv:2512.02556)."""
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+    """Logits are divided by it before log-probs and entropy."""
+
+    def of_sequence(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> tuple[Tensor, float]:
+        """The sum over one sequence of ``L`` tokens, and how much it counts.
+
+        ``outputs`` has ``logprobs`` and ``entropy [L]``; the sequence has the fields ``mask`` (bool), ``advantages``,
+        ``old_logprobs`` and ``ref_logprobs``, each ``[L]``.
+        """
+        fields = sequence.fields
+        mask = fields["mask"].clone()
+        mask[0] = False
+        count = int(mask.sum())
+        if not count:
+            return outputs["logprobs"].sum() * 0.0, 0.0
+        logprobs = outputs["logprobs"][mask]
+        terms = -self._gains(logprobs, fields["old_logprobs"][mask], fields["advantages"][mask])
+        if self.kl_coef:
+            divergence = self._divergence(logprobs, fields["ref_logprobs"][mask])
+            if self.kl_times_ratio:
+                divergence = divergence * (logprobs - fields["old_logprobs"][mask]).exp()
+            terms = terms + self.kl_coef * divergence
+        if self.entropy_coef:
+            terms = terms - self.entropy_coef * outputs["entropy"][mask]
+        match self.aggregation:
+            case "token_mean":
+                return terms.sum(), float(count)
+            case "sequence_mean":
+                return terms.mean(), 1.0
+            case "fixed_length":
+                return terms.sum(), float(self.fixed_length)
+
+    def _gains(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        """The objective at each of the trained tokens, to be maximised."""
+        low, high = 1.0 - self.clip_low, 1.0 + self.clip_high
+        match self.objective:
+            case "cross_entropy":
+                return logprobs
+            case "reinforce":
+                return advantages * logprobs
+            case "cispo":
+                return (logprobs.detach() - old).exp().clamp(low, high) * advantages * logprobs
+            case "gspo":
+                ratios = (logprobs - old).mean().exp().expand_as(logprobs)
+            case _:
+                ratios = (logprobs - old).exp()
+        gains = torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
+        if self.objective == "dual_clipped":
+            gains = torch.where(advantages < 0, torch.maximum(gains, self.dual_limit * advantages), gains)
+        return gains
+
+    def _divergence(self, logprobs: Tensor, reference: Tensor) -> Tensor:
+        difference = logprobs - reference
+        match self.kl_estimator:
+            case "k1":
+                return difference
+            case "k2":
+                return difference.square() / 2
+            case "k3":
+                return (-difference).exp() - 1 + difference
+
+    def mistakes(self) -> Iterator[tuple[str, PolicyLoss]]:
+        """Sentences about usual mistakes, and the loss of a trainer with each."""
+        for other in get_args(Aggregation):
+            if other != self.aggregation:
+                yield f"the aggregation is {other}, not {self.aggregation}", replace(self, aggregation=other)
+        if self.objective not in ("cross_entropy", "reinforce"):
+            yield "ratios are not clipped", replace(self, clip_low=1.0, clip_high=1e9)
+            if self.clip_low != self.clip_high:
+                both = f"both clip bounds are {self.clip_low:g}, and the upper one is {self.clip_high:g}"
+                yield both, replace(self, clip_high=self.clip_low)
+        if self.objective in ("gspo", "dual_clipped"):
+            yield f"the objective is clipped, not {self.objective}", replace(self, objective="clipped")
+        yield from self._mistakes_of_terms()
+
+    def _mistakes_of_terms(self) -> Iterator[tuple[str, PolicyLoss]]:
+        if self.kl_coef:
+            yield "the KL term is left out, or has no gradient", replace(self, kl_coef=0.0)
+            yield "the KL term is multiplied by the ratio", replace(self, kl_times_ratio=True)
+            for other in get_args(KLEstimator):
+                if other != self.kl_estimator:
+                    sentence = f"the KL estimator is {other}, not {self.kl_estimator}"
+                    yield sentence, replace(self, kl_estimator=other)
+        if self.entropy_coef:
+            yield "the entropy is left out, or has no gradient", replace(self, entropy_coef=0.0)
+            yield "the entropy has the other sign", replace(self, entropy_coef=-self.entropy_coef)
+        if self.temperature != 1.0:
+            yield f"the temperature {self.temperature:g} is left out", replace(self, temperature=1.0)

@@ -1,0 +1,1 @@
+"""A plain trainer, and mutants of it."""

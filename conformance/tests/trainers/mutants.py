@@ -1,0 +1,283 @@
+"""Mutants of the plain trainer, and the check that each dies by. Many are bugs that frameworks have shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
+from core_rl_oracle.loss_names import AdvantageRule
+from core_rl_oracle.policy_losses import PolicyLoss
+from trainers.plain import PlainTrainer
+
+Rows = Sequence[tuple[TrainSequence, Tensor]]
+
+
+class MeanOfMicroBatchMeans(PlainTrainer):
+    """As in transformers before #34191: right for one micro-batch on each rank."""
+
+    def divisor(self, rows: Rows, part: Rows, batch: Rows, loss: PolicyLoss) -> float:
+        return self.weight(batch, loss) * self.weight(rows, loss) / self.weight(part, loss)
+
+    def share(self, batches: Sequence[object], ranks: Sequence[object]) -> float:
+        return 1.0 / len(batches)
+
+
+class WeighedImitation(PlainTrainer):
+    """Advantages weigh the tokens of a demonstration."""
+
+    def objective(self, logprobs: Tensor, ratios: Tensor, advantages: Tensor, loss: PolicyLoss) -> Tensor:
+        values = super().objective(logprobs, ratios, advantages, loss)
+        return values * advantages if loss.objective == "cross_entropy" else values
+
+
+class MeanOfRankMeans(PlainTrainer):
+    """Each rank divides by its own tokens, and the reduction takes the mean."""
+
+    def divisor(self, rows: Rows, part: Rows, batch: Rows, loss: PolicyLoss) -> float:
+        return self.weight(part, loss)
+
+    def share(self, batches: Sequence[object], ranks: Sequence[object]) -> float:
+        return 1.0 / len(ranks)
+
+
+class LongestOfMicroBatch(PlainTrainer):
+    """The constant of Dr. GRPO is the padded length of the micro-batch, as in verl 0.9.1."""
+
+    def aggregated(self, terms: Sequence[Tensor], batch: Rows, loss: PolicyLoss) -> Tensor:
+        total = super().aggregated(terms, batch, loss)
+        longest = max(len(row.input_ids) for row, _ in batch)
+        return total * loss.fixed_length / longest if loss.aggregation == "fixed_length" else total
+
+
+class OneClipBound(PlainTrainer):
+    """The lower bound on both sides."""
+
+    def bounded(self, ratios: Tensor, loss: PolicyLoss) -> Tensor:
+        return ratios.clamp(1 - loss.clip_low, 1 + loss.clip_low)
+
+
+class WeightsWithGradient(PlainTrainer):
+    """CISPO's weights keep their graph."""
+
+    def weights_of(self, ratios: Tensor, loss: PolicyLoss) -> Tensor:
+        return self.bounded(ratios, loss)
+
+
+class MeanOverAllTokens(PlainTrainer):
+    """GSPO's mean counts the prompt."""
+
+    def sequence_mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        return values.mean()
+
+
+class DualBoundForAll(PlainTrainer):
+    """The second bound whatever the sign of the advantage."""
+
+    def bounded_below(self, advantages: Tensor) -> Tensor:
+        return torch.ones_like(advantages, dtype=torch.bool)
+
+
+class AdvantagesOneEarly(PlainTrainer):
+    """The advantage of the token before."""
+
+    def aligned(self, advantages: Tensor) -> Tensor:
+        return advantages[:-1]
+
+
+class ExchangedArguments(PlainTrainer):
+    """KL(reference || policy)."""
+
+    def divergence(self, logprobs: Tensor, reference: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().divergence(reference, logprobs, loss)
+
+
+class EntropyWithoutGradient(PlainTrainer):
+    """The entropy is there for its metric alone."""
+
+    def entropy(self, log_p: Tensor) -> Tensor:
+        return super().entropy(log_p).detach()
+
+
+class TemperatureInBFloat16(PlainTrainer):
+    """Logits are divided in bfloat16, as in verl 0.9.1."""
+
+    def at_temperature(self, logits: Tensor, temperature: float) -> Tensor:
+        return (logits.bfloat16() / temperature).float()
+
+
+class MetricOfMicroBatches(PlainTrainer):
+    """A mean of micro-batches' fractions, as verl's ``pg_clipfrac``."""
+
+    def clipped_fraction(self, clipped: Sequence[Tensor], cut: MicroBatches) -> float:
+        return sum(float(part.float().mean()) for part in clipped) / len(clipped)
+
+    def train_batch(
+        self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
+    ) -> Mapping[str, float]:
+        metrics = super().train_batch(sequences, cut, apply)
+        return {**metrics, "micro_batches": float(cut.sequences or 1)}
+
+
+class UntrainedCount(PlainTrainer):
+    """Sequences without a trained token are in the divisor."""
+
+    def weight(self, rows: Rows, loss: PolicyLoss) -> float:
+        weight = super().weight(rows, loss)
+        return (
+            weight
+            if loss.aggregation == "token_mean"
+            else weight + sum(not r.loss_mask.any() for r, _ in rows)
+        )
+
+
+class FirstTokensCount(PlainTrainer):
+    """The first token of each sequence is in the divisor."""
+
+    def weight(self, rows: Rows, loss: PolicyLoss) -> float:
+        first = sum(int(row.loss_mask[0]) for row, _ in rows)
+        return super().weight(rows, loss) + (first if loss.aggregation == "token_mean" else 0.1 * first)
+
+
+class BatchBaseline(PlainTrainer):
+    """The baseline is the mean of the batch."""
+
+    def advantages_of(self, rows: Sequence[TrainSequence], rule: AdvantageRule) -> list[Tensor]:
+        rewards = torch.tensor([row.reward for row in rows])
+        return [
+            value.expand(len(r.input_ids)) for r, value in zip(rows, rewards - rewards.mean(), strict=True)
+        ]
+
+
+class BiasedDeviation(PlainTrainer):
+    """GRPO's deviation divides by n."""
+
+    def of_group(self, rewards: Tensor, rule: AdvantageRule) -> Tensor:
+        right = super().of_group(rewards, rule)
+        return right * rewards.std() / rewards.std(correction=0) if rule == "grpo" else right
+
+
+class ClipsEachMicroBatch(PlainTrainer):
+    """What has been accumulated is clipped after each micro-batch."""
+
+    def after_backward(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+
+
+class ReportsClippedNorm(PlainTrainer):
+    """The norm is taken after clipping."""
+
+    def clip(self) -> float:
+        super().clip()
+        return self.norm()
+
+
+class ScheduleForEachMicroBatch(PlainTrainer):
+    """A step of the schedule for each micro-batch."""
+
+    def after_backward(self) -> None:
+        self.scheduler.step()
+
+
+class OwnEpsilon(PlainTrainer):
+    """The optimizer's epsilon is not the configured one."""
+
+    def build(self, setup: TrainerSetup) -> None:
+        super().build(setup)
+        for group in self.optimizer.param_groups:
+            group["eps"] = 1e-8
+
+
+class ForgetsSchedule(PlainTrainer):
+    """A checkpoint without the schedule, as in AReaL 1.0.4."""
+
+    def state(self) -> dict[str, object]:
+        optimizer: Any = self.optimizer.state_dict()
+        groups = [
+            {**group, "lr": group["initial_lr"] * self.factor(0)} for group in optimizer["param_groups"]
+        ]
+        return {"model": self.model.state_dict(), "optimizer": {**optimizer, "param_groups": groups}}
+
+
+class ForgetsMoments(PlainTrainer):
+    """A checkpoint without the optimizer's moments."""
+
+    def state(self) -> dict[str, object]:
+        state = super().state()
+        optimizer: Any = state["optimizer"]
+        return {**state, "optimizer": {**optimizer, "state": {}}}
+
+
+class DropsLastBatch(PlainTrainer):
+    """As ``drop_last``."""
+
+    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
+        return [batch for batch in super().epoch(count, batch_size, seed) if len(batch) == batch_size]
+
+
+class PadsLastBatch(PlainTrainer):
+    """The last batch is filled up from the beginning."""
+
+    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
+        batches = [list(batch) for batch in super().epoch(count, batch_size, seed)]
+        missing = batch_size - len(batches[-1])
+        return [*batches[:-1], [*batches[-1], *batches[0][:missing]]]
+
+
+class OtherNames(PlainTrainer):
+    """Gradients by the names of a wrapper."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return {f"module.{name}": grad for name, grad in super().gradients().items()}
+
+
+class MissesParameters(PlainTrainer):
+    """The gradients of biases and norms are left out."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        return {name: grad for name, grad in super().gradients().items() if grad.dim() > 1}
+
+
+class NoLoss(PlainTrainer):
+    """Metrics without the loss."""
+
+    def train_batch(
+        self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
+    ) -> Mapping[str, float]:
+        super().train_batch(sequences, cut, apply)
+        return {}
+
+
+MUTANTS = [
+    (WeighedImitation, "T1.cross-entropy", "differ"),
+    (AdvantagesOneEarly, "T1.reinforce", "differ"),
+    (OneClipBound, "T1.clipped", "both clip bounds are 0.2"),
+    (DualBoundForAll, "T1.dual-clipped", "differ"),
+    (MeanOverAllTokens, "T1.gspo", "differ"),
+    (WeightsWithGradient, "T1.cispo", "differ"),
+    (MeanOfMicroBatchMeans, "T1.aggregations", "right at whole batch: it depends on the cut"),
+    (LongestOfMicroBatch, "T1.aggregations", "differ"),
+    (ExchangedArguments, "T2.kl", "differ"),
+    (EntropyWithoutGradient, "T2.entropy", "the entropy is left out, or has no gradient"),
+    (TemperatureInBFloat16, "T2.temperature", "differ"),
+    (MetricOfMicroBatches, "T3.metrics", "the metric 'micro_batches'"),
+    (MeanOfRankMeans, "T3.order", "differ"),
+    (UntrainedCount, "T4.untrained", "differ"),
+    (FirstTokensCount, "T4.first-token", "all of them are multiplied by"),
+    (BatchBaseline, "T5.advantages", "the baseline is the mean of the batch"),
+    (BiasedDeviation, "T5.advantages", "differ"),
+    (ClipsEachMicroBatch, "T6.clipping", "the norm of step"),
+    (ReportsClippedNorm, "T6.clipping", "the norm of step 0 is 0.0"),
+    (ScheduleForEachMicroBatch, "T6.steps", "the learning rate of step 1"),
+    (OwnEpsilon, "T6.steps", "the loss of step 1"),
+    (ForgetsSchedule, "T7.resume", "the learning rate of step 2"),
+    (ForgetsMoments, "T7.resume", "differ|the loss of step"),
+    (DropsLastBatch, "T8.epochs", "visits sequences so often"),
+    (PadsLastBatch, "T8.epochs", "visits sequences so often"),
+    (OtherNames, "T1.cross-entropy", "the tensors have other names or shapes"),
+    (MissesParameters, "T1.cross-entropy", "missing: "),
+    (NoLoss, "T1.cross-entropy", "expected a dict with a finite number 'loss'"),
+]

@@ -1,0 +1,193 @@
+"""`BlackBoxTrainer`: the trainer's algorithms over an engine, behind the calls of the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.config.base import parse_config
+from core_rl.config.engine import TrainEngineConfig
+from core_rl.data.batch import LOSS_MASK, SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.engine.schedule import learning_rate, schedule_length
+from core_rl.errors import ConfigError
+from core_rl.launch.group import EngineGroup
+from core_rl.registry.engines import get_spec, load_config
+from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
+from core_rl_oracle.loss_names import AdvantageRule
+from core_rl_oracle.oracle import AdamW
+from core_rl_oracle.policy_losses import PolicyLoss
+from core_rl_trainer.algorithms.fields import ADVANTAGES, BEHAVIOUR, GROUP, REFERENCE, REWARDS
+from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
+from core_rl_trainer.data.order import ShuffledOrder
+from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
+
+__all__ = ["BlackBoxTrainer"]
+
+CLIPPED = ("clipped", "dual_clipped", "gspo", "cispo")
+
+
+class BlackBoxTrainer:
+    """One engine group, and for each loss the interface that a recipe would name."""
+
+    def __init__(self) -> None:
+        self._group: EngineGroup | None = None
+        self._setup: TrainerSetup | None = None
+
+    @property
+    def group(self) -> EngineGroup:
+        """The engine; raises `ConfigError` before `build`."""
+        if self._group is None:
+            raise ConfigError("the trainer has no engine; call build() first")
+        return self._group
+
+    def build(self, setup: TrainerSetup) -> None:
+        """A fresh engine, in the same processes where their number stays."""
+        spec = get_spec(_engine(setup.options))
+        config = _config(spec, setup)
+        if self._group is None or self._group.config.layout != config.layout:
+            self.close()
+            self._group = EngineGroup(spec, config, threads_per_rank=1)
+        self.group.initialize(None, config)
+        self._setup = setup
+
+    def train_batch(
+        self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
+    ) -> Mapping[str, float]:
+        """One step of the interface that a recipe with this loss has."""
+        group = self.group
+        assert self._setup is not None
+        loss, rule = self._setup.loss, self._setup.advantages
+        engine = group if apply else _GradientsOnly(group)
+        batch = _batch(sequences, loss, rule)
+        metrics = _interface(loss, rule).train_step(engine, batch, _cut(cut, len(sequences)))
+        if apply:
+            group.lr_scheduler_step()
+        return {name: value for name, value in metrics.items() if name not in ("lr", "updates")}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients that a step would take."""
+        return self.group.named_tensors("grads")
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Master weights."""
+        return self.group.named_tensors("master")
+
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        optimizer = self.group.config.optimizer
+        assert optimizer is not None
+        return learning_rate(optimizer, self.group.progress.lr_steps, schedule_length(optimizer, None))
+
+    def save(self, path: str) -> None:
+        """A sharded checkpoint, as a run writes."""
+        self.group.save(SaveLoadMeta(path=path))
+
+    def load(self, path: str) -> None:
+        """Continue from it."""
+        self.group.load(SaveLoadMeta(path=path))
+
+    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
+        """The first pass of the order that a run draws from."""
+        order = list(islice(ShuffledOrder(count, seed), count))
+        return [order[start : start + batch_size] for start in range(0, count, batch_size)]
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class _GradientsOnly:
+    """An engine whose step leaves the gradients in place of applying them."""
+
+    def __init__(self, group: EngineGroup) -> None:
+        self._group = group
+        self.forward, self.save = group.forward, group.save
+
+    def train_batch(self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec) -> dict[str, float]:
+        self._group.optimizer_zero_grad()
+        return self._group.forward_backward(batch, loss, mb_spec)
+
+
+def _engine(options: Mapping[str, Any]) -> str:
+    if unknown := sorted(options.keys() - {"engine"}):
+        raise ConfigError(
+            f"the trainer takes the option 'engine' alone, and was given {unknown}; remove these"
+        )
+    return str(options["engine"])
+
+
+def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:
+    optimizer = setup.optimizer
+    assert isinstance(optimizer, AdamW), "the spec names no SGD"
+    values = {
+        "model": {"path": setup.model_dir},
+        "layout": {"dp": setup.ranks},
+        "dtype": setup.dtype,
+        "optimizer": {**asdict(optimizer), "schedule": asdict(setup.schedule)},
+    }
+    config = parse_config(load_config(spec), values, "the setup of the trainer")
+    assert isinstance(config, TrainEngineConfig)
+    return config
+
+
+def _cut(cut: MicroBatches, count: int) -> MicroBatchSpec:
+    """The cut as engines take it: a number of micro-batches, or a budget."""
+    if cut.sequences is not None:
+        return MicroBatchSpec(count=-(-count // cut.sequences))
+    return MicroBatchSpec(count=1) if cut.max_tokens is None else MicroBatchSpec(max_tokens=cut.max_tokens)
+
+
+def _batch(
+    sequences: Sequence[TrainSequence], loss: PolicyLoss, advantages: AdvantageRule | None
+) -> SequenceBatch:
+    tokens = {
+        LOSS_MASK: [sequence.loss_mask for sequence in sequences],
+        BEHAVIOUR: [sequence.old_logprobs for sequence in sequences],
+    }
+    if advantages is None:  # a batch that has advantages is taken as prepared
+        tokens[ADVANTAGES] = [sequence.advantages for sequence in sequences]
+    if loss.kl_coef:
+        tokens[REFERENCE] = [sequence.ref_logprobs for sequence in sequences]
+    return SequenceBatch.from_sequences(
+        [sequence.input_ids.tolist() for sequence in sequences],
+        tokens=tokens,
+        sequences={
+            REWARDS: torch.tensor([sequence.reward for sequence in sequences]),
+            GROUP: torch.tensor([sequence.group for sequence in sequences]),
+        },
+    )
+
+
+def _interface(loss: PolicyLoss, advantages: AdvantageRule | None) -> ModelInterface[Any]:
+    """The interface with the settings of ``loss``, as a recipe's ``algorithm`` section makes it."""
+    aggregation: Any = loss.aggregation
+    if aggregation == "fixed_length":
+        aggregation = {"fixed_length": loss.fixed_length}
+    if loss.objective == "cross_entropy":
+        return make_interface(ModelInterfaceAbstraction("sft", {"aggregation": aggregation}))
+    objective: dict[str, Any] = {"type": loss.objective, "aggregation": aggregation}
+    if loss.objective in CLIPPED:
+        objective |= {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    if loss.objective == "dual_clipped":
+        objective["limit"] = loss.dual_limit
+    settings = {
+        "loss": objective,
+        "kl_coef": loss.kl_coef,
+        "kl_estimator": loss.kl_estimator,
+        "entropy_coef": loss.entropy_coef,
+        "temperature": loss.temperature,
+        "recompute_logprobs": False,
+        **({"advantage": {"type": advantages}} if advantages else {}),
+    }
+    return make_interface(ModelInterfaceAbstraction("ppo_actor", settings))
