@@ -1,0 +1,1 @@
+"""TRL's trainers as black boxes for core-rl's conformance suite."""

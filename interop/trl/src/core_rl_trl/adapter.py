@@ -1,0 +1,235 @@
+"""TRL's trainers behind the calls of the suite: their own `training_step`, counts of items, clipping and schedule."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from core_rl.errors import ConfigError
+from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
+from core_rl_oracle.policy_losses import PolicyLoss
+
+__all__ = ["GRPOBlackBox", "SFTBlackBox"]
+
+IGNORED = -100
+LOSS_TYPES = {"token_mean": "dapo", "sequence_mean": "grpo", "fixed_length": "dr_grpo"}
+"""``loss_type`` of `GRPOTrainer` by aggregation."""
+NO_CLIPPING = 1e9
+
+
+class _BlackBox(ABC):
+    """The loop of `Trainer` around its `training_step`, for one optimizer step at a time."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="core-rl-trl-"))
+        self._trainer: Any = None
+
+    @abstractmethod
+    def _make(self, model: PreTrainedModel, arguments: Mapping[str, Any], loss: PolicyLoss) -> Any:
+        """The trainer for ``loss``, with ``arguments`` of its config."""
+
+    @abstractmethod
+    def _inputs(self, trainer: Any, batches: Sequence[Sequence[TrainSequence]]) -> list[dict[str, Any]]:
+        """The micro-batches as the trainer's collator makes them."""
+
+    # -------------------------------------------------------------------- calls
+
+    def build(self, setup: TrainerSetup) -> None:
+        """Load the model, and make the trainer of the loss."""
+        if setup.options:
+            raise ConfigError(
+                f"the trainer takes no options, and was given {sorted(setup.options)}; remove these"
+            )
+        model = AutoModelForCausalLM.from_pretrained(
+            setup.model_dir, dtype=torch.float32, local_files_only=True
+        )
+        self._trainer = self._make(model, _arguments(setup, self._directory), setup.loss)
+        self._trainer.create_optimizer_and_scheduler(setup.schedule.total_steps or 1)
+
+    def train_batch(
+        self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
+    ) -> Mapping[str, float]:
+        """As an iteration of the loop in `Trainer._run_epoch`."""
+        trainer = self.trainer
+        size = cut.sequences or len(sequences)
+        batches = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        inputs = self._inputs(trainer, batches)
+        trainer.current_gradient_accumulation_steps = len(inputs)
+        items = trainer._get_num_items_in_batch(inputs, trainer.args.device)
+        model = trainer.model
+        model.zero_grad()
+        total = sum(float(trainer.training_step(model, batch, items)) for batch in inputs)
+        if not apply:
+            return {"loss": total}
+        norm = float(trainer._clip_grad_norm(model))
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        return {"loss": total, "grad_norm": norm}
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Of all parameters."""
+        parameters = self.trainer.model.named_parameters()
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Float32."""
+        return {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
+
+    def learning_rate(self) -> float:
+        """Of the optimizer."""
+        return float(self.trainer.optimizer.param_groups[0]["lr"])
+
+    def save(self, path: str) -> None:
+        """Model, optimizer and schedule, as a checkpoint of `Trainer`."""
+        trainer = self.trainer
+        trainer.save_model(path)
+        trainer._save_optimizer_and_scheduler(path)
+
+    def load(self, path: str) -> None:
+        """As ``resume_from_checkpoint`` does."""
+        trainer = self.trainer
+        trainer._load_from_checkpoint(path)
+        trainer._load_optimizer_and_scheduler(path)
+
+    def close(self) -> None:
+        """Remove what the trainers have written."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def trainer(self) -> Any:
+        """A `Trainer`, whose attributes are optional before training. Raises `ConfigError` before `build`."""
+        if self._trainer is None:
+            raise ConfigError("there is no trainer; call build() first")
+        return self._trainer
+
+
+def _arguments(setup: TrainerSetup, directory: Path) -> dict[str, Any]:
+    """Fields of `TrainingArguments`."""
+    optimizer, schedule = setup.optimizer, setup.schedule
+    named: dict[str, Any] = {"optim": "sgd", "learning_rate": optimizer.lr, "max_grad_norm": NO_CLIPPING}
+    if not isinstance(optimizer, SGD):
+        named |= {
+            "optim": "adamw_torch",
+            "adam_beta1": optimizer.betas[0],
+            "adam_beta2": optimizer.betas[1],
+            "adam_epsilon": optimizer.eps,
+            "max_grad_norm": optimizer.max_grad_norm or NO_CLIPPING,
+        }
+    constant = "constant_with_warmup" if schedule.warmup_steps else "constant"
+    return {
+        **named,
+        "output_dir": str(directory),
+        "seed": setup.seed,
+        "lr_scheduler_type": constant if schedule.type == "constant" else schedule.type,
+        "warmup_steps": schedule.warmup_steps,
+        "max_steps": schedule.total_steps or 1,
+        "weight_decay": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of the trainers' constructors alone: sequences come as ids."""
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, vocab_size)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+class SFTBlackBox(_BlackBox):
+    """`SFTTrainer`."""
+
+    def _make(self, model: PreTrainedModel, arguments: Mapping[str, Any], loss: PolicyLoss) -> Any:
+        rows = Dataset.from_list([{"input_ids": [0, 1], "labels": [0, 1]}])
+        config = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+        return SFTTrainer(
+            model=model, args=config, train_dataset=rows, processing_class=_tokenizer(model.config.vocab_size)
+        )
+
+    def _inputs(self, trainer: Any, batches: Sequence[Sequence[TrainSequence]]) -> list[dict[str, Any]]:
+        return [trainer.data_collator([_labelled(row) for row in batch]) for batch in batches]
+
+
+def _labelled(row: TrainSequence) -> dict[str, list[int]]:
+    labels = torch.where(row.loss_mask, row.input_ids, IGNORED)
+    return {"input_ids": row.input_ids.tolist(), "labels": labels.tolist()}
+
+
+class _Given(GRPOTrainer):  # type: ignore[misc]  # it is not annotated here
+    """`GRPOTrainer` that takes its batches from the caller, without generation."""
+
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+        return generation_batch
+
+
+class GRPOBlackBox(_BlackBox):
+    """`GRPOTrainer` on given completions."""
+
+    def _make(self, model: PreTrainedModel, arguments: Mapping[str, Any], loss: PolicyLoss) -> Any:
+        config = GRPOConfig(
+            **arguments,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            loss_type=LOSS_TYPES[loss.aggregation],
+            importance_sampling_level="sequence" if loss.objective == "gspo" else "token",
+            epsilon=loss.clip_low,
+            epsilon_high=loss.clip_high,
+            delta=loss.dual_limit if loss.objective == "dual_clipped" else None,
+            max_completion_length=loss.fixed_length,
+            beta=loss.kl_coef,
+            use_bias_correction_kl=loss.kl_times_ratio,
+            entropy_coef=loss.entropy_coef,
+            temperature=loss.temperature,
+        )
+        return _Given(
+            model=model,
+            reward_funcs=_no_reward,
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": "w2"}, {"prompt": "w3"}]),
+            processing_class=_tokenizer(model.config.vocab_size),
+        )
+
+    def _inputs(self, trainer: Any, batches: Sequence[Sequence[TrainSequence]]) -> list[dict[str, Any]]:
+        trainer.args.steps_per_generation = len(batches)
+        tokens = sum(int(row.loss_mask[1:].sum()) for batch in batches for row in batch)
+        return [{**_padded(batch), "num_items_in_batch": torch.tensor(tokens)} for batch in batches]
+
+
+def _no_reward(completions: Sequence[str], **_: Any) -> list[float]:
+    raise AssertionError(f"{len(completions)} completions were generated, and all are given")
+
+
+def _padded(batch: Sequence[TrainSequence]) -> dict[str, Tensor]:
+    """A prompt of the first token and a completion of the rest, with the untrained ones in ``tool_mask``."""
+    rest = [row.input_ids[1:] for row in batch]
+    right = partial(pad_sequence, batch_first=True)
+    return {
+        "prompt_ids": torch.stack([row.input_ids[:1] for row in batch]),
+        "prompt_mask": torch.ones(len(batch), 1, dtype=torch.long),
+        "completion_ids": right(rest),
+        "completion_mask": right([torch.ones_like(ids) for ids in rest]),
+        "tool_mask": right([row.loss_mask[1:].long() for row in batch]),
+        "advantages": right([row.advantages[1:] for row in batch]),
+        "old_per_token_logps": right([row.old_logprobs[1:] for row in batch]),
+        "ref_per_token_logps": right([row.ref_logprobs[1:] for row in batch]),
+    }

@@ -1,0 +1,60 @@
+"""The specs of TRL's trainers: what they compute on one rank, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core_rl.config.layout import ParallelLayout
+from core_rl_conformance.profile import Profile, Waiver
+from core_rl_conformance.trainers.spec import Feature, TrainerSpec
+
+__all__ = ["GRPO", "SFT"]
+
+FEATURES = frozenset(
+    {Feature.GRADIENTS, Feature.SEQUENCE_COUNT, Feature.MASK_HOLES, Feature.CLIPPING, Feature.RESUME}
+)
+PROFILE = Profile(layouts=(ParallelLayout(),))
+
+OWNER = "TRL"
+WAIVERS = (
+    Waiver(
+        check="T2.entropy",
+        reason="the entropy bonus is the mean over the tokens of each micro-batch, so that it depends on the cut "
+        "(added by https://github.com/huggingface/trl/pull/6140)",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+    Waiver(
+        check="T4.untrained",
+        reason="loss types 'grpo' and 'dr_grpo' divide by all completions, also by completions with an empty mask "
+        "(https://github.com/huggingface/trl/issues/6369 mended it for 'dapo')",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+)
+
+SFT = TrainerSpec(
+    name="trl-sft",
+    factory="core_rl_trl.adapter:SFTBlackBox",
+    description="SFTTrainer with loss_type='nll', padded rows",
+    objectives=frozenset({"cross_entropy"}),
+    aggregations=frozenset({"token_mean"}),
+    schedules=frozenset({"constant", "linear", "cosine"}),
+    warmup_from_zero=True,
+    features=FEATURES,
+    profile=PROFILE,
+    package="trl",
+)
+GRPO = TrainerSpec(
+    name="trl-grpo",
+    factory="core_rl_trl.adapter:GRPOBlackBox",
+    description="GRPOTrainer without generation: loss_type 'dapo', 'grpo' and 'dr_grpo'",
+    objectives=frozenset({"clipped", "dual_clipped", "gspo"}),
+    aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
+    kl_estimators=frozenset({"k3"}),
+    schedules=frozenset({"constant", "linear", "cosine"}),
+    warmup_from_zero=True,
+    features=FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE},
+    profile=replace(PROFILE, waivers=WAIVERS),
+    package="trl",
+)
