@@ -23,12 +23,15 @@ pytestmark = pytest.mark.nightly
 
 FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 4}}}}
 MACHINES = {"machines": 2, "ranks_per_machine": 2, "wait_s": 120.0, "lease_s": 10.0}
-SERVER_PYTHON = "CORE_RL_SGLANG_PYTHON"
+SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sglang": ("CORE_RL_SGLANG_PYTHON", {}),
+    "vllm": ("CORE_RL_VLLM_PYTHON", {"private_network": True}),
+}
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return support.make_start(tmp_path_factory.mktemp("start"))
+    return support.make_start(tmp_path_factory.mktemp("start"), head_size=32)  # which vLLM has on CPUs
 
 
 @pytest.fixture(params=["slurm", RAY])
@@ -60,17 +63,19 @@ def test_curves_on_two_machines_equal_the_local_curve(
 
 
 @pytest.mark.parametrize("sync", ["disk", "distributed"])
+@pytest.mark.parametrize("server", SERVERS)
 def test_a_server_on_a_third_machine(
-    cluster: Cluster, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
+    cluster: Cluster, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, sync: str
 ) -> None:
-    """The actor on two machines, and a real server of SGLang on another one: every step hands over its weights."""
-    if not os.environ.get(SERVER_PYTHON):
-        pytest.skip(f"{SERVER_PYTHON} names no Python with SGLang")
+    """The actor on two machines, and a real server on another one: every step hands over its weights."""
+    variable, options = SERVERS[server]
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no Python with {server}")
     monkeypatch.setenv("SERVER_KEY", "a key of this test")
-    sglang = {"options": {"api_key": "${env:SERVER_KEY}"}}
-    rollout = {"engine": "sglang", "prompts_per_step": 4, "group_size": 2, "max_new_tokens": 4, "sync": sync}
+    section_of_server = {"options": {"api_key": "${env:SERVER_KEY}", **options}}
+    rollout = {"engine": server, "prompts_per_step": 4, "group_size": 2, "max_new_tokens": 4, "sync": sync}
     changes = FSDP | {"rollout": rollout, "steps": 2, "algorithm": {"type_": "ppo_actor"}}
-    changes["engines"] = {**FSDP["engines"], "sglang": sglang}  # type: ignore[dict-item]
+    changes["engines"] = {**FSDP["engines"], server: section_of_server}  # type: ignore[dict-item]
     changes["placement"] = {"actor": {"machines": [0, 1]}, "rollout": {"machines": [2]}}
     changes["cluster"] = section(cluster, machines=3)
     rows = curve(support.recipe_values(start, tmp_path / "served", **changes))

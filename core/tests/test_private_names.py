@@ -19,6 +19,7 @@ PACKAGES = [
     "plugins/fsdp/src/core_rl_fsdp",
     "plugins/megatron/src/core_rl_megatron",
     "plugins/sglang/src/core_rl_sglang",
+    "plugins/torchtitan/src/core_rl_torchtitan",
     "plugins/vllm/src/core_rl_vllm",
     "plugins/vllm/server/src/core_rl_vllm_server",
 ]

@@ -71,7 +71,7 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_start(directory: Path) -> Path:
+def make_start(directory: Path, head_size: int = 8) -> Path:
     """``model/``, ``train.jsonl``, ``eval.jsonl`` and ``reward.py`` in ``directory``."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory / "model")
@@ -82,6 +82,7 @@ def make_start(directory: Path) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=head_size,
         max_position_embeddings=32,
         bos_token_id=BOS,
         eos_token_id=EOS,

@@ -20,10 +20,12 @@ from core_rl.errors import ConfigError, CoreRLError, EngineBroken, RunStopped
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 from core_rl.version import __version__
 
-__all__ = ["FIELDS", "GROUP", "FieldCommand", "build_app", "main", "plugin_commands"]
+__all__ = ["FIELDS", "GROUP", "PASSED_ON", "FieldCommand", "build_app", "main", "plugin_commands"]
 
 FIELDS = "FIELD=VALUE"
 """The ``metavar`` of an argument that takes fields."""
+PASSED_ON = "OPTION"
+"""The ``metavar`` of an argument that takes the options of another program."""
 CLOSE = 0.8
 """The similarity to an option from which a name is a slip of it."""
 
@@ -34,7 +36,9 @@ class FieldCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as the base class does; raises `ConfigError` for ``--field value``."""
         parameters = self.get_params(ctx)
-        if any(getattr(parameter, "metavar", None) == FIELDS for parameter in parameters):
+        metavars = {getattr(parameter, "metavar", None) for parameter in parameters}
+        ctx.ignore_unknown_options = PASSED_ON in metavars
+        if FIELDS in metavars:
             options = [
                 name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)
             ]

@@ -56,3 +56,8 @@ for _name in (*MODULES, *filter(None, os.environ.pop(FURTHER, "").split(","))):
     # The fork server must survive a broken package: the rank that imports it reports the error.
     with suppress(Exception):
         importlib.import_module(_name)
+
+# transformers compiles the patterns of all model families when it reads the first model: half of the time that a rank
+# takes for a small one. The function is private to transformers' loading, and may be gone.
+with suppress(Exception):
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("")

@@ -33,6 +33,8 @@ PRELOAD, FURTHER = "core_rl.launch.fork_server", "CORE_RL_PRELOAD"
 """A module that the fork server imports, and the environment variable that it reads; it imports torch."""
 DUMP_WAIT_S = 1.0
 """Seconds for a rank to write its stacks."""
+SERVER_END_S = 10.0
+"""Seconds for a killed fork server to free its memory after it has closed its socket."""
 LOST = 255
 """The exit code of all processes of `multiprocessing` whose fork server is gone."""
 
@@ -58,8 +60,7 @@ def start_fork_server(modules: Iterable[str] = ()) -> None:
 
 def end_fork_server() -> None:
     """Kill the fork server, if there is one. It ends with this process by itself, after its imports."""
-    pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if pid is not None:
+    if (pid := _fork_server_pid()) is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -90,14 +91,40 @@ def signals_for_driver() -> Iterator[None]:
 
 def start_process(target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
     """Run ``target(*args)`` in a new process, forked from the fork server. Raises ``OSError`` or ``EOFError``."""
-    start_fork_server()
     # Not a daemon: a daemon may not have children, and an engine may need some.
     process = multiprocessing.get_context("forkserver").Process(
         target=target, args=args, name=name, daemon=False
     )
+    start_fork_server()
+    server = _fork_server_pid()
     with _real_main_only():
-        process.start()
+        try:
+            process.start()
+        except (ConnectionError, EOFError):
+            # A killed server closes its socket some time before its end shows, and takes no more orders.
+            if server is None or not _ends(server):
+                raise
+            start_fork_server()
+            process.start()
     return process
+
+
+def _fork_server_pid() -> int | None:
+    pid: int | None = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    return pid
+
+
+def _ends(server: int) -> bool:
+    """Whether the fork server ends within `SERVER_END_S`. Its status stays unread: `multiprocessing` looks for it."""
+    deadline = time.monotonic() + SERVER_END_S
+    while time.monotonic() < deadline:
+        try:
+            if os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG):
+                return True
+        except ChildProcessError:  # another thread has read the status
+            return True
+        time.sleep(0.01)
+    return False
 
 
 class RankProcess:

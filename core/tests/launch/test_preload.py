@@ -22,6 +22,7 @@ import core_rl.launch.fork_server
 missing = [name for name in core_rl.launch.fork_server.MODULES if name not in __import__("sys").modules]
 assert not missing, missing
 assert not torch.cuda.is_initialized()
+assert __import__("sys").modules["transformers.conversion_mapping"]._checkpoint_conversion_mapping_cache
 """
 
 
@@ -70,4 +71,24 @@ def test_ranks_inherit_modules_of_spec() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys" + INHERITED], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+
+
+KILLED = """
+import os, signal, sys, threading
+from core_rl.launch import process
+process.PRELOAD = "core_rl.launch.remote"
+if __name__ == "__main__":
+    process.start_process(os.getpid, (), "first").join()
+    server = process.forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGSTOP)  # so that the next order reaches it and is lost
+    threading.Timer(0.2, os.kill, (server, signal.SIGKILL)).start()
+    second = process.start_process(os.getpid, (), "second")
+    second.join()
+    sys.exit(second.exitcode)
+"""
+
+
+def test_order_lost_by_a_killed_server_is_repeated() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMResponse, PartialResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError
+from core_rl.servers import api
 
 
 @pytest.fixture
@@ -85,6 +86,24 @@ def test_a_request_to_a_slow_server_is_aborted(stub: Stub) -> None:
         with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
             complete(engine, request())
         wait_for(lambda: stub.calls["/abort_request"] == 1)
+
+
+def test_hung_server_is_lost_until_it_responds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "RESPONSE_S", 0.2)
+    with stubs(tmp_path, 2) as made, connected(made, request_timeout_s=0.2) as engine:
+        hung, other = backend_of(engine).servers
+
+        async def hang(_request: web.Request, _body: Any) -> None:
+            while made[0].hold:
+                await asyncio.sleep(0.01)
+
+        made[0].hold = True
+        made[0].faults.update(dict.fromkeys(("/", "/generate", "/model_info"), hang))
+        responses = complete(engine, *(request(1, 2, number) for number in range(8)))
+        assert all(response.output_ids == (7,) * 4 for response in responses)
+        assert made[0].calls["/generate"] and not hung.ready and other.ready
+        made[0].hold = False
+        wait_for(lambda: hung.ready)
 
 
 def test_a_cancelled_request_is_aborted_by_its_name(stub: Stub) -> None:

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,16 @@ from sglang_support import (
 )
 
 from core_rl import get_spec, load_config, load_engine
-from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.distributed.comm import Comm
+from core_rl.engine.sync import sync_weights
 from core_rl.errors import RolloutError, WeightsError
 from core_rl.servers.server import Server
 from core_rl.weight_sync import distributed
 from core_rl.weight_sync.update import weight_update
+from core_rl_conformance.procedures.deltas import DeltaSender, with_few_changes
 from core_rl_conformance.procedures.streaming import tensors_of
 
 __all__ = ["gpu"]
@@ -108,6 +111,37 @@ def test_tensors_reach_every_server_in_buckets(tmp_path: Path, count: int) -> No
             assert stub.version == "3"
             assert stub.calls["/flush_cache"] == 1
             assert stub.calls["/begin_weight_update"] == stub.calls["/end_weight_update"] == 1
+
+
+@pytest.mark.parametrize("method", ["disk", "tensor", "distributed"])
+def test_changes_reach_every_server_as_weights(tmp_path: Path, method: SyncMethod) -> None:
+    meta = WeightUpdateMeta(method=method, version=1, path=str(tmp_path / "sync"), delta=True)
+    sender = DeltaSender(Path(tiny_model(tmp_path, seed=1)))
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        for version in (1, 2, 3):
+            if version == 3:
+                sender.skip(7)  # servers miss it
+                sender.tensors = with_few_changes(sender.tensors, seed=9)
+            sync_weights(sender, engine, replace(meta, version=version), 20)
+            for stub in made:
+                assert stub.version == str(version)
+                loaded = loaded_by(stub, method)
+                assert loaded.keys() == sender.tensors.keys()
+                assert all(torch.equal(loaded[name], value) for name, value in sender.tensors.items())
+            sender.tensors = with_few_changes(sender.tensors, seed=version)
+        assert sender.full_updates == 2, "the first, and the one after the missed update"
+    assert method != "disk" or len(list(tmp_path.glob(".*served-*"))) <= 1, "earlier directories are removed"
+
+
+def loaded_by(stub: Stub, method: SyncMethod) -> dict[str, torch.Tensor]:
+    """The tensors of the last update of ``stub``, which are forgotten."""
+    if method == "disk":
+        return tensors_of(Path(stub.model_path))
+    if method == "distributed":
+        return stub.broadcast
+    bodies = [body for path, body in stub.bodies if path == "/update_weights_from_tensor"]
+    stub.bodies.clear()
+    return dict(item for body in bodies for item in unpickled(body))
 
 
 def unpickled(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_support import LONGEST, VllmStub, build, complete, connected, request, stubs, tiny_model
+from vllm_support import ADAPTERS, LONGEST, VllmStub, build, complete, connected, request, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.errors import ConfigError
+from core_rl.data.batch import SequenceBatch
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.labels import label_of
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.server import VllmServer
@@ -64,6 +65,15 @@ def test_addresses_of_initialize_are_steered(stub: VllmStub, tmp_path: Path) -> 
         assert stub.label == label_of(1)
     finally:
         engine.destroy()
+
+
+def test_scores_with_adapters_are_refused(stub: VllmStub) -> None:
+    batch = SequenceBatch.from_sequences([[5, 8, 2]])
+    with connected([stub], lora=ADAPTERS) as engine:
+        for call in (engine.score, lambda batch: engine.top_logprobs(batch, 2)):
+            with pytest.raises(UnsupportedCapability, match=r"model.lora is set.*vLLM #16668"):
+                call(batch)
+    assert "/inference/v1/generate" not in stub.calls
 
 
 def test_label_names_the_run(stub: VllmStub, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_support import CUDA, OWN, FakeGpu, environment, gpu
+from transformers import LlamaConfig
 from vllm_support import VllmStub, connected, stubs, tiny_model
 
 from core_rl import get_spec, load_config
@@ -19,7 +21,7 @@ from core_rl.servers.adapters import ServedModel
 from core_rl.servers.server import Server
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_vllm.backend import arguments_of, visible_devices
+from core_rl_vllm.backend import arguments_of, require_cpu_heads, visible_devices
 from core_rl_vllm.config import VllmConfig
 
 __all__ = ["gpu"]
@@ -146,3 +148,19 @@ def test_reachable_servers_need_a_private_network(
         config(path, options={"host": host, **options})
     with pytest.raises(ConfigError, match=f"options: .*{message}"):
         placed.on_machine(0, (2,), host)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"head_dim": 32}, None),
+        ({"head_dim": 8}, "head_dim = 8"),
+        ({"head_dim": None}, "head_dim = 16"),
+        ({"head_dim": 8, "kv_lora_rank": 4}, None),
+    ],
+)
+def test_heads_beyond_cpu_kernels_are_refused(sizes: dict[str, int | None], message: str | None) -> None:
+    model = LlamaConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
+    model.update(sizes)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        require_cpu_heads(model)

@@ -29,6 +29,7 @@ from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.backend import VllmBackend
 
 __all__ = [
+    "ADAPTERS",
     "LONGEST",
     "VllmStub",
     "backend_of",
@@ -50,6 +51,13 @@ HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPUs has."""
 LONGEST = 1024
 """Tokens that the tiny model takes: requests of some hundreds are still running when a test acts."""
+ADAPTERS: dict[str, Any] = {
+    "rank": 3,
+    "alpha": 7,
+    "rslora": True,
+    "target_modules": ["k_proj", "up_proj", "o_proj"],
+}
+"""Adapter of a server, on layers that vLLM fuses with layers without an adapter."""
 GENERATE = "/inference/v1/generate"
 
 
@@ -157,9 +165,9 @@ def tiny_model(root: Path, seed: int = 0) -> str:
     return str(ModelStore(root).directory(model))
 
 
-def build(model: str, dp: int = 1, **options: Any) -> InferenceEngine:
-    """The engine of ``model``."""
-    return engine_of("vllm", model={"path": model}, layout={"dp": dp}, options=options)
+def build(model: str, dp: int = 1, lora: dict[str, Any] | None = None, **options: Any) -> InferenceEngine:
+    """The engine of ``model``; with ``lora`` it takes adapters."""
+    return engine_of("vllm", model={"path": model, "lora": lora}, layout={"dp": dp}, options=options)
 
 
 @contextmanager
@@ -170,9 +178,11 @@ def stubs(root: Path, count: int = 1) -> Iterator[list[VllmStub]]:
 
 
 @contextmanager
-def connected(made: list[VllmStub], **options: Any) -> Iterator[InferenceEngine]:
-    """The engine at these servers."""
-    with connected_to("vllm", made, **options) as engine:
+def connected(
+    made: list[VllmStub], lora: dict[str, Any] | None = None, **options: Any
+) -> Iterator[InferenceEngine]:
+    """The engine at these servers; with ``lora`` it takes adapters."""
+    with connected_to("vllm", made, lora, **options) as engine:
         yield engine
 
 

@@ -32,7 +32,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str,
 
     def load_recipe(path: Path, overrides: list[str]) -> SimpleNamespace:
         calls.append([str(path), *overrides])
-        return SimpleNamespace(directory=Path("no-run"))
+        return SimpleNamespace(directory=Path("no-run"), engine="reference")
 
     def train(recipe: SimpleNamespace) -> dict[str, float]:
         if isinstance(outcome, BaseException):

@@ -115,7 +115,7 @@ def test_impossible_exports_are_named(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("core_rl.launch.process.start_fork_server", lambda: None)
+    monkeypatch.setattr("core_rl.launch.process.start_fork_server", lambda *_: None)
     with support.open_directory(load_recipe(write_recipe(start, tmp_path))):
         pass
     error = io.StringIO()

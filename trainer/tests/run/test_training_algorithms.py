@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 import training_support as support
 from rich.console import Console
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, WeightsError
 from core_rl.launch.group import EngineGroup
+from core_rl.weight_sync.delta import DeltaDecoder, DeltaWeights
 from core_rl_trainer import train
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.recipe.recipe import load_recipe
@@ -211,6 +214,25 @@ def test_adapter_reference_is_base_model(start: Path, tmp_path: Path, sync: str)
     assert all(row["mismatch_max"] < 1e-4 for row in rows)
 
 
+@pytest.mark.parametrize("sync", ["disk", pytest.param("tensor", marks=pytest.mark.slow)])
+def test_delta_sync_has_the_actors_weights(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
+) -> None:
+    sent = []
+    decode = DeltaDecoder.decode
+
+    def decoded(decoder: DeltaDecoder, items: Iterable[tuple[str, Tensor]]) -> DeltaWeights:
+        sent.append(decoder.base is not None)
+        return decode(decoder, items)
+
+    monkeypatch.setattr(DeltaDecoder, "decode", decoded)
+    values = support.recipe_values(start, tmp_path / "out", steps=2)
+    values["rollout"].update({"sync": sync, "sync_delta": True})
+    run(tmp_path, values)
+    assert all(row["mismatch_max"] < 1e-4 for row in support.curve(tmp_path / "out")[1:])
+    assert sent == [False, True, True]
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -234,6 +256,10 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         (
             {"placement": {"actor": [0, 1]}},
             r"actor = devices \[0, 1\]: it has 1 rank, and there is room for 2: .* name as many as it has ranks",
+        ),
+        (
+            {"rollout": {"sync": "lora", "sync_delta": True}},
+            "an adapter is sent whole; set sync_delta to false",
         ),
         ({"placement": {"rollout": [0, 1]}}, r"devices = \[0, 1\]: layout .* has 1 ranks"),
         (

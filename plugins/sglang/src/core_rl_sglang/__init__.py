@@ -25,6 +25,7 @@ SPEC = EngineSpec(
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
             Capability.SYNC_LORA,
+            Capability.SYNC_DELTA,
             Capability.PAUSE,
             Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,

@@ -17,6 +17,7 @@ SPEC = EngineSpec(
         {
             Capability.BFLOAT16,
             Capability.DATA_PARALLEL,
+            Capability.TENSOR_PARALLEL,
             Capability.CUDA,
             Capability.SCORE,
             Capability.TOP_LOGPROBS,
@@ -24,6 +25,7 @@ SPEC = EngineSpec(
             Capability.SYNC_TENSOR,
             Capability.SYNC_DISTRIBUTED,
             Capability.SYNC_LORA,
+            Capability.SYNC_DELTA,
             Capability.PAUSE,
             Capability.LAUNCH_SERVER,
             Capability.MIN_P,

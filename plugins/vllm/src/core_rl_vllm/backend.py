@@ -9,9 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from transformers import PretrainedConfig
 
+from core_rl.backend.inference_backend import TopLogprobs
+from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.devices import device_type
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.process import ServerProcess
@@ -20,10 +24,12 @@ from core_rl_vllm.config import VllmConfig
 from core_rl_vllm.server import TRANSFER, VllmServer
 from core_rl_vllm.wire import VllmWire
 
-__all__ = ["VllmBackend", "arguments_of", "visible_devices"]
+__all__ = ["VllmBackend", "arguments_of", "require_cpu_heads", "visible_devices"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28
+CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+"""Sizes of heads that vLLM's attention has on CPUs; with another one a server dies at its first request."""
 
 
 class VllmBackend(ServerBackend[VllmConfig]):
@@ -55,6 +61,7 @@ class VllmBackend(ServerBackend[VllmConfig]):
             "HF_HUB_OFFLINE": "1",
         }
         if device == "cpu":
+            require_cpu_heads(model.config)
             # Compiling one kernel of the sampler takes longer than it will ever save.
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
         else:
@@ -68,6 +75,35 @@ class VllmBackend(ServerBackend[VllmConfig]):
             arguments=arguments,
             environment=environment,
             gpus=range(config.layout.tp),
+        )
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        self._require_prompt_logprobs()
+        return super().score(batch, temperature)
+
+    def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
+        self._require_prompt_logprobs()
+        return super().top_logprobs(batch, k, temperature)
+
+    def _require_prompt_logprobs(self) -> None:
+        """Raise `UnsupportedCapability` where a server would die: https://github.com/vllm-project/vllm/issues/16668."""
+        if self.model.adapter is not None and self.servers[0].device == "cpu":
+            raise UnsupportedCapability(
+                "model.lora is set: on a CPU, a vLLM server with --enable-lora dies when it computes log-probs of "
+                "given tokens (vLLM #16668); use the train engine's forward(), or an engine without model.lora"
+            )
+
+
+def require_cpu_heads(config: PretrainedConfig) -> None:
+    """Raise `ConfigError` for a model whose heads are too small or too large for vLLM's attention on CPUs."""
+    text = config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size not in CPU_HEAD_SIZES and not hasattr(
+        text, "kv_lora_rank"
+    ):  # latent attention has a kernel of its own
+        raise ConfigError(
+            f"head_dim = {size} in the model's config.json: vLLM's attention on CPUs has heads of "
+            f"{', '.join(map(str, sorted(CPU_HEAD_SIZES)))}; set device to cuda, or take another model"
         )
 
 

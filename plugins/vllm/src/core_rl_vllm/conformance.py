@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import Profile
+from core_rl_conformance.profile import Profile, Setting
 
 __all__ = ["PROFILE"]
 
 PROFILE = Profile(
     layouts=(ParallelLayout(), ParallelLayout(dp=2)),
+    settings=(Setting(layout=ParallelLayout(tp=2)),),
     families=("qwen3", "llama"),
     # The smallest that vLLM's attention on CPUs has.
     head_size=32,

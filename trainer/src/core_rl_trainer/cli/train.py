@@ -49,10 +49,12 @@ def train(
 
     from core_rl.errors import SIGNAL_BASE, ExitCode
     from core_rl.launch.process import start_fork_server
+    from core_rl.registry.engines import get_spec
     from core_rl_trainer.api import train_loaded
     from core_rl_trainer.run.signals import EndedBySignal
 
-    start_fork_server()  # imports torch for the ranks while this process checks the recipe
+    # Imports torch and the engine for the ranks while this process checks the recipe.
+    start_fork_server(get_spec(loaded.engine).preload)
     try:
         result = train_loaded(loaded)
     except EndedBySignal as ended:

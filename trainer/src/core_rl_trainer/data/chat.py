@@ -263,8 +263,9 @@ def one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
         return ids
     while len(ids) > 1 and ids[0] == ids[1] == bos:
         ids = ids[1:]
-    expected = tokenizer("")["input_ids"][:1] == [bos]
-    return [bos, *ids] if expected and ids[:1] != [bos] else ids
+    # The second question takes as long as to encode a short prompt.
+    missing = ids[:1] != [bos] and tokenizer("")["input_ids"][:1] == [bos]
+    return [bos, *ids] if missing else ids
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -11,7 +11,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.engine import guards, inference_guards
-from core_rl.engine.guards import require_sync
+from core_rl.engine.guards import require_capability, require_sync
 from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.hosts import Slot
@@ -238,6 +238,8 @@ def _configured_rollout(
     spec, config = engines.configure(section.engine, "inference", fields, {})
     assert isinstance(config, InferenceEngineConfig)
     require_sync(spec, section.sync)
+    if section.sync_delta:
+        require_capability(spec, Capability.SYNC_DELTA, "rollout.sync_delta")
     inference_guards.check_config(spec, config)
     inference_guards.check_sampling(spec, section.sampling(), "section 'rollout'")
     return spec, config

@@ -70,6 +70,9 @@ class Recipe(Config):
     """The optimizer; a decaying schedule ends at ``steps``."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """The most tokens of one forward pass on one data-parallel rank."""
+    share_prefixes: bool = True
+    """Compute tokens that samples share at their beginning, as the prompt of a group, once in a forward pass, where the
+    engines can. ``micro_batch_tokens`` counts them once."""
     rollout: RolloutSection = RolloutSection()
     """The generation of completions."""
     algorithm: ModelInterfaceAbstraction = ModelInterfaceAbstraction("ppo_actor")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.launch.group import EngineGroup
@@ -15,7 +17,7 @@ from core_rl.launch.hosts import Hosts
 from core_rl.launch.machines import server_processes
 from core_rl_trainer.plan.run_plan import EnginePlan
 
-__all__ = ["Roles", "open_roles", "open_trainers"]
+__all__ = ["Roles", "micro_batches_of", "open_roles", "open_trainers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,11 @@ class Roles:
     """Whether the rollout engine has its memory only between training phases."""
     driver_address: str | None = None
     """Address of this machine towards the cluster; None for a single machine."""
+
+    def micro_batches(self, max_tokens: int, share_prefixes: bool) -> MicroBatchSpec:
+        """The cut of batches for all train roles; see `micro_batches_of`."""
+        groups = (self.actor, self.critic, self.reference, self.reward)
+        return micro_batches_of([group for group in groups if group is not None], max_tokens, share_prefixes)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -70,6 +77,13 @@ class Roles:
     def trained(self) -> dict[str, EngineGroup]:
         """The groups whose state a checkpoint holds, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+
+def micro_batches_of(groups: Sequence[EngineGroup], max_tokens: int, share_prefixes: bool) -> MicroBatchSpec:
+    """The cut of batches for ``groups``; they share prefixes where all engines that declare it can."""
+    declared = [group for group in groups if Capability.SHARED_PREFIX in group.spec.capabilities]
+    share = share_prefixes and bool(declared) and all(group.shares_prefixes for group in declared)
+    return MicroBatchSpec(max_tokens=max_tokens, share_prefixes=share)
 
 
 @contextmanager

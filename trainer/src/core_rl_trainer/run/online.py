@@ -12,7 +12,6 @@ from core_rl.backend.meta import FinetuneSpec, SyncMethod, WeightUpdateMeta
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
@@ -42,6 +41,8 @@ class WeightSync:
     method: SyncMethod
     path: Path
     """The directory of the weights, or the rendezvous file."""
+    delta: bool
+    """Whether only changes are sent."""
     limit_s: float
     """The time limit of one sync, in seconds."""
 
@@ -90,7 +91,11 @@ class OnlineLearner(Learner):
         super().sync(version)
         weights, rollout = self.weights, self.roles.rollout
         meta = WeightUpdateMeta(
-            method=weights.method, version=version, path=str(weights.path), host=self.roles.driver_address
+            method=weights.method,
+            version=version,
+            path=str(weights.path),
+            host=self.roles.driver_address,
+            delta=weights.delta,
         )
         try:
             sync_weights(self, rollout, meta, weights.limit_s, interrupted(rollout))
@@ -173,7 +178,7 @@ def open_online(
             actor=algorithm,
             critic=None if critic is None else make_interface(critic.interface),
             reward_weight=0.0 if reward_model is None else reward_model.weight,
-            mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
+            mb_spec=roles.micro_batches(recipe.micro_batch_tokens, recipe.share_prefixes),
         )
         # Without a filter, the last steps need not run ahead of the remaining prompts.
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
@@ -190,7 +195,9 @@ def open_online(
             roles=roles,
             rollouts=rollouts,
             scoring=scoring,
-            weights=WeightSync(method=settings.sync, path=path, limit_s=recipe.timeouts.sync_s),
+            weights=WeightSync(
+                method=settings.sync, path=path, delta=settings.sync_delta, limit_s=recipe.timeouts.sync_s
+            ),
             eval_samples=() if held_out is None else [held_out[index] for index in range(len(held_out))],
         )
 

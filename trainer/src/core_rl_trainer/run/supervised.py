@@ -26,7 +26,7 @@ from core_rl_trainer.data.kinds import Sample
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
 from core_rl_trainer.plan.run_plan import RunPlan
-from core_rl_trainer.run.engines import open_trainers
+from core_rl_trainer.run.engines import micro_batches_of, open_trainers
 from core_rl_trainer.run.loop import Learner, Phases
 from core_rl_trainer.run.run_directory import RunDirectory
 
@@ -63,7 +63,7 @@ def open_supervised(
             phases=Phases(start=start, batch="data"),
             engine=groups[MODEL],
             data=plan.data,
-            mb_spec=MicroBatchSpec(max_tokens=recipe.micro_batch_tokens),
+            mb_spec=micro_batches_of([groups[MODEL]], recipe.micro_batch_tokens, recipe.share_prefixes),
             directory=directory,
             tokenizer=plan.tokenizer,
         )

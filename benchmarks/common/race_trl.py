@@ -1,0 +1,146 @@
+"""The quickstart's task with TRL's GRPOTrainer, until a held-out reward; a program for `quickstart_race.py`.
+
+    python benchmarks/common/race_trl.py RECIPE START OUTPUT --seed 0 --target 0.6 --every 5
+
+All settings are read from the recipe. The rows in ``OUTPUT/metrics.jsonl`` have the same names as core-rl's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+import yaml
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
+from trl import GRPOConfig, GRPOTrainer
+
+from core_rl_trainer.rewards.text import integer_match
+
+
+def main() -> None:
+    """Train and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("start", type=Path, help="the directory that examples/arithmetic/prepare.py wrote")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--target", type=float, required=True)
+    parser.add_argument("--every", type=int, required=True, help="rollouts between two evaluations")
+    arguments = parser.parse_args()
+    recipe: dict[str, Any] = yaml.safe_load(arguments.recipe.read_text(encoding="utf-8"))
+    config, start = trainer_config(recipe, arguments), arguments.start
+    trainer = _WarmedUp(
+        model=str(start / "model"),
+        reward_funcs=_reward,
+        args=config,
+        train_dataset=read_rows(start / "train.jsonl"),
+        eval_dataset=read_rows(start / "eval.jsonl"),
+        processing_class=AutoTokenizer.from_pretrained(start / "tokenizer", padding_side="left"),
+        callbacks=[_Stopwatch(arguments.output, config.steps_per_generation, arguments.target)],
+    )
+    trainer.warmup_rollouts = recipe["optimizer"]["schedule"]["warmup_steps"]
+    trainer.train()
+    trainer.save_model(str(arguments.output / "model"))
+
+
+def trainer_config(recipe: dict[str, Any], arguments: argparse.Namespace) -> GRPOConfig:
+    """The recipe's settings, and what is fastest on a CPU: no checkpointing, no logging, no saving."""
+    rollout, optimizer, algorithm = recipe["rollout"], recipe["optimizer"], recipe["algorithm"]["args"]
+    updates, sequences = algorithm["minibatches"], rollout["prompts_per_step"] * rollout["group_size"]
+    return GRPOConfig(
+        output_dir=str(arguments.output),
+        seed=arguments.seed,
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=False,
+        per_device_train_batch_size=sequences // updates,
+        gradient_accumulation_steps=1,
+        steps_per_generation=updates,
+        max_steps=recipe["steps"] * updates,
+        num_generations=rollout["group_size"],
+        max_completion_length=rollout["max_new_tokens"],
+        temperature=1.0,
+        loss_type="bnpo",  # the mean over the tokens of an update, as core-rl's default
+        scale_rewards="group",
+        epsilon=algorithm["loss"]["clip_low"],
+        epsilon_high=algorithm["loss"]["clip_high"],
+        beta=algorithm["kl_coef"],
+        learning_rate=optimizer["lr"],
+        adam_beta1=optimizer["betas"][0],
+        adam_beta2=optimizer["betas"][1],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        eval_strategy="steps",
+        eval_on_start=True,
+        eval_steps=arguments.every * updates,
+        num_generations_eval=recipe["eval_samples"],
+        per_device_eval_batch_size=256 * recipe["eval_samples"],
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def read_rows(path: Path) -> datasets.Dataset:
+    """Prompts with their answers."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return datasets.Dataset.from_list([json.loads(line) for line in lines])
+
+
+class _WarmedUp(GRPOTrainer):
+    """Has core-rl's warm-up: linear, and a step of it for all updates on one rollout."""
+
+    warmup_rollouts = 0
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        updates, warmup = self.args.steps_per_generation, self.warmup_rollouts
+        self.lr_scheduler = LambdaLR(
+            optimizer or self.optimizer, lambda update: min(1.0, (update // updates + 1) / (warmup + 1))
+        )
+        return self.lr_scheduler
+
+
+class _Stopwatch(TrainerCallback):
+    """Writes the seconds of each rollout with its updates, and the reward of each evaluation."""
+
+    def __init__(self, output: Path, updates: int, target: float) -> None:
+        output.mkdir(parents=True)
+        self._file, self._updates, self._target = output / "metrics.jsonl", updates, target
+        self._seconds: defaultdict[int, float] = defaultdict(float)
+        self._start = 0.0
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        step = (state.global_step - 1) // self._updates + 1
+        self._seconds[step] += time.perf_counter() - self._start
+        if state.global_step % self._updates == 0:
+            self._write({"step": step, "time_step_s": self._seconds[step]})
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **keywords: Any) -> None:
+        reward = keywords["logs"].get("eval_reward")
+        if reward is not None:
+            self._write({"step": state.global_step // self._updates, "eval_reward": reward})
+            control.should_training_stop = reward >= self._target
+
+    def _write(self, row: dict[str, float]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    pairs = zip(completions, answer, strict=True)
+    return [integer_match(completion, {"answer": right}) for completion, right in pairs]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Seconds to a held-out reward on the quickstart's task: ``core-rl train``, and TRL's ``GRPOTrainer``.
+
+    python examples/arithmetic/prepare.py
+    python benchmarks/quickstart_race.py --output race.json
+
+Both sides start from the same weights and take the settings of ``examples/grpo_arithmetic.yaml``. Each run is a process
+of its own that ends, with its model saved, at the first evaluation with the reward; runs of both sides alternate.
+``steps, s`` is the time of rollouts and updates (and weight syncs); ``process, s`` the wall time of the whole
+process with imports, evaluations and saving, ``process, CPU s`` the CPU time of all its processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.process_cost import POLL_S, note_cpu_times
+from common.race_callback import TARGET
+
+COMMON = Path(__file__).parent / "common"
+SIDES = ("core-rl", "TRL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The cost of one run."""
+
+    side: str
+    seed: int
+    start_reward: float
+    end_reward: float
+    steps: int
+    steps_s: float
+    process_s: float
+    process_cpu_s: float
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", type=Path, default=Path("examples/grpo_arithmetic.yaml"))
+    parser.add_argument("--start", type=Path, default=Path("runs/arithmetic/start"))
+    parser.add_argument("--target", type=float, default=0.6, help="mean reward of sampled completions")
+    parser.add_argument("--every", type=int, default=5, help="training steps between two evaluations")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES)
+    parser.add_argument("--output", type=Path, help="a JSON file of all runs")
+    arguments = parser.parse_args()
+    runs: list[Run] = []
+    for number, seed in enumerate(arguments.seeds):
+        for side in arguments.sides[:: -1 if number % 2 else 1]:
+            runs.append(race(side, seed, arguments))
+            Console(stderr=True).log(runs[-1])
+            if arguments.output is not None:
+                text = json.dumps([asdict(run) for run in runs], indent=2)
+                arguments.output.write_text(text, encoding="utf-8")
+    report(runs, arguments.target)
+
+
+def race(side: str, seed: int, arguments: argparse.Namespace) -> Run:
+    """One run of one side."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch, "run")
+        wall_s, cpu_s = measured(command(side, seed, output, arguments), arguments.target)
+        lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    rewards = [row["eval_reward"] for row in rows if "eval_reward" in row]
+    if rewards[-1] < arguments.target:
+        raise SystemExit(f"{side}, seed {seed}: the reward ends at {rewards[-1]:.3f}")
+    times = [value for row in rows for name, value in row.items() if name.startswith("time_")]
+    return Run(side=side, seed=seed, start_reward=rewards[0], end_reward=rewards[-1], steps=rows[-1]["step"],
+               steps_s=sum(times), process_s=wall_s, process_cpu_s=cpu_s)  # fmt: skip
+
+
+def command(side: str, seed: int, output: Path, arguments: argparse.Namespace) -> list[str]:
+    """The command of a run that writes ``metrics.jsonl`` to ``output``."""
+    if side == "TRL":
+        options = ["--seed", str(seed), "--target", str(arguments.target), "--every", str(arguments.every)]
+        places = [arguments.recipe, arguments.start, output]
+        return [sys.executable, str(COMMON / "race_trl.py"), *map(str, places), *options]
+    return [
+        *(sys.executable, "-m", "core_rl.cli", "train", str(arguments.recipe)),
+        *(f"{name}={value}" for name, value in {
+            "seed": seed, "output_dir": output, "eval_every": arguments.every, "save_every": 10**6,
+            "callbacks": f"[{COMMON / 'race_callback.py'}:stop_at_target]",
+            "model.path": arguments.start / "model", "data.train": arguments.start / "train.jsonl",
+            "data.eval": arguments.start / "eval.jsonl",
+        }.items()),
+    ]  # fmt: skip
+
+
+def measured(arguments: Sequence[str], target: float) -> tuple[float, float]:
+    """Wall and CPU seconds of a process with all its descendants."""
+    # Each side takes the threads that it takes by itself.
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    start, spent = time.perf_counter(), dict[int, float]()
+    with tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(
+            arguments, env=env | {TARGET: str(target)}, stdout=messages, stderr=messages
+        )
+        while process.poll() is None:
+            note_cpu_times(process.pid, spent)
+            time.sleep(POLL_S)
+        wall_s = time.perf_counter() - start
+        if process.returncode:
+            messages.seek(0)
+            raise SystemExit(messages.read())
+    return wall_s, sum(spent.values())
+
+
+def report(runs: Sequence[Run], target: float) -> None:
+    """A table of all runs, and of the ratios of both sides."""
+    title = f"{os.cpu_count()} CPU cores, held-out reward {target:g}"
+    table = Table(title=title, caption=f"torch {torch.__version__}")
+    names = ("", "seed", "reward", "training steps", "steps, s", "process, s", "process, CPU s")
+    for name in names:
+        table.add_column(name, justify="right")
+    for run in runs:
+        reward = f"{run.start_reward:.3f} to {run.end_reward:.3f}"
+        seconds = [f"{value:.1f}" for value in (run.steps_s, run.process_s, run.process_cpu_s)]
+        table.add_row(run.side, str(run.seed), reward, str(run.steps), *seconds)
+    console = Console(width=max(120, Console().width))
+    console.print(table)
+    for name in ("steps", "steps_s", "process_s", "process_cpu_s"):
+        ours, theirs = ({run.seed: getattr(run, name) for run in runs if run.side == side} for side in SIDES)
+        if ours and theirs:
+            ratios = [theirs[seed] / ours[seed] for seed in ours]
+            console.print(
+                f"{name}: TRL / core-rl {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
