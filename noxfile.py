@@ -143,12 +143,16 @@ def tests(session: nox.Session) -> None:
     quick, arguments = _quick(session)
     _install(session, "dev")
     _lint(session)
-    session.run("lint-imports")
+    # Its packages do not go with the constraints of the others, so it is read and not installed.
+    session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
     session.run("mypy")
     chosen = ["-m", "not slow and not nightly" if quick else "not nightly", f"--deselect={EXAMPLE_SUITE}"]
     session.run("pytest", *STEALING, *chosen, *arguments, env=ENV)
     # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--quick")
+    session.run(
+        "pytest", "--trainer=core-rl", "--pyargs", "core_rl_conformance", *WORKERS, "--quick", env=ENV
+    )
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
         _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
@@ -181,6 +185,16 @@ def vllm(session: nox.Session) -> None:
     """Certify the vLLM engine on real servers, in an environment that is made for them; arguments go to pytest."""
     _install(session, "conformance", "train")
     _served(session, "vllm", *session.posargs)
+
+
+@nox.session
+def torchtitan(session: nox.Session) -> None:
+    """Certify the torchtitan engine, alone and with others, next to torchtitan's packages; arguments go to pytest."""
+    _install(session, "dev")
+    session.install("--no-deps", "-r", "constraints/torchtitan.txt", "-e", "plugins/torchtitan")
+    session.run("pytest", "plugins/torchtitan/tests", *WORKERS, env=ENV)
+    _conformance(session, ["torchtitan"], *session.posargs)
+    _conformance(session, ["torchtitan", *DISTRIBUTED_ENGINES], "--quick", "-k", "pair")
 
 
 @nox.session
@@ -246,10 +260,13 @@ def families(session: nox.Session) -> None:
 
 @nox.session
 def trl(session: nox.Session) -> None:
-    """Compare losses with TRL's own, and read datasets, in an environment that has both."""
+    """Judge TRL's trainers, compare losses with TRL's own, and read datasets, in an environment that has both."""
     _install(session, "conformance", "train")
     session.install("trl==1.16.0")
+    session.install("--no-deps", "-e", "interop/trl")
     session.run("pytest", "interop", *session.posargs, env=ENV)
+    trainers = [f"--trainer={name}" for name in ("trl-sft", "trl-grpo")]
+    session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *WORKERS, env=ENV)
 
 
 @nox.session

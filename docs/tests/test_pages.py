@@ -32,13 +32,14 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.MULTILINE)
 # Blocks that no CPU test runs, by the reason in the comment above them.
 NOT_RUN = {
     "needs a run of another page": 2,
-    "installs packages": 5,
+    "installs packages": 6,
     "installs everything and trains for minutes": 3,
     "trains for a minute": 4,
     "needs an SGLang environment": 3,
     "needs a server": 1,
-    "needs reports": 1,
-    "takes minutes": 5,
+    "needs reports": 2,
+    "downloads packages": 1,
+    "takes minutes": 8,
     "needs a run": 2,
     "two machines": 1,
     "needs a cluster": 5,

@@ -24,6 +24,7 @@ SPEC = EngineSpec(
             Capability.OPTIMIZER_RULES,
             Capability.MUON,
             Capability.ADAMW_8BIT,
+            Capability.SHARED_PREFIX,
             Capability.OFFLOAD,
             Capability.SHARDED_CHECKPOINT,
             Capability.RESHARDING,

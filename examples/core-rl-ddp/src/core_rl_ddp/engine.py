@@ -31,5 +31,7 @@ class DDPBackend(HFBackend[DDPConfig]):
         self.adopt(model, context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        outputs = self.packed(micro_batch, step.outputs, step.temperature, step.trained_only)
+        outputs = self.packed(
+            micro_batch, step.outputs, step.temperature, step.trained_only, step.share_prefixes
+        )
         return ModelOutput(**outputs)
