@@ -119,7 +119,10 @@ def run_point(
     process.join(limit_s)
     if process.is_alive():
         assert process.pid is not None
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not made its group yet, or has just ended
+            process.kill()
         process.join()
         return _failed(f"took more than its {limit_s:g} s", directory)
     if not result.exists():

@@ -14,6 +14,7 @@ from core_rl.errors import RolloutError
 from core_rl.machine import most_open_files
 
 __all__ = [
+    "SPARE_FILES",
     "Api",
     "Hung",
     "Refused",
@@ -179,9 +180,13 @@ class TooManyFiles(RolloutError):
 
 
 def requests_at_one_time() -> int:
-    """Requests that may be in flight, after this process's soft limit was raised to its hard one."""
+    """Requests that may be in flight, after this process's soft limit was raised to its hard one.
+
+    Each may need two files for a moment: where the event loop was late, all idle connections have expired, and their
+    files are closed only after those of the new ones were opened.
+    """
     files = most_open_files()
-    return max(1, files - min(SPARE_FILES, files // 2))
+    return max(1, (files - min(SPARE_FILES, files // 2)) // 2)
 
 
 def is_exhausted(error: BaseException) -> bool:

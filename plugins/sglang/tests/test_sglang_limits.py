@@ -22,18 +22,18 @@ from core_rl import get_spec, load_config
 from core_rl.config.base import parse_config
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError
-from core_rl.servers.api import TooManyFiles
+from core_rl.servers.api import SPARE_FILES, TooManyFiles
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.process import arguments_of, served_model
 from core_rl_trainer.plan.engine_config import EngineSections
 from core_rl_trainer.plan.engines import checked_trainer, plan_online_engines
 from core_rl_trainer.recipe.recipe import load_recipe
 
-FILES, REQUESTS = 1024, 1500
+FILES, REQUESTS = 1024, 1000
 CLIENT = f"""
 import asyncio, resource, sys
 sys.path[:0] = sys.argv[3:]
-resource.setrlimit(resource.RLIMIT_NOFILE, (512, {FILES}))
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, {FILES}))
 from sglang_support import build
 from core_rl.data.requests import LLMRequest, SamplingParams
 
@@ -73,14 +73,14 @@ def test_more_requests_than_files_are_all_answered(tmp_path: Path) -> None:
             [sys.executable, "-c", CLIENT, *arguments],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
     finally:
         stub.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert actual.stdout == f"{REQUESTS} responses\n", actual.stderr[-2000:]
-    assert 512 < most[1] < FILES
+    assert 256 < most[1] <= (FILES - SPARE_FILES) / 2
 
 
 def test_too_many_open_files_are_no_lost_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
