@@ -12,7 +12,7 @@ import typer
 
 from core_rl.cli import PASSED_ON
 
-__all__ = ["bisect", "certify", "checks", "new_engine", "report"]
+__all__ = ["bisect", "certify", "checks", "diff", "new_engine", "report"]
 
 
 def checks(
@@ -256,3 +256,37 @@ def certify(
     kind = "trainer" if any(point.name == name for point in declared_in(GROUP)) else "engine"
     arguments = [f"--{kind}={name}", *(options or ()), "--pyargs", "core_rl_conformance"]
     raise typer.Exit(int(pytest.main([*arguments, "-p", "no:cacheprovider"])))
+
+
+def diff(
+    left: Annotated[
+        str,
+        typer.Argument(
+            help="A trainer, and the file of its settings.", metavar="NAME:FILE", show_default=False
+        ),
+    ],
+    right: Annotated[
+        str, typer.Argument(help="The other trainer and its file.", metavar="NAME:FILE", show_default=False)
+    ],
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            "--rollouts",
+            help="A JSONL file with a completion in each line; drawn by default.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the tokens.")] = 0,
+) -> None:
+    """Compare two trainers on frozen rollouts: name each term of the loss in which they differ.
+
+    The terms are read from gradients of a tiny model. NAME is a trainer of an entry point rl_trainers that takes
+    files of settings, and FILE what its framework reads, such as a recipe of core-rl-trainer.
+
+    Example: core-rl diff trl-grpo:settings.py core-rl:recipe.yaml --rollouts frozen.jsonl
+    """
+    from core_rl_conformance.differences.run import compare
+    from core_rl_conformance.differences.text import report_of
+
+    comparison = compare(left, right, rollouts, seed)
+    typer.echo(report_of(left, right, comparison))

@@ -86,6 +86,14 @@ class Trainer(Protocol):
         """Load the model and make the optimizer; an earlier model is gone."""
         ...
 
+    def build_recipe(self, recipe: str, model_dir: str) -> None:
+        """Build as the framework's own configuration file ``recipe`` describes a run, with the model in ``model_dir``.
+
+        For ``core-rl diff``, on one rank, in float32; its optimizer, schedule, loss and advantages are those of the
+        file.
+        """
+        ...
+
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
     ) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from core_rl_conformance.trainers.interface import Trainer, TrainerSetup
 from core_rl_conformance.trainers.ranks import RankTrainers
 from core_rl_conformance.trainers.spec import TrainerSpec
 
-__all__ = ["TrainerPool"]
+__all__ = ["TrainerPool", "make_trainer"]
 
 CALLS = ("build", "train_batch", "weights", "close")
 """Methods that every trainer needs."""
@@ -24,7 +24,7 @@ class TrainerPool:
     def build(self, spec: TrainerSpec, setup: TrainerSetup) -> Trainer:
         """The trainer of ``spec``, built with ``setup``. Raises `EngineBroken` for a factory that makes none."""
         if spec.name not in self._trainers:
-            self._trainers[spec.name] = _made(spec, self._timeout_s)
+            self._trainers[spec.name] = make_trainer(spec, self._timeout_s)
         trainer = self._trainers[spec.name]
         trainer.build(setup)
         return trainer
@@ -41,7 +41,8 @@ class TrainerPool:
             self.discard(name)
 
 
-def _made(spec: TrainerSpec, timeout_s: float) -> Trainer:
+def make_trainer(spec: TrainerSpec, timeout_s: float) -> Trainer:
+    """The trainer of ``spec``, not built. Raises `EngineBroken` for a factory that makes none."""
     origin = f"trainer {spec.name!r}"
     factory = load_object(spec.factory, origin)
     if not isinstance(factory, type):

@@ -49,6 +49,13 @@ class RankTrainers:
             self._start(setup.ranks)
         self._call("build", [(setup,)] * setup.ranks)
 
+    def build_recipe(self, recipe: str, model_dir: str) -> None:
+        """Build in one process."""
+        if len(self._ranks) != 1:
+            self.close()
+            self._start(1)
+        self._all("build_recipe", recipe, model_dir)
+
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
     ) -> Mapping[str, float]:

@@ -44,6 +44,8 @@ class Feature(StrEnum):
     """`Trainer.save` and `Trainer.load`."""
     EPOCHS = "epochs"
     """`Trainer.epoch`."""
+    RECIPES = "recipes"
+    """`Trainer.build_recipe`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.loading import load_yaml
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.schedule import learning_rate, schedule_length
@@ -25,13 +26,17 @@ from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, T
 from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.policy_losses import PolicyLoss
-from core_rl_trainer.algorithms.fields import ADVANTAGES, BEHAVIOUR, GROUP, REFERENCE, REWARDS
+from core_rl_trainer.algorithms.fields import ADVANTAGES, BEHAVIOUR, GROUP, PROXIMAL, REFERENCE, REWARDS
 from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
 from core_rl_trainer.data.order import ShuffledOrder
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
+from core_rl_trainer.plan.build import with_temperature
+from core_rl_trainer.recipe.recipe import Recipe
 
 __all__ = ["BlackBoxTrainer"]
 
+RECIPES = ("ppo_actor", "sft")
+"""Interfaces whose recipes are compared with others."""
 CLIPPED = ("clipped", "dual_clipped", "gspo", "cispo")
 
 
@@ -40,7 +45,9 @@ class BlackBoxTrainer:
 
     def __init__(self) -> None:
         self._group: EngineGroup | None = None
-        self._setup: TrainerSetup | None = None
+        self._interface: ModelInterface[Any] | None = None
+        self._by_rule = False
+        self._steps: int | None = None
 
     @property
     def group(self) -> EngineGroup:
@@ -50,25 +57,56 @@ class BlackBoxTrainer:
         return self._group
 
     def build(self, setup: TrainerSetup) -> None:
-        """A fresh engine, in the same processes where their number stays."""
+        """The interface that a recipe with this loss has."""
         spec = get_spec(_engine(setup.options))
-        config = _config(spec, setup)
+        interface = _interface(setup.loss, setup.advantages)
+        rule = setup.advantages is not None
+        self._build(spec, _config(spec, setup), interface, rule=rule, steps=None)
+
+    def build_recipe(self, recipe: str, model_dir: str) -> None:
+        """The engine, the algorithm, the optimizer and its schedule of a recipe, without its data and its model.
+
+        All of a batch is one update, whatever ``minibatches`` and ``epochs`` are.
+        """
+        parsed = parse_config(Recipe, load_yaml(recipe), recipe)
+        algorithm = with_temperature(parsed.algorithm, parsed.rollout.temperature)
+        if algorithm.type_ not in RECIPES:
+            raise ConfigError(
+                f"{recipe}: field 'algorithm.type_' = {algorithm.type_!r}: expected {' or '.join(RECIPES)}"
+            )
+        once = dict.fromkeys(algorithm.args.keys() & {"minibatches", "epochs"}, 1)
+        spec = get_spec(parsed.engine)
+        values = {"model": {"path": model_dir}, "optimizer": parsed.optimizer.model_dump()}
+        config = parse_config(load_config(spec), values, recipe)
+        assert isinstance(config, TrainEngineConfig)
+        interface = make_interface(replace(algorithm, args=algorithm.args | once))
+        self._build(spec, config, interface, rule=True, steps=parsed.steps or None)
+
+    def _build(
+        self,
+        spec: EngineSpec,
+        config: TrainEngineConfig,
+        interface: ModelInterface[Any],
+        *,
+        rule: bool,
+        steps: int | None,
+    ) -> None:
+        """A fresh engine, in the same processes where their number stays."""
         if self._group is None or self._group.config.layout != config.layout:
             self.close()
             self._group = EngineGroup(spec, config, threads_per_rank=1)
-        self.group.initialize(None, config)
-        self._setup = setup
+        self.group.initialize(None if steps is None else FinetuneSpec(dataset_size=steps), config)
+        self._interface, self._by_rule, self._steps = interface, rule, steps
 
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
     ) -> Mapping[str, float]:
-        """One step of the interface that a recipe with this loss has."""
-        group = self.group
-        assert self._setup is not None
-        loss, rule = self._setup.loss, self._setup.advantages
+        """One step of the interface."""
+        group, interface = self.group, self._interface
+        assert interface is not None
         engine = group if apply else _GradientsOnly(group)
-        batch = _batch(sequences, loss, rule)
-        metrics = _interface(loss, rule).train_step(engine, batch, _cut(cut, len(sequences)))
+        batch = _batch(sequences, interface.wanted_fields, by_rule=self._by_rule)
+        metrics = interface.train_step(engine, batch, _cut(cut, len(sequences)))
         if apply:
             group.lr_scheduler_step()
         return {name: value for name, value in metrics.items() if name not in ("lr", "updates")}
@@ -85,7 +123,7 @@ class BlackBoxTrainer:
         """Of the next step."""
         optimizer = self.group.config.optimizer
         assert optimizer is not None
-        return learning_rate(optimizer, self.group.progress.lr_steps, schedule_length(optimizer, None))
+        return learning_rate(optimizer, self.group.progress.lr_steps, schedule_length(optimizer, self._steps))
 
     def save(self, path: str) -> None:
         """A sharded checkpoint, as a run writes."""
@@ -149,16 +187,18 @@ def _cut(cut: MicroBatches, count: int) -> MicroBatchSpec:
 
 
 def _batch(
-    sequences: Sequence[TrainSequence], loss: PolicyLoss, advantages: AdvantageRule | None
+    sequences: Sequence[TrainSequence], wanted_fields: frozenset[str], *, by_rule: bool
 ) -> SequenceBatch:
     tokens = {
         LOSS_MASK: [sequence.loss_mask for sequence in sequences],
         BEHAVIOUR: [sequence.old_logprobs for sequence in sequences],
     }
-    if advantages is None:  # a batch that has advantages is taken as prepared
+    if not by_rule:  # a batch that has advantages is taken as prepared
         tokens[ADVANTAGES] = [sequence.advantages for sequence in sequences]
-    if loss.kl_coef:
+    if REFERENCE in wanted_fields:
         tokens[REFERENCE] = [sequence.ref_logprobs for sequence in sequences]
+    if PROXIMAL in wanted_fields:
+        tokens[PROXIMAL] = tokens[BEHAVIOUR]
     return SequenceBatch.from_sequences(
         [sequence.input_ids.tolist() for sequence in sequences],
         tokens=tokens,

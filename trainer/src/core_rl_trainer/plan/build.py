@@ -55,7 +55,7 @@ from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PlanBuilder"]
+__all__ = ["PlanBuilder", "with_temperature"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class PlanBuilder:
         """``engines`` are the engines' sections of ``recipe``. Raises `ConfigError` for the algorithm."""
         self._recipe = recipe
         self._engines = engines
-        self._algorithm = _with_temperature(recipe.algorithm, recipe.rollout.temperature)
+        self._algorithm = with_temperature(recipe.algorithm, recipe.rollout.temperature)
         self._interface = make_interface(self._algorithm)
         self._online = not isinstance(self._interface, SupervisedInterface)
 
@@ -255,7 +255,7 @@ class PlanBuilder:
         check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
 
 
-def _with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
+def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
     """``algorithm`` with the temperature of the rollouts, where it has such a setting."""
     fields = interface_class(algorithm.type_).config_class.model_fields
     shared = {"temperature": temperature} if "temperature" in fields else {}

@@ -1,0 +1,1 @@
+"""Differences between two trainers: the terms of each one's loss, read from its gradients."""

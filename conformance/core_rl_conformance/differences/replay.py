@@ -1,0 +1,177 @@
+"""Replays rollouts through two trainers, and names the terms in which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core_rl_conformance.differences.reading import Reading, off_policy, read_terms
+from core_rl_conformance.differences.terms import Terms, masks_of
+from core_rl_conformance.inputs.rollouts import Rollouts
+from core_rl_conformance.trainers.interface import MicroBatches, Trainer
+from core_rl_oracle.oracle import grad_norm
+
+__all__ = ["Comparison", "Difference", "Measured", "compare_measured", "described", "measure_trainer"]
+
+STEPS = 8
+"""Optimizer steps whose learning rates are compared."""
+SAME = 0.01
+"""Relative difference of numbers that were read from gradients, at most, where they are the same."""
+UNKNOWN = "unknown"
+WHOLE = MicroBatches()
+FIELDS: Mapping[str, Sequence[str]] = {
+    "mask": ("mask",),
+    "advantages": ("advantages",),
+    "temperature": ("temperature",),
+    "objective": ("objective",),
+    "clip bounds": ("clip",),
+    "KL": ("kl",),
+    "entropy": ("entropy",),
+    "aggregation": ("mean", "scale"),
+}
+"""Fields of `Terms` by the names of terms, in the order in which a trainer applies them."""
+CUT = 1e-3
+"""Relative difference of gradients at two cuts, at most, where they do not depend on the cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A trainer as its gradients and learning rates show it."""
+
+    reading: Reading
+    cut: str
+    """The effect of another cut into micro-batches."""
+    rates: str
+    """Learning rates of the first steps."""
+
+
+def measure_trainer(trainer: Trainer, directory: Path, rollouts: Rollouts, *, cuts: bool) -> Measured:
+    """Read the terms of a trainer whose model is in ``directory``, and take `STEPS` steps.
+
+    ``cuts``: whether it takes micro-batches of so many sequences.
+    """
+
+    def gradients(batch: Rollouts, cut: MicroBatches = WHOLE) -> Mapping[str, Tensor]:
+        trainer.train_batch(batch.for_trainer(), cut, False)
+        return trainer.gradients()
+
+    reading = read_terms(directory, rollouts, gradients)
+    effect = UNKNOWN
+    if cuts:
+        whole, single = gradients(rollouts), gradients(rollouts, MicroBatches(sequences=1))
+        distance = grad_norm({name: single[name] - value for name, value in whole.items()})
+        effect = "changes gradients" if distance > CUT * grad_norm(whole) else "changes nothing"
+    rates = []
+    for _ in range(STEPS):
+        rates.append(f"{trainer.learning_rate():.4g}")
+        trainer.train_batch(rollouts.for_trainer(), WHOLE, True)
+    return Measured(reading=reading, cut=effect, rates=", ".join(rates))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A term in which two trainers differ."""
+
+    term: str
+    left: str
+    right: str
+    share: float | None
+    """Of the difference between the gradients; None for what no gradient shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The differences of two trainers, in the order in which a trainer applies its terms."""
+
+    left: Reading
+    right: Reading
+    distance: float
+    """Norm of the difference between the gradients, relative to the larger gradient."""
+    differences: Sequence[Difference]
+
+
+def compare_measured(left: Measured, right: Measured, rollouts: Rollouts) -> Comparison:
+    """The differences on ``rollouts``, off policy."""
+    readings = left.reading, right.reading
+    replayed = off_policy(rollouts, left.reading.basis.logprobs)
+    one, two = (reading.predict(replayed) for reading in readings)
+    differences = [
+        *_in_gradients(*readings, replayed),
+        *_in_texts("cut into micro-batches", left.cut, right.cut),
+        *_in_texts("learning rate", left.rates, right.rates),
+    ]
+    distance = float((one - two).norm() / torch.maximum(one.norm(), two.norm()).clamp(min=1e-300))
+    return Comparison(left=readings[0], right=readings[1], distance=distance, differences=differences)
+
+
+def _in_gradients(left: Reading, right: Reading, rollouts: Rollouts) -> Iterator[Difference]:
+    """Terms that part, each with the part of the way from one gradient to the other that it takes."""
+    bases = {reading.terms.temperature: reading.basis for reading in (left, right)}
+
+    def gradient(terms: Terms) -> Tensor:
+        return replace(left, terms=terms, basis=bases[terms.temperature]).predict(rollouts)
+
+    way = gradient(right.terms) - gradient(left.terms)
+    terms, place = left.terms, gradient(left.terms)
+    texts = [described(reading.terms, rollouts) for reading in (left, right)]
+    for term, fields in FIELDS.items():
+        if _same(left.terms, right.terms, fields):
+            continue
+        terms = replace(terms, **{name: getattr(right.terms, name) for name in fields})
+        moved = gradient(terms)
+        share = float((moved - place) @ way / (way @ way).clamp(min=1e-300))
+        place = moved
+        yield Difference(term=term, left=texts[0][term], right=texts[1][term], share=share)
+
+
+def _same(left: Terms, right: Terms, fields: Sequence[str]) -> bool:
+    return all(_near(getattr(left, name), getattr(right, name)) for name in fields)
+
+
+def _near(left: object, right: object) -> bool:
+    """Whether two values are equal, numbers up to what reading them from gradients leaves."""
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isclose(left, right, rel_tol=SAME)
+    if is_dataclass(left) and is_dataclass(right):
+        return all(_near(getattr(left, f.name), getattr(right, f.name)) for f in dataclass_fields(left))
+    return left == right
+
+
+def _in_texts(term: str, left: str, right: str) -> Iterator[Difference]:
+    if UNKNOWN not in (left, right) and left != right:
+        yield Difference(term=term, left=left, right=right, share=None)
+
+
+def described(terms: Terms, rollouts: Rollouts) -> dict[str, str]:
+    """The value of each term, in words."""
+    return {
+        "mask": terms.mask,
+        "advantages": terms.advantages,
+        "temperature": f"{terms.temperature:g}",
+        "objective": terms.objective,
+        "clip bounds": str(terms.clip),
+        "KL": str(terms.kl),
+        "entropy": f"{terms.entropy:.4g}",
+        "aggregation": _aggregation(terms, masks_of(rollouts)[terms.mask]),
+    }
+
+
+def _aggregation(terms: Terms, rollouts: Rollouts) -> str:
+    exact = math.isclose(terms.scale, 1.0, rel_tol=SAME)
+    if terms.mean == "tokens" and not exact:
+        counts = [sum(row.mask[1:]) for row in rollouts.rows]
+        length = sum(counts) / sum(count > 0 for count in counts) / terms.scale
+        return f"sum over tokens, divided by {length:.4g} for each sequence"
+    unit = {
+        "tokens": "mean over trained tokens",
+        "sequences": "mean over sequences, each by its trained tokens",
+        "whole sequences": "mean over sequences, each by all of its tokens",
+        "groups": "mean over groups, each by its trained tokens",
+    }[terms.mean]
+    return unit if exact else f"{unit}, times {terms.scale:.4g}"

@@ -1,0 +1,65 @@
+"""The plain trainer with its settings in a JSON file, among them terms that no `PolicyLoss` describes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core_rl.config.layout import ParallelLayout
+from core_rl_conformance.profile import Profile
+from core_rl_conformance.trainers.interface import TrainerSetup, TrainSequence
+from core_rl_conformance.trainers.spec import Feature, TrainerSpec
+from core_rl_oracle.loss_names import AdvantageRule
+from core_rl_oracle.oracle import AdamW, Schedule
+from core_rl_oracle.policy_losses import PolicyLoss
+from trainers.plain import PlainTrainer
+
+SPEC = TrainerSpec(
+    name="plain",
+    factory="trainers.recipes:RecipeTrainer",
+    objectives=frozenset({"cross_entropy", "clipped", "dual_clipped", "gspo", "cispo"}),
+    aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
+    advantages=frozenset({"grpo"}),
+    features=frozenset({Feature.GRADIENTS, Feature.SEQUENCE_COUNT, Feature.RECIPES}),
+    profile=Profile(layouts=(ParallelLayout(),)),
+)
+
+
+class RecipeTrainer(PlainTrainer):
+    """``loss``, ``advantages``, ``schedule`` and flags of unusual terms."""
+
+    def build_recipe(self, recipe: str, model_dir: str) -> None:
+        settings = json.loads(Path(recipe).read_text(encoding="utf-8"))
+        self.flags = frozenset(settings.pop("flags", ()))
+        setup = TrainerSetup(
+            model_dir=model_dir,
+            optimizer=AdamW(lr=settings.pop("lr", 1e-3)),
+            schedule=Schedule(**settings.pop("schedule", {})),
+            loss=PolicyLoss(**settings.pop("loss", {})),
+            advantages=settings.pop("advantages", "grpo"),
+            dtype="float32",
+            ranks=1,
+            seed=0,
+        )
+        assert not settings
+        self.build(setup)
+
+    def trained(self, row: TrainSequence) -> Tensor:
+        mask = super().trained(row).clone()
+        if "no EOS" in self.flags:
+            mask[-1] = False
+        return torch.ones_like(mask) if "prompts" in self.flags else mask
+
+    def advantages_of(self, rows: Sequence[TrainSequence], rule: AdvantageRule) -> list[Tensor]:
+        values = super().advantages_of(rows, rule)
+        if "whitened" not in self.flags:
+            return values
+        trained = torch.cat([value[1:][self.trained(row)] for row, value in zip(rows, values, strict=True)])
+        return [(value - trained.mean()) / trained.std(correction=0) for value in values]
+
+    def share(self, batches: Sequence[object], ranks: Sequence[object]) -> float:
+        return 1.0 / len(batches) if "mean of micro-batches" in self.flags else 1.0
