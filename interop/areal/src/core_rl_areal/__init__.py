@@ -1,0 +1,1 @@
+"""AReaL's FSDP engine as a black box for core-rl's conformance suite."""
