@@ -270,6 +270,16 @@ def trl(session: nox.Session) -> None:
 
 
 @nox.session
+def areal(session: nox.Session) -> None:
+    """Judge AReaL's FSDP engine, in an environment that has both; arguments go to pytest."""
+    _install(session, "conformance")
+    session.install("-r", "constraints/areal.txt")
+    session.install("--no-deps", "areal==1.0.4", "-e", "interop/areal")
+    trainers = [f"--trainer=areal-{name}" for name in ("sft", "sft-sdpa", "ppo", "gspo")]
+    session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Run the benchmarks, or the named ones: `-- train_step`."""
     _install(session, "train")
