@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 from areal.api import FinetuneSpec, SaveLoadMeta
 from areal.api.cli_args import (
@@ -19,7 +20,6 @@ from areal.api.cli_args import (
     TrainEngineConfig,
 )
 from areal.engine.fsdp_engine import FSDPLMEngine, FSDPPPOActor
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -106,8 +106,9 @@ class _BlackBox(ABC):
     ) -> Mapping[str, float]:
         """As a step of AReaL's training loop; metrics are its statistics."""
         engine = self.engine
-        count = -(-len(sequences) // cut.sequences) if cut.sequences else 1
-        engine.config.mb_spec = MicroBatchSpec(n_mbs=count, max_tokens_per_mb=cut.max_tokens)
+        engine.config.mb_spec = MicroBatchSpec(
+            n_mbs=_micro_batches(len(sequences), cut), max_tokens_per_mb=cut.max_tokens
+        )
         engine.applies = apply
         self._update(engine, sequences)
         if apply:
@@ -126,12 +127,8 @@ class _BlackBox(ABC):
         }
 
     def weights(self) -> Mapping[str, Tensor]:
-        """As AReaL exports them to Hugging Face in float32, or its master weights, which other exports round."""
-        if self.engine.config.dtype != "float32":
-            return {name: _full(p.detach()) for name, p in self.engine.model.named_parameters()}
-        path = self._directory / "saved"
-        self.engine.save(SaveLoadMeta(path=str(path), weight_format="hf", with_optim=False))
-        return load_file(path / "model.safetensors") if torch.distributed.get_rank() == 0 else {}
+        """Master weights of FSDP."""
+        return {name: _full(p.detach()) for name, p in self.engine.model.named_parameters()}
 
     def learning_rate(self) -> float:
         """Of the optimizer."""
@@ -199,6 +196,13 @@ def _optimizer(setup: TrainerSetup) -> OptimizerConfig:
         warmup_steps_proportion=(schedule.warmup_steps + 0.5) / steps if schedule.warmup_steps else 0.0,
         gradient_clipping=optimizer.max_grad_norm or NO_LIMIT,
     )
+
+
+def _micro_batches(sequences: int, cut: MicroBatches) -> int:
+    """Least number of micro-batches, the same on all ranks: AReaL raises where a rank has fewer sequences."""
+    count = torch.tensor(-(-sequences // cut.sequences) if cut.sequences else 1)
+    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MIN)
+    return int(count)
 
 
 def _full(tensor: Tensor) -> Tensor:

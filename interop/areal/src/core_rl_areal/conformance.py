@@ -20,9 +20,49 @@ FEATURES = frozenset(
         Feature.RESUME,
     }
 )
+OWNER = "AReaL"
+WAIVERS = (
+    Waiver(
+        check="T4.first-token",
+        reason="train_lm and compute_advantages shift masks by torch.roll, which moves the first entry of the longest "
+        "row to its last token; that token is trained to predict the next sequence's first (no upstream report known)",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+    Waiver(
+        check="T7.resume",
+        reason="the checkpoints of FSDPEngine hold no scheduler, so that a resumed run starts its schedule again: "
+        "falling from 0.05, with 2 of 7 steps saved, the second step after it has the rate 0.025 for 0.0452 "
+        "(no upstream report known)",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+)
+PACKED_SDPA = tuple(
+    Waiver(
+        check=check,
+        reason="'sdpa' is accepted for packed rows without a mask, so that sequences see their neighbours "
+        "(https://github.com/areal-project/AReaL/issues/1442, closed as stale)",
+        owner=OWNER,
+        raises=AssertionError,
+    )
+    for check in (
+        "T1.cross-entropy",
+        "T1.aggregations",
+        "T3.metrics",
+        "T3.order",
+        "T4.untrained",
+        "T4.first-token",
+        "T6.clipping",
+        "T6.steps",
+        "T7.resume",
+    )
+)
 PROFILE = Profile(
     layouts=(ParallelLayout(), ParallelLayout(dp=2)),
-    families=("qwen3", "llama", "qwen2", "gpt2", "gemma2"),
+    # AReaL refuses gpt2, and the attention of this package has no soft cap, which gemma2 needs.
+    families=("qwen3", "llama", "qwen2"),
+    waivers=WAIVERS,
 )
 
 SFT = TrainerSpec(
@@ -43,7 +83,7 @@ SFT_SDPA = replace(
     SFT,
     name="areal-sft-sdpa",
     description="FSDPLMEngine with the attention 'sdpa' of transformers, which AReaL accepts",
-    profile=replace(PROFILE, families=("qwen3",), options={"attention": "sdpa"}),
+    profile=replace(PROFILE, families=("qwen3",), waivers=PACKED_SDPA, options={"attention": "sdpa"}),
 )
 PPO = replace(
     SFT,
