@@ -34,12 +34,13 @@ def packed_attention(
     """
     if attention_mask is not None:
         raise ValueError("a packed row came with an attention mask; only rows without one can be cut")
-    parts = [
-        sdpa_attention_forward(
-            module, *(states[:, :, start:end] for states in (query, key, value)), None, dropout, scaling
-        )[0]
-        for start, end in pairwise(cu_seq_lens_q.tolist())
-    ]
+    parts = []
+    for start, end in pairwise(cu_seq_lens_q.tolist()):
+        row = slice(start, end)
+        part, _weights = sdpa_attention_forward(
+            module, query[:, :, row], key[:, :, row], value[:, :, row], None, dropout, scaling
+        )
+        parts.append(part)
     return torch.cat(parts, dim=1), None
 
 
