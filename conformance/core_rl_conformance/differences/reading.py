@@ -82,9 +82,9 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
     referred = _with_references(rollouts, basis.logprobs)
     on_policy = _with_log_ratios(referred, basis.logprobs, [[0.0] * len(values) for values in basis.logprobs])
     measured, unexplained = basis.solve(gradient(on_policy))
-    terms, residual = _on_policy_terms(on_policy, basis, measured)
+    (terms, residual), divergences = _on_policy_terms(on_policy, basis, measured)
     if terms.objective != "cross_entropy":
-        terms, off_policy = _off_policy_terms(on_policy, basis, terms, gradient)
+        terms, off_policy = _off_policy_terms(on_policy, basis, terms, divergences, gradient)
         residual = max(residual, off_policy)
     return Reading(terms=terms, basis=basis, residual=max(residual, unexplained))
 
@@ -109,14 +109,23 @@ def _with_references(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts
     return Rollouts(tuple(rows))
 
 
-def _on_policy_terms(rollouts: Rollouts, basis: TokenBasis, measured: TokenWeights) -> tuple[Terms, float]:
-    """The simplest terms that explain weights where all ratios are 1, and their distance."""
+def _on_policy_terms(
+    rollouts: Rollouts, basis: TokenBasis, measured: TokenWeights
+) -> tuple[tuple[Terms, float], list[KLTerm]]:
+    """The simplest terms that explain weights where all ratios are 1, and their distance.
+
+    And the KL terms that do so as well: k3 times the ratio has the gradient of k2 there.
+    """
     candidates = sorted(_candidates(rollouts, basis, measured), key=lambda pair: pair[1])
-    fits = max(FITS, 2 * candidates[0][1])
-    terms, residual = min(
-        (pair for pair in candidates if pair[1] <= fits), key=lambda pair: _complexity(pair[0])
-    )
-    return terms, residual
+    fits = [pair for pair in candidates if pair[1] <= max(FITS, 2 * candidates[0][1])]
+    best = min(fits, key=lambda pair: _complexity(pair[0]))
+    same = [terms.kl for terms, _ in fits if _around_kl(terms) == _around_kl(best[0])]
+    return best, same
+
+
+def _around_kl(terms: Terms) -> tuple[str, str, str, str]:
+    """Terms that stand next to the KL term."""
+    return terms.mask, terms.advantages, terms.objective, terms.mean
 
 
 def _candidates(
@@ -203,18 +212,22 @@ def _complexity(terms: Terms) -> tuple[int, int]:
 
 
 def _off_policy_terms(
-    rollouts: Rollouts, basis: TokenBasis, terms: Terms, gradient: Gradient
+    rollouts: Rollouts, basis: TokenBasis, terms: Terms, divergences: Sequence[KLTerm], gradient: Gradient
 ) -> tuple[Terms, float]:
-    """The same terms with the objective and its bounds, and the distance."""
+    """The same terms with the objective, its bounds and one of ``divergences``, and the distance."""
     probe = off_policy(rollouts, basis.logprobs)
     measured = basis.solve(gradient(probe))[0].flat
     clip = _clip(rollouts, basis, terms, gradient)
     bounded: Objective = "clipped" if clip.dual is None else "dual_clipped"
+    clips: dict[Objective, Clip] = {
+        bounded: clip,
+        "reinforce": Clip(),
+        "gspo": clip,
+        "cispo": _saturation(rollouts, basis, terms, gradient),
+    }
     distances = []
-    for objective in (bounded, "reinforce", "gspo", "cispo"):
-        candidate = replace(terms, objective=objective, clip=Clip() if objective == "reinforce" else clip)
-        if objective == "cispo":
-            candidate = replace(candidate, clip=_saturation(rollouts, basis, terms, gradient))
+    for (objective, bounds), kl in product(clips.items(), divergences):
+        candidate = replace(terms, objective=objective, clip=bounds, kl=kl)
         weights = weights_of(candidate, variant_of(probe, terms), basis.logprobs)
         distances.append((float((weights.flat - measured).norm() / measured.norm()), candidate))
     distance, best = min(distances, key=lambda pair: pair[0])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,15 @@ class _BlackBox(ABC):
         self._directory = Path(tempfile.mkdtemp(prefix="core-rl-trl-"))
         self._trainer: Any = None
 
+    config_class: type[Any]
+
     @abstractmethod
-    def _make(self, model: PreTrainedModel, arguments: Mapping[str, Any], loss: PolicyLoss) -> Any:
-        """The trainer for ``loss``, with ``arguments`` of its config."""
+    def _make(self, model: PreTrainedModel, config: Any) -> Any:
+        """The trainer with ``config``, of its own class."""
+
+    @abstractmethod
+    def _loss_arguments(self, loss: PolicyLoss) -> dict[str, Any]:
+        """Fields of the config for ``loss``."""
 
     @abstractmethod
     def _inputs(self, trainer: Any, batches: Sequence[Sequence[TrainSequence]]) -> list[dict[str, Any]]:
@@ -54,11 +62,35 @@ class _BlackBox(ABC):
             raise ConfigError(
                 f"the trainer takes no options, and was given {sorted(setup.options)}; remove these"
             )
-        model = AutoModelForCausalLM.from_pretrained(
-            setup.model_dir, dtype=torch.float32, local_files_only=True
-        )
-        self._trainer = self._make(model, _arguments(setup, self._directory), setup.loss)
-        self._trainer.create_optimizer_and_scheduler(setup.schedule.total_steps or 1)
+        arguments = {**_arguments(setup), **self._loss_arguments(setup.loss), **self._plain_arguments()}
+        self._build(self.config_class(**arguments), setup.model_dir)
+
+    def build_recipe(self, recipe: str, model_dir: str) -> None:
+        """The config in a Python file, as its variable ``args``; output, devices and logging are those of a check."""
+        given = runpy.run_path(recipe).get("args")
+        if not isinstance(given, self.config_class):
+            raise ConfigError(
+                f"{recipe}: the variable 'args' is {given!r}; assign a {self.config_class.__name__} to it"
+            )
+        self._build(_changed(given, self._plain_arguments()), model_dir)
+
+    def _plain_arguments(self) -> dict[str, Any]:
+        """Fields of `TrainingArguments` for one CPU, without files and logs."""
+        return {
+            "output_dir": str(self._directory),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "disable_tqdm": True,
+        }
+
+    def _build(self, config: Any, model_dir: str) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+        self._trainer = self._make(model, config)
+        self._trainer.create_optimizer_and_scheduler(config.max_steps)
 
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
@@ -117,8 +149,8 @@ class _BlackBox(ABC):
         return self._trainer
 
 
-def _arguments(setup: TrainerSetup, directory: Path) -> dict[str, Any]:
-    """Fields of `TrainingArguments`."""
+def _arguments(setup: TrainerSetup) -> dict[str, Any]:
+    """Fields of `TrainingArguments` by the setup."""
     optimizer, schedule = setup.optimizer, setup.schedule
     named: dict[str, Any] = {"optim": "sgd", "learning_rate": optimizer.lr, "max_grad_norm": NO_CLIPPING}
     if not isinstance(optimizer, SGD):
@@ -132,20 +164,20 @@ def _arguments(setup: TrainerSetup, directory: Path) -> dict[str, Any]:
     constant = "constant_with_warmup" if schedule.warmup_steps else "constant"
     return {
         **named,
-        "output_dir": str(directory),
         "seed": setup.seed,
         "lr_scheduler_type": constant if schedule.type == "constant" else schedule.type,
         "warmup_steps": schedule.warmup_steps,
         "max_steps": schedule.total_steps or 1,
         "weight_decay": 0.0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "disable_tqdm": True,
     }
+
+
+def _changed(config: Any, fields: Mapping[str, Any]) -> Any:
+    """A copy of a config with other ``fields``; built again, it would refuse fields that it has derived itself."""
+    changed = copy(config)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -159,12 +191,17 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 class SFTBlackBox(_BlackBox):
     """`SFTTrainer`."""
 
-    def _make(self, model: PreTrainedModel, arguments: Mapping[str, Any], loss: PolicyLoss) -> Any:
+    config_class = SFTConfig
+
+    def _make(self, model: PreTrainedModel, config: Any) -> Any:
         rows = Dataset.from_list([{"input_ids": [0, 1], "labels": [0, 1]}])
-        config = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+        config = _changed(config, {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": None})
         return SFTTrainer(
             model=model, args=config, train_dataset=rows, processing_class=_tokenizer(model.config.vocab_size)
         )
+
+    def _loss_arguments(self, loss: PolicyLoss) -> dict[str, Any]:
+        return {}
 
     def _inputs(self, trainer: Any, batches: Sequence[Sequence[TrainSequence]]) -> list[dict[str, Any]]:
         return [trainer.data_collator([_labelled(row) for row in batch]) for batch in batches]
@@ -185,22 +222,9 @@ class _Given(GRPOTrainer):  # type: ignore[misc]  # it is not annotated here
 class GRPOBlackBox(_BlackBox):
     """`GRPOTrainer` on given completions."""
 
-    def _make(self, model: PreTrainedModel, arguments: Mapping[str, Any], loss: PolicyLoss) -> Any:
-        config = GRPOConfig(
-            **arguments,
-            per_device_train_batch_size=2,
-            num_generations=2,
-            loss_type=LOSS_TYPES[loss.aggregation],
-            importance_sampling_level="sequence" if loss.objective == "gspo" else "token",
-            epsilon=loss.clip_low,
-            epsilon_high=loss.clip_high,
-            delta=loss.dual_limit if loss.objective == "dual_clipped" else None,
-            max_completion_length=loss.fixed_length,
-            beta=loss.kl_coef,
-            use_bias_correction_kl=loss.kl_times_ratio,
-            entropy_coef=loss.entropy_coef,
-            temperature=loss.temperature,
-        )
+    config_class = GRPOConfig
+
+    def _make(self, model: PreTrainedModel, config: Any) -> Any:
         return _Given(
             model=model,
             reward_funcs=_no_reward,
@@ -208,6 +232,22 @@ class GRPOBlackBox(_BlackBox):
             train_dataset=Dataset.from_list([{"prompt": "w2"}, {"prompt": "w3"}]),
             processing_class=_tokenizer(model.config.vocab_size),
         )
+
+    def _loss_arguments(self, loss: PolicyLoss) -> dict[str, Any]:
+        return {
+            "per_device_train_batch_size": 2,
+            "num_generations": 2,
+            "loss_type": LOSS_TYPES[loss.aggregation],
+            "importance_sampling_level": "sequence" if loss.objective == "gspo" else "token",
+            "epsilon": loss.clip_low,
+            "epsilon_high": loss.clip_high,
+            "delta": loss.dual_limit if loss.objective == "dual_clipped" else None,
+            "max_completion_length": loss.fixed_length,
+            "beta": loss.kl_coef,
+            "use_bias_correction_kl": loss.kl_times_ratio,
+            "entropy_coef": loss.entropy_coef,
+            "temperature": loss.temperature,
+        }
 
     def _inputs(self, trainer: Any, batches: Sequence[Sequence[TrainSequence]]) -> list[dict[str, Any]]:
         trainer.args.steps_per_generation = len(batches)

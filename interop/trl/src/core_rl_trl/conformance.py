@@ -11,7 +11,14 @@ from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 __all__ = ["GRPO", "SFT"]
 
 FEATURES = frozenset(
-    {Feature.GRADIENTS, Feature.SEQUENCE_COUNT, Feature.MASK_HOLES, Feature.CLIPPING, Feature.RESUME}
+    {
+        Feature.GRADIENTS,
+        Feature.SEQUENCE_COUNT,
+        Feature.MASK_HOLES,
+        Feature.CLIPPING,
+        Feature.RESUME,
+        Feature.RECIPES,
+    }
 )
 PROFILE = Profile(layouts=(ParallelLayout(),))
 
