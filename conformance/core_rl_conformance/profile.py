@@ -110,11 +110,16 @@ class Waiver:
     """Layouts of the failure, a setting by its full name as ``dp4-hsdp``; None is everywhere."""
     families: tuple[str, ...] | None = None
     """With which tiny models it fails; None is all."""
+    dtypes: tuple[DType, ...] | None = None
+    """In which dtypes it fails; None is all. Rounding in bfloat16 may hide a small error."""
 
-    def covers(self, check: str, setting: Setting, family: str) -> bool:
+    def covers(self, check: str, setting: Setting, family: str, dtype: DType) -> bool:
         """Whether this failure was declared."""
-        matches = self.layouts is None or str(setting) in map(str, self.layouts)
-        return self.check == check and matches and (self.families is None or family in self.families)
+        at_layout = self.layouts is None or str(setting) in map(str, self.layouts)
+        with_model = self.families is None or family in self.families
+        return (
+            self.check == check and at_layout and with_model and (self.dtypes is None or dtype in self.dtypes)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +196,5 @@ class Profile:
             yield f"{where} names the layout {layout}, which is in neither 'layouts' nor 'settings'"
         for family in sorted(set(waiver.families or ()) - set(self.families)):
             yield f"{where} names the family {family!r}, which is not in 'families'"
+        for dtype in sorted(set(waiver.dtypes or ()) - set(self.dtypes)):
+            yield f"{where} names the dtype {dtype!r}, which is not in 'dtypes'"

@@ -197,7 +197,7 @@ class CheckItem(pytest.Item):
         item.seconds = item.starting_s = 0.0
         item.measurements = []
         for waiver in case.target.profile.waivers:
-            if waiver.covers(case.check.identifier, case.setting, case.family):
+            if waiver.covers(case.check.identifier, case.setting, case.family, case.dtype):
                 reason = f"waived: {waiver.reason} (owner: {waiver.owner})"
                 item.add_marker(pytest.mark.xfail(strict=True, raises=waiver.raises, reason=reason))
         if case.check.provisional:

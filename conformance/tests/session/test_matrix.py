@@ -267,6 +267,7 @@ WRONG_PROFILES = {
     "'dp1-saving': its options set 'layout'": Profile(settings=(replace(SAVING, options={"layout": {}}),)),
     "'dp1-saving' is named twice": Profile(settings=(SAVING, replace(SAVING, options={"seed": 2}))),
     "names the family 'qwen2'": Profile(families=("llama",), waivers=(replace(WAIVER, families=("qwen2",)),)),
+    "names the dtype 'bfloat16'": Profile(waivers=(replace(WAIVER, dtypes=("bfloat16",)),)),
 }
 
 
@@ -288,13 +289,19 @@ def test_a_right_profile_has_no_violations() -> None:
 
 def test_waivers_cover_named_checks() -> None:
     waiver = replace(WAIVER, layouts=(DP2,), families=("llama",))
-    assert waiver.covers("I7.logprobs", AT_DP2, "llama")
-    assert not waiver.covers("I7.logprobs", Setting(layout=DP1), "llama")
-    assert not waiver.covers("I7.logprobs", AT_DP2, "qwen3")
-    assert not waiver.covers("I7.entropy", AT_DP2, "llama")
+    assert waiver.covers("I7.logprobs", AT_DP2, "llama", "bfloat16")
+    assert not waiver.covers("I7.logprobs", Setting(layout=DP1), "llama", "float32")
+    assert not waiver.covers("I7.logprobs", AT_DP2, "qwen3", "float32")
+    assert not waiver.covers("I7.entropy", AT_DP2, "llama", "float32")
     named = replace(WAIVER, layouts=("dp4-hsdp",))
-    assert named.covers("I7.logprobs", HSDP, "llama")
-    assert not named.covers("I7.logprobs", Setting(layout=DP4), "llama")
+    assert named.covers("I7.logprobs", HSDP, "llama", "float32")
+    assert not named.covers("I7.logprobs", Setting(layout=DP4), "llama", "float32")
+
+
+def test_waivers_cover_named_dtypes() -> None:
+    waiver = replace(WAIVER, dtypes=("float32",))
+    assert waiver.covers("I7.logprobs", AT_DP2, "llama", "float32")
+    assert not waiver.covers("I7.logprobs", AT_DP2, "llama", "bfloat16")
 
 
 # -------------------------------------------------------------------- summary

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import Profile
+from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
 __all__ = ["GSPO", "PPO", "PPO_DEFAULT", "SFT"]
@@ -21,6 +23,46 @@ FEATURES = frozenset(
 POLICY_FEATURES = FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE}
 LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
 FAMILIES = ("qwen3", "llama", "qwen2", "gemma2")
+OWNER = "verl"
+FIRST_TOKENS = Waiver(
+    check="T4.first-token",
+    reason="sft_loss rolls the mask over all packed rows, so that the last token of a sequence is trained to predict the "
+    "first of the next (https://github.com/verl-project/verl/pull/5797, closed)",
+    owner=OWNER,
+    raises=AssertionError,
+    dtypes=("float32",),  # in bfloat16 the error is within the rounding of a tiny model
+)
+METRICS = Waiver(
+    check="T3.metrics",
+    reason="pg_clipfrac and ppo_kl are means of micro-batches' means (no upstream report known)",
+    owner=OWNER,
+    raises=AssertionError,
+)
+UNTRAINED = Waiver(
+    check="T4.untrained",
+    reason="the 'seq-mean' modes divide by all sequences, also by sequences with an empty mask "
+    "(https://github.com/verl-project/verl/pull/4510)",
+    owner=OWNER,
+    raises=AssertionError,
+)
+PADDED_LENGTH = tuple(
+    Waiver(
+        check=check,
+        reason="with loss_scale_factor null, its default, 'seq-mean-token-sum-norm' divides by the padded length of each "
+        "micro-batch (https://github.com/verl-project/verl/pull/5366)",
+        owner=OWNER,
+        raises=AssertionError,
+    )
+    for check in (
+        "T1.reinforce",
+        "T1.aggregations",
+        "T3.metrics",
+        "T3.order",
+        "T4.first-token",
+        "T4.untrained",
+        "T6.steps",
+    )
+)
 PROFILE = Profile(layouts=LAYOUTS, families=FAMILIES, dtypes=("float32", "bfloat16"))
 
 SFT = TrainerSpec(
@@ -33,7 +75,7 @@ SFT = TrainerSpec(
     warmup_from_zero=True,
     features=FEATURES,
     processes="each rank",
-    profile=PROFILE,
+    profile=replace(PROFILE, waivers=(FIRST_TOKENS,)),
     package="verl",
 )
 PPO = TrainerSpec(
@@ -48,7 +90,7 @@ PPO = TrainerSpec(
     warmup_from_zero=True,
     features=POLICY_FEATURES,
     processes="each rank",
-    profile=PROFILE,
+    profile=replace(PROFILE, waivers=(METRICS, UNTRAINED)),
     package="verl",
 )
 GSPO = TrainerSpec(
@@ -59,7 +101,7 @@ GSPO = TrainerSpec(
     aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
     features=frozenset({Feature.GRADIENTS, Feature.TOKEN_BUDGET, Feature.SEQUENCE_COUNT, Feature.MASK_HOLES}),
     processes="each rank",
-    profile=PROFILE,
+    profile=replace(PROFILE, waivers=(METRICS, UNTRAINED)),
     package="verl",
 )
 PPO_DEFAULT = TrainerSpec(
@@ -70,6 +112,8 @@ PPO_DEFAULT = TrainerSpec(
     aggregations=frozenset({"fixed_length"}),
     features=frozenset({Feature.GRADIENTS, Feature.TOKEN_BUDGET, Feature.SEQUENCE_COUNT}),
     processes="each rank",
-    profile=Profile(layouts=LAYOUTS, families=FAMILIES, options={"default_scale_factor": True}),
+    profile=Profile(
+        layouts=LAYOUTS, families=FAMILIES, options={"default_scale_factor": True}, waivers=PADDED_LENGTH
+    ),
     package="verl",
 )
