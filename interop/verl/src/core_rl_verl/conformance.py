@@ -26,8 +26,8 @@ FAMILIES = ("qwen3", "llama", "qwen2", "gemma2")
 OWNER = "verl"
 FIRST_TOKENS = Waiver(
     check="T4.first-token",
-    reason="sft_loss rolls the mask over all packed rows, so that the last token of a sequence is trained to predict the "
-    "first of the next (https://github.com/verl-project/verl/pull/5797, closed)",
+    reason="sft_loss rolls the mask over all packed rows, so that the last token of a sequence is trained to predict "
+    "the first of the next (https://github.com/verl-project/verl/pull/5797, closed)",
     owner=OWNER,
     raises=AssertionError,
     dtypes=("float32",),  # in bfloat16 the error is within the rounding of a tiny model
@@ -48,8 +48,8 @@ UNTRAINED = Waiver(
 PADDED_LENGTH = tuple(
     Waiver(
         check=check,
-        reason="with loss_scale_factor null, its default, 'seq-mean-token-sum-norm' divides by the padded length of each "
-        "micro-batch (https://github.com/verl-project/verl/pull/5366)",
+        reason="with loss_scale_factor null, its default, 'seq-mean-token-sum-norm' divides by the padded length of "
+        "each micro-batch (https://github.com/verl-project/verl/pull/5366)",
         owner=OWNER,
         raises=AssertionError,
     )
