@@ -276,6 +276,10 @@ def areal(session: nox.Session) -> None:
     session.install("-r", "constraints/areal.txt")
     session.install("--no-deps", "areal==1.0.4", "-e", "interop/areal")
     trainers = [f"--trainer=areal-{name}" for name in ("sft", "sft-sdpa", "ppo", "gspo")]
+    session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
+
+
+@nox.session
 def verl(session: nox.Session) -> None:
     """Judge verl's FSDP engine with its losses, in an environment with the older transformers that it needs."""
     session.install("--no-deps", "-r", "constraints/verl.txt")
