@@ -34,7 +34,7 @@ __all__ = ["Gradient", "Reading", "off_policy", "read_terms", "variant_of"]
 Gradient = Callable[[Rollouts], Mapping[str, Tensor]]
 """The gradients of a trainer on rollouts."""
 FITS = 5e-4
-"""Relative distance of weights from those of the right terms, at most."""
+"""Largest relative distance between weights and a prediction by the right terms."""
 OFF_POLICY = 0.3
 """Largest log-ratio of rollouts that tell objectives apart."""
 ROUNDS = 5
@@ -52,7 +52,7 @@ class Reading:
     terms: Terms
     basis: TokenBasis
     residual: float
-    """Relative distance of the measured weights from those of the terms."""
+    """Relative distance between measured and predicted weights."""
 
     def predict(self, rollouts: Rollouts) -> Tensor:
         """The gradient of the terms on ``rollouts``, ``[P]``."""
@@ -67,7 +67,7 @@ def variant_of(rollouts: Rollouts, terms: Terms) -> Rollouts:
 
 
 def off_policy(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
-    """The same, drawn by a policy some way from the one with ``logprobs``, with a reference at some distance."""
+    """The same, drawn by a policy some way from ``logprobs``, with a reference at some distance."""
     rng = random.Random(0)
     uneven = [[rng.uniform(-OFF_POLICY, OFF_POLICY) for _ in values] for values in logprobs]
     return _with_log_ratios(_with_references(rollouts, logprobs), logprobs, uneven)
@@ -214,7 +214,7 @@ def _complexity(terms: Terms) -> tuple[int, int]:
 def _off_policy_terms(
     rollouts: Rollouts, basis: TokenBasis, terms: Terms, divergences: Sequence[KLTerm], gradient: Gradient
 ) -> tuple[Terms, float]:
-    """The same terms with the objective, its bounds and one of ``divergences``, and the distance."""
+    """The same terms with the objective, its bounds and the best of ``divergences``, and the distance."""
     probe = off_policy(rollouts, basis.logprobs)
     measured = basis.solve(gradient(probe))[0].flat
     clip = _clip(rollouts, basis, terms, gradient)

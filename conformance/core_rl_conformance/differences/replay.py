@@ -82,7 +82,7 @@ class Difference:
     left: str
     right: str
     share: float | None
-    """Of the difference between the gradients; None for what no gradient shows."""
+    """Of the difference between the gradients; None where no gradient shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)

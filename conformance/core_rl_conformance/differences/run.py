@@ -48,7 +48,7 @@ class _Side:
 def compare(left: str, right: str, rollouts: Path | None, seed: int) -> Comparison:
     """The differences of two trainers, each given as ``NAME:FILE``. Raises `ConfigError` for what cannot be compared.
 
-    A trainer that takes no advantages from rewards gets those of the other.
+    A trainer without rules for advantages gets the other's.
     """
     rows = drawn_rows(seed) if rollouts is None else read_rows(rollouts)
     frozen = rollouts_of(rows, MODEL.vocab_size, seed)

@@ -172,7 +172,7 @@ def shares_of(mean: Mean, rows: Sequence[Rollout]) -> Tensor:
 def weights_of(terms: Terms, rollouts: Rollouts, logprobs: Sequence[Tensor]) -> TokenWeights:
     """Weights of the tokens of ``rollouts``, which have the mask and the advantages of ``terms``.
 
-    ``logprobs`` are those of the trained policy at its temperature, ``[L - 1]`` for each sequence.
+    ``logprobs``: of the trained policy at its temperature, ``[L - 1]`` for each sequence.
     """
     sums = sums_of(terms, rollouts, logprobs)
     lengths = torch.tensor([len(values) for values in logprobs])

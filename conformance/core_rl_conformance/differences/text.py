@@ -9,11 +9,11 @@ from core_rl_conformance.differences.replay import Comparison, Difference
 __all__ = ["report_of"]
 
 EXPLAINED = 1e-2
-"""Relative distance of gradients from those of the terms, above which the terms are not all."""
+"""Relative distance between measured and predicted gradients, above which a term is missing."""
 
 
 def report_of(left: str, right: str, comparison: Comparison) -> str:
-    """Lines for a terminal: the first difference, all of them with their shares, and what is unexplained."""
+    """Lines for a terminal: the first difference, all of them with their shares, and unexplained rests."""
     return "\n".join(_lines(left, right, comparison))
 
 

@@ -1,4 +1,4 @@
-"""Weights of tokens in a gradient: what a trainer multiplies the gradient of each log-prob and entropy by.
+"""Weights of tokens in a gradient: factors of the gradient of each log-prob and entropy.
 
 Every loss on rollouts has a gradient ``sum_t w_t * grad(log p_t) + e_t * grad(H_t)``. A tiny model has more parameters
 than a batch has tokens, so that ``w`` and ``e`` follow from the gradient by least squares, whatever the loss is.
@@ -57,7 +57,7 @@ class TokenBasis:
     """``[2N, P]``: log-probs, then entropies."""
 
     def solve(self, grads: Mapping[str, Tensor]) -> tuple[TokenWeights, float]:
-        """The weights of a gradient, and the relative size of what no weights explain."""
+        """The weights of a gradient, and the relative size of the rest."""
         target = self.flat(grads)
         weights = torch.linalg.solve(self.rows @ self.rows.T, self.rows @ target)
         residual = float((weights @ self.rows - target).norm() / target.norm().clamp(min=1e-300))

@@ -66,7 +66,7 @@ class _BlackBox(ABC):
         self._build(self.config_class(**arguments), setup.model_dir)
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
-        """The config in a Python file, as its variable ``args``; output, devices and logging are those of a check."""
+        """The config in a Python file, as its variable ``args``; output, devices and logging are set for a check."""
         given = runpy.run_path(recipe).get("args")
         if not isinstance(given, self.config_class):
             raise ConfigError(
@@ -138,7 +138,7 @@ class _BlackBox(ABC):
         trainer._load_optimizer_and_scheduler(path)
 
     def close(self) -> None:
-        """Remove what the trainers have written."""
+        """Remove the trainers' files."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property

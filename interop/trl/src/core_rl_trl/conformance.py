@@ -1,4 +1,4 @@
-"""The specs of TRL's trainers: what they compute on one rank, in float32."""
+"""The specs of TRL's trainers on one rank, in float32."""
 
 from __future__ import annotations
 

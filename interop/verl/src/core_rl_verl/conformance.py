@@ -1,4 +1,4 @@
-"""The specs of verl's FSDP engine with its losses: what they compute on one rank and on two."""
+"""The specs of verl's FSDP engine with its losses, on one rank and on two."""
 
 from __future__ import annotations
 
