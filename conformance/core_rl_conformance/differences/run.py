@@ -78,7 +78,7 @@ def _built(stack: ExitStack, argument: str, directory: Path) -> _Side:
     raise_all(
         ConfigError,
         f"{argument!r}",
-        [f"the trainer {name!r} declares no {feature!r}, which core-rl diff needs" for feature in missing],
+        [f"the trainer {name} declares no '{feature}', which core-rl diff needs" for feature in missing],
     )
     trainer = make_trainer(spec, TIMEOUT_S)
     stack.callback(trainer.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ SPEC = TrainerSpec(
     features=frozenset({Feature.GRADIENTS, Feature.SEQUENCE_COUNT, Feature.RECIPES}),
     profile=Profile(layouts=(ParallelLayout(),)),
 )
+WITHOUT_RECIPES = replace(SPEC, features=SPEC.features - {Feature.RECIPES, Feature.GRADIENTS} | {Feature.SGD})
 
 
 class RecipeTrainer(PlainTrainer):
