@@ -84,8 +84,8 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
     measured, unexplained = basis.solve(gradient(on_policy))
     (terms, residual), divergences = _on_policy_terms(on_policy, basis, measured)
     if terms.objective != "cross_entropy":
-        terms, off_policy = _off_policy_terms(on_policy, basis, terms, divergences, gradient)
-        residual = max(residual, off_policy)
+        terms, distance = _off_policy_terms(on_policy, basis, terms, divergences, gradient)
+        residual = max(residual, distance)
     return Reading(terms=terms, basis=basis, residual=max(residual, unexplained))
 
 
@@ -137,7 +137,8 @@ def _candidates(
     kinds = [None, *(KLTerm(name, 1.0, ratio) for name in get_args(KLEstimator) for ratio in (False, True))]
     for mask, masked in masks_of(rollouts).items():
         sums = partial(sums_of, logprobs=basis.logprobs)
-        bases = {("cross_entropy", "as given"): sums(Terms(objective="cross_entropy"), masked).logprobs}
+        imitation = sums(Terms(objective="cross_entropy"), masked).logprobs
+        bases: dict[tuple[Objective, str], Tensor] = {("cross_entropy", "as given"): imitation}
         for name, variant in advantages_of(masked):
             bases["reinforce", name] = sums(Terms(), variant).logprobs
         idle = masked.with_advantages([0.0] * len(masked.rows))
@@ -159,16 +160,12 @@ def _candidates(
             ):
                 if scale <= 0:
                     continue
-                objectives: dict[str, Objective] = {
-                    "cross_entropy": "cross_entropy",
-                    "reinforce": "reinforce",
-                }
                 yield (
                     Terms(
                         mask=mask,
                         advantages=advantages,
                         temperature=basis.temperature,
-                        objective=objectives[objective],
+                        objective=objective,
                         kl=_kl_term(kind, coefs[1:], scale),
                         entropy=_rounded(coefs[0] / scale),
                         mean=mean,

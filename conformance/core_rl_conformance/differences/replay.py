@@ -17,7 +17,7 @@ from core_rl_conformance.inputs.rollouts import Rollouts
 from core_rl_conformance.trainers.interface import MicroBatches, Trainer
 from core_rl_oracle.oracle import grad_norm
 
-__all__ = ["Comparison", "Difference", "Measured", "compare_measured", "described", "measure_trainer"]
+__all__ = ["Comparison", "Difference", "Measured", "compare_measured", "measure_trainer"]
 
 STEPS = 8
 """Optimizer steps whose learning rates are compared."""
@@ -119,7 +119,7 @@ def _in_gradients(left: Reading, right: Reading, rollouts: Rollouts) -> Iterator
 
     way = gradient(right.terms) - gradient(left.terms)
     terms, place = left.terms, gradient(left.terms)
-    texts = [described(reading.terms, rollouts) for reading in (left, right)]
+    texts = [_described(reading.terms, rollouts) for reading in (left, right)]
     for term, fields in FIELDS.items():
         if _same(left.terms, right.terms, fields):
             continue
@@ -148,7 +148,7 @@ def _in_texts(term: str, left: str, right: str) -> Iterator[Difference]:
         yield Difference(term=term, left=left, right=right, share=None)
 
 
-def described(terms: Terms, rollouts: Rollouts) -> dict[str, str]:
+def _described(terms: Terms, rollouts: Rollouts) -> dict[str, str]:
     """The value of each term, in words."""
     return {
         "mask": terms.mask,

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from core_rl_oracle.oracle import Oracle, OracleSequence
 
-__all__ = ["EXPLAINED", "TokenBasis", "TokenWeights", "basis_of_gradient", "token_basis"]
+__all__ = ["TokenBasis", "TokenWeights", "basis_of_gradient"]
 
 COLDEST, HOTTEST = math.log(0.1), math.log(4.0)
 """Logarithms of temperatures between which that of a gradient is searched."""
-START = (0.7, 1.0, 1.3)
+START = (0.7, 1.3)
+"""Temperatures that the search begins with, besides 1."""
 PARABOLAS = 8
 """Steps of the search, at most."""
 EXPLAINED = 1e-3
@@ -73,7 +74,7 @@ class TokenBasis:
         return torch.cat([grads[name].double().flatten() for name in self.names])
 
 
-def token_basis(directory: Path, rows: Sequence[Sequence[int]], temperature: float) -> TokenBasis:
+def _basis(directory: Path, rows: Sequence[Sequence[int]], temperature: float) -> TokenBasis:
     """The basis of sequences ``rows`` in the model of ``directory``; a backward pass for each token and output."""
     oracle = Oracle(directory)
     names = _last_names(oracle, 2 * PER_WEIGHT * sum(map(len, rows)))
@@ -107,12 +108,13 @@ def basis_of_gradient(
     """
 
     def squared(place: float) -> float:
-        return token_basis(directory, rows, math.exp(place)).solve(grads)[1] ** 2
+        return _basis(directory, rows, math.exp(place)).solve(grads)[1] ** 2
 
-    plain = token_basis(directory, rows, 1.0)
-    if plain.solve(grads)[1] <= EXPLAINED:
+    plain = _basis(directory, rows, 1.0)
+    residual = plain.solve(grads)[1]
+    if residual <= EXPLAINED:
         return plain
-    places = {math.log(temperature): squared(math.log(temperature)) for temperature in START}
+    places = {0.0: residual**2} | {place: squared(place) for place in map(math.log, START)}
     for _ in range(PARABOLAS):
         best = sorted(places, key=lambda place: places[place])[:3]
         place = min(max(_lowest(best, [places[x] for x in best]), COLDEST), HOTTEST)
@@ -121,7 +123,7 @@ def basis_of_gradient(
         places[place] = squared(place)
     lowest = min(places, key=lambda place: places[place])
     # Recipes have round numbers.
-    return token_basis(directory, rows, round(math.exp(lowest), 2))
+    return _basis(directory, rows, round(math.exp(lowest), 2))
 
 
 def _lowest(x: Sequence[float], y: Sequence[float]) -> float:
