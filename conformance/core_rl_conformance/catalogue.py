@@ -31,6 +31,7 @@ from core_rl.config.engine import DType
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import declared_in, load_entry_point
 from core_rl.registry.spec import EngineKind
+from core_rl_conformance.profile import VISION
 
 __all__ = [
     "CHECKS_DIRECTORY",
@@ -90,10 +91,18 @@ class Check:
     """The tiny models that it can use; None is all."""
     dtype: DType | None
     """The only dtype that it is about; None is all."""
+    images: bool
+    """Whether it runs on vision-language models, with images, as well."""
     quick: bool
     """Whether quick sessions run it."""
     function: Callable[..., None]
     """The check itself; it takes a `EngineUnderTest`."""
+
+    def takes(self, family: str) -> bool:
+        """Whether it can use the tiny models of ``family``."""
+        if self.families is None:
+            return self.images or family not in VISION
+        return family in self.families
 
     @property
     def title(self) -> str:
@@ -150,6 +159,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
     on_three_ranks: bool = False,
     families: tuple[str, ...] | None = None,
     dtype: DType | None = None,
+    images: bool = False,
     quick: bool = True,
 ) -> Callable[[Function], Function]:
     """Mark a function as the check ``identifier``; see `Check` for the rest.
@@ -183,6 +193,7 @@ def check(  # noqa: PLR0913  one line for each fact of a declaration
             on_three_ranks=on_three_ranks,
             families=families,
             dtype=dtype,
+            images=images,
             quick=quick,
             function=function,
         )

@@ -36,7 +36,7 @@ from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Explain
 from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
-from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged
+from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged, with_images
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
@@ -90,7 +90,9 @@ class EngineUnderTest:
 
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
         """Ragged sequences; ``seed`` distinguishes several."""
-        return ragged(self.model().vocab_size, 1000 * self.case.seed + seed, lengths)
+        drawn = 1000 * self.case.seed + seed
+        data = ragged(self.model().vocab_size, drawn, lengths)
+        return with_images(data, self.case.family, drawn) if self.model().vision else data
 
     @property
     def first_layer(self) -> str:
@@ -127,7 +129,7 @@ class EngineUnderTest:
         path = str(self.expected.models.directory(model))
         values: dict[str, Any] = {
             **(setting.over(self.case.target.profile.options) if under_test else {}),
-            "model": {"path": path, "head": model.head, "frozen": list(frozen)},
+            "model": {"path": path, "head": model.head, "vision": model.vision, "frozen": list(frozen)},
             "dtype": self.case.dtype if under_test else "float32",
             "device": self.case.device if under_test else "cpu",
             "layout": setting.layout,
@@ -210,7 +212,7 @@ class EngineUnderTest:
     def snapshot(self, group: EngineGroup, model: TinyModel, name: str) -> Snapshot:
         """The weights that ``group`` exports, in the directory ``name``, as something to expect values of."""
         save_with(model, group.named_tensors("master"), self.directory(name))
-        return Snapshot(self.directory(name), model.head)
+        return Snapshot(self.directory(name), model.head, vision=model.vision)
 
     def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
         """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""

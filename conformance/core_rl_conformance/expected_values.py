@@ -46,6 +46,7 @@ class Snapshot(NamedTuple):
     directory: Path
     head: Head = "lm"
     adapter: LowRank | None = None
+    vision: bool = False
 
 
 Judged = TinyModel | TinyAdapter | Snapshot
@@ -239,8 +240,8 @@ class ExpectedValues:
         """The plain Hugging Face model in ``dtype``, and the adapter."""
 
         def load() -> PlainModel:
-            directory, head, low_rank = self._snapshot(of)
-            return PlainModel(directory, head, dtype, device, low_rank)
+            directory, head, low_rank, vision = self._snapshot(of)
+            return PlainModel(directory, head, dtype, device, low_rank, vision)
 
         return self.keep(of, ("plain", dtype, device), load)
 
@@ -248,7 +249,7 @@ class ExpectedValues:
         if isinstance(of, Snapshot):
             return of
         model, low_rank = (of, None) if isinstance(of, TinyModel) else (of.model, of.low_rank())
-        return Snapshot(self.models.directory(model), model.head, low_rank)
+        return Snapshot(self.models.directory(model), model.head, low_rank, model.vision)
 
     def stored(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
         """As `keep`, and on disk as well."""

@@ -15,7 +15,18 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["BUILT", "DENSE", "FAMILIES", "HYBRID", "MOE", "NAMED_APART", "Profile", "Setting", "Waiver"]
+__all__ = [
+    "BUILT",
+    "DENSE",
+    "FAMILIES",
+    "HYBRID",
+    "MOE",
+    "NAMED_APART",
+    "VISION",
+    "Profile",
+    "Setting",
+    "Waiver",
+]
 
 DENSE = ("qwen3", "llama", "qwen2", "gpt2", "gemma2")
 NAMED_APART = ("qwen3", "llama", "qwen2", "gemma2")
@@ -25,7 +36,9 @@ FAMILIES = (*DENSE, MOE)
 """Families of attention, dense and with experts."""
 HYBRID = "qwen3_5_text"
 """Gated DeltaNet in some layers."""
-BUILT = (*FAMILIES, HYBRID)
+VISION = ("qwen3_vl", "qwen2_5_vl", "qwen3_5_vl", "gemma3_vl", "internvl")
+"""Vision-language models, whose sequences have images."""
+BUILT = (*FAMILIES, HYBRID, *VISION)
 """The tiny models that a profile can name."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
 """Fields of a config that checks fill in: options for them would be lost silently."""
@@ -151,9 +164,14 @@ class Profile:
 
     def completed(self, spec: EngineSpec) -> Profile:
         """The profile with the models that capabilities of ``spec`` are shown on."""
-        if MOE in self.families or not spec.supports(Capability.MOE):
-            return self
-        return replace(self, families=(*self.families, MOE))
+        shown = {Capability.MOE: (MOE,), Capability.VISION: VISION}
+        added = [
+            family
+            for capability, families in shown.items()
+            if spec.supports(capability) and not set(families) & set(self.families)
+            for family in families
+        ]
+        return replace(self, families=(*self.families, *added))
 
     def violations(self, spec: EngineSpec, known_checks: Collection[str]) -> Iterator[str]:
         """Problems of this profile for an engine with ``spec``."""
@@ -179,6 +197,9 @@ class Profile:
     def _undeclared(self, spec: EngineSpec) -> Iterator[str]:
         if MOE in self.families and not spec.supports(Capability.MOE):
             yield f"model {MOE!r} needs the capability 'moe', which the engine does not declare"
+        for family in sorted(set(self.families) & set(VISION)):
+            if not spec.supports(Capability.VISION):
+                yield f"model {family!r} needs the capability 'vision', which the engine does not declare"
         if "bfloat16" in self.dtypes and not spec.supports(Capability.BFLOAT16):
             yield "dtype bfloat16 needs the capability 'bfloat16', which the engine does not declare"
 

@@ -14,7 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Choice", "all_written", "balance", "gradients_of", "overwrite", "watched", "written"]
+__all__ = [
+    "Choice",
+    "all_written",
+    "balance",
+    "gradients_of",
+    "overwrite",
+    "parameters_of",
+    "watched",
+    "written",
+]
 
 
 @dataclass(frozen=True)
@@ -106,11 +115,35 @@ def all_written(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+UNDER_A_TEXT_MODEL = [
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("model.", ""),
+]
+OLD_NAMES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "qwen2_5_vl": [("model.visual.", "visual."), ("model.language_model.", "model.")],
+    "gemma3": UNDER_A_TEXT_MODEL,
+    "internvl": UNDER_A_TEXT_MODEL,
+}
+"""Prefixes of names in modules of transformers 5, and in files of the same models, by model type."""
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``model``, a tied one once, by their names in files; experts are still fused."""
+    prefixes = OLD_NAMES.get(getattr(model.config, "model_type", ""), ())
+    return {_in_files(name, prefixes): parameter for name, parameter in model.named_parameters()}
+
+
+def _in_files(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    changed = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
+    return next(changed, name)
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """All gradients, by the module's names; 0 where there is none."""
+    """All gradients, by the names of `parameters_of`; 0 where there is none."""
     return {
         name: torch.zeros_like(value) if value.grad is None else value.grad
-        for name, value in model.named_parameters()
+        for name, value in parameters_of(model).items()
     }
 
 

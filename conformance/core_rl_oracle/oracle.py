@@ -17,11 +17,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, watched
+from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.media import media_arguments, model_class
 
 __all__ = [
     "KINDS",
@@ -52,6 +53,8 @@ class OracleSequence:
     input_ids: list[int]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """Token fields ``[L, ...]`` or values of the whole sequence; floats of any precision."""
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+    """Arguments of a vision-language model with the images of the sequence."""
 
     def in_dtype(self, dtype: torch.dtype) -> OracleSequence:
         """The same with all floats in ``dtype``."""
@@ -59,7 +62,7 @@ class OracleSequence:
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in self.fields.items()
         }
-        return OracleSequence(input_ids=self.input_ids, fields=fields)
+        return OracleSequence(input_ids=self.input_ids, fields=fields, media=self.media)
 
 
 SequenceLoss = Callable[[Outputs, OracleSequence], tuple[Tensor, float]]
@@ -81,33 +84,42 @@ class Gradients:
 
 
 class Oracle:
-    """The model in ``directory`` (``save_pretrained`` format) with any of the three heads.
+    """The model in ``directory`` (``save_pretrained`` format) with any of the three heads, or with its vision tower.
 
     The factors of an ``adapter`` are parameters like others, named after their layer.
     """
 
-    def __init__(self, directory: Path, head: OracleHead = "lm", adapter: LowRank | None = None) -> None:
-        family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    def __init__(
+        self,
+        directory: Path,
+        head: OracleHead = "lm",
+        adapter: LowRank | None = None,
+        vision: bool = False,
+    ) -> None:
         with float64_only():
-            self.model: PreTrainedModel = family.from_pretrained(
-                directory,
-                dtype=torch.float64,
-                attn_implementation="eager",
-                experts_implementation="eager",
-                local_files_only=True,
-            ).eval()
+            self.model: PreTrainedModel = (
+                model_class(head, vision)
+                .from_pretrained(
+                    directory,
+                    dtype=torch.float64,
+                    attn_implementation="eager",
+                    experts_implementation="eager",
+                    local_files_only=True,
+                )
+                .eval()
+            )
             if adapter is not None:
                 adapter.attach(self.model)
         self.head = head
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters, float64, by their written names, a tied one once."""
-        parameters = all_written(dict(self.model.named_parameters()))
+        parameters = all_written(parameters_of(self.model))
         return {name: value.detach().clone() for name, value in parameters.items()}
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Replace the parameters named in ``values``."""
-        overwrite({name: value.detach() for name, value in self.model.named_parameters()}, values)
+        overwrite({name: value.detach() for name, value in parameters_of(self.model).items()}, values)
 
     def outputs(
         self, sequence: OracleSequence, temperature: float = 1.0, *, refuse: bool = True
@@ -122,15 +134,15 @@ class Oracle:
         with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
             _forget_lengths(self.model)
-            outputs = self._outputs(ids, temperature)
+            outputs = self._outputs(ids, media_arguments(self.model, ids, sequence.media), temperature)
             if choices:
                 outputs["aux_loss"] = balance(choices)
                 outputs["routing"] = torch.stack([choice.experts for choice in choices], dim=1)
             return outputs
 
-    def _outputs(self, ids: Tensor, temperature: float) -> dict[str, Tensor]:
+    def _outputs(self, ids: Tensor, media: Mapping[str, Tensor], temperature: float) -> dict[str, Tensor]:
         if self.head == "lm":
-            logits = self.model(input_ids=ids, use_cache=False).logits[0]
+            logits = self.model(input_ids=ids, use_cache=False, **media).logits[0]
             return _language_outputs(logits, ids[0], temperature)
         hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
         assert callable(self.model.score)
@@ -170,6 +182,8 @@ class Oracle:
 def _forget_lengths(model: PreTrainedModel) -> None:
     """Undo the changes of rotary frequencies for a longer sequence, which the kind ``dynamic`` keeps."""
     for module in model.modules():
+        if not hasattr(module, "original_max_seq_len"):  # as that of a vision tower
+            continue
         buffers = module._buffers
         for name in [name for name in buffers if name.endswith("original_inv_freq")]:
             prefix = name.removesuffix("original_inv_freq")

@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, watched
+from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.low_rank import LowRank
+from core_rl_oracle.media import joined_media, media_arguments, model_class
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
 
 __all__ = ["EXACT_VARIANTS", "MANY_VARIANTS", "VARIANTS", "PlainModel", "Variant", "nudged"]
@@ -87,10 +88,12 @@ class PlainModel:
         dtype: torch.dtype,
         device: str = "cpu",
         adapter: LowRank | None = None,
+        vision: bool = False,
     ) -> None:
         self.directory = directory
         self.adapter = adapter
         self.head = head
+        self.vision = vision
         self.dtype = dtype
         self.device = device
         self._models: dict[str, tuple[PreTrainedModel, dict[str, Tensor]]] = {}
@@ -185,18 +188,21 @@ class PlainModel:
         config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
         if getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS:
             attention = "eager"  # torch's sdpa cannot cap the scores, and has no sinks
-        family = AutoModelForCausalLM if self.head == "lm" else AutoModelForSequenceClassification
-        model: PreTrainedModel = family.from_pretrained(
-            self.directory,
-            dtype=self.dtype,
-            attn_implementation=attention,
-            experts_implementation=EXPERTS[attention],
-            local_files_only=True,
-        ).eval()
+        model: PreTrainedModel = (
+            model_class(self.head, self.vision)
+            .from_pretrained(
+                self.directory,
+                dtype=self.dtype,
+                attn_implementation=attention,
+                experts_implementation=EXPERTS[attention],
+                local_files_only=True,
+            )
+            .eval()
+        )
         if self.adapter is not None:
             self.adapter.attach(model)
         torch.nn.Module.to(model, self.device)
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in parameters_of(model).items()}
         overwrite(weights, self._own)
         return model, weights
 
@@ -217,10 +223,12 @@ class PlainModel:
             mask[row, start : start + len(row_ids)] = 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
+        joined = joined_media([sequences[index].media for index in rows])
+        media = media_arguments(model, ids, {name: value.to(self.device) for name, value in joined.items()})
+        if "mm_token_type_ids" not in media:
+            media["position_ids"] = positions  # others are the model's own rule
         with watched(model, _replay(sequences, rows, starts, width)) as choices:
-            hidden = model.base_model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-            )
+            hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **media)
         states = hidden.last_hidden_state
         result = {}
         for row, (index, start) in enumerate(zip(rows, starts, strict=True)):

@@ -122,7 +122,7 @@ def _verify_export(
     model, report = loading
     problems = {name: str(mismatch) for name, mismatch in report.items() if mismatch}
     subject.require(not problems, f"transformers reports while loading the export: {problems}")
-    loaded = {name: part.detach() for name, part in all_written(dict(model.named_parameters())).items()}
+    loaded = {name: part.detach() for name, part in all_written(parameters_of(model)).items()}
     params = {
         name: value.to(_dtype(subject, name)).float() for name, value in group.named_tensors("master").items()
     }

@@ -34,7 +34,7 @@ LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())
 OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
 
 
-@check("I1.gradients")
+@check("I1.gradients", images=True)
 def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of every parameter is that of (sum of totals) / (sum of weights), the oracle's.
 
@@ -54,7 +54,7 @@ def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     verify_steps_of_losses(subject, group, losses)
 
 
-@check("I1.micro-batches")
+@check("I1.micro-batches", images=True)
 def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
     """Loss, metrics and gradients do not depend on the number of micro-batches or their budget.
 
@@ -94,7 +94,13 @@ def _verify_metrics(
         subject.verify_scalar(f"the metric {name!r} {label}", got, value, tolerance)
 
 
-@check("I2.data-parallel", requires=[Capability.DATA_PARALLEL], min_dp=2, on_three_ranks=True)
+@check(
+    "I2.data-parallel",
+    requires=[Capability.DATA_PARALLEL],
+    min_dp=2,
+    on_three_ranks=True,
+    images=True,
+)
 def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
     """The gradients do not depend on how sequences fall on data-parallel ranks, even if one has none.
 

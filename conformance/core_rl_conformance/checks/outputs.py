@@ -38,7 +38,7 @@ LARGE_VOCABULARY = 1543
 """Prime, and more than the usual blocks of kernels that loop over the vocabulary."""
 
 
-@check("I7.logprobs")
+@check("I7.logprobs", images=True)
 def logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """The log-prob of every token, the first and the last included, is the oracle's.
 
@@ -50,7 +50,7 @@ def logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     _verify_token_output(subject, "logprobs", 1.0, plotted=True)
 
 
-@check("I7.entropy")
+@check("I7.entropy", images=True)
 def entropy_matches_the_oracle(subject: EngineUnderTest) -> None:
     """The entropy of the distribution that each token was drawn from is the oracle's.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from core_rl.data.batch import SequenceBatch
+from core_rl_conformance.inputs.tiny_vision import TinyImages, placeholders
 from core_rl_oracle.oracle import OracleSequence
 
 LENGTHS = (17, 2, 31, 5, 1, 23, 9, 40, 3, 12, 28, 7, 19, 4, 2, 14)
@@ -30,6 +31,8 @@ class Row:
     target: float
     routing: tuple[tuple[tuple[int, ...], ...], ...] | None = None
     """Experts to choose for each token and layer; None leaves it to the routers."""
+    images: TinyImages | None = None
+    """Images, whose placeholders are among the ids."""
     copies: int = 1
     """For the oracle: the number of equal sequences that this one stands for, see `Repeated`."""
 
@@ -50,7 +53,8 @@ class Row:
         }
         if self.routing is not None:
             fields["routing"] = torch.tensor(self.routing)
-        return OracleSequence(input_ids=list(self.ids), fields=fields)
+        media = {} if self.images is None else self.images.media()
+        return OracleSequence(input_ids=list(self.ids), fields=fields, media=media)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,9 @@ class Ragged:
                 **({"routing": routing} if routing else {}),
             },
             sequences={"target": torch.tensor([row.target for row in self.rows])},
+            media=[{} if row.images is None else row.images.media() for row in self.rows]
+            if any(row.images is not None for row in self.rows)
+            else (),
         )
 
     def for_oracle(self) -> list[OracleSequence]:
@@ -157,6 +164,37 @@ def ragged(vocab_size: int, seed: int, lengths: Sequence[int] = LENGTHS) -> Ragg
         untrained = by_length[len(rows) // 2]
         rows[untrained] = replace(rows[untrained], mask=(False,) * lengths[untrained])
         rows[-1] = replace(rows[-1], ids=rows[by_length[-1]].ids[: lengths[-1]])
+    return Ragged(tuple(rows))
+
+
+IMAGE_SIZES = (((4, 2),), ((2, 4), (2, 2)), ((4, 4),))
+"""Images of sequences in turn: a wide one has other positions than a high one."""
+
+
+def with_images(data: Ragged, family: str, seed: int) -> Ragged:
+    """The same with images of ``family`` in every second long sequence, and the same image in two of them.
+
+    Placeholders stand in the place of other tokens, at the beginning or after a few of them, and are not trained.
+    """
+    rows, pictured = [], 0
+    for number, row in enumerate(data.rows):
+        sizes = IMAGE_SIZES[pictured % len(IMAGE_SIZES)]
+        ids = [token for size in sizes for token in placeholders(family, size)]
+        if number % 2 or len(ids) > len(row.ids) - 4:
+            rows.append(row)
+            continue
+        first = 3 * (pictured % 2)
+        span = range(first, first + len(ids))
+        images = TinyImages(family, seed + pictured // 2 if len(sizes) == 1 else seed, sizes)
+        rows.append(
+            replace(
+                row,
+                ids=(*row.ids[:first], *ids, *row.ids[span.stop :]),
+                mask=tuple(trained and t not in span for t, trained in enumerate(row.mask)),
+                images=images,
+            )
+        )
+        pictured += 1
     return Ragged(tuple(rows))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     Gemma2Config,
     GenerationConfig,
@@ -34,7 +35,9 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_oracle.experts import all_written, overwrite
+from core_rl_conformance.inputs.tiny_vision import VOCABULARY, vision_config
+from core_rl_conformance.profile import VISION
+from core_rl_oracle.experts import all_written, overwrite, parameters_of
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
@@ -70,6 +73,8 @@ YARN: dict[str, Any] = {
 }
 SCALINGS = {"llama": LLAMA3, "qwen2": YARN, "qwen3": YARN, "qwen3_moe": YARN}
 """The rotary scaling of published models, by model type; Gemma 2 and GPT-2 have none."""
+EXPERT_DIMS = 3
+"""Dimensions of fused weights of experts."""
 DropoutPlace = Literal["embedding", "residual", "attention"]
 FOCUS = 60.0
 """Attention scores of a focused model, for each pair of rotary dimensions."""
@@ -123,14 +128,18 @@ class TinyModel:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids."""
-        return int(self.config().vocab_size)
+        """The number of token ids, of text alone for a vision-language model."""
+        return VOCABULARY if self.vision else int(self.config().vocab_size)
+
+    @property
+    def vision(self) -> bool:
+        """Whether it has a vision tower."""
+        return self.family in VISION
 
     def config(self) -> PretrainedConfig:
         """The transformers config."""
         config = self._own_config()
         fields = {
-            "num_labels": None if self.head == "lm" else 1,
             "vocab_size": self.vocabulary,
             "max_position_embeddings": self.longest,
             "num_attention_heads": self.heads,
@@ -140,15 +149,18 @@ class TinyModel:
             "num_experts": self.experts,
             "norm_topk_prob": False if self.plain_gates else None,
         }
+        text = config.get_text_config()
         for name, value in fields.items():
             if value is not None:
-                setattr(config, name, value)
+                setattr(text, name, value)
+        if self.head != "lm":
+            config.num_labels = 1
         if self.long:
             _make_long(config, UNUSUAL.keys() if self.focused else {self.usual})
         if self.exact:
             config.tie_word_embeddings = False
         if self.layers is not None:
-            _set_layers(config, self.layers)
+            _set_layers(text, self.layers)
         if self.eos is not None:
             config.eos_token_id = self.eos if isinstance(self.eos, int) else list(self.eos)
         if self.pad_is_eos:
@@ -159,6 +171,8 @@ class TinyModel:
         if self.source:
             config: PretrainedConfig = AutoConfig.from_pretrained(self.source, local_files_only=True)
             return config
+        if self.vision:
+            return vision_config(self.family)
         if self.family in OTHER_LAYERS:
             values = OTHER_LAYERS[self.family] | {"attention_dropout": self.dropout}
             return AutoConfig.for_model(self.family, **values)
@@ -171,7 +185,7 @@ class TinyModel:
 
     def with_multiples(self, layers: int, experts: int) -> TinyModel:
         """The same with as many layers, and experts if it has some, as it takes for these numbers to divide them."""
-        config = self.config()
+        config = self.config().get_text_config()
         own_layers, own_experts = config.num_hidden_layers, getattr(config, "num_experts", None) or 0
         more_layers, more_experts = -own_layers % layers, -own_experts % experts
         return replace(
@@ -385,14 +399,14 @@ def _write_generation_config(model: TinyModel, path: Path) -> None:
     """Sampling defaults such as published models have; a request sets every option, so no default may be applied."""
     config = model.config()
     defaults = {"temperature": 0.7, "top_k": 5, "top_p": 0.8, "repetition_penalty": 1.3}
-    ids = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
     GenerationConfig(**ids, do_sample=True, **defaults).save_pretrained(path)
 
 
 def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> None:
     """Write ``model`` with other weights, by name, to the directory ``path``."""
     built = build(model)
-    overwrite({name: parameter.detach() for name, parameter in built.named_parameters()}, weights)
+    overwrite({name: parameter.detach() for name, parameter in parameters_of(built).items()}, weights)
     built.save_pretrained(path)
 
 
@@ -409,19 +423,21 @@ def save_as(
     prefix = "" if prefixed else f"{built.base_model_prefix}."
     state = {name.removeprefix(prefix): value for name, value in built.state_dict().items()}
     built.save_pretrained(path, state_dict=state, max_shard_size=file_size)
-    written = all_written(dict(built.named_parameters()))
+    written = all_written(parameters_of(built))
     return {name: value.detach().float() for name, value in written.items()}
 
 
 def build(model: TinyModel) -> PreTrainedModel:
     """The model in memory, float32."""
-    family = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+    family: Any = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
+    if model.vision:
+        family = AutoModelForImageTextToText
     if model.source and model.seed == 0:
         loaded: PreTrainedModel = family.from_pretrained(
             model.source, config=model.config(), dtype=torch.float32, local_files_only=True
         )
         return loaded
-    built: PreTrainedModel = family.from_config(model.config(), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    built: PreTrainedModel = family.from_config(model.config(), dtype=torch.float32)
     # One generator for each parameter: the trunk of all heads is the same.
     with torch.no_grad():
         for name, parameter in built.named_parameters():
@@ -439,15 +455,18 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
     if parameter.dim() == 1:
         if name.endswith("bias"):
             return 0.1 * noise
-        final = name.rsplit(".", 2)[-2] in ("norm", "ln_f")
+        in_tower = name.startswith("model.vis")
+        final = not in_tower and name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
         # Norms of Gemma add the 1 themselves, and so does Qwen3.5 outside its linear attention.
         adds = model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
-        added = 1.0 if adds else 0.0
+        added = 1.0 if adds and not in_tower else 0.0
         return peak * (1.0 + 0.2 * noise) - added
     # GPT-2 stores its matrices as [in, out].
     transposed = model.config.model_type == "gpt2" and ".c_" in name
     fan_in = parameter.shape[0] if transposed else parameter.shape[-1]
+    if parameter.dim() > EXPERT_DIMS:  # a convolution over patches
+        fan_in = parameter[0].numel()
     peak = LOGIT_STD if name.startswith("lm_head") else 1.0
     return peak * noise / math.sqrt(fan_in)
 

@@ -33,6 +33,7 @@ class Capability(StrEnum):
     MUON = "muon"
     ADAMW_8BIT = "adamw_8bit"
     LORA = "lora"
+    VISION = "vision"
     MOE = "moe"
     AUX_LOSS = "aux_loss"
     ROUTING_REPLAY = "routing_replay"

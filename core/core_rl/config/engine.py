@@ -87,8 +87,11 @@ class ModelConfig(Config):
     """A transformers config as a dictionary with ``model_type``; weights are drawn from the seed."""
     head: Head = "lm"
     """``lm``, or ``value``/``reward``: one float32 linear map to a scalar without bias."""
+    vision: bool = False
+    """Build the whole of a vision-language model, whose batches may have images. Otherwise the text model of such a
+    checkpoint is trained, where transformers can build it alone, and its tower goes into exports as it is."""
     frozen: tuple[str, ...] = ()
-    """Glob patterns of parameter names that are not trained, such as ``model.embed_tokens.*``."""
+    """Glob patterns of parameter names that are not trained, such as ``model.embed_tokens.*`` or ``model.visual.*``."""
     router_aux_coef: float = Field(default=0.0, ge=0.0)
     """Adds this times the load-balancing loss of the routers (mixture of experts) to every trained loss:
     that of each sequence, weighted by its tokens. It is reported as ``aux_loss``, and not part of ``loss``."""
@@ -100,6 +103,10 @@ class ModelConfig(Config):
         if (self.path is None) == (self.config is None):
             raise ValueError(
                 "set exactly one of 'path' (a model directory) and 'config' (a transformers config)"
+            )
+        if self.vision and self.head != "lm":
+            raise ValueError(
+                f"'vision' is for language-model heads, and 'head' is {self.head!r}; set one of them"
             )
         return self
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.data.media import NO_MEDIA, Media, count_patches, media_violations
 from core_rl.data.pinned import to_device
 from core_rl.errors import BatchError, raise_all
 
@@ -40,6 +41,8 @@ class SequenceBatch:
     """Sequence fields ``{name: [B, ...]}``."""
     meta: Mapping[str, list[Any]] = field(default_factory=dict)
     """Sequence fields that are no tensors, one list entry for each sequence."""
+    media: tuple[Media, ...] = ()
+    """Images and videos of each sequence, or nothing where no sequence has some. They stay on the CPU."""
     unit: Tensor | None = None
     """Int64 ``[B]``: sequences with the same number are never separated (a preference pair, a group)."""
     # No fields, so that `dataclasses.replace` drops them.
@@ -77,6 +80,7 @@ class SequenceBatch:
         for name, entries in self.meta.items():
             if len(entries) != count:
                 yield f"meta field {name!r} must have B={count} entries; it has {len(entries)}"
+        yield from media_violations(self.media, count)
         if self.unit is not None and (self.unit.shape != (count,) or self.unit.is_floating_point()):
             yield f"'unit' must be integers [B={count}]; got {_describe(self.unit)}"
         yield from self._field_violations(self.tokens, self.sequences)
@@ -113,6 +117,13 @@ class SequenceBatch:
     def lengths(self) -> list[int]:
         """The length of each sequence, ``B`` integers."""
         return self.cu_seqlens.diff().tolist()
+
+    @property
+    def computed_lengths(self) -> list[int]:
+        """The tokens of each sequence, and the patches of its images."""
+        if not self.media:
+            return self.lengths
+        return [tokens + count_patches(media) for tokens, media in zip(self.lengths, self.media, strict=True)]
 
     @property
     def max_length(self) -> int:
@@ -186,7 +197,7 @@ class SequenceBatch:
         return self._derived(sequences={**self.sequences, **fields})
 
     def only(self, names: Collection[str]) -> SequenceBatch:
-        """A copy with the fields ``names`` alone, and ``unit``."""
+        """A copy with the fields ``names`` alone, ``media`` and ``unit``."""
         return self._derived(
             tokens={name: value for name, value in self.tokens.items() if name in names},
             sequences={name: value for name, value in self.sequences.items() if name in names},
@@ -222,6 +233,7 @@ class SequenceBatch:
                 name: value.index_select(0, rows.to(value.device)) for name, value in self.sequences.items()
             },
             meta={name: [entries[i] for i in indices] for name, entries in self.meta.items()},
+            media=tuple(self.media[i] for i in indices) if self.media else (),
             unit=None if self.unit is None else self.unit[rows],
         )
 
@@ -253,6 +265,7 @@ class SequenceBatch:
                 tokens=tokens,
                 sequences=sequences,
                 meta={name: entries[first:last] for name, entries in joined.meta.items()},
+                media=joined.media[first:last],
                 unit=unit,
             )
             for ids, part, tokens, sequences, (first, last), unit in zip(
@@ -282,6 +295,7 @@ class SequenceBatch:
         tokens: Mapping[str, Sequence[Sequence[float] | Tensor]] | None = None,
         sequences: Mapping[str, Tensor] | None = None,
         meta: Mapping[str, list[Any]] | None = None,
+        media: Sequence[Media] = (),
         unit: Tensor | None = None,
     ) -> SequenceBatch:
         """Pack lists of ids, and token fields given as one list for each sequence."""
@@ -294,6 +308,7 @@ class SequenceBatch:
             tokens={name: torch.cat(values) if values else torch.zeros(0) for name, values in fields.items()},
             sequences=dict(sequences or {}),
             meta=dict(meta or {}),
+            media=tuple(media),
             unit=unit,
         )
 
@@ -319,6 +334,7 @@ class SequenceBatch:
             tokens={name: torch.cat([b.tokens[name] for b in batches]) for name in first.tokens},
             sequences={name: torch.cat([b.sequences[name] for b in batches]) for name in first.sequences},
             meta={name: [entry for b in batches for entry in b.meta[name]] for name in first.meta},
+            media=_joined_media(batches),
             unit=torch.cat(units) if first.unit is not None else None,
         )
 
@@ -337,6 +353,12 @@ class SequenceBatch:
             meta={name: [None] for name in self.meta},
             unit=None if self.unit is None else torch.zeros(1, dtype=torch.long),
         )  # fmt: skip
+
+
+def _joined_media(batches: Sequence[SequenceBatch]) -> tuple[Media, ...]:
+    if not any(batch.media for batch in batches):
+        return ()
+    return tuple(media for batch in batches for media in batch.media or (NO_MEDIA,) * batch.num_sequences)
 
 
 def _loss_mask(batch: SequenceBatch) -> Tensor:

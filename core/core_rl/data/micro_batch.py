@@ -36,7 +36,8 @@ class MicroBatchSpec:
     """A token budget, or a number of micro-batches; exactly one is set."""
 
     max_tokens: int | None = None
-    """Upper bound on the tokens of a micro-batch, in as few balanced micro-batches as fit."""
+    """Upper bound on the tokens of a micro-batch, and the patches of its images, in as few balanced micro-batches as
+    fit."""
     count: int | None = None
     """This many micro-batches of nearly equal numbers of tokens."""
     share_prefixes: bool = False
@@ -60,8 +61,9 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
     if spec.max_tokens is None:
         return spec.count or 1
     groups, weights, shared = _planned_units(batch, spec)
+    counted = "tokens and patches" if batch.media else "tokens"
     too_long = [
-        f"{f'sequence {group[0]}' if len(group) == 1 else f'the unit of sequences {group}'} has {weight} tokens, "
+        f"{f'sequence {group[0]}' if len(group) == 1 else f'the unit of sequences {group}'} has {weight} {counted}, "
         f"and max_tokens is {spec.max_tokens}; raise max_tokens or cut it"
         for group, weight in zip(groups, weights, strict=True)
         if weight > spec.max_tokens
@@ -108,8 +110,8 @@ def units(batch: SequenceBatch) -> list[list[int]]:
 
 
 def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
-    """The sequences of each unit, and its tokens."""
-    groups, lengths = units(batch), batch.lengths
+    """The sequences of each unit, and its tokens and patches."""
+    groups, lengths = units(batch), batch.computed_lengths
     return groups, [sum(lengths[i] for i in group) for group in groups]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from core_rl.config.engine import EngineConfig, OptimizerConfig, TrainEngineConf
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
+from core_rl.engine.placeholders import placeholder_violations
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -66,6 +68,7 @@ def check_config(spec: EngineSpec, config: TrainEngineConfig) -> None:
         Capability.MUON: config.optimizer is not None and config.optimizer.uses("muon"),
         Capability.ADAMW_8BIT: config.optimizer is not None and config.optimizer.uses("adamw_8bit"),
         Capability.LORA: config.model.lora,
+        Capability.VISION: config.model.vision,
         Capability.OFFLOAD: config.offload_params or config.offload_optimizer,
         Capability.AUX_LOSS: config.model.router_aux_coef,
     }
@@ -289,9 +292,18 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
         raise BatchError("token field 'routing' names an expert twice for one token and layer")
 
 
-def check_batch(batch: SequenceBatch, model: PretrainedConfig, limits: ModelLimits) -> None:
-    """Raise one `BatchError` that lists token ids and lengths beyond the ``limits`` of ``model``."""
-    raise_all(BatchError, model.model_type, batch_violations(batch, limits))
+def check_batch(
+    batch: SequenceBatch, model: PretrainedConfig, limits: ModelLimits, vision: bool = False
+) -> None:
+    """Raise one `BatchError` that lists token ids and lengths beyond the ``limits`` of ``model``, and wrong images.
+
+    ``vision`` is whether the engine computes images.
+    """
+    violations = chain(
+        batch_violations(batch, limits),
+        placeholder_violations(batch.input_ids.split(batch.lengths), batch.media, model, vision),
+    )
+    raise_all(BatchError, model.model_type, violations)
 
 
 def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]:

@@ -43,6 +43,7 @@ SPEC = EngineSpec(
             Capability.AUX_LOSS,
             Capability.ROUTING_REPLAY,
             Capability.LORA,
+            Capability.VISION,
             Capability.OFFLOAD,
             Capability.CUDA,
             Capability.SHARDED_CHECKPOINT,

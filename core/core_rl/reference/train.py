@@ -14,12 +14,14 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import NO_MEDIA, Media
 from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.positions import require_positions
 from core_rl.toolkit.routers import Routers
+from core_rl.toolkit.vision import sequence_arguments
 
 __all__ = ["ReferenceBackend"]
 
@@ -46,19 +48,27 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
         """Outputs of one sequence, with router outputs if requested."""
         with self.routers.watch(row.tokens.get("routing")) as routings:
-            outputs = self.sequence(row.input_ids, step)
+            if row.media:
+                outputs = self.language_model_outputs(row.input_ids, row.media[0], step)
+            else:
+                outputs = self.sequence(row.input_ids, step)
         return {**outputs, **self.routers.outputs(routings, row.cu_seqlens, step.outputs)}
 
     def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
         """The outputs of one sequence ``[L]``."""
         if self.context.config.model.head == "lm":
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-            return self.language_model(ids, logits / step.temperature, step)
+            return self.language_model_outputs(ids, NO_MEDIA, step)
         hidden = self.model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         states = F.linear(hidden.float(), self.model.score.weight).squeeze(-1)  # type: ignore[union-attr, arg-type]
         if self.context.config.model.head == "reward":
             return {"scores": states[-1:]}
         return {"values": F.pad(states[:-1], (1, 0)), "bootstrap": states[-1:]}
+
+    def language_model_outputs(self, ids: Tensor, media: Media, step: MicroBatchStep) -> dict[str, Tensor]:
+        """The outputs of the language-model head for one sequence ``[L]`` and its images."""
+        images = sequence_arguments(self.model.base_model, ids, media)
+        logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0].float()
+        return self.language_model(ids, logits / step.temperature, step)
 
     @staticmethod
     def language_model(ids: Tensor, logits: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:

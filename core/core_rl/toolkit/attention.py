@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from core_rl.toolkit import cuda
 
 __all__ = [
     "PACKED_ATTENTION",
+    "Blocks",
     "Segments",
     "check_heads",
     "packed_attention",
@@ -42,6 +43,10 @@ UNKNOWN = ("position_bias", "sinks", "block_indices")
 query, and keys that the model chooses."""
 
 
+Blocks = tuple[tuple[int, int], ...]
+"""Stretches ``start, end`` of a sequence."""
+
+
 @dataclass(frozen=True)
 class Segments:
     """Bounds of the sequences of a packed batch, or of the stretches of a `PrefixTree`.
@@ -57,6 +62,9 @@ class Segments:
     """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
     paths: tuple[tuple[int, ...], ...] | None = None
     """For each stretch of a tree, the stretches whose tokens it sees, itself last; None where all are sequences."""
+    blocks: tuple[Blocks, ...] = ()
+    """For each sequence, its stretches ``start, end`` of tokens that see each other in both directions; empty without
+    any."""
     _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -228,7 +236,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
     if call.segments.paths is None:
-        attended = [_segment(q, k, v, call) for q, k, v in zip(queries, keys, values, strict=True)]
+        blocks = call.segments.blocks or ((),) * len(queries)
+        attended = [
+            _segment(q, k, v, call, both) for q, k, v, both in zip(queries, keys, values, blocks, strict=True)
+        ]
     else:
         attended = [_stretch(queries, keys, values, path, call) for path in call.segments.paths]
     return torch.cat([part.transpose(1, 2) for part in attended], dim=1)
@@ -254,26 +265,30 @@ def _stretch(
 def _kernel_computes(query: Tensor, call: _Call) -> bool:
     """Whether the kernel for packed sequences serves this call."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    plain = call.softcap is None and call.sinks is None and call.dropout == 0.0
+    plain = call.softcap is None and call.sinks is None and call.dropout == 0.0 and not call.segments.blocks
     return cuda.on_cuda(query) and half and plain and query.shape[-1] <= KERNEL_WIDEST
 
 
-def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    """One sequence, ``[1, heads, L, D]``; ``key`` and ``value`` may have the tokens before these as well."""
+def _segment(query: Tensor, key: Tensor, value: Tensor, call: _Call, blocks: Blocks = ()) -> Tensor:
+    """One sequence, ``[1, heads, L, D]``; ``key`` and ``value`` may have the tokens before these as well.
+
+    Tokens of each of the ``blocks`` see each other in both directions.
+    """
     if cuda.on_cuda(query) and query.dtype == torch.float32:
         # With fewer heads of keys than of queries only the kernel that keeps all scores, [heads, L, L], takes float32.
         key, value = (_for_each_query_head(part, query.shape[1]) for part in (key, value))
-    if call.softcap is not None:
-        return _softcapped(query, key, value, call, call.softcap)
-    if call.sinks is not None:
-        return _with_sinks(query, key, value, call, call.sinks)
     length, visible = query.shape[2], key.shape[2]
-    hides = length < visible or (call.window is not None and visible > call.window)
+    mask = partial(_causal_mask, length, visible, call.window, query.device, blocks)
+    if call.softcap is not None:
+        return _softcapped(query, key, value, call, mask(), call.softcap)
+    if call.sinks is not None:
+        return _with_sinks(query, key, value, call, mask(), call.sinks)
+    hides = bool(blocks) or length < visible or (call.window is not None and visible > call.window)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_causal_mask(length, visible, call.window, query.device) if hides else None,
+        attn_mask=mask() if hides else None,
         is_causal=not hides,
         dropout_p=call.dropout,
         scale=call.scaling,
@@ -286,29 +301,36 @@ def _for_each_query_head(part: Tensor, heads: int) -> Tensor:
     return part.repeat_interleave(heads // part.shape[1], dim=1)
 
 
-def _causal_mask(length: int, visible: int, window: int | None, device: torch.device) -> Tensor:
+def _causal_mask(
+    length: int, visible: int, window: int | None, device: torch.device, blocks: Blocks
+) -> Tensor:
     """Which of ``visible`` tokens the last ``length`` of them see, ``[length, visible]``."""
     places = torch.arange(visible, device=device)
     distance = places[visible - length :, None] - places[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    sees = distance >= 0
+    for start, end in blocks:
+        sees[start:end, start:end] = True
+    return sees if window is None else sees & (distance < window)
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, call: _Call, softcap: float) -> Tensor:
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, call: _Call, mask: Tensor, softcap: float
+) -> Tensor:
     key, value = (_for_each_query_head(part, query.shape[1]) for part in (key, value))
     capped = torch.tanh(query @ key.transpose(2, 3) * call.scaling / softcap) * softcap
-    mask = _causal_mask(query.shape[2], key.shape[2], call.window, query.device)
     weights = F.softmax(capped.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
     return F.dropout(weights.to(query.dtype), call.dropout, training=call.dropout > 0) @ value
 
 
-def _with_sinks(query: Tensor, key: Tensor, value: Tensor, call: _Call, sinks: Tensor) -> Tensor:
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, call: _Call, mask: Tensor, sinks: Tensor
+) -> Tensor:
     """The sink is one more key, which all queries see: its score is in an entry that the other keys lack.
 
     So no kernel needs to know of it, and ``[heads, L, L]`` is never kept.
     """
     scores = (sinks.to(query.dtype) / call.scaling)[None, :, None, None].expand(-1, -1, query.shape[2], 1)
     sink = F.pad(torch.ones_like(key[:, :, :1, :1]), (query.shape[-1], 0))
-    mask = _causal_mask(query.shape[2], key.shape[2], call.window, query.device)
     return F.scaled_dot_product_attention(
         torch.cat([query, scores], dim=3),
         torch.cat([sink, F.pad(key, (0, 1))], dim=2),

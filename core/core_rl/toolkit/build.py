@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,11 +28,12 @@ from core_rl.toolkit.attention import PACKED_ATTENTION
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import expert_modules
 from core_rl.toolkit.lora import add_adapter
-from core_rl.toolkit.model_files import model_files, require_causal, require_text_model
+from core_rl.toolkit.model_files import model_files, require_causal, require_modality
 from core_rl.toolkit.positions import make_rotary_stateless
 
 __all__ = [
     "ExpertsKernel",
+    "attention_of",
     "build_model",
     "building",
     "drawn_head",
@@ -88,17 +90,17 @@ def build_model(
     config = read_config(model)
     if model.path is not None:
         model_files(model)
-    family = model_family(model)
+    family, attention = model_family(model), attention_of(config, attn_implementation)
     built: PreTrainedModel
     with torch.random.fork_rng(devices=[]), _quiet(), building(model):
         torch.manual_seed(seed)
         if model.path is None:
-            built = family.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
+            built = family.from_config(config, attn_implementation=attention, dtype=torch.float32)
         else:
             built, report = family.from_pretrained(
                 model.path,
                 config=config,
-                attn_implementation=attn_implementation,
+                attn_implementation=attention,
                 dtype=torch.float32,
                 local_files_only=True,
                 output_loading_info=True,
@@ -131,8 +133,17 @@ def building(model: ModelConfig) -> Iterator[None]:
         raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {reason}") from error
 
 
+def attention_of(config: PretrainedConfig, implementation: str) -> str | dict[str, str]:
+    """The attention of each part of a model: a packed one is for text, and a vision tower keeps its images apart."""
+    if implementation != PACKED_ATTENTION or "vision_config" not in config.sub_configs:
+        return implementation
+    return {"text_config": implementation, "vision_config": "sdpa"}
+
+
 def model_family(model: ModelConfig) -> Any:
     """The class of transformers' that builds a model with this head."""
+    if model.vision:
+        return AutoModelForImageTextToText
     return AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
 
 
@@ -140,7 +151,7 @@ def finished(
     built: PreTrainedModel, model: ModelConfig, *, seed: int, experts: ExpertsKernel
 ) -> PreTrainedModel:
     """A new model with the settings of ``model`` beyond its weights, in evaluation mode."""
-    require_text_model(built)
+    require_modality(built, model)
     require_causal(built, model)
     use_experts_kernel(built, experts)
     make_rotary_stateless(built)

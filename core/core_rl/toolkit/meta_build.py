@@ -22,6 +22,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import (
     ExpertsKernel,
+    attention_of,
     building,
     drawn_head,
     finished,
@@ -106,7 +107,7 @@ def build_on_meta(
         return None
     with building(model), torch.device("meta"):
         built: PreTrainedModel = model_family(model).from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
+            config, attn_implementation=attention_of(config, attn_implementation), dtype=torch.float32
         )
     name_as_in_files(built, files.names())
     built = finished(built, model, seed=seed, experts=experts)

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -33,7 +39,7 @@ __all__ = [
     "model_files",
     "name_as_in_files",
     "require_causal",
-    "require_text_model",
+    "require_modality",
 ]
 
 
@@ -54,12 +60,23 @@ def model_files(model: ModelConfig) -> TensorFiles:
         raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
 
 
-def require_text_model(built: PreTrainedModel) -> None:
-    """Raise `UnsupportedCapability` for a module with a vision or audio tower, which would be trained as well."""
-    if "text_config" in type(built.config).sub_configs:
+def require_modality(built: PreTrainedModel, model: ModelConfig) -> None:
+    """Raise `UnsupportedCapability` for a module with a tower that ``model`` does not ask for, or of another kind.
+
+    And `ConfigError` where it asks for a vision tower, and the module has none.
+    """
+    towers = sorted({"vision_config", "audio_config"} & type(built.config).sub_configs.keys())
+    name = type(built).__name__
+    if model.vision and "audio_config" in towers:
         raise UnsupportedCapability(
-            f"{type(built).__name__} is more than a text model, and only text is trained here; set model.path to a "
-            "checkpoint of its text model alone"
+            f"{name} has a tower for audio, and only images are trained; choose another model"
+        )
+    if model.vision and not towers:
+        raise ConfigError(f"model.vision is true, and {name} is a text model; set it to false")
+    if not model.vision and "text_config" in type(built.config).sub_configs:
+        raise UnsupportedCapability(
+            f"{name} is more than a text model; set model.vision to true, which trains its vision tower as well "
+            "(unless model.frozen names it), or set model.path to a checkpoint of its text model alone"
         )
 
 
@@ -109,7 +126,7 @@ def carried_tensors(
     _require_unquantized(model)
     module_names = _held_names(built)
     if model.head != "lm":
-        module_names |= _held_names(_planned(_config(model)))
+        module_names |= _held_names(_planned(model))
     conversions = get_model_conversion_mapping(built)
     carried = {
         name: name
@@ -136,7 +153,7 @@ def exported_config(
 
 def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors in an ``hf`` export of the language model in ``model.path``."""
-    built = _planned(_config(model))
+    built = _planned(model)
     name_as_in_files(built, model_files(model).names())
     parameters = {name: tuple(value.shape) for name, value in built.named_parameters()}
     saved = built.state_dict().keys()
@@ -152,10 +169,11 @@ def _config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def _planned(config: PretrainedConfig) -> PreTrainedModel:
-    """The language model with ``config``, without memory."""
+def _planned(model: ModelConfig) -> PreTrainedModel:
+    """The language model in ``model.path``, without memory."""
+    family: Any = AutoModelForImageTextToText if model.vision else AutoModelForCausalLM
     with torch.device("meta"):
-        built: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        built: PreTrainedModel = family.from_config(_config(model))
     return built
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -27,6 +27,7 @@ from core_rl.toolkit.positions import RotaryEmbeddings, require_positions
 from core_rl.toolkit.routers import Routers, Routing, own_routing
 from core_rl.toolkit.sequence_layers import StatefulLayers, stateful_layers
 from core_rl.toolkit.token_logprobs import HeadMap, token_logits
+from core_rl.toolkit.vision import PackedVision, check_vision, is_vision_model
 
 __all__ = ["PackedModel", "check_head", "check_layers"]
 
@@ -59,6 +60,8 @@ def check_layers(model: PreTrainedModel) -> None:
         raise _refused(model, f"no trunk under the name {model.base_model_prefix!r}")
     if config.is_encoder_decoder:
         raise _refused(model, "an encoder")
+    if is_vision_model(model):
+        check_vision(model)
     stateful = stateful_layers(model.base_model)
     attention = sorted(
         {
@@ -167,6 +170,7 @@ class PackedModel(nn.Module):
         self.routers = Routers(model)
         self.stateful = StatefulLayers(model.base_model)
         self.rotary = RotaryEmbeddings(model.base_model)
+        self.vision = PackedVision(model) if is_vision_model(model) else None
 
     def forward(
         self,
@@ -185,16 +189,21 @@ class PackedModel(nn.Module):
         tree = PrefixTree.of(batch) if share_prefixes else None
         tokens = self.shards.slice_of(batch, tree)
         segments = tokens.attention(self.shards.context, self.shards.tensor)
+        if self.vision is not None:
+            segments = self.vision.attention(segments, batch)
         segments.prepare(batch.device)
         self.stateful.begin(segments, batch.device)
         self.rotary.begin(tokens)
-        with self.routers.watch(own_routing(batch, tokens)) as routings:
+        with (
+            self.routers.watch(own_routing(batch, tokens)) as routings,
+            self._arguments(batch, tokens) as arguments,
+        ):
             hidden = self.model.base_model(
                 input_ids=tokens.input_ids[None],
-                position_ids=tokens.position_ids[None],
                 attention_mask=None,
                 use_cache=False,
                 segments=segments,
+                **arguments,
             ).last_hidden_state[0]
         states = PackedStates(hidden, tokens, batch, self.shards)
         if self.head == "lm":
@@ -208,6 +217,14 @@ class PackedModel(nn.Module):
             computed |= self.routers.outputs(full_routings, batch.cu_seqlens, outputs)
         return computed
 
+    def _arguments(
+        self, batch: SequenceBatch, tokens: TokenSlice
+    ) -> AbstractContextManager[Mapping[str, Any]]:
+        """The positions of ``tokens``, and the images of ``batch``."""
+        if self.vision is None:
+            return nullcontext({"position_ids": tokens.position_ids[None]})
+        return self.vision.arguments(batch, tokens)
+
     def _whole_routing(self, routing: Routing, tokens: TokenSlice, length: int) -> Routing:
         """Routing of all ``length`` tokens, without padding, on every rank that sees some of them."""
         logits = gather(routing.logits, self.shards.context, 0, partial=False)
@@ -219,6 +236,7 @@ class PackedModel(nn.Module):
         reasons = {
             "layers that carry state from token to token": bool(self.stateful.layers),
             "rotary embeddings that depend on the length of a sequence": bool(self.rotary.modules),
+            "images, which equal placeholders stand for": self.vision is not None,
         }
         if any(reasons.values()):
             raise UnsupportedCapability(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
@@ -117,6 +118,11 @@ class TokenSlice:
             return None
         number = len(self.tree.paths)
         return self.tree.paths + (((number,),) if len(self.segments) > number + 1 else ())
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """The part ``[..., L]`` of ``values [..., T]`` of all tokens; padding has zeros."""
+        padded = F.pad(values, (0, self.segments[-1] - values.shape[-1]))
+        return padded[..., self.start : self.start + len(self.input_ids)]
 
     def in_batch(self, values: Tensor, num_tokens: int) -> Tensor:
         """``values [rows, ...]`` of all ranks, padding included, for each of the ``num_tokens`` of the batch."""

@@ -33,6 +33,7 @@ SPEC = EngineSpec(
             Capability.AUX_LOSS,
             Capability.ROUTING_REPLAY,
             Capability.LORA,
+            Capability.VISION,
             Capability.SHARED_PREFIX,
             Capability.OFFLOAD,
             Capability.BFLOAT16,

@@ -1,0 +1,163 @@
+"""Tiny vision-language models, by the names of their families in the suite, and images for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from core_rl_conformance.profile import VISION
+
+__all__ = ["VOCABULARY", "TinyImages", "placeholders", "vision_config"]
+
+VOCABULARY = 199
+"""Ids of text; the ids after them are of images."""
+START, END, IMAGE, VIDEO = range(VOCABULARY, VOCABULARY + 4)
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY + 12,
+    "hidden_size": 40,
+    "intermediate_size": 66,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+GRID_IDS = {**IDS, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+GRID: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 40,
+}
+PATCH_SIZE = 3 * 2 * 4 * 4
+"""Numbers in a patch: channels, frames, height and width."""
+WHOLE: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_channels": 3,
+}
+WHOLE_TOKENS = 4
+CONFIGS: dict[str, dict[str, Any]] = {
+    # Features of a layer of the tower are added after the first layers of the text.
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
+        "vision_config": {**GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **GRID_IDS,
+    },
+    # Windows in the tower, and biases in the text.
+    "qwen2_5_vl": {
+        "text_config": {
+            **{name: value for name, value in TEXT.items() if name != "head_dim"},
+            "hidden_size": 48,
+            "rope_parameters": ROPE,
+        },
+        "vision_config": {**GRID, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1]},
+        **GRID_IDS,
+    },
+    # Gated DeltaNet in the text.
+    "qwen3_5_vl": {
+        "text_config": {
+            **TEXT,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {
+                **ROPE,
+                "mrope_section": [1, 1, 1],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": {**GRID, "num_position_embeddings": 16},
+        **GRID_IDS,
+    },
+    # The tokens of an image see each other in both directions; sliding windows.
+    "gemma3_vl": {
+        "text_config": {
+            **TEXT,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {**WHOLE, "image_size": 16, "patch_size": 4},
+        "mm_tokens_per_image": WHOLE_TOKENS,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+        **IDS,
+    },
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen3"},
+        "vision_config": {**WHOLE, "image_size": [16, 16], "patch_size": [4, 4]},
+        "image_seq_length": WHOLE_TOKENS,
+        **IDS,
+    },
+}
+MODEL_TYPES = {"qwen3_5_vl": "qwen3_5", "gemma3_vl": "gemma3"}
+"""Names of transformers', where they are not the suite's."""
+assert tuple(CONFIGS) == VISION
+
+
+def vision_config(family: str) -> PretrainedConfig:
+    """The transformers config of ``family``."""
+    config: PretrainedConfig = AutoConfig.for_model(MODEL_TYPES.get(family, family), **CONFIGS[family])
+    return config
+
+
+@dataclass(frozen=True)
+class TinyImages:
+    """Images of one sequence; equal fields give equal pixels."""
+
+    family: str
+    seed: int
+    sizes: tuple[tuple[int, int], ...]
+    """Height and width of each in patches, even; families with images of one size have that one."""
+
+    def media(self) -> Mapping[str, Tensor]:
+        """Arguments of the model, the same object for equal images."""
+        return _drawn(self)
+
+
+@lru_cache(maxsize=1024)
+def _drawn(images: TinyImages) -> Mapping[str, Tensor]:
+    generator = torch.Generator().manual_seed(images.seed)
+    config = CONFIGS[images.family]
+    if "spatial_merge_size" in config["vision_config"]:
+        patches = sum(height * width for height, width in images.sizes)
+        return {
+            "pixel_values": torch.randn(patches, PATCH_SIZE, generator=generator),
+            "image_grid_thw": torch.tensor([[1, height, width] for height, width in images.sizes]),
+        }
+    return {"pixel_values": torch.randn(len(images.sizes), 3, 16, 16, generator=generator)}
+
+
+def placeholders(family: str, size: tuple[int, int]) -> tuple[int, ...]:
+    """Ids of an image of ``size``: its begin, a placeholder for each feature, and its end."""
+    merge = CONFIGS[family]["vision_config"].get("spatial_merge_size")
+    count = WHOLE_TOKENS if merge is None else size[0] * size[1] // merge**2
+    return (START, *(IMAGE,) * count, END)

@@ -1,0 +1,167 @@
+"""Images of packed batches: arguments of a vision-language model of transformers, and the positions of its tokens.
+
+The tower runs on the images of a whole micro-batch, and its features replace the placeholders among the tokens. Each
+micro-batch runs it once, on a blank image where it has none: wrappers that gather weights in the pass (FSDP) wait for
+all of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from inspect import signature
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import Media, join_media
+from core_rl.data.pinned import to_device
+from core_rl.errors import BatchError, UnsupportedCapability
+from core_rl.toolkit.attention import Blocks, Segments
+from core_rl.toolkit.parallel_context import TokenSlice
+
+__all__ = ["PackedVision", "blank_image", "check_vision", "is_vision_model", "sequence_arguments"]
+
+VIDEO = "video"
+"""Part of the names of arguments for videos."""
+
+
+def is_vision_model(model: PreTrainedModel) -> bool:
+    """Whether ``model`` has a vision tower."""
+    return getattr(model.config, "vision_config", None) is not None
+
+
+def check_vision(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedCapability` for a vision-language model whose images cannot be packed."""
+    trunk, kind = model.base_model, model.config.model_type
+    if not hasattr(trunk, "get_image_features"):
+        raise UnsupportedCapability(
+            f"the model type {kind!r} has a tower, and no get_image_features(), through which its images are computed; "
+            "choose another model"
+        )
+
+
+def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str, Tensor]:
+    """Arguments of ``trunk`` for one sequence ``[L]`` alone, besides its ids; its positions are its own affair."""
+    if not media:
+        return {}
+    arguments = {name: to_device(value, ids.device) for name, value in media.items()}
+    accepted = signature(type(trunk).forward).parameters
+    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids)[None]
+    return arguments | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+
+
+def _token_kinds(config: PretrainedConfig, ids: Tensor) -> Tensor:
+    """0 for text, 1 for placeholders of images, 2 for those of videos: int64, as ``ids``."""
+    video = getattr(config, "video_token_id", None)
+    kinds: Tensor = (ids == config.image_token_id).long()
+    return kinds if video is None else kinds + 2 * (ids == video).long()
+
+
+def blank_image(config: PretrainedConfig) -> Media:
+    """The smallest black image that the tower of ``config`` takes."""
+    vision = config.vision_config
+    channels = int(getattr(vision, "in_channels", 0) or getattr(vision, "num_channels", 3))
+    if hasattr(vision, "spatial_merge_size"):
+        side = vision.spatial_merge_size
+        size = channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(side**2, size),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+    size = vision.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {"pixel_values": torch.zeros(1, channels, height, width)}
+
+
+class PackedVision:
+    """Computes the images of packed batches in ``model``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._trunk = model.base_model
+        self._config = model.config
+        self._blank = blank_image(model.config)
+        # The tokens of an image see each other in both directions (Gemma 3).
+        self._sees_images_whole = "token_type_ids" in signature(type(self._trunk).forward).parameters
+        self._has_grid_positions = hasattr(self._trunk, "get_rope_index")
+
+    @contextmanager
+    def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
+        """Arguments of the trunk for ``tokens``, besides its ids, to be used inside the context."""
+        media = join_media(batch.media)
+        if videos := sorted(name for name in media if VIDEO in name):
+            raise BatchError(f"the batch has {', '.join(videos)}; pass the frames of a video as images")
+        placeholders = (batch.original.input_ids == self._config.image_token_id).nonzero().squeeze(1)
+        here, _ = tokens.here(placeholders)
+        rows = None if media and len(here) == len(placeholders) else here
+        arguments = {name: to_device(value, batch.device) for name, value in (media or self._blank).items()}
+        with _some_features(self._trunk, rows):
+            yield {**arguments, "position_ids": self._positions(batch, tokens)}
+
+    def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
+        """``segments`` of ``batch`` with its images, where their tokens see each other in both directions."""
+        if not (self._sees_images_whole and batch.media):
+            return segments
+        padding = len(segments.lengths) - batch.num_sequences
+        rows = batch.original.input_ids.split(batch.lengths)
+        return replace(segments, blocks=(*map(self._image_stretches, rows), *((),) * padding))
+
+    def _image_stretches(self, ids: Tensor) -> Blocks:
+        """Stretches of placeholders among the ids of one sequence."""
+        edges = F.pad((ids == self._config.image_token_id).int(), (1, 1)).diff().nonzero().squeeze(1).tolist()
+        return tuple(zip(edges[::2], edges[1::2], strict=True))
+
+    def _positions(self, batch: SequenceBatch, tokens: TokenSlice) -> Tensor:
+        """``[1, L]``, or the text's positions and those in time, height and width, ``[4, 1, L]``."""
+        if not self._has_grid_positions or not batch.media:
+            return tokens.position_ids[None]
+        rows = batch.original.input_ids.split(batch.lengths)
+        grids = [self._grid_positions(ids, media) for ids, media in zip(rows, batch.media, strict=True)]
+        positions = to_device(tokens.part_of(torch.cat(grids, dim=1)), batch.device)
+        return torch.cat([tokens.position_ids[None], positions])[:, None]
+
+    def _grid_positions(self, ids: Tensor, media: Media) -> Tensor:
+        """Positions of one sequence in time, height and width, by the model's own rule: int64 ``[3, L]``."""
+        if not media:
+            return torch.arange(len(ids)).expand(3, -1)
+        grids = {name: value for name, value in media.items() if not name.startswith("pixel_values")}
+        kinds = _token_kinds(self._config, ids)
+        positions: Tensor = self._trunk.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]  # type: ignore[operator]
+        return positions[:, 0]
+
+
+@contextmanager
+def _some_features(trunk: nn.Module, rows: Tensor | None) -> Iterator[None]:
+    """Let ``get_image_features`` of ``trunk`` give these ``rows`` of its features alone; None for all.
+
+    A rank with a part of the tokens computes the whole tower, as ranks that hold its weights together have to.
+    """
+    if rows is None:
+        yield
+        return
+    compute = trunk.get_image_features
+
+    def selected(*arguments: Any, **options: Any) -> Any:
+        features = compute(*arguments, **options)  # type: ignore[operator]
+        features.pooler_output = _selected(features.pooler_output, rows)
+        if levels := getattr(features, "deepstack_features", None):
+            features.deepstack_features = [_selected(level, rows) for level in levels]
+        return features
+
+    trunk.get_image_features = selected  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del trunk.get_image_features
+
+
+def _selected(features: Tensor | tuple[Tensor, ...], rows: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """Rows of features, which may be whole or a tuple with a tensor for each image."""
+    whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    picked = whole.flatten(0, -2).index_select(0, to_device(rows, whole.device))
+    return picked if isinstance(features, Tensor) else (picked,)
