@@ -32,7 +32,7 @@ from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
-from core_rl_oracle.experts import all_written
+from core_rl_oracle.experts import all_written, parameters_of
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)

@@ -166,7 +166,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
     def step(self, scale: float, lr: float, count: int) -> None:
         if self.optimizer is None:
             return
-        grads = dict(self.local_grads())
+        grads = dict(self.gradients())  # parameters that no loss has reached decay as well
         if scale != 1.0 and grads:
             torch._foreach_mul_(list(grads.values()), scale)
         for name, parameter in self.owned.items():
