@@ -21,7 +21,8 @@ DESCRIPTIONS = {
     ),
     CUTS: (
         "`T3.metrics` in float32: the loss and every metric of one batch as a whole, cut by 64 "
-        "tokens, and cut into sequences: the largest difference of a metric, in per cent."
+        "tokens, and cut into sequences: the largest difference of a metric, in per cent. "
+        "`T2.entropy` adds the gradients of an entropy bonus, where they depend on the cut."
     ),
 }
 RATE = re.compile(r"the learning rate of step \d+ is (\S+); expected (\S+)$", re.MULTILINE)
@@ -58,6 +59,7 @@ def _of_report(name: str, file: str) -> Iterator[Result]:
                 "command": report.command,
             }
             yield Result(**named, **measure(report, engine))
+        yield from _entropy(name, report, engine)
 
 
 def _cases(report: Report, engine: EngineRecord, check: str) -> Sequence[CaseRecord]:
@@ -94,6 +96,24 @@ def _cuts(report: Report, engine: EngineRecord) -> dict[str, Any]:
         error, name = max(differing)
         return _figure(error, METRIC_LIMIT, cases) | {"reason": f"`{name}`: {_waiver(cases[0])}"}
     return _figure(None, METRIC_LIMIT, cases)
+
+
+def _entropy(name: str, report: Report, engine: EngineRecord) -> Iterator[Result]:
+    """An entropy bonus that depends on the cut, which no metric shows."""
+    for case in _cases(report, engine, "T2.entropy"):
+        if case.outcome is not Outcome.PASSED and case.worst is not None:
+            yield Result(
+                row=CUTS,
+                case=f"{engine.name}, entropy bonus",
+                framework=name,
+                version=engine.version.rpartition(" ")[2],
+                state=judged(case.worst.error, case.worst.limit),
+                error=case.worst.error,
+                limit=case.worst.limit,
+                unit="in gradients",
+                reason=f"`T2.entropy`: {_waiver(case)}",
+                command=report.command,
+            )
 
 
 def _figure(error: float | None, limit: float, cases: Sequence[CaseRecord]) -> dict[str, Any]:

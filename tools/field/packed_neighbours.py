@@ -28,8 +28,8 @@ def measure(peer: Peer, case: str) -> Figure:
 ROW = Row(
     title="packed neighbours",
     description=(
-        "Log-probs of two sequences of 20 and 24 tokens that share a packed row, next to those of each alone: the "
-        "largest difference, in float32. qwen3, of attention alone, is the control. Without CUDA kernels, "
+        "Log-probs of two sequences of 20 and 24 tokens that share a packed row, next to the log-probs of each "
+        "alone: the largest difference, in float32. qwen3, of attention alone, is the control. Without CUDA kernels, "
         "transformers refuses the boundaries of sequences, which TRL and AReaL pass, and verl and its own default "
         "collator do not."
     ),

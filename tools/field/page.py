@@ -21,7 +21,8 @@ INTRODUCTION = """\
 
 Released versions of several frameworks under the same measurements, on a CPU. The page is written by `nox -s field`,
 which installs each framework in an environment of its own; `-- --row NAME` measures one row. The figures are in
-[field.json](results/field.json), and those of the suite in the [reports of trainers](certify-a-trainer.md#results).
+[field.json](results/field.json), or, for checks of the suite, in the
+[reports of trainers](certify-a-trainer.md#results).
 
 *Refused* means that the framework raised an error in place of a wrong number. *Not run* is no score.
 """
@@ -61,8 +62,9 @@ def _worst(results: Sequence[Result]) -> str:
     state = next((state for state in ORDER if any(part.state is state for part in results)), State.NOT_RUN)
     alike = [part for part in results if part.state is state and part.error is not None]
     worst = max(alike, key=lambda part: part.error or 0.0, default=None)
-    figure = f" {_number(worst.error)} {worst.unit}" if worst is not None else ""
-    return f"{SHOWN[state]}{figure if state is State.WRONG else ''}"
+    if state is not State.WRONG or worst is None:
+        return SHOWN[state]
+    return f"{SHOWN[state]} {_number(worst.error)} {worst.unit} ({worst.case})"
 
 
 def _cases(results: Iterable[Result]) -> Iterator[str]:

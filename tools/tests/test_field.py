@@ -1,4 +1,4 @@
-"""docs/field.md: its figures are those of the files, and what did not run has no score."""
+"""docs/field.md: its figures come from the files, and what did not run has no score."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_page_shows_committed_results() -> None:
 
 def test_missing_results_are_no_scores() -> None:
     page = text([WRONG, NOT_RUN], {"packing": "What is measured."})
-    assert "| [packing](#packing) | **wrong** 0.5 nats | not run | not run | not run | not run |" in page
+    assert "| [packing](#packing) | **wrong** 0.5 nats (a) | not run | not run | not run | not run |" in page
     assert "| trl 2 | a | not run | - | - | has no critic |" in page
 
 
