@@ -28,7 +28,9 @@ ROW = Row(
     title="dropout in the critic",
     description=(
         "Values of a qwen3 critic, whose config has no dropout, in two training passes of one batch: the root mean "
-        "square of their difference, in per cent of that of the values."
+        "square of their difference, in per cent of that of the values. "
+        "The default of transformers' token classifiers is a rate of 0.1; verl sets it to 0, and AReaL does not (no "
+        "upstream report known). verl's critic is loaded with eager attention in place of FlashAttention."
     ),
     cases=CASES,
     measure=measure,

@@ -31,7 +31,9 @@ ROW = Row(
         "Log-probs of two sequences of 20 and 24 tokens that share a packed row, next to the log-probs of each "
         "alone: the largest difference, in float32. qwen3, of attention alone, is the control. Without CUDA kernels, "
         "transformers refuses the boundaries of sequences, which TRL and AReaL pass, and verl and its own default "
-        "collator do not."
+        "collator do not. verl passes them for the model types qwen3_5 and qwen3_5_moe alone "
+        "([#6660](https://github.com/verl-project/verl/pull/6660)), and "
+        "[#5346](https://github.com/verl-project/verl/pull/5346) is open for Qwen3-Next."
     ),
     cases=CASES,
     measure=measure,

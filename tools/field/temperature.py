@@ -39,7 +39,8 @@ ROW = Row(
     description=(
         "Log-probs of 512 tokens at a temperature, next to the log-probs that float64 gives from the framework's own "
         "logits: the root mean square of their difference. The limit is the same error at temperature 0.5 or 0.25, "
-        "by which bfloat16 divides without rounding, so that a softmax in bfloat16 does not count."
+        "by which bfloat16 divides without rounding, so that a softmax in bfloat16 does not count. verl divides in the "
+        "dtype of the logits (no upstream report known). On CUDA, TRL has another kernel, which did not run."
     ),
     cases=CASES,
     measure=measure,
