@@ -59,6 +59,37 @@ def _install(session: nox.Session, *extras: str) -> None:
     session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *parts)
 
 
+def _install_core(session: nox.Session) -> None:
+    _install(session, "conformance")
+
+
+def _install_trl(session: nox.Session) -> None:
+    _install(session, "conformance", "train")
+    session.install("trl==1.16.0")
+    session.install("--no-deps", "-e", "interop/trl")
+
+
+def _install_areal(session: nox.Session) -> None:
+    _install(session, "conformance")
+    session.install("-r", "constraints/areal.txt")
+    session.install("--no-deps", "areal==1.0.4", "-e", "interop/areal")
+
+
+def _install_verl(session: nox.Session) -> None:
+    session.install("--no-deps", "-r", "constraints/verl.txt")
+    session.install("--no-deps", "-e", ".", "-e", "interop/verl")
+
+
+FIELD = {
+    "verl": _install_verl,
+    "areal": _install_areal,
+    "trl": _install_trl,
+    "transformers": _install_core,
+    "core-rl": _install_core,
+}
+"""Frameworks of docs/field.md, and what installs each."""
+
+
 def _quick(session: nox.Session) -> tuple[bool, list[str]]:
     """Whether ``--quick`` was given, and the other arguments."""
     return "--quick" in session.posargs, [part for part in session.posargs if part != "--quick"]
@@ -261,9 +292,7 @@ def families(session: nox.Session) -> None:
 @nox.session
 def trl(session: nox.Session) -> None:
     """Judge TRL's trainers, compare losses with TRL's own, and read datasets, in an environment that has both."""
-    _install(session, "conformance", "train")
-    session.install("trl==1.16.0")
-    session.install("--no-deps", "-e", "interop/trl")
+    _install_trl(session)
     session.run("pytest", "interop", *session.posargs, env=ENV)
     trainers = [f"--trainer={name}" for name in ("trl-sft", "trl-grpo")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *WORKERS, env=ENV)
@@ -272,9 +301,7 @@ def trl(session: nox.Session) -> None:
 @nox.session
 def areal(session: nox.Session) -> None:
     """Judge AReaL's FSDP engine, in an environment that has both; arguments go to pytest."""
-    _install(session, "conformance")
-    session.install("-r", "constraints/areal.txt")
-    session.install("--no-deps", "areal==1.0.4", "-e", "interop/areal")
+    _install_areal(session)
     trainers = [f"--trainer=areal-{name}" for name in ("sft", "sft-sdpa", "ppo", "gspo")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
 
@@ -282,10 +309,17 @@ def areal(session: nox.Session) -> None:
 @nox.session
 def verl(session: nox.Session) -> None:
     """Judge verl's FSDP engine with its losses, in an environment with the older transformers that it needs."""
-    session.install("--no-deps", "-r", "constraints/verl.txt")
-    session.install("--no-deps", "-e", ".", "-e", "interop/verl")
+    _install_verl(session)
     trainers = [f"--trainer=verl-{name}" for name in ("sft", "ppo", "gspo", "ppo-default")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
+
+
+@nox.session
+@nox.parametrize("framework", [nox.param(name, id=name) for name in FIELD])
+def field(session: nox.Session, framework: str) -> None:
+    """Measure frameworks and write docs/field.md, or one by `-s "field(verl)"`; `-- --row NAME` takes one row."""
+    FIELD[framework](session)
+    session.run("python", "-m", "field", framework, *session.posargs, env={**ENV, "PYTHONPATH": "tools"})
 
 
 @nox.session

@@ -69,6 +69,12 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a web page here.", show_default=False)
     ] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            "--history", help="Write every check by target and version here, as Markdown.", show_default=False
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check each report as a submission, and print nothing else.")
     ] = False,
@@ -124,7 +130,11 @@ def report(
         write_text(markdown, scoreboard.markdown(board))
     if html is not None:
         write_text(html, scoreboard.scoreboard_page(board))
-    if markdown is None and html is None:
+    if history is not None:
+        from core_rl_conformance.report.history import history_markdown
+
+        write_text(history, history_markdown(board))
+    if markdown is None and html is None and history is None:
         typer.echo(scoreboard.markdown(board), nl=False)
 
 

@@ -168,15 +168,16 @@ def markdown(board: Scoreboard) -> str:
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
     rows += [[f"`{name}`", *map(_cell, cells)] for name, cells in board.capabilities.items()]
-    lines = [*_table(rows), "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""]
+    lines = [*table_lines(rows), "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""]
     pairs = list(_pair_rows(board))
     if pairs:
         header = ["pair", "cases passed", "models", "dtypes", "closest to its limit"]
-        lines += [*_table([header, ["---"] * len(header), *pairs]), ""]
+        lines += [*table_lines([header, ["---"] * len(header), *pairs]), ""]
     return "\n".join(lines)
 
 
-def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+def table_lines(rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table, whose first two rows are header and rule."""
     return ["| " + " | ".join(part.replace("|", "\\|") for part in row) + " |" for row in rows]
 
 

@@ -1,0 +1,1 @@
+"""The frameworks, behind the few calls that measurements make; each module imports its framework."""

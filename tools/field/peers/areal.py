@@ -1,0 +1,93 @@
+"""AReaL's FSDP engines, by `compute_logp` and `train_batch`, with attention within each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from areal.api import FinetuneSpec
+from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig
+from areal.engine.fsdp_engine import FSDPPPOActor, FSDPPPOCritic
+from core_rl_areal.attention import PACKED
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from field.peers.interface import Peer
+
+
+class ArealPeer(Peer):
+    """`FSDPPPOActor`."""
+
+    def open(self, model_dir: str, dtype: str) -> None:
+        config = PPOActorConfig(**_config(model_dir, dtype), ppo_n_minibatches=1)
+        self._engine = _initialized(FSDPPPOActor(config))
+
+    @property
+    def model(self) -> nn.Module:
+        module: nn.Module = self._engine.model
+        return module
+
+    def logprobs(self, sequences: Sequence[Tensor], temperature: float = 1.0) -> list[Tensor]:
+        self._engine.config.temperature = temperature
+        rows = self._engine.compute_logp([_row(ids) for ids in sequences])
+        # A log-prob stands at the token before it.
+        return [row.flatten()[: len(ids) - 1] for row, ids in zip(rows, sequences, strict=True)]
+
+    def critic(self, model_dir: str, sequences: Sequence[Tensor], disable_dropout: bool) -> Tensor:
+        fields = _config(model_dir, "float32") | {"is_critic": True, "disable_dropout": disable_dropout}
+        return _training_values(_initialized(FSDPPPOCritic(PPOCriticConfig(**fields))), sequences)
+
+
+def _training_values(engine: Any, sequences: Sequence[Tensor]) -> Tensor:
+    seen: list[Tensor] = []
+
+    def loss(values: Tensor, _data: Any) -> Tensor:
+        seen.append(values.detach().flatten().clone())
+        return values.sum()
+
+    length = max(len(ids) for ids in sequences)
+    batch = {
+        "input_ids": pad_sequence(list(sequences), batch_first=True),
+        "attention_mask": torch.stack([(torch.arange(length) < len(ids)).long() for ids in sequences]),
+    }
+    batch["loss_mask"] = batch["attention_mask"]
+    for _ in range(2):
+        engine.train()
+        engine.train_batch(batch, loss, lambda data: data["loss_mask"].count_nonzero())
+    return torch.stack(seen)
+
+
+def _initialized(engine: Any) -> Any:
+    # AReaL's configuration refuses attention that is registered with transformers.
+    engine.config.attn_impl = PACKED
+    engine.create_process_group()
+    engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1))
+    return engine
+
+
+def _config(model_dir: str, dtype: str) -> dict[str, Any]:
+    """Fields of `TrainEngineConfig`; a tokenizer goes to ``model_dir``, since the engine loads one."""
+    if not (Path(model_dir) / "tokenizer.json").exists():
+        model = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
+        tokenizer.save_pretrained(model_dir)
+    return {
+        "experiment_name": "core-rl",
+        "trial_name": "field",
+        "path": model_dir,
+        "backend": "fsdp:d1",
+        "dtype": dtype,
+        "optimizer_dtype": "float32",
+        "optimizer": OptimizerConfig(lr=0.0, weight_decay=0.0, lr_scheduler_type="constant"),
+        "mb_spec": MicroBatchSpec(n_mbs=1),
+    }
+
+
+def _row(ids: Tensor) -> dict[str, Tensor]:
+    ones = torch.ones_like(ids)[None]
+    return {"input_ids": ids[None], "attention_mask": ones, "loss_mask": ones}

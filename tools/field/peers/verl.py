@@ -1,0 +1,119 @@
+"""verl's FSDP engines with removed padding, by `TrainingWorker`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import core_rl_verl.cpu  # noqa: F401  # registers a platform before verl is imported
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import AutoModelForTokenClassification
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
+from verl.workers.engine_workers import TrainingWorker
+
+from field.peers.interface import NotRun, Peer
+
+EngineRegistry.register(model_type="value_model", backend=["fsdp2"], device=["cpu"])(FSDPEngineWithValueHead)
+
+
+class VerlPeer(Peer):
+    """`FSDPEngineWithLMHead`."""
+
+    def open(self, model_dir: str, dtype: str) -> None:
+        self._worker = _worker("language_model", model_dir, dtype)
+
+    @property
+    def model(self) -> nn.Module:
+        module: nn.Module = self._worker.engine.module
+        return module
+
+    def logprobs(self, sequences: Sequence[Tensor], temperature: float = 1.0) -> list[Tensor]:
+        with self._worker.engine.eval_mode():
+            output = self._worker.engine.infer_batch(_data(sequences, temperature), loss_function=None)
+        rows = output["model_output"]["log_probs"].unbind()
+        # A log-prob stands at the token before it.
+        return [row[: len(ids) - 1].detach() for row, ids in zip(rows, sequences, strict=True)]
+
+    def critic(self, model_dir: str, sequences: Sequence[Tensor], disable_dropout: bool) -> Tensor:
+        if disable_dropout:
+            raise NotRun("has no such setting")
+        # verl loads critics with FlashAttention, which no CPU has.
+        with patch("verl.utils.model.load_valuehead_model", _eager_value_model):
+            engine = _worker("value_model", model_dir, "float32").engine
+        seen: list[Tensor] = []
+        for _ in range(2):
+            with engine.train_mode():
+                engine.forward_backward_batch(_data(sequences, 1.0), _values_to(seen.append))
+        return torch.stack(seen)
+
+
+def _eager_value_model(
+    local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+) -> nn.Module:
+    model: nn.Module = AutoModelForTokenClassification.from_pretrained(
+        local_path, dtype=torch_dtype, config=model_config, attn_implementation="eager"
+    )
+    return model
+
+
+def _values_to(take: Callable[[Tensor], object]) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    def loss(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        values = model_output["values"].values()
+        take(values.detach().clone())
+        return values.sum(), {}
+
+    return loss
+
+
+def _worker(model_type: str, model_dir: str, dtype: str) -> TrainingWorker:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type=model_type,
+            model_config=HFModelConfig(
+                path=model_dir,
+                load_tokenizer=False,
+                enable_gradient_checkpointing=False,
+                override_config={"attn_implementation": "eager"},
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy="fsdp2",
+                mixed_precision={"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+                use_torch_compile=False,
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
+            checkpoint_config=CheckpointConfig(),
+        )
+    )
+    worker.reset()
+    return worker
+
+
+def _data(sequences: Sequence[Tensor], temperature: float) -> TensorDict:
+    rows = {
+        "input_ids": list(sequences),
+        "position_ids": [torch.arange(len(ids)) for ids in sequences],
+        "loss_mask": [torch.ones_like(ids) for ids in sequences],
+    }
+    nested = {name: torch.nested.as_nested_tensor(parts, layout=torch.jagged) for name, parts in rows.items()}
+    data = TensorDict(nested, batch_size=[len(sequences)])
+    tu.assign_non_tensor(
+        data,
+        temperature=temperature,
+        calculate_entropy=False,
+        global_batch_size=len(sequences),
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=len(sequences),
+        use_remove_padding=True,
+    )
+    return data
