@@ -11,12 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.config.capability import Capability
@@ -33,6 +28,7 @@ from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.experts import all_written, parameters_of
+from core_rl_oracle.media import model_class
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -48,7 +44,7 @@ CARRIED = {
 """Tensors of a checkpoint that are in no module."""
 
 
-@check("I10.export")
+@check("I10.export", images=True)
 def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     """An ``hf`` export after training loads in transformers: tensors bitwise, tied ones once, and the source's config.
 
@@ -68,7 +64,7 @@ def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     _verify_export(subject, group, model, path)
     data = subject.data(PROBE)
     logprobs = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
-    expected = subject.outputs(Snapshot(path), data, "logprobs")
+    expected = subject.outputs(Snapshot(path, vision=model.vision), data, "logprobs")
     subject.verify_tokens("log-probs of the engine, compared with its export", logprobs, expected)
 
 
@@ -115,8 +111,7 @@ def _verify_export(
 ) -> None:
     head = source.head
     _verify_config(subject, source, path)
-    family = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
-    loading: tuple[PreTrainedModel, dict[str, object]] = family.from_pretrained(  # type: ignore[assignment]
+    loading: tuple[PreTrainedModel, dict[str, object]] = model_class(head, source.vision).from_pretrained(
         path, output_loading_info=True, local_files_only=True, dtype=torch.float32
     )
     model, report = loading

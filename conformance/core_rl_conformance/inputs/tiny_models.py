@@ -156,13 +156,14 @@ class TinyModel:
         if self.head != "lm":
             config.num_labels = 1
         if self.long:
-            _make_long(config, UNUSUAL.keys() if self.focused else {self.usual})
+            _make_long(text, UNUSUAL.keys() if self.focused else {self.usual})
         if self.exact:
             config.tie_word_embeddings = False
         if self.layers is not None:
             _set_layers(text, self.layers)
         if self.eos is not None:
-            config.eos_token_id = self.eos if isinstance(self.eos, int) else list(self.eos)
+            for part in (config, text):
+                part.eos_token_id = self.eos if isinstance(self.eos, int) else list(self.eos)
         if self.pad_is_eos:
             config.pad_token_id = config.eos_token_id
         return config

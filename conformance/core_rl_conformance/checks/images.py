@@ -1,0 +1,152 @@
+"""Vision-language models: images of packed sequences, their placeholders, and towers that are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import Media
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.errors import BatchError
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.inputs.data import Ragged, ragged
+from core_rl_conformance.inputs.losses import TokenMeanLoss
+from core_rl_conformance.profile import VISION
+
+TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
+LENGTHS = (19, 7, 23, 12, 31, 5, 17, 9)
+TOWERS = ("*visual.*", "*vision_tower.*")
+"""Patterns of the parameters of towers, and of the mergers inside of some."""
+MERGERS = ("merger", "multi_modal_projector")
+"""Parts of the names of parameters that map features to hidden states of the text."""
+
+
+@check("I6.images", requires=[Capability.VISION], families=VISION, each="layout")
+def neighbours_change_no_image(subject: EngineUnderTest) -> None:
+    """Log-probs of sequences with images are the oracle's in any order, next to text alone, and at any cut.
+
+    Why: positions of images that are counted over the pack, features that go to the placeholders of another sequence,
+    and attention of a tower that follows the text's sequences give log-probs of other images, without an error
+    (axolotl #3817, transformers #44158, Megatron-Bridge #1776).
+    Look at: rows of positions for time, height and width, which each sequence counts for itself, next to the row of
+    the text's positions, which tells sequences apart; the order of images; the attention of the tower.
+    """
+    model, data = subject.model(), subject.data(LENGTHS)
+    group = subject.start(model)
+    backwards = data.select(range(len(LENGTHS))[::-1])
+    pictured = [number for number, row in enumerate(data.rows) if row.images is not None]
+    alternating = data.select([number for place in pictured for number in (place, 1)])
+    text = Ragged(tuple(row for row in data.rows if row.images is None))
+    for label, rows, cut in (
+        ("of images in one pack", data, ONE_PASS),
+        ("of images in the opposite order", backwards, ONE_PASS),
+        ("of images next to copies of a text", alternating, ONE_PASS),
+        ("of images alone", data.select(pictured), ONE_PASS),
+        ("of text alone", text, ONE_PASS),
+        ("of one sequence at a time", data, MicroBatchSpec(count=len(LENGTHS))),
+    ):
+        subject.verify_logprobs(label, group, model, rows, cut)
+
+
+@check("I1.images", requires=[Capability.VISION], families=VISION, each="layout")
+def text_gives_towers_no_gradient(subject: EngineUnderTest) -> None:
+    """Gradients of batches with few or no images are the oracle's; text alone gives a tower gradients of exactly 0.
+
+    Why: a rank without an image that skips its tower leaves the others in a collective (transformers #37186), and one
+    that computes a blank image in its place must not train on it.
+    Look at: the pass that ranks without images make through the tower, whose features belong to no token.
+    """
+    model, data = subject.model(), subject.data(LENGTHS)
+    group = subject.start(model)
+    each = MicroBatchSpec(count=len(LENGTHS))
+    subject.verify_backward("with one sequence at a time", group, model, data, TOKEN_MEAN, each)
+    few = data.select([1, 3, 4, 5, 7])
+    subject.verify_backward("of one sequence with images", group, model, few, TOKEN_MEAN)
+    text = ragged(model.vocab_size, subject.case.seed, LENGTHS)
+    group.forward_backward(text.batch(), TOKEN_MEAN.spec(), ONE_PASS)
+    tower = {name: grad for name, grad in group.named_tensors("grads").items() if _in_tower(name)}
+    subject.require(bool(tower), "named_tensors('grads') has no gradient of the tower")
+    nonzero = sorted(name for name, grad in tower.items() if bool(grad.any()))
+    subject.require(not nonzero, f"a batch without images gives {nonzero[:5]} gradients that are not 0")
+
+
+def _in_tower(name: str) -> bool:
+    return any(part.strip("*") in name for part in TOWERS)
+
+
+@check(
+    "I20.frozen-tower",
+    requires=[Capability.VISION, Capability.FROZEN_PARAMETERS],
+    families=VISION,
+    each="layout",
+)
+def frozen_towers_stay(subject: EngineUnderTest) -> None:
+    """With a frozen tower, its parameters stay bit for bit, and the merger behind it has the oracle's gradients.
+
+    Why: recipes freeze the tower and train the merger. A tower without gradients ends the graph before the merger in
+    some engines, and in others weight decay moves it.
+    Look at: the patterns of ``model.frozen``, and the pass through a tower without gradients.
+    """
+    model, data = subject.model(), subject.data(LENGTHS)
+    parameters = subject.expected.oracle(model).parameters()
+    frozen = [name for name in parameters if _in_tower(name) and not any(part in name for part in MERGERS)]
+    group = subject.start(model, frozen=frozen, optimizer={"weight_decay": 0.1})
+    before = group.named_tensors("master")
+    expected = subject.gradients(model, data, TOKEN_MEAN)
+    group.forward_backward(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)
+    grads = group.named_tensors("grads")
+    trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in frozen}
+    subject.require(
+        not set(frozen) & grads.keys(),
+        f"frozen parameters have gradients: {sorted(set(frozen) & grads.keys())[:5]}",
+    )
+    subject.verify_named("gradients behind a frozen tower", grads, trained, expected.tolerances)
+    group.optimizer_step()
+    after = group.named_tensors("master")
+    subject.verify_same(
+        "the frozen tower", {name: after[name] for name in frozen}, {name: before[name] for name in frozen}
+    )
+    moved = [name for name in trained if "merger" in name or "projector" in name]
+    still = [name for name in moved if torch.equal(after[name], before[name])]
+    subject.require(bool(moved) and not still, f"the merger is trained, and {still[:5]} did not move")
+
+
+@check("contract.placeholders", requires=[Capability.VISION], families=VISION, each="layout")
+def placeholders_fit_their_images(subject: EngineUnderTest) -> None:
+    """Placeholders that are not as many as the features of their images are a `BatchError`, and so are NaN pixels.
+
+    Why: features that are one too many move all that follow to the wrong tokens; some versions of transformers drop
+    the rest without a word.
+    Look at: the core checks each sequence before a pass; `check_batch` needs the whole config from ``hf_config()``.
+    """
+    model, data = subject.model(), subject.data(LENGTHS)
+    group = subject.start(model)
+    batch = data.batch()
+    place = next(number for number, row in enumerate(data.rows) if row.images is not None)
+
+    def changed(media: Media) -> SequenceBatch:
+        every = [media if number == place else one for number, one in enumerate(batch.media)]
+        rows = [torch.tensor(row.ids) for row in data.rows]
+        return SequenceBatch.from_sequences(rows, media=every)
+
+    pixels = batch.media[place]["pixel_values"]
+    cases: dict[str, Callable[[], object]] = {
+        "an image without pixels": lambda: changed({}),
+        "more pixels than placeholders": lambda: changed(
+            {name: torch.cat([value, value]) for name, value in batch.media[place].items()}
+        ),
+        "pixels that are NaN": lambda: changed(
+            {**batch.media[place], "pixel_values": torch.full_like(pixels, float("nan"))}
+        ),
+    }
+    for label, make in cases.items():
+        subject.require_error(
+            BatchError,
+            lambda make=make: group.forward(make(), ONE_PASS),  # type: ignore[misc]
+            f"{label}: forward() raises no BatchError",
+        )
+    subject.verify_logprobs("after refused batches", group, model, data)
