@@ -264,7 +264,7 @@ def trl(session: nox.Session) -> None:
     _install(session, "conformance", "train")
     session.install("trl==1.16.0")
     session.install("--no-deps", "-e", "interop/trl")
-    session.run("pytest", "interop", *session.posargs, env=ENV)
+    session.run("pytest", "interop/tests", *session.posargs, env=ENV)
     trainers = [f"--trainer={name}" for name in ("trl-sft", "trl-grpo")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *WORKERS, env=ENV)
 
@@ -281,9 +281,10 @@ def areal(session: nox.Session) -> None:
 
 @nox.session
 def verl(session: nox.Session) -> None:
-    """Judge verl's FSDP engine with its losses, in an environment with the older transformers that it needs."""
+    """Judge verl's FSDP engine with its losses, and run core-rl's engines inside verl, with the transformers it needs."""
     session.install("--no-deps", "-r", "constraints/verl.txt")
-    session.install("--no-deps", "-e", ".", "-e", "interop/verl")
+    session.install("--no-deps", "-e", ".", "-e", "interop/verl", "-e", "plugins/fsdp")
+    session.run("pytest", "interop/verl/tests", env=ENV)
     trainers = [f"--trainer=verl-{name}" for name in ("sft", "ppo", "gspo", "ppo-default")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
 

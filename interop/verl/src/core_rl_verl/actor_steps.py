@@ -1,6 +1,7 @@
 """verl's actor update over recorded rollouts, on an engine of core-rl and on verl's own.
 
     python -m core_rl_verl.actor_steps
+    torchrun --nproc-per-node=2 -m core_rl_verl.actor_steps
 
 Prints loss and gradient norm of each step side by side, as rows of a Markdown table.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,9 +38,22 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
-from core_rl_verl.config import CoreRLEngineConfig
+from core_rl_verl.config import PREFIX, CoreRLEngineConfig
 
-__all__ = ["TINY", "Rollout", "actor", "batch_of", "compared_steps", "record", "save_model"]
+__all__ = [
+    "LIMIT",
+    "OURS",
+    "TINY",
+    "Rollout",
+    "actor",
+    "batch_of",
+    "compared_steps",
+    "difference",
+    "record",
+    "save_model",
+    "step",
+    "worker_of",
+]
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3",
@@ -53,9 +67,11 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
+OURS, THEIRS = "core_rl_fsdp", "fsdp2"
+COMPARED = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss")
 LIMIT = 1e-5
-"""Largest relative difference of loss or norm in one step: of float32 sums in another order, and AdamW's root of small
-second moments."""
+"""Largest relative difference of a metric in one step: float32 sums in another order, and the root of small second
+moments of AdamW."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +140,16 @@ def batch_of(rollouts: Sequence[Rollout], global_size: int | None = None) -> Ten
     return data
 
 
-def actor(
-    path: str, strategy: str, *, max_tokens: int, attention: str = "sdpa", **engine: Any
+def worker_of(
+    path: str, strategy: str, *, attention: str = "sdpa", role: str = "language_model", **engine: Any
 ) -> TrainingWorker:
-    """Worker of verl for the actor, with `ppo_loss` and the engine of ``strategy``, in float32."""
+    """Worker of verl with the engine of ``strategy``, in float32, in micro-batches of at most 256 tokens."""
     join_world()
-    kind = CoreRLEngineConfig if strategy.startswith("core_rl_") else FSDPEngineConfig
+    kind = CoreRLEngineConfig if strategy.startswith(PREFIX) else FSDPEngineConfig
+    fields = {"max_token_len_per_gpu": 256, "infer_max_token_len_per_gpu": 256, **engine}
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="language_model",
+            model_type=role,
             model_config=HFModelConfig(
                 path=path,
                 load_tokenizer=False,
@@ -141,12 +158,9 @@ def actor(
             ),
             engine_config=kind(
                 strategy=strategy,
-                dtype="float32",
                 mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
                 use_torch_compile=False,
-                max_token_len_per_gpu=max_tokens,
-                infer_max_token_len_per_gpu=max_tokens,
-                **engine,
+                **fields,
             ),
             optimizer_config=FSDPOptimizerConfig(
                 lr=1e-3, lr_scheduler_type="cosine", lr_warmup_steps=2, total_training_steps=20
@@ -155,6 +169,12 @@ def actor(
         )
     )
     worker.reset()
+    return worker
+
+
+def actor(path: str, strategy: str, **engine: Any) -> TrainingWorker:
+    """The worker with `ppo_loss`, dual-clipped and with entropy."""
+    worker = worker_of(path, strategy, **engine)
     config = ActorConfig(strategy=strategy, rollout_n=1, use_dynamic_bsz=True, entropy_coeff=0.01)
     worker.set_loss_fn(partial(ppo_loss, config=config))
     return worker
@@ -173,44 +193,50 @@ def join_world() -> None:
 
 
 def step(worker: TrainingWorker, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """One update of the actor, with the metrics that verl's trainer logs."""
-    data = batch_of(rollouts)
+    """One update of the actor with ``rollouts`` of all ranks, and the metrics that verl's trainer logs."""
+    ranks = dist.get_world_size()
+    data = batch_of(rollouts[dist.get_rank() :: ranks], len(rollouts))
     tu.assign_non_tensor(data, mini_batch_size=len(rollouts), calculate_entropy=True)
     metrics = tu.get(worker.train_mini_batch(data), "metrics")
-    return {name: float(values[0]) for name, values in metrics.items() if not name.startswith("perf/")}
+    return {
+        name: float(values[0]) for name, values in metrics.items() if not name.startswith(("perf/", "mfu"))
+    }
 
 
-def compared_steps(
-    steps: int = 10, sequences: int = 16, max_tokens: int = 256
-) -> list[dict[str, dict[str, float]]]:
-    """The metrics of each step by strategy."""
+def compared_steps(steps: int = 10, sequences: int = 16) -> Iterator[dict[str, dict[str, float]]]:
+    """The metrics of each step by strategy, on the ranks of this world."""
+    join_world()
     with tempfile.TemporaryDirectory() as path:
         rollouts = record(save_model(path, TINY), steps * sequences)
-        workers = {name: actor(path, name, max_tokens=max_tokens) for name in ("core_rl_fsdp", "fsdp2")}
-        return [
-            {
-                name: step(worker, rollouts[number * sequences : (number + 1) * sequences])
-                for name, worker in workers.items()
-            }
-            for number in range(steps)
-        ]
+        workers = {name: actor(path, name) for name in (OURS, THEIRS)}
+        for start in range(0, len(rollouts), sequences):
+            part = rollouts[start : start + sequences]
+            yield {name: step(worker, part) for name, worker in workers.items()}
+
+
+def difference(metrics: dict[str, dict[str, float]]) -> float:
+    """The largest relative difference of a step's `COMPARED` metrics."""
+    return max(abs(metrics[OURS][name] / metrics[THEIRS][name] - 1) for name in COMPARED)
 
 
 def main() -> None:
-    """Run and print."""
+    """Run and print; exits with 1 where a step differs by more than `LIMIT`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
-    rows = compared_steps(parser.parse_args().steps)
-    print_ = Console(width=200, highlight=False).print
-    print_(
-        "| step | loss, core-rl | loss, verl | norm, core-rl | norm, verl | relative difference |\n|"
-        + " --- |" * 6
-    )
-    for number, row in enumerate(rows):
-        ours, theirs = row["core_rl_fsdp"], row["fsdp2"]
-        differences = [abs(ours[name] / theirs[name] - 1) for name in ("loss", "grad_norm")]
-        cells = [side[name] for name in ("loss", "grad_norm") for side in (ours, theirs)]
-        print_(f"| {number + 1} | {' | '.join(f'{cell:.7f}' for cell in cells)} | {max(differences):.1e} |")
+    rows = list(compared_steps(parser.parse_args().steps))
+    if dist.get_rank() == 0:
+        show = Console(width=200, highlight=False).print
+        show(
+            f"| step | loss, core-rl | loss, verl | norm, core-rl | norm, verl | difference |\n|{' --- |' * 6}"
+        )
+        for number, row in enumerate(rows):
+            cells = [row[side][name] for name in ("loss", "grad_norm") for side in (OURS, THEIRS)]
+            texts = " | ".join(f"{cell:.7f}" for cell in cells)
+            show(f"| {number + 1} | {texts} | {difference(row):.1e} |")
+    largest = max(map(difference, rows))
+    dist.destroy_process_group()
+    if not largest <= LIMIT:
+        raise SystemExit(f"a step differs by {largest:.1e}, more than {LIMIT:.0e}")
 
 
 if __name__ == "__main__":

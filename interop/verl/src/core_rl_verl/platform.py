@@ -48,5 +48,7 @@ def _device_module() -> ModuleType:
     vars(module).update(vars(torch.cpu))
     figures = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     vars(module).update({name: lambda *_: 0 for name in figures}, mem_get_info=lambda *_: (0, 0))
-    vars(module).update(set_rng_state=torch.set_rng_state, get_device_name=lambda *_: "CPU")
+    vars(module).update(
+        set_rng_state=torch.set_rng_state, get_device_name=lambda *_: "CPU", empty_cache=lambda: None
+    )
     return module
