@@ -281,7 +281,7 @@ def areal(session: nox.Session) -> None:
 
 @nox.session
 def verl(session: nox.Session) -> None:
-    """Judge verl's FSDP engine with its losses, and run core-rl's engines inside verl, with the transformers it needs."""
+    """Judge verl's FSDP engine with its losses, and run core-rl's engines inside verl, with an older transformers."""
     session.install("--no-deps", "-r", "constraints/verl.txt")
     session.install("--no-deps", "-e", ".", "-e", "interop/verl", "-e", "plugins/fsdp")
     session.run("pytest", "interop/verl/tests", env=ENV)

@@ -69,7 +69,7 @@ def test_ten_actor_steps_match_verl() -> None:
 
 
 def test_two_ranks_match_verl() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, "-m", "core_rl_verl.actor_steps"], capture_output=True, text=True, check=False
     )

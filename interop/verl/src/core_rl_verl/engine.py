@@ -15,7 +15,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.metric import Metric as VerlMetric
 from verl.utils.py_functional import append_to_dict
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -25,23 +24,16 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import EngineProgress, SaveLoadMeta
 from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError
+from core_rl_verl.batches import as_verl, check_data, cut, nested_rows, sequences, temperature
 from core_rl_verl.config import PREFIX, first_lr_step, train_config
 
 __all__ = ["CoreRLEngine"]
 
 CONTENTS = {"model", "optimizer", "extra", "hf_model"}
-UNSUPPORTED = (
-    "distillation_use_topk",
-    "distillation_only",
-    "calculate_sum_pi_squared",
-    "enable_routing_replay",
-)
-"""Requests of a batch that have no counterpart."""
 
 
 class CoreRLEngine(BaseEngine):  # type: ignore[misc]  # verl is not installed where mypy runs
@@ -157,23 +149,28 @@ class CoreRLEngine(BaseEngine):  # type: ignore[misc]  # verl is not installed w
 
         Raises `ConfigError` for data that the engine does not compute.
         """
-        _check_data(data)
+        check_data(data)
         self._add_totals(data)
         training_only = not forward_only and not tu.get_non_tensor_data(data, "return_model_output", False)
-        batch = _sequences(data, responses_only=training_only)
+        batch = sequences(data, responses_only=training_only)
         outputs: tuple[OutputName, ...] = ("values",)
         if self.engine.config.model.head == "lm":
             wants_entropy = tu.get_non_tensor_data(data, "calculate_entropy", False)
             outputs = ("logprobs", "entropy") if wants_entropy else ("logprobs",)
-        temperature, cut = _temperature(data), _cut(data)
+        at, micro_batches = temperature(data), cut(data)
         if loss_function is None:
-            collected = self.engine.forward(batch, cut, outputs, temperature)
-            rows = [_as_verl(collected, batch)] if self.engine.is_output_rank else []
-            return {"model_output": _nested(rows, [range(batch.num_sequences)]), "loss": [1.0], "metrics": {}}
+            collected = self.engine.forward(batch, micro_batches, outputs, at)
+            rows = [as_verl(collected, batch)] if self.engine.is_output_rank else []
+            return {
+                "model_output": nested_rows(rows, [range(batch.num_sequences)]),
+                "loss": [1.0],
+                "metrics": {},
+            }
         passes = _Passes(data, loss_function, self._data_parallel_group, keeps_outputs=not training_only)
-        spec = LossSpec(fn=passes, outputs=outputs, temperature=temperature)
+        spec = LossSpec(fn=passes, outputs=outputs, temperature=at)
         # verl's losses are divided already, and multiplied by the ranks, over which verl's engines take means.
-        self.engine.forward_backward(batch, spec, cut, forward_only, total_weight=1.0)
+        ranks = float(self.engine.data_parallel_size)
+        self.engine.forward_backward(batch, spec, micro_batches, forward_only, total_weight=ranks)
         return passes.collected()
 
     def _add_totals(self, data: TensorDict) -> None:
@@ -272,7 +269,7 @@ class _Passes:
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> tuple[Tensor, dict[str, Metric]]:
         rows = batch.meta["row"]
         data = tu.index_select_tensor_dict(self._data, rows).to(batch.device)
-        named = _as_verl(output, batch)
+        named = as_verl(output, batch)
         loss, metrics = self._loss_function(model_output=named, data=data, dp_group=self._group)
         self._losses.append(loss.detach())
         append_to_dict(self._metrics, metrics)
@@ -292,85 +289,7 @@ class _Passes:
             for name, value in self._metrics.items()
         }
         losses = torch.stack(self._losses).tolist() if self._losses else []
-        return {"model_output": _nested(self._outputs, self._rows), "loss": losses, "metrics": metrics}
-
-
-def _as_verl(output: ModelOutput, batch: SequenceBatch) -> dict[str, Tensor]:
-    """Nested outputs under verl's names, shifted so that position ``t`` is of token ``t + 1``."""
-    offsets = batch.cu_seqlens.to(batch.device, torch.long)
-    named = {}
-    for ours, theirs in (("logprobs", "log_probs"), ("entropy", "entropy"), ("values", "values")):
-        tensor = getattr(output, ours)
-        if tensor is not None:
-            # The last position takes the first of the next sequence, which is 0.
-            shifted = tensor.roll(-1)
-            if ours == "values" and output.bootstrap is not None:
-                last = (offsets[1:] - 1).to(tensor.device)
-                shifted = shifted.index_copy(0, last, output.bootstrap.to(shifted))
-            named[theirs] = torch.nested.nested_tensor_from_jagged(shifted, offsets.to(tensor.device))
-    return named
-
-
-def _nested(outputs: list[dict[str, Tensor]], rows: list[Any]) -> dict[str, Tensor]:
-    """Outputs of micro-batches with the rows ``rows``, in the order of the rows."""
-    order = [row for part in rows for row in part]
-    joined = {}
-    for name in outputs[0] if outputs else ():
-        parts = [row for output in outputs for row in output[name].unbind()]
-        pairs = sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])
-        joined[name] = torch.nested.as_nested_tensor([part for _, part in pairs], layout=torch.jagged)
-    return joined
-
-
-def _sequences(data: TensorDict, responses_only: bool) -> SequenceBatch:
-    """The sequences of ``data`` with their row numbers.
-
-    With ``responses_only`` the head may skip prompts, which verl's losses on responses never read.
-    """
-    ids = data["input_ids"]
-    bounds = ids.offsets().to("cpu", torch.int32)
-    tokens = {}
-    if responses_only and "prompts" in data.keys() and data["prompts"].is_nested:  # noqa: SIM118
-        lengths, prompts = ids.offsets().diff(), data["prompts"].offsets().diff()
-        starts = torch.repeat_interleave(ids.offsets()[:-1] + prompts, lengths)
-        tokens["loss_mask"] = torch.arange(len(starts), device=starts.device) >= starts
-    group = tu.get_non_tensor_data(data, "force_group_size", 1)
-    count = len(bounds) - 1
-    return SequenceBatch(
-        input_ids=ids.values(),
-        cu_seqlens=bounds,
-        tokens=tokens,
-        meta={"row": list(range(count))},
-        unit=None if group == 1 else torch.arange(count) // group,
-    )
-
-
-def _cut(data: TensorDict) -> MicroBatchSpec:
-    """Token budget of verl, or as many micro-batches as its number of sequences makes."""
-    if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-        return MicroBatchSpec(max_tokens=tu.get_non_tensor_data(data, "max_token_len_per_gpu", None))
-    size = tu.get_non_tensor_data(data, "micro_batch_size_per_gpu", None)
-    return MicroBatchSpec(count=max(1, -(-len(data) // size)))
-
-
-def _temperature(data: TensorDict) -> float:
-    """The one temperature of all sequences."""
-    value = tu.get_non_tensor_data(data, "temperature", 1.0)
-    values = set(value.tolist()) if isinstance(value, Tensor) else {float(value)}
-    if len(values) != 1:
-        raise ConfigError(f"temperature = {sorted(values)}: one for all sequences is needed; split the batch")
-    return float(values.pop())
-
-
-def _check_data(data: TensorDict) -> None:
-    """Raise `ConfigError` for requests that have no counterpart."""
-    asked = [name for name in UNSUPPORTED if tu.get_non_tensor_data(data, name, False)]
-    if asked:
-        raise ConfigError(f"{', '.join(asked)}: an engine of core-rl does not compute this; turn it off")
-    if tu.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING:
-        raise ConfigError("pad_mode: the rows are padded; pass nested tensors (DatasetPadMode.NO_PADDING)")
-    if "multi_modal_inputs" in data.keys():  # noqa: SIM118
-        raise ConfigError("multi_modal_inputs: an engine of core-rl takes text alone; remove the images")
+        return {"model_output": nested_rows(self._outputs, self._rows), "loss": losses, "metrics": metrics}
 
 
 def _check_contents(config: CheckpointConfig) -> None:
