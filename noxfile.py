@@ -77,7 +77,7 @@ def _install_areal(session: nox.Session) -> None:
 
 def _install_verl(session: nox.Session) -> None:
     session.install("--no-deps", "-r", "constraints/verl.txt")
-    session.install("--no-deps", "-e", ".", "-e", "interop/verl")
+    session.install("--no-deps", "-e", ".", "-e", "interop/verl", "-e", "plugins/fsdp")
 
 
 FIELD = {
@@ -293,7 +293,7 @@ def families(session: nox.Session) -> None:
 def trl(session: nox.Session) -> None:
     """Judge TRL's trainers, compare losses with TRL's own, and read datasets, in an environment that has both."""
     _install_trl(session)
-    session.run("pytest", "interop", *session.posargs, env=ENV)
+    session.run("pytest", "interop/tests", *session.posargs, env=ENV)
     trainers = [f"--trainer={name}" for name in ("trl-sft", "trl-grpo")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *WORKERS, env=ENV)
 
@@ -308,8 +308,9 @@ def areal(session: nox.Session) -> None:
 
 @nox.session
 def verl(session: nox.Session) -> None:
-    """Judge verl's FSDP engine with its losses, in an environment with the older transformers that it needs."""
+    """Judge verl's FSDP engine with its losses, and run core-rl's engines inside verl, with an older transformers."""
     _install_verl(session)
+    session.run("pytest", "interop/verl/tests", env=ENV)
     trainers = [f"--trainer=verl-{name}" for name in ("sft", "ppo", "gspo", "ppo-default")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
 

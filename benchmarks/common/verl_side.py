@@ -4,42 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 # Read when verl is imported.
 os.environ["VERL_PLATFORM"] = "cpu"
 
+from core_rl_verl.platform import register_cpu
+
+# isort: split
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-
-def _cpu_platform() -> type[PlatformBase]:
-    """Platform with the methods that the FSDP engine calls; the other methods are never called."""
-    methods: dict[str, Any] = {
-        "device_name": property(lambda _: "cpu"),
-        "vendor_name": property(lambda _: "cpu"),
-        "device_module": property(lambda _: torch.cpu),
-        "is_available": lambda _: True,
-        "current_device": lambda _: torch.device("cpu"),
-        "device_count": lambda _: 1,
-        "communication_backend_name": lambda _: "gloo",
-        "get_device_capability": lambda *_: (None, None),
-        "is_ipc_supported": lambda _: False,
-        "nvtx_range": lambda *_: nullcontext(),
-        "visible_devices_envvar": lambda _: "NO_DEVICES",
-        "ray_resource_name": lambda _: "CPU",
-        "ray_noset_envvars": lambda _: [],
-    }
-    unused = {name: lambda *_: None for name in PlatformBase.__abstractmethods__ - set(methods)}
-    return type("CPUPlatform", (PlatformBase,), methods | unused)
-
-
-PlatformRegistry.register(platform="cpu")(_cpu_platform())
+register_cpu()
 
 # What follows asks for the platform when it is imported.
 from verl.models.transformers import monkey_patch  # noqa: E402
@@ -51,7 +30,7 @@ from verl.workers.utils.losses import sft_loss  # noqa: E402
 
 from common.bare import segment_attention  # noqa: E402
 
-__all__ = ["verl_step"]
+__all__ = ["verl_step", "with_bounds"]
 
 
 def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], None]:
@@ -75,7 +54,7 @@ def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], 
         CheckpointConfig(),
     )
     engine.initialize()
-    engine.module.register_forward_pre_hook(_with_bounds, with_kwargs=True)
+    engine.module.register_forward_pre_hook(with_bounds, with_kwargs=True)
     loss = partial(sft_loss, None)
 
     def step() -> None:
@@ -85,7 +64,7 @@ def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], 
     return step
 
 
-def _with_bounds(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+def with_bounds(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
     """Tell the attention where sequences begin: the positions that are 0."""
     positions = keywords["position_ids"][0]
     bounds = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]

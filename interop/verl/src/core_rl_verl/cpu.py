@@ -3,53 +3,15 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
-from types import ModuleType
-from typing import Any
 
 # Read when verl is imported.
 os.environ["VERL_PLATFORM"] = "cpu"
 
-import torch
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+from core_rl_verl.platform import register_cpu
 
 __all__ = ["PPOBlackBox", "SFTBlackBox"]
 
-
-def _device_module() -> ModuleType:
-    """`torch.cpu` with functions of `torch.cuda` that verl calls."""
-    module = ModuleType("torch.cpu")
-    vars(module).update(vars(torch.cpu))
-    figures = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
-    vars(module).update({name: lambda *_: 0 for name in figures}, mem_get_info=lambda *_: (0, 0))
-    vars(module).update(set_rng_state=torch.set_rng_state)
-    return module
-
-
-def _register_platform() -> None:
-    """Methods that training never calls do nothing."""
-    device_module = _device_module()
-    methods: dict[str, Any] = {
-        "device_name": property(lambda _: "cpu"),
-        "vendor_name": property(lambda _: "cpu"),
-        "device_module": property(lambda _: device_module),
-        "is_available": lambda _: True,
-        "current_device": lambda _: torch.device("cpu"),
-        "device_count": lambda _: 1,
-        "communication_backend_name": lambda _: "gloo",
-        "get_device_capability": lambda *_: (None, None),
-        "is_ipc_supported": lambda _: False,
-        "nvtx_range": lambda *_: nullcontext(),
-        "visible_devices_envvar": lambda _: "NO_DEVICES",
-        "ray_resource_name": lambda _: "CPU",
-        "ray_noset_envvars": lambda _: [],
-        "empty_cache": lambda _: None,
-    }
-    unused = {name: lambda *_: None for name in PlatformBase.__abstractmethods__ - set(methods)}
-    PlatformRegistry.register(platform="cpu")(type("CPUPlatform", (PlatformBase,), methods | unused))
-
-
-_register_platform()
+register_cpu()
 
 # What follows asks for the platform when it is imported.
 from verl.workers.engine import EngineRegistry  # noqa: E402
