@@ -21,7 +21,7 @@ from core_rl_conformance.session.matrix import Selection, cases, select, three_r
 from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
-DENSE_ONLY = SPEC.capabilities - {Capability.MOE, Capability.ROUTING_REPLAY}
+DENSE_ONLY = SPEC.capabilities - {Capability.MOE, Capability.ROUTING_REPLAY, Capability.VISION}
 SPEC_DP = replace(SPEC, name="wide", capabilities=DENSE_ONLY | {Capability.DATA_PARALLEL})
 AT_DP2 = Setting(layout=DP2)
 HSDP = Setting(name="hsdp", layout=DP4, options={"options": {"replicas": 2}})

@@ -38,13 +38,17 @@ class ModelLimits:
     """Token ids are below this."""
     context_length: int | None = None
     """The most tokens of prompt and response together; None for no limit."""
+    image_model: PretrainedConfig | None = None
+    """The config of a vision-language model whose images are computed; None for text alone."""
 
     @staticmethod
-    def of(config: PretrainedConfig) -> ModelLimits:
-        """The limits of a model of transformers."""
+    def of(config: PretrainedConfig, vision: bool = False) -> ModelLimits:
+        """The limits of a model of transformers, with or without its images."""
         text = config.get_text_config()
         return ModelLimits(
-            vocab_size=text.vocab_size, context_length=getattr(text, "max_position_embeddings", None)
+            vocab_size=text.vocab_size,
+            context_length=getattr(text, "max_position_embeddings", None),
+            image_model=config if vision else None,
         )
 
 

@@ -16,10 +16,13 @@ import math
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError, EngineContractError, raise_all
+
+if TYPE_CHECKING:
+    from core_rl.data.media import Media
 
 __all__ = ["LLMRequest", "LLMResponse", "PartialResponse", "SamplingParams", "StopReason"]
 
@@ -142,6 +145,9 @@ class LLMRequest:
     input_ids: tuple[int, ...]
     """The prompt."""
     sampling: SamplingParams = SamplingParams()
+    media: Media = field(default_factory=dict, compare=False)
+    """The images of the prompt, whose placeholders are among ``input_ids``, one for each feature: see
+    `core_rl.data.media`. Only for engines with ``Capability.VISION``."""
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names the request in errors and at the server; an engine refuses the id of another request in flight."""
 

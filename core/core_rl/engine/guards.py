@@ -301,7 +301,7 @@ def check_batch(
     """
     violations = chain(
         batch_violations(batch, limits),
-        placeholder_violations(batch.input_ids.split(batch.lengths), batch.media, model, vision),
+        placeholder_violations(batch.input_ids.split(batch.lengths), batch.media, model if vision else None),
     )
     raise_all(BatchError, model.model_type, violations)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from core_rl.backend.meta import SyncMethod
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import media_violations
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.guards import batch_violations, check_layout, require_adapter, require_capability
+from core_rl.engine.placeholders import placeholder_violations
 from core_rl.errors import (
     BatchError,
     ConfigError,
@@ -41,6 +43,8 @@ def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
         require_capability(spec, Capability.BFLOAT16, "dtype = 'bfloat16'")
     if config.device == "cuda":
         require_capability(spec, Capability.CUDA, "device = 'cuda'")
+    if config.model.vision:
+        require_capability(spec, Capability.VISION, "a config with model.vision")
     if config.model.lora is not None:
         require_capability(spec, Capability.SYNC_LORA, "a config with model.lora")
         if config.model.lora.path is not None:
@@ -104,6 +108,10 @@ def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[st
             f"a prompt of {len(request.input_ids)} tokens and max_new_tokens = {request.sampling.max_new_tokens} "
             f"exceed the context of {limits.context_length}; shorten one of them"
         )
+    yield from media_violations([request.media], 1)
+    if request.input_ids:
+        prompt = torch.tensor(request.input_ids)
+        yield from placeholder_violations([prompt], [request.media], limits.image_model)
 
 
 def check_response(request: LLMRequest, response: LLMResponse, limits: ModelLimits, weights: range) -> None:
@@ -145,7 +153,12 @@ def _response_violations(
 
 def check_batch(batch: SequenceBatch, limits: ModelLimits) -> None:
     """Raise `BatchError` for an empty batch, and for sequences that the model cannot take."""
-    violations = batch_violations(batch, limits) if batch.num_sequences else ["the batch is empty"]
+    if not batch.num_sequences:
+        raise BatchError("score: the batch is empty")
+    rows = batch.input_ids.split(batch.lengths)
+    violations = chain(
+        batch_violations(batch, limits), placeholder_violations(rows, batch.media, limits.image_model)
+    )
     raise_all(BatchError, "score", violations)
 
 

@@ -17,17 +17,16 @@ __all__ = ["placeholder_violations"]
 
 
 def placeholder_violations(
-    rows: Sequence[Tensor], media: Sequence[Media], model: PretrainedConfig, vision: bool
+    rows: Sequence[Tensor], media: Sequence[Media], model: PretrainedConfig | None
 ) -> Iterator[str]:
     """Sequences whose placeholders are not as many as the features of their images.
 
     Args:
         rows: the token ids of each sequence.
         media: the images of each sequence, or nothing where no sequence has some.
-        model: the config of the model.
-        vision: whether the engine computes images.
+        model: the config of the vision-language model; None for an engine that computes text alone.
     """
-    if not vision:
+    if model is None:
         pictured = next((b for b, arguments in enumerate(media) if arguments), None)
         if pictured is not None:
             yield (

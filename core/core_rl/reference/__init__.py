@@ -67,6 +67,7 @@ ROLLOUT_SPEC = EngineSpec(
     capabilities=frozenset(
         {
             Capability.CUDA,
+            Capability.VISION,
             Capability.SCORE,
             Capability.TOP_LOGPROBS,
             Capability.RELEASE_MEMORY,

@@ -26,6 +26,7 @@ from core_rl.checkpoint.directory import open_update
 from core_rl.checkpoint.end_tokens import end_tokens
 from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import NO_MEDIA
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.devices import chosen_device, give_back_cache
@@ -40,6 +41,7 @@ from core_rl.toolkit.hf_state import HFShardedState, fill
 from core_rl.toolkit.lora import ADAPTER_PREFIX, checkpoint_name
 from core_rl.toolkit.model_files import carried_tensors
 from core_rl.toolkit.positions import rotary_modules
+from core_rl.toolkit.vision import sequence_arguments
 from core_rl.weight_sync.delta import DeltaDecoder
 from core_rl.weight_sync.update import weight_update
 
@@ -78,7 +80,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         model = self._load(self.config.model)
         self._eos_token_ids = end_tokens(model.config, self.config.model.path)
         self._adopt(model)
-        return ModelLimits.of(model.config)
+        return ModelLimits.of(model.config, self.config.model.vision)
 
     def _load(self, model: ModelConfig) -> PreTrainedModel:
         return build_model(model, seed=self.config.seed, attn_implementation="eager")
@@ -148,6 +150,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
                 [self._seed(request.sampling) for request in requests],
                 self._eos_token_ids,
                 self._tokenizer if requests[0].sampling.stop else None,
+                [request.media for request in requests],
             )
         except Exception as error:  # noqa: BLE001  (the thread's boundary: the caller of agenerate raises it)
             for _, future in entries:
@@ -255,7 +258,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
     def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
         with open_update(meta) as directory:
             try:
-                model = self._load(ModelConfig(path=str(directory)))
+                model = self._load(ModelConfig(path=str(directory), vision=self.config.model.vision))
             except ConfigError as error:
                 raise WeightsError(f"the weights in {meta.path!r} cannot be read: {error}") from error
         expected = {name: tuple(value.shape) for name, value in self._model.named_parameters()}
@@ -296,8 +299,10 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         """On the worker: ``read(ids [L], log-probs [L - 1, V] that predict ids[1:])`` of each sequence alone."""
         results = []
         with torch.inference_mode():
-            for row in batch.input_ids.split(batch.lengths):
+            media = batch.media or (NO_MEDIA,) * batch.num_sequences
+            for row, images in zip(batch.input_ids.split(batch.lengths), media, strict=True):
                 ids = row.to(self._model.device)
-                logits = self._model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+                arguments = sequence_arguments(self._model.base_model, ids[None], images)
+                logits = self._model(input_ids=ids[None], use_cache=False, **arguments).logits[0, :-1].float()
                 results.append(read(ids, torch.log_softmax(logits / temperature, dim=-1)))
         return results

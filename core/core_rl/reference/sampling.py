@@ -18,13 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from core_rl.data.media import Media, join_media
 from core_rl.data.requests import SamplingParams, StopReason
 from core_rl.toolkit.positions import frequencies_change
+from core_rl.toolkit.vision import is_vision_model, sequence_arguments
 
 __all__ = ["Completion", "generate"]
 
@@ -112,10 +115,11 @@ def generate(
     seeds: Sequence[int],
     eos_token_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None = None,
+    media: Sequence[Media] = (),
 ) -> list[Completion]:
     """Continue all ``prompts`` at once with the same ``sampling``, each with its own seed.
 
-    ``tokenizer`` is for ``sampling.stop``.
+    ``tokenizer`` is for ``sampling.stop``. ``media`` are the images of each prompt; their placeholders are never drawn.
     """
     rows = [torch.tensor(prompt) for prompt in prompts]
     # Positions follow from the mask.
@@ -133,11 +137,17 @@ def generate(
     )
     adjust = Adjustment(sampling=sampling, start=ids.shape[1])
     processors: list[Any] = [adjust] if sampling.greedy else [adjust, GumbelSampler(sampling, seeds)]
+    if is_vision_model(model):
+        processors.insert(
+            0, SuppressTokensLogitsProcessor([model.config.image_token_id], device=str(model.device))
+        )
     at_text = StopAtText(sampling.stop, tokenizer, ids.shape[1]) if tokenizer is not None else None
     generate_: Any = model.generate
+    ids = ids.to(model.device)
     output = generate_(
-        ids.to(model.device),
+        ids,
         attention_mask=mask.to(model.device),
+        **sequence_arguments(model.base_model, ids, join_media(media)),
         generation_config=config,
         logits_processor=LogitsProcessorList(processors),
         stopping_criteria=StoppingCriteriaList([] if at_text is None else [at_text]),

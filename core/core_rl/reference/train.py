@@ -66,7 +66,7 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
 
     def language_model_outputs(self, ids: Tensor, media: Media, step: MicroBatchStep) -> dict[str, Tensor]:
         """The outputs of the language-model head for one sequence ``[L]`` and its images."""
-        images = sequence_arguments(self.model.base_model, ids, media)
+        images = sequence_arguments(self.model.base_model, ids[None], media)
         logits = self.model(input_ids=ids[None], use_cache=False, **images).logits[0].float()
         return self.language_model(ids, logits / step.temperature, step)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import NO_MEDIA, Media
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.distributed.loop_thread import being_cancelled
 from core_rl.errors import RolloutError
@@ -70,7 +71,9 @@ def _remainder(request: LLMRequest, parts: Sequence[LLMResponse]) -> LLMRequest:
     sampling = request.sampling
     seed = sampling.seed if sampling.seed is None or not drawn else derive_seed(sampling.seed, len(drawn))
     left = replace(sampling, max_new_tokens=sampling.max_new_tokens - len(drawn), seed=seed)
-    return LLMRequest(input_ids=request.input_ids + drawn, sampling=left, rid=f"{request.rid}-{len(parts)}")
+    return replace(
+        request, input_ids=request.input_ids + drawn, sampling=left, rid=f"{request.rid}-{len(parts)}"
+    )
 
 
 def _joined(request: LLMRequest, parts: Sequence[LLMResponse], stop_reason: StopReason) -> LLMResponse:
@@ -88,8 +91,10 @@ def _joined(request: LLMRequest, parts: Sequence[LLMResponse], stop_reason: Stop
 class Transcript:
     """One sequence: a prompt, then completions of the model, with tokens of an environment between them."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int], media: Media = NO_MEDIA) -> None:
         self._ids = list(prompt_ids)
+        self.media = media
+        """The images of the prompt."""
         self._mask = [False] * len(self._ids)
         self._logprobs = [0.0] * len(self._ids)
         self._versions = [-1] * len(self._ids)
@@ -141,6 +146,7 @@ class Transcript:
                 "versions": [torch.tensor(t._versions, dtype=torch.long) for t in transcripts],
             },
             meta={"stop_reason": [t.stop_reason for t in transcripts]},
+            media=[t.media for t in transcripts] if any(t.media for t in transcripts) else (),
         )
 
 
@@ -211,9 +217,12 @@ class Episode:
             ) from error
 
 
-def pack_responses(responses: Sequence[LLMResponse]) -> SequenceBatch:
-    """Prompt and answer of each response as one sequence, token ids as they were; see `Transcript.pack`."""
-    transcripts = [Transcript(response.input_ids) for response in responses]
+def pack_responses(responses: Sequence[LLMResponse], media: Media = NO_MEDIA) -> SequenceBatch:
+    """Prompt and answer of each response as one sequence, token ids as they were; see `Transcript.pack`.
+
+    ``media`` are the images of their prompt, which all share.
+    """
+    transcripts = [Transcript(response.input_ids, media) for response in responses]
     for transcript, response in zip(transcripts, responses, strict=True):
         transcript.add_response(response)
     return Transcript.pack(transcripts)

@@ -47,12 +47,15 @@ def check_vision(model: PreTrainedModel) -> None:
 
 
 def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str, Tensor]:
-    """Arguments of ``trunk`` for one sequence ``[L]`` alone, besides its ids; its positions are its own affair."""
+    """Arguments of ``trunk`` for rows ``[B, L]`` with the images of all, besides their ids.
+
+    Their positions are the model's own affair.
+    """
     if not media:
         return {}
     arguments = {name: to_device(value, ids.device) for name, value in media.items()}
     accepted = signature(type(trunk).forward).parameters
-    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids)[None]
+    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids)
     return arguments | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl_trainer.algorithms.fields import CHOSEN
 from core_rl_trainer.data.datasets import SampleDataset
-from core_rl_trainer.data.kinds import Sample
+from core_rl_trainer.data.kinds import MEDIA, Sample
 
 __all__ = [
     "NUMBER",
@@ -62,17 +62,26 @@ class NumberedBatches(Iterator[list[Sample]]):
 
 def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
     """The sequences of all samples, with ``loss_mask [T]``."""
-    return _packed([sequence for sample in samples for sequence in sample["sequences"]])
+    sequences = [(sequence, sample) for sample in samples for sequence in sample["sequences"]]
+    return _packed([sequence for sequence, _ in sequences], [sample for _, sample in sequences])
 
 
 def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
     """Two sequences for each sample, the preferred one first, as a unit; ``loss_mask [T]`` and ``chosen [B]``."""
     sequences = [sample[name] for sample in samples for name in ("chosen", "rejected")]
-    batch = _packed(sequences, unit=torch.arange(len(samples)).repeat_interleave(2))
+    owners = [sample for sample in samples for _ in range(2)]
+    batch = _packed(sequences, owners, unit=torch.arange(len(samples)).repeat_interleave(2))
     return batch.with_sequences(**{CHOSEN: torch.tensor([True, False]).repeat(len(samples))})
 
 
-def _packed(sequences: Sequence[tuple[list[int], list[bool]]], unit: Tensor | None = None) -> SequenceBatch:
+def _packed(
+    sequences: Sequence[tuple[list[int], list[bool]]], owners: Sequence[Sample], unit: Tensor | None = None
+) -> SequenceBatch:
+    """``sequences`` with the images of their ``owners``."""
+    has_images = any(sample.get(MEDIA) for sample in owners)
     return SequenceBatch.from_sequences(
-        [ids for ids, _ in sequences], tokens={"loss_mask": [mask for _, mask in sequences]}, unit=unit
+        [ids for ids, _ in sequences],
+        tokens={"loss_mask": [mask for _, mask in sequences]},
+        media=[sample.get(MEDIA, {}) for sample in owners] if has_images else (),
+        unit=unit,
     )

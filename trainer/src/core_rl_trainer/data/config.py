@@ -78,6 +78,8 @@ class DataSection(Config):
     ``chat_template_kwargs`` take precedence."""
     template_time: datetime | None = None
     """The time that a chat template formats with ``strftime_now``. Null: when the run begins, also after it resumes."""
+    max_image_pixels: int = Field(default=4096 * 4096, ge=1)
+    """Larger images of examples are refused; the model's image processor scales smaller ones."""
     streaming: bool = False
     """Read and encode each example of ``train`` when it is drawn, for data that does not fit in memory. A damaged
     example is then found when it is drawn, and not before the run."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from core_rl.data.media import count_patches
 from core_rl.errors import BatchError
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
@@ -18,8 +19,19 @@ from core_rl_trainer.data.examples import (
     check_prompt,
 )
 
-__all__ = ["DEMONSTRATIONS", "PREFERENCES", "PROMPTS", "ExampleKind", "Sample", "Size", "within_vocabulary"]
+__all__ = [
+    "DEMONSTRATIONS",
+    "MEDIA",
+    "PREFERENCES",
+    "PROMPTS",
+    "ExampleKind",
+    "Sample",
+    "Size",
+    "within_vocabulary",
+]
 
+MEDIA = "media"
+"""The field of a sample that holds its images, as arguments of the model; absent without images."""
 Sample = Mapping[str, Any]
 """An encoded example, as the training loop takes it."""
 
@@ -31,7 +43,7 @@ class Size:
     longest: int
     """Tokens of the longest sequence."""
     units: tuple[int, ...]
-    """Tokens of each unit that stays in one micro-batch: a sequence, or a pair."""
+    """Tokens of each unit that stays in one micro-batch, a sequence or a pair, and patches of its images."""
     trained: int = 0
     """Tokens that are trained; none of a prompt."""
 
@@ -64,10 +76,11 @@ class ExampleKind:
 
     def size(self, sample: Sample) -> Size:
         """The tokens of ``sample``."""
-        sequences = self.sequences(sample)
+        sequences, patches = self.sequences(sample), count_patches(sample.get(MEDIA, {}))
         lengths = tuple(len(ids) for ids, _ in sequences)
         trained = sum(sum(mask) for _, mask in sequences)
-        units = (sum(lengths),) if self.paired else lengths
+        computed = tuple(length + patches for length in lengths)
+        units = (sum(computed),) if self.paired else computed
         return Size(longest=max(lengths), units=units, trained=trained)
 
 

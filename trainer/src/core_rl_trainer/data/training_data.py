@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
 from core_rl_trainer.data.examples import Examples
+from core_rl_trainer.data.images import ImageEncoder, located, with_images, without_images
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.data.tokenizers import all_end_tokens
@@ -52,12 +54,13 @@ def load_training_data(
     limit: int | None,
     budget: int,
     vocabulary: int,
+    vision_model: str | None = None,
 ) -> TrainingData:
     """Read and encode the examples of ``section``; ``seed`` draws the share ``eval_fraction``.
 
     A sequence has at most ``limit`` tokens, None for any number, and a unit at most ``budget``. The model has
-    embeddings for ``vocabulary`` ids. Raises `ConfigError` and `BatchError` for data that is missing, of another
-    type, or damaged.
+    embeddings for ``vocabulary`` ids. Examples may have images for the model in the directory ``vision_model``. Raises
+    `ConfigError` and `BatchError` for data that is missing, of another type, or damaged.
     """
     chat_format = ChatFormat(
         tokenizer=tokenizer,
@@ -66,6 +69,10 @@ def load_training_data(
         time=section.template_time,
         ends=all_end_tokens(tokenizer),
     )
+    if vision_model is None:
+        kind = without_images(kind)
+    else:
+        kind = with_images(kind, ImageEncoder.of(vision_model, tokenizer, section.max_image_pixels))
     sources = [_open(section, kind, source, "train") for source in section.train]
     common = (within_vocabulary(kind, vocabulary), chat_format, section.too_long == "drop", limit)
 
@@ -100,7 +107,9 @@ def _encoded(parts: Sequence[Examples], encode: Encode) -> tuple[SampleDataset, 
 
 
 def _open(section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None) -> Examples:
-    return mapped(open_source(source, default_split), section.columns | source.columns, kind)
+    examples = mapped(open_source(source, default_split), section.columns | source.columns, kind)
+    path = Path(source.path).expanduser()
+    return located(examples, path if path.is_dir() else path.parent)
 
 
 def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:

@@ -107,6 +107,7 @@ class PlanBuilder:
             budget=recipe.micro_batch_tokens,
             seed=recipe.seed,
             ranks=trainer[1].layout.dp,
+            vision_model=recipe.model.path if recipe.model.vision else None,
         )
         batch_size = recipe.rollout.prompts_per_step if online else recipe.data.batch_size
         recipe = recipe.with_steps(len(data.train), batch_size)

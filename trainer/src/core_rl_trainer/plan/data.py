@@ -45,11 +45,13 @@ def plan_data(
     budget: int,
     seed: int,
     ranks: int,
+    vision_model: str | None,
 ) -> DataPlan:
     """The examples of ``section``, with bounds and statistics of them.
 
     ``models`` are directories, of which the trained one has this ``context``; ``budget`` tokens fit into a micro-batch,
-    and ``ranks`` share the examples of a step. Raises `ConfigError` where a sequence does not fit.
+    and ``ranks`` share the examples of a step. ``vision_model`` is the directory of a trained vision-language model.
+    Raises `ConfigError` where a sequence does not fit.
     """
     supervised = isinstance(interface, SupervisedInterface)
     completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
@@ -61,6 +63,7 @@ def plan_data(
         limit=context if supervised else longest_prompt(context, rollout),
         budget=budget if supervised else max(1, budget - completion),
         vocabulary=min(map(vocabulary_size, models)),
+        vision_model=vision_model,
     )
     workload = (
         _supervised_workload(data, section.batch_size)

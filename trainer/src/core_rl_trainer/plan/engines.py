@@ -144,7 +144,7 @@ def plan_online_engines(
         name: place_ranks(config.layout.world_size, placement.of(name), cluster)
         for name, (_, config) in trainers.items()
     }
-    served = {"path": model.path, "lora": _served_adapter(section.sync, model)}
+    served = {"path": model.path, "vision": model.vision, "lora": _served_adapter(section.sync, model)}
     _, unplaced = engines.configure(section.engine, "inference", {"model": served}, {})
     servers = _server_slots(unplaced.layout.world_size, placement, cluster)
     shares = not set(servers).isdisjoint(slot for role in slots.values() for slot in role)

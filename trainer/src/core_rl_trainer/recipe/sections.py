@@ -26,6 +26,10 @@ class ModelSection(Config):
 
     path: str
     """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
+    vision: bool = False
+    """Train the whole of a vision-language model; examples may have ``images``, and ``<image>`` in their texts."""
+    frozen: tuple[str, ...] = ()
+    """Glob patterns of parameters that are not trained, such as ``*visual.blocks.*``."""
     lora: LoraConfig | None = None
     """Train an adapter instead of the weights; the reference has the adapter of ``path``, or none."""
 

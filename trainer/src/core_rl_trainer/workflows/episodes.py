@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import NO_MEDIA, Media
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.rollout.workflow import (
@@ -20,6 +21,7 @@ from core_rl.rollout.workflow import (
     pack_responses,
 )
 from core_rl.seeds import derive_seed
+from core_rl_trainer.data.kinds import MEDIA
 from core_rl_trainer.environments import Environment, Observation
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
 from core_rl_trainer.rewards.config import ENVIRONMENT
@@ -33,8 +35,9 @@ __all__ = ["GreedyBaselineWorkflow", "MultiTurnWorkflow", "SingleTurnWorkflow"]
 class SingleTurnWorkflow:
     """One prompt, ``group_size`` independent completions, one reward for each.
 
-    ``data`` holds ``prompt_ids`` and whatever the reward function reads. The result has the fields of
-    `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``, the episode's number).
+    ``data`` holds ``prompt_ids``, ``media`` where the prompt has images, and whatever the reward function reads. The
+    result has the fields of `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``, the episode's
+    number).
     A completion that the engine aborts is continued; see `generate_whole`.
     """
 
@@ -57,7 +60,7 @@ class SingleTurnWorkflow:
         """Generate and score the group. Raises `RolloutError` that names the episode and the completion."""
         if "prompt_ids" not in data:
             raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
-        prompt = tuple(int(token) for token in data["prompt_ids"])
+        prompt, media = tuple(int(token) for token in data["prompt_ids"]), data.get(MEDIA, NO_MEDIA)
         scorer = GroupScorer(
             self.reward,
             data,
@@ -66,9 +69,10 @@ class SingleTurnWorkflow:
             timeout_s=self.reward_timeout_s,
         )
         scored = await gather_group(
-            self._generate(engine, prompt, scorer, episode, member) for member in range(self.group_size)
+            self._generate(engine, (prompt, media), scorer, episode, member)
+            for member in range(self.group_size)
         )
-        return pack_responses([response for response, _ in scored]).with_sequences(
+        return pack_responses([response for response, _ in scored], media).with_sequences(
             group=torch.full((self.group_size,), episode, dtype=torch.long),
             **reward_fields([reward for _, reward in scored]),
         )
@@ -76,17 +80,19 @@ class SingleTurnWorkflow:
     async def _generate(
         self,
         engine: TokenGenerator,
-        prompt: tuple[int, ...],
+        prompt: tuple[tuple[int, ...], Media],
         scorer: GroupScorer,
         episode: int,
         member: int,
     ) -> tuple[LLMResponse, Reward]:
+        ids, media = prompt
         seed = self.sampling.seed
         sampling = (
             self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
         )
-        response = await generate_whole(engine, LLMRequest(input_ids=prompt, sampling=sampling))
-        return response, await scorer.score(member, prompt, response.output_ids)
+        request = LLMRequest(input_ids=ids, sampling=sampling, media=media)
+        response = await generate_whole(engine, request)
+        return response, await scorer.score(member, ids, response.output_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +186,7 @@ class MultiTurnWorkflow:
         environment = self.environment()
         try:
             prompt = await self._call(environment, environment.reset(data), f"{subject}: reset of")
-            transcript = Transcript(prompt)
+            transcript = Transcript(prompt, data.get(MEDIA, NO_MEDIA))
             earned = await self._turns(engine, environment, transcript, position)
             scored = await scorer.score(position[1], prompt, transcript.last_response)
         finally:
@@ -228,7 +234,8 @@ class MultiTurnWorkflow:
                     f"{self.max_tokens}; shorten it or leave it out"
                 )
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        return await generate_whole(engine, LLMRequest(input_ids=transcript.ids, sampling=sampling))
+        request = LLMRequest(input_ids=transcript.ids, sampling=sampling, media=transcript.media)
+        return await generate_whole(engine, request)
 
     async def _call(self, environment: Environment, awaited: Any, subject: str) -> Any:
         full_subject = f"{subject} the environment {name_of(environment)}"
