@@ -139,7 +139,7 @@ def test_unknown_package_is_refused() -> None:
         versions_between("absent", "1", "2")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("index")
 def test_planted_break_is_traced_to_its_version(tmp_path: Path) -> None:
     command = [

@@ -55,15 +55,15 @@ def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str,
         return {}
     arguments = {name: to_device(value, ids.device) for name, value in media.items()}
     accepted = signature(type(trunk).forward).parameters
-    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids)
+    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids, media)
     return arguments | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
 
 
-def _token_kinds(config: PretrainedConfig, ids: Tensor) -> Tensor:
-    """0 for text, 1 for placeholders of images, 2 for those of videos: int64, as ``ids``."""
-    video = getattr(config, "video_token_id", None)
+def _token_kinds(config: PretrainedConfig, ids: Tensor, media: Media) -> Tensor:
+    """0 for text, 1 for placeholders of images, 2 for those of videos where there are some: int64, as ``ids``."""
     kinds: Tensor = (ids == config.image_token_id).long()
-    return kinds if video is None else kinds + 2 * (ids == video).long()
+    has_videos = any(VIDEO in name for name in media)
+    return kinds + 2 * (ids == config.video_token_id).long() if has_videos else kinds
 
 
 def blank_image(config: PretrainedConfig) -> Media:
@@ -133,7 +133,7 @@ class PackedVision:
         if not media:
             return torch.arange(len(ids)).expand(3, -1)
         grids = {name: value for name, value in media.items() if not name.startswith("pixel_values")}
-        kinds = _token_kinds(self._config, ids)
+        kinds = _token_kinds(self._config, ids, media)
         positions: Tensor = self._trunk.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]  # type: ignore[operator]
         return positions[:, 0]
 

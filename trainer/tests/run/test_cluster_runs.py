@@ -59,7 +59,8 @@ def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("sync", ["distributed", pytest.param("disk", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sync", ["distributed", "disk"])
 def test_rollouts_on_two_machines_leave_curve_equal(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:

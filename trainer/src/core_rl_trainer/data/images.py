@@ -35,12 +35,29 @@ ARGUMENTS = ("pixel_values", "image_grid_thw")
 def located(examples: Examples, directory: Path) -> Examples:
     """``examples`` whose images have paths that are relative to ``directory``."""
 
+    def placed(value: Any) -> Any:
+        """A path, paths, or messages, with paths that are found from anywhere."""
+        if isinstance(value, str):
+            return str(directory / value)
+        if isinstance(value, list):
+            return [placed(entry) for entry in value]
+        return value
+
+    def placed_messages(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed_messages(entry) for entry in value]
+        if not isinstance(value, Mapping):
+            return value
+        if _is_image(value) and "image" in value:
+            return {**value, "image": placed(value["image"])}
+        if isinstance(value.get("content"), list):
+            return {**value, "content": placed_messages(value["content"])}
+        return value
+
     def read(index: int) -> Example:
         example = examples[index]
-        paths = example.get(IMAGES)
-        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-            return example
-        return {**example, IMAGES: [str(directory / path) for path in paths]}
+        changed = {name: placed_messages(example[name]) for name in TEXTS if name in example}
+        return {**example, **changed, **({IMAGES: placed(example[IMAGES])} if example.get(IMAGES) else {})}
 
     return replace(examples, read=read)
 
