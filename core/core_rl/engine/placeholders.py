@@ -49,6 +49,8 @@ def placeholder_violations(
 
 def _features(media: Media, model: PretrainedConfig) -> int | str:
     """The features that the tower gives for ``media``, or the problem of these."""
+    if videos := sorted(name for name in media if "video" in name):
+        return f"{', '.join(videos)}: no engine computes videos; pass their frames as images"
     pixels, grid = media.get("pixel_values"), media.get("image_grid_thw")
     if pixels is None:
         return 0

@@ -21,14 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import Media, join_media
 from core_rl.data.pinned import to_device
-from core_rl.errors import BatchError, UnsupportedCapability
+from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Blocks, Segments
 from core_rl.toolkit.parallel_context import TokenSlice
 
 __all__ = ["PackedVision", "blank_image", "check_vision", "is_vision_model", "sequence_arguments"]
-
-VIDEO = "video"
-"""Part of the names of arguments for videos."""
 
 
 def is_vision_model(model: PreTrainedModel) -> bool:
@@ -55,15 +52,14 @@ def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str,
         return {}
     arguments = {name: to_device(value, ids.device) for name, value in media.items()}
     accepted = signature(type(trunk).forward).parameters
-    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids, media)
+    kinds = _token_kinds(cast("PretrainedConfig", trunk.config), ids)
     return arguments | {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
 
 
-def _token_kinds(config: PretrainedConfig, ids: Tensor, media: Media) -> Tensor:
-    """0 for text, 1 for placeholders of images, 2 for those of videos where there are some: int64, as ``ids``."""
+def _token_kinds(config: PretrainedConfig, ids: Tensor) -> Tensor:
+    """0 for text and 1 for placeholders of images: int64, as ``ids``."""
     kinds: Tensor = (ids == config.image_token_id).long()
-    has_videos = any(VIDEO in name for name in media)
-    return kinds + 2 * (ids == config.video_token_id).long() if has_videos else kinds
+    return kinds
 
 
 def blank_image(config: PretrainedConfig) -> Media:
@@ -97,8 +93,6 @@ class PackedVision:
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         """Arguments of the trunk for ``tokens``, besides its ids, to be used inside the context."""
         media = join_media(batch.media)
-        if videos := sorted(name for name in media if VIDEO in name):
-            raise BatchError(f"the batch has {', '.join(videos)}; pass the frames of a video as images")
         placeholders = (batch.original.input_ids == self._config.image_token_id).nonzero().squeeze(1)
         here, _ = tokens.here(placeholders)
         rows = None if media and len(here) == len(placeholders) else here
@@ -133,7 +127,7 @@ class PackedVision:
         if not media:
             return torch.arange(len(ids)).expand(3, -1)
         grids = {name: value for name, value in media.items() if not name.startswith("pixel_values")}
-        kinds = _token_kinds(self._config, ids, media)
+        kinds = _token_kinds(self._config, ids)
         positions: Tensor = self._trunk.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]  # type: ignore[operator]
         return positions[:, 0]
 
