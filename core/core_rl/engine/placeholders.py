@@ -51,12 +51,19 @@ def _features(media: Media, model: PretrainedConfig) -> int | str:
     """The features that the tower gives for ``media``, or the problem of these."""
     if videos := sorted(name for name in media if "video" in name):
         return f"{', '.join(videos)}: no engine computes videos; pass their frames as images"
-    pixels, grid = media.get("pixel_values"), media.get("image_grid_thw")
+    pixels = media.get("pixel_values")
     if pixels is None:
         return 0
-    if not hasattr(model.vision_config, "spatial_merge_size"):
-        each = getattr(model, "image_seq_length", None) or model.mm_tokens_per_image
-        return len(pixels) * int(each)
+    if hasattr(model.vision_config, "spatial_merge_size"):
+        return _grid_features(
+            pixels, media.get("image_grid_thw"), int(model.vision_config.spatial_merge_size)
+        )
+    each = getattr(model, "image_seq_length", None) or model.mm_tokens_per_image
+    return len(pixels) * int(each)
+
+
+def _grid_features(pixels: Tensor, grid: Tensor | None, merged: int) -> int | str:
+    """The same of images that are cut into patches, of which squares of ``merged`` by ``merged`` make a feature."""
     if grid is None or grid.dim() != 2 or grid.shape[1] != 3:
         shape = "none" if grid is None else list(grid.shape)
         return f"'image_grid_thw' must be [images, 3] next to 'pixel_values'; it is {shape}"
@@ -65,7 +72,6 @@ def _features(media: Media, model: PretrainedConfig) -> int | str:
         return (
             f"'pixel_values' has {len(pixels)} patches, and 'image_grid_thw' {grid.tolist()} is of {patches}"
         )
-    merged = model.vision_config.spatial_merge_size
     if bool((torch.remainder(grid[:, 1:], merged) != 0).any()):
         return f"'image_grid_thw' {grid.tolist()} has sides that {merged} does not divide"
-    return patches // int(merged) ** 2
+    return patches // merged**2
