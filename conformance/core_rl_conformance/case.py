@@ -15,6 +15,13 @@ from core_rl_conformance.profile import MOE, VISION, Profile, Setting
 from core_rl_conformance.trainers.spec import TrainerSpec
 
 
+def takes(check: Check, family: str) -> bool:
+    """Whether ``check`` can use the tiny models of ``family``; vision-language models are for checks with images."""
+    if check.families is None:
+        return check.images or family not in VISION
+    return family in check.families
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """An engine under check, with its profile."""

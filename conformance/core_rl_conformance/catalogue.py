@@ -31,7 +31,6 @@ from core_rl.config.engine import DType
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import declared_in, load_entry_point
 from core_rl.registry.spec import EngineKind
-from core_rl_conformance.profile import VISION
 
 __all__ = [
     "CHECKS_DIRECTORY",
@@ -97,12 +96,6 @@ class Check:
     """Whether quick sessions run it."""
     function: Callable[..., None]
     """The check itself; it takes a `EngineUnderTest`."""
-
-    def takes(self, family: str) -> bool:
-        """Whether it can use the tiny models of ``family``."""
-        if self.families is None:
-            return self.images or family not in VISION
-        return family in self.families
 
     @property
     def title(self) -> str:

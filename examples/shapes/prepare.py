@@ -72,7 +72,7 @@ class Drawing:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character, and those of images."""
+    """One token for each character, and for parts of images."""
     tokens = [PAD, BOS, EOS, *VISION, "?", *SHAPES]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))

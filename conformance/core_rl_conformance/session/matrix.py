@@ -14,7 +14,7 @@ from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.objects import load_object
-from core_rl_conformance.case import Case, Target
+from core_rl_conformance.case import Case, Target, takes
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import BUILT, Profile, Setting
 
@@ -141,7 +141,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
         dtypes = selection.dtypes_of(profile, check.dtype)
     if check.kind != target.kind or check.partner is not None or not (settings and families and dtypes):
         return []
-    suited = [family for family in families if check.takes(family)]
+    suited = [family for family in families if takes(check, family)]
     wide = [
         setting
         for setting in settings
@@ -162,7 +162,7 @@ def cases(check: Check, target: Target, selection: Selection) -> list[Case]:
 def three_rank_cases(check: Check, target: Target, selection: Selection) -> Iterator[Case]:
     """The case of one check on the three data-parallel ranks that the suite adds; none for a check without them."""
     _, families, dtypes = selection.of(target.profile)
-    suited = [family for family in families if check.takes(family)]
+    suited = [family for family in families if takes(check, family)]
     setting = target.three_ranks
     asked = check.on_three_ranks and check.kind == target.kind
     if setting is None or not (asked and suited and dtypes) or selection.quick:
@@ -306,7 +306,7 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
     # A layout that only the first engine has selects nothing of the second.
     partner_settings = partner_settings or list(partner.profile.places)
     shared = [family for family in families if family in other_families]
-    suited = [family for family in shared if check.takes(family)]
+    suited = [family for family in shared if takes(check, family)]
     common = [dtype for dtype in dtypes if dtype in other_dtypes]
     settings = [setting for setting in settings if setting.suited(suited)] or settings[:1]
     missing = sorted(check.partner_requires - partner.spec.capabilities)

@@ -114,7 +114,7 @@ class PackedVision:
         return tuple(zip(edges[::2], edges[1::2], strict=True))
 
     def _positions(self, batch: SequenceBatch, tokens: TokenSlice) -> Tensor:
-        """``[1, L]``, or the text's positions and those in time, height and width, ``[4, 1, L]``."""
+        """``[1, L]``, or positions in the text, in time, in height and in width, ``[4, 1, L]``."""
         if not self._has_grid_positions or not batch.media:
             return tokens.position_ids[None]
         rows = batch.original.input_ids.split(batch.lengths)

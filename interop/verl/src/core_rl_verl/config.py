@@ -214,7 +214,7 @@ def _options(
 
 
 def _merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` with those of ``overrides``, section by section."""
+    """``fields`` with ``overrides`` laid over them, section by section."""
     merged = dict(fields)
     for name, value in overrides.items():
         before = merged.get(name)

@@ -231,7 +231,7 @@ class _Places:
 
     @property
     def paths(self) -> list[str]:
-        """Paths in messages, and those of the column that no message names."""
+        """Paths in messages, and the rest of the column."""
         return self._named + self._column
 
     def marked(self, value: Any) -> Any:
