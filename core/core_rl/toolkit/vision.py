@@ -21,14 +21,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import Media, join_media
 from core_rl.data.pinned import to_device
-from core_rl.errors import BatchError, UnsupportedCapability
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import Blocks, Segments
 from core_rl.toolkit.parallel_context import TokenSlice
 
 __all__ = ["PackedVision", "blank_image", "check_vision", "is_vision_model", "sequence_arguments"]
 
-VIDEO = "video"
-"""Part of the names of arguments for videos."""
+MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+"""Families whose packed images the conformance suite compares with transformers; others attend in other ways."""
 
 
 def is_vision_model(model: PreTrainedModel) -> bool:
@@ -36,13 +36,20 @@ def is_vision_model(model: PreTrainedModel) -> bool:
     return getattr(model.config, "vision_config", None) is not None
 
 
-def check_vision(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedCapability` for a vision-language model whose images cannot be packed."""
-    trunk, kind = model.base_model, model.config.model_type
-    if not hasattr(trunk, "get_image_features"):
+def check_vision(config: PretrainedConfig) -> None:
+    """Raise for a model with ``config`` whose images cannot be computed right in packed batches.
+
+    `ConfigError` without a vision tower, and `UnsupportedCapability` for a family that was not compared with
+    transformers.
+    """
+    if getattr(config, "vision_config", None) is None:
+        raise ConfigError(
+            f"model.vision is true, and the model type {config.model_type!r} has no vision tower; set it to false"
+        )
+    if config.model_type not in MODEL_TYPES:
         raise UnsupportedCapability(
-            f"the model type {kind!r} has a tower, and no get_image_features(), through which its images are computed; "
-            "choose another model"
+            f"the model type {config.model_type!r} is not among the vision-language models that are trained with "
+            f"images: {', '.join(MODEL_TYPES)}; choose a model of these"
         )
 
 
@@ -57,10 +64,9 @@ def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str,
 
 
 def _token_kinds(config: PretrainedConfig, ids: Tensor) -> Tensor:
-    """0 for text, 1 for placeholders of images, 2 for those of videos: int64, as ``ids``."""
-    video = getattr(config, "video_token_id", None)
+    """1 for placeholders of images, 0 for text, and for placeholders of videos, which no batch has: int64."""
     kinds: Tensor = (ids == config.image_token_id).long()
-    return kinds if video is None else kinds + 2 * (ids == video).long()
+    return kinds
 
 
 def blank_image(config: PretrainedConfig) -> Media:
@@ -94,8 +100,6 @@ class PackedVision:
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         """Arguments of the trunk for ``tokens``, besides its ids, to be used inside the context."""
         media = join_media(batch.media)
-        if videos := sorted(name for name in media if VIDEO in name):
-            raise BatchError(f"the batch has {', '.join(videos)}; pass the frames of a video as images")
         placeholders = (batch.original.input_ids == self._config.image_token_id).nonzero().squeeze(1)
         here, _ = tokens.here(placeholders)
         rows = None if media and len(here) == len(placeholders) else here
