@@ -83,7 +83,8 @@ def report(
         typer.Option("--badge", help="Write an SVG badge of one engine here.", show_default=False),
     ] = None,
     profile: Annotated[
-        str, typer.Option("--profile", help="The profile of the badge: sft, rl-sync, rl-async, moe or lora.")
+        str,
+        typer.Option("--profile", help="The profile of the badge: sft, rl-sync, rl-async, moe, lora or vlm."),
     ] = "sft",
     annotations: Annotated[
         bool, typer.Option("--annotations", help="Print failures as annotations of a GitHub workflow.")

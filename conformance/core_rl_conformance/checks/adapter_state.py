@@ -10,7 +10,7 @@ from typing import Literal
 
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from core_rl.backend.meta import CheckpointFormat, WeightUpdateMeta
 from core_rl.config.capability import Capability
@@ -26,13 +26,14 @@ from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.streaming import caught, tensors_of
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.profile import Setting
+from core_rl_oracle.media import model_class
 from core_rl_oracle.tolerance import tolerances
 
 LOSS = TokenMeanLoss(temperature=0.8)
 MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
 
 
-@check("I12.adapter-merged", requires=[Capability.LORA])
+@check("I12.adapter-merged", requires=[Capability.LORA], images=True)
 def exports_are_merged(subject: EngineUnderTest) -> None:
     """``params``, an ``hf`` export and every sync hold ``W + alpha / rank * B A``; the engine's own base stays.
 
@@ -53,9 +54,9 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
     group.save(moving.meta(path, "hf"))
     params = _verify_merged(subject, group, adapter)
     subject.verify_same("parameters of the export", tensors_of(path), params)
-    loading: tuple[PreTrainedModel, dict[str, object]] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
-        path, local_files_only=True, output_loading_info=True
-    )
+    loading: tuple[PreTrainedModel, dict[str, object]] = model_class(
+        model.head, model.vision
+    ).from_pretrained(path, local_files_only=True, output_loading_info=True)
     problems = {name: str(mismatch) for name, mismatch in loading[1].items() if mismatch}
     subject.require(not problems, f"transformers reports while loading the export: {problems}")
     if subject.spec.supports(Capability.SYNC_DISK):

@@ -96,7 +96,7 @@ def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     )
 
 
-@check("I20.adapter-gradients", requires=[Capability.LORA])
+@check("I20.adapter-gradients", requires=[Capability.LORA], images=True)
 def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of ``A`` and ``B`` are the oracle's, with any cut; nothing below them has one.
 

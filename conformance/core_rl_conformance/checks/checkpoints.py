@@ -33,7 +33,7 @@ CHANGED = replace(moving.OPTIMIZER, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.3
 """The optimizer of an engine that continues from the checkpoint of another run."""
 
 
-@check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT])
+@check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT], images=True)
 def reference_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> None:
     """The reference engine loads what this engine saved as ``portable``, bit for bit, and trains on.
 
@@ -167,7 +167,7 @@ def _verify_refused(
     subject.require_error(error, lambda: group.load(label), problem)
 
 
-@check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT])
+@check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT], images=True)
 def resume_is_bitwise(subject: EngineUnderTest) -> None:
     """Steps, three saves, load of the last into a fresh engine, steps again: bitwise what all give.
 
@@ -256,6 +256,7 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     "I11.other-layout",
     requires=[Capability.SHARDED_CHECKPOINT, Capability.RESHARDING, Capability.DATA_PARALLEL],
     min_layouts=2,
+    images=True,
 )
 def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.

@@ -82,7 +82,7 @@ def value_export_loads_in_transformers(subject: EngineUnderTest) -> None:
     _verify_export(subject, group, model, path)
 
 
-@check("I12.disk", requires=[Capability.SYNC_DISK], each="layout")
+@check("I12.disk", requires=[Capability.SYNC_DISK], each="layout", images=True)
 def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by disk writes every parameter as it is after the last step or load, bit for bit.
 
@@ -212,7 +212,7 @@ def _identical(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
-@check("I10.import", each="layout")
+@check("I10.import", each="layout", images=True)
 def engine_loads_an_export(subject: EngineUnderTest) -> None:
     """``load(format="hf")`` sets every parameter, on every rank, and the next outputs follow the new weights.
 

@@ -167,7 +167,7 @@ def means_of_ranks_are_averaged(subject: EngineUnderTest) -> None:
         group.optimizer_zero_grad()
 
 
-@check("I4.grad-norm")
+@check("I4.grad-norm", images=True)
 def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None:
     """The reported norm is the norm of the gathered gradients before clipping, and the oracle's.
 
@@ -198,7 +198,7 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     )
 
 
-@check("I5.two-calls", each="layout", on_three_ranks=True)
+@check("I5.two-calls", each="layout", on_three_ranks=True, images=True)
 def several_calls_equal_one(subject: EngineUnderTest) -> None:
     """Two, three and five calls of ``forward_backward`` with the ``total_weight`` of all leave the gradients of one.
 

@@ -38,7 +38,7 @@ SEED = 13
 HEADS_LOSS = TokenMeanLoss(temperature=0.8)
 
 
-@check("I3.gradients-after-steps", each="layout")
+@check("I3.gradients-after-steps", each="layout", images=True)
 def gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
     """After several steps, the gradients match the oracle with the exported weights.
 

@@ -56,7 +56,7 @@ def _refused_kinds(engine: TrainEngine) -> dict[str, bool]:
     return refused
 
 
-@check("I11.offload", requires=[Capability.OFFLOAD], each="layout")
+@check("I11.offload", requires=[Capability.OFFLOAD], each="layout", images=True)
 def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     """Training with ``offload()`` in between, or offloaded as configured, is bitwise the same as without.
 

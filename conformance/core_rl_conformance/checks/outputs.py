@@ -60,7 +60,7 @@ def entropy_matches_the_oracle(subject: EngineUnderTest) -> None:
     _verify_token_output(subject, "entropy", 1.0)
 
 
-@check("I8.temperature", each="layout")
+@check("I8.temperature", each="layout", images=True)
 def temperature_scales_the_logits(subject: EngineUnderTest) -> None:
     """At a temperature T, log-probs and entropy follow ``softmax(logits / T)``.
 

@@ -27,7 +27,7 @@ TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
 
 
-@check("I12.tensor", requires=[Capability.SYNC_TENSOR])
+@check("I12.tensor", requires=[Capability.SYNC_TENSOR], images=True)
 def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
 
@@ -40,7 +40,7 @@ def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     _verify_sending(subject, "tensor")
 
 
-@check("I12.distributed", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
+@check("I12.distributed", requires=[Capability.SYNC_DISTRIBUTED], each="layout", images=True)
 def distributed_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by distributed broadcasts every parameter once, as it is after the last step or load.
 

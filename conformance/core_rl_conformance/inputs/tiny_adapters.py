@@ -43,7 +43,7 @@ class TinyAdapter:
 
     def section(self) -> dict[str, Any]:
         """The section ``model.lora`` of an engine's config."""
-        targets = {"target_modules": self._kinds(self._layers())} if self.some else {}
+        targets = {"target_modules": self._targets()} if self.some else {}
         return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora, **targets}
 
     def low_rank(self) -> LowRank:
@@ -75,11 +75,17 @@ class TinyAdapter:
             "r": self.rank,
             "lora_alpha": self.alpha,
             "use_rslora": self.rslora,
-            "target_modules": self._kinds(self._layers()),
+            "target_modules": self._targets(),
             "bias": "none",
         }
         (path / "adapter_config.json").write_text(json.dumps(config))
         return path
+
+    def _targets(self) -> list[str]:
+        """Last parts of names; whole names where layers of a vision tower may be called the same."""
+        layers = self._layers()
+        kinds = self._kinds(layers)
+        return [name for name in layers if name.rpartition(".")[2] in kinds] if self.model.vision else kinds
 
     def _kinds(self, layers: Iterable[str]) -> list[str]:
         kinds = sorted({name.rpartition(".")[2] for name in layers})
@@ -87,4 +93,4 @@ class TinyAdapter:
 
     def _layers(self) -> dict[str, tuple[int, int, bool]]:
         model = build(self.model)
-        return linear_layers(model, model.base_model)
+        return linear_layers(model, getattr(model.base_model, "language_model", model.base_model))

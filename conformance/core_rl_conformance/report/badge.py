@@ -28,6 +28,7 @@ PROFILES: Mapping[str, Mapping[str, frozenset[Capability]]] = {
         "train": frozenset({Capability.LORA, Capability.SYNC_LORA}),
         "inference": frozenset({Capability.SYNC_LORA}),
     },
+    "vlm": {"train": frozenset({Capability.VISION})},
 }
 """Capabilities by profile and kind of engine."""
 FRESH_FOR = timedelta(days=30)

@@ -71,7 +71,8 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """On the input of ``A``, in training."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names or last parts of names of linear layers, such as ``q_proj``; by default all of the trunk."""
+    """Names or last parts of names of linear layers, such as ``q_proj``; by default all of the trunk, and of the
+    text model next to a vision tower. Names reach its tower as well, where layers are called so."""
     path: str | None = None
     """An adapter to start from, as ``peft`` or ``format="adapter"`` saved it; its rank, alpha and target
     modules equal the fields above. Without one, ``A`` is drawn from the seed and ``B`` is 0."""

@@ -89,7 +89,15 @@ def pad_tokens(values: Tensor, batch: SequenceBatch, *, side: Side = "right", fi
 
 
 def to_padded(batch: SequenceBatch, *, side: Side = "right", pad_id: int = 0) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` (int64 ``[B, L]``) and all token fields ``[B, L, ...]``."""
+    """``input_ids`` and ``attention_mask`` (int64 ``[B, L]``) and all token fields ``[B, L, ...]``.
+
+    Raises `BatchError` for a batch with images, whose tensors have no padded form.
+    """
+    if pictured := sum(bool(media) for media in batch.media):
+        raise BatchError(
+            f"{pictured} of {batch.num_sequences} sequences have images, which padded tensors cannot hold; pass the "
+            "SequenceBatch itself, or write it with save_batch()"
+        )
     mask = pad_tokens(torch.ones_like(batch.input_ids), batch, side=side)
     padded = {
         "input_ids": pad_tokens(batch.input_ids, batch, side=side, fill=pad_id),
@@ -166,7 +174,7 @@ SEPARATOR = "/"
 
 
 def save_batch(batch: SequenceBatch, path: Path) -> None:
-    """Write ``batch`` to ``path``; its meta fields must be JSON. Raises `BatchError` otherwise."""
+    """Write ``batch`` to ``path``, shared images once; its meta fields must be JSON. Raises `BatchError` otherwise."""
     try:
         meta = json.dumps(dict(batch.meta))
     except (TypeError, ValueError) as error:
@@ -176,7 +184,15 @@ def save_batch(batch: SequenceBatch, path: Path) -> None:
     tensors |= {f"sequences{SEPARATOR}{name}": value for name, value in batch.sequences.items()}
     if batch.unit is not None:
         tensors["unit"] = batch.unit
-    save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata={"meta": meta})
+    distinct = list({id(media): media for media in batch.media}.values())
+    numbers = {id(media): number for number, media in enumerate(distinct)}
+    for number, media in enumerate(distinct):
+        # Clones, as safetensors refuses tensors that share memory.
+        tensors |= {
+            SEPARATOR.join(("media", str(number), name)): value.clone() for name, value in media.items()
+        }
+    metadata = {"meta": meta, "media": json.dumps([numbers[id(media)] for media in batch.media])}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata=metadata)
 
 
 def load_batch(path: Path) -> SequenceBatch:
@@ -184,7 +200,10 @@ def load_batch(path: Path) -> SequenceBatch:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            meta = json.loads((file.metadata() or {}).get("meta", "{}"))
+            metadata = file.metadata() or {}
+            meta, media = (
+                json.loads(metadata.get(name, empty)) for name, empty in (("meta", "{}"), ("media", "[]"))
+            )
     except (SafetensorError, OSError) as error:
         raise BatchError(f"{path} is not a batch file: {error}") from error
 
@@ -192,11 +211,13 @@ def load_batch(path: Path) -> SequenceBatch:
         start = prefix + SEPARATOR
         return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
 
+    distinct = [part(f"media{SEPARATOR}{number}") for number in range(max(media, default=-1) + 1)]
     return SequenceBatch(
         input_ids=tensors["input_ids"],
         cu_seqlens=tensors["cu_seqlens"],
         tokens=part("tokens"),
         sequences=part("sequences"),
         meta=meta,
+        media=tuple(distinct[number] for number in media),
         unit=tensors.get("unit"),
     )

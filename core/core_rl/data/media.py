@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ Media = Mapping[str, Tensor]
 video twins, or others. The first dimension of each runs over patches, images or videos, in the order of the
 placeholders. Sequences with the same images share one object, which is sent and stored once."""
 
-NO_MEDIA: Media = MappingProxyType({})
+NO_MEDIA: Media = {}
+"""Of a sequence of text; a dictionary, as batches are pickled, and a mapping proxy cannot be."""
 PIXELS = "pixel_values"
 """The prefix of arguments with pixels."""
 PATCH_PIXELS = 14 * 14

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = ["placeholder_violations"]
+
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+VIDEO = "video"
+"""Part of the names of arguments for videos."""
 
 
 def placeholder_violations(
@@ -49,29 +53,35 @@ def placeholder_violations(
 
 def _features(media: Media, model: PretrainedConfig) -> int | str:
     """The features that the tower gives for ``media``, or the problem of these."""
-    if videos := sorted(name for name in media if "video" in name):
-        return f"{', '.join(videos)}: no engine computes videos; pass their frames as images"
-    pixels = media.get("pixel_values")
+    merged = getattr(model.vision_config, "spatial_merge_size", None)
+    names = {PIXELS} if merged is None else {PIXELS, GRID}
+    if unknown := sorted(media.keys() - names):
+        return _unknown(unknown, names, model)
+    pixels, grid = media.get(PIXELS), media.get(GRID)
     if pixels is None:
-        return 0
-    if hasattr(model.vision_config, "spatial_merge_size"):
-        return _grid_features(
-            pixels, media.get("image_grid_thw"), int(model.vision_config.spatial_merge_size)
-        )
-    each = getattr(model, "image_seq_length", None) or model.mm_tokens_per_image
-    return len(pixels) * int(each)
+        return 0 if grid is None else f"{GRID!r} is there without {PIXELS!r}; pass both, or neither"
+    if merged is None:
+        return len(pixels) * int(getattr(model, "image_seq_length", None) or model.mm_tokens_per_image)
+    return _features_of_patches(pixels, grid, int(merged))
 
 
-def _grid_features(pixels: Tensor, grid: Tensor | None, merged: int) -> int | str:
-    """The same of images that are cut into patches, of which squares of ``merged`` by ``merged`` make a feature."""
+def _features_of_patches(pixels: Tensor, grid: Tensor | None, merged: int) -> int | str:
+    """The same for ``pixels [patches, size]``, of which ``merged ** 2`` are a feature."""
     if grid is None or grid.dim() != 2 or grid.shape[1] != 3:
         shape = "none" if grid is None else list(grid.shape)
-        return f"'image_grid_thw' must be [images, 3] next to 'pixel_values'; it is {shape}"
+        return f"{GRID!r} must be [images, 3] next to {PIXELS!r}; it is {shape}"
     patches = int(grid.prod(-1).sum())
     if patches != len(pixels):
-        return (
-            f"'pixel_values' has {len(pixels)} patches, and 'image_grid_thw' {grid.tolist()} is of {patches}"
-        )
+        return f"{PIXELS!r} has {len(pixels)} patches, and {GRID!r} {grid.tolist()} is of {patches}"
     if bool((torch.remainder(grid[:, 1:], merged) != 0).any()):
-        return f"'image_grid_thw' {grid.tolist()} has sides that {merged} does not divide"
+        return f"{GRID!r} {grid.tolist()} has sides that {merged} does not divide"
     return patches // merged**2
+
+
+def _unknown(names: Sequence[str], known: Iterable[str], model: PretrainedConfig) -> str:
+    if any(VIDEO in name for name in names):
+        return f"the media have {', '.join(names)}; pass the frames of a video as images"
+    return (
+        f"the media have {', '.join(names)}, and images of the model type {model.model_type!r} are "
+        f"{', '.join(sorted(known))}; leave out the rest"
+    )

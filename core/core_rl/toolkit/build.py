@@ -20,6 +20,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as hf_logging
 
 from core_rl.config.engine import ModelConfig
@@ -28,8 +29,9 @@ from core_rl.toolkit.attention import PACKED_ATTENTION
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import expert_modules
 from core_rl.toolkit.lora import add_adapter
-from core_rl.toolkit.model_files import model_files, require_causal, require_modality
+from core_rl.toolkit.model_files import model_files, require_causal, require_text
 from core_rl.toolkit.positions import make_rotary_stateless
+from core_rl.toolkit.vision import check_vision
 
 __all__ = [
     "ExpertsKernel",
@@ -66,6 +68,10 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise ConfigError(
             f"transformers refuses the model config {model.path or model.config!r}: {error}"
         ) from error
+    if model.vision:
+        check_vision(config)
+    elif model.head == "lm" and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        require_text(config, config.model_type)
     if model.head != "lm":
         config.num_labels = 1
     return config
@@ -151,7 +157,8 @@ def finished(
     built: PreTrainedModel, model: ModelConfig, *, seed: int, experts: ExpertsKernel
 ) -> PreTrainedModel:
     """A new model with the settings of ``model`` beyond its weights, in evaluation mode."""
-    require_modality(built, model)
+    if not model.vision:
+        require_text(built.config, type(built).__name__)
     require_causal(built, model)
     use_experts_kernel(built, experts)
     make_rotary_stateless(built)

@@ -182,7 +182,8 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Full names of the layers that get an adapter."""
     linear = _linear_layers(model)
     if config.target_modules == "all-linear":
-        return linear
+        text = {id(module) for module in _text_model(model).modules()}
+        return [name for name in linear if id(model.get_submodule(name)) in text]
     idle = [target for target in config.target_modules if not any(_matches(name, target) for name in linear)]
     if idle or not config.target_modules:
         last = sorted({name.rpartition(".")[2] for name in linear})
@@ -191,6 +192,12 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
             f"there are {', '.join(last)}; embeddings, heads (a tie would carry it over) and experts take no adapter"
         )
     return [name for name in linear if any(_matches(name, target) for target in config.target_modules)]
+
+
+def _text_model(model: PreTrainedModel) -> nn.Module:
+    """The trunk, or its text model next to a vision tower."""
+    text = getattr(model.base_model, "language_model", None)
+    return text if isinstance(text, nn.Module) else model.base_model
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

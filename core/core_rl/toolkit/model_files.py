@@ -39,7 +39,7 @@ __all__ = [
     "model_files",
     "name_as_in_files",
     "require_causal",
-    "require_modality",
+    "require_text",
 ]
 
 
@@ -60,20 +60,9 @@ def model_files(model: ModelConfig) -> TensorFiles:
         raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
 
 
-def require_modality(built: PreTrainedModel, model: ModelConfig) -> None:
-    """Raise `UnsupportedCapability` for a module with a tower that ``model`` does not ask for, or of another kind.
-
-    And `ConfigError` where it asks for a vision tower, and the module has none.
-    """
-    towers = sorted({"vision_config", "audio_config"} & type(built.config).sub_configs.keys())
-    name = type(built).__name__
-    if model.vision and "audio_config" in towers:
-        raise UnsupportedCapability(
-            f"{name} has a tower for audio, and only images are trained; choose another model"
-        )
-    if model.vision and not towers:
-        raise ConfigError(f"model.vision is true, and {name} is a text model; set it to false")
-    if not model.vision and "text_config" in type(built.config).sub_configs:
+def require_text(config: PretrainedConfig, name: str) -> None:
+    """Raise `UnsupportedCapability` for the ``config`` of a model ``name`` with more than text."""
+    if "text_config" in type(config).sub_configs:
         raise UnsupportedCapability(
             f"{name} is more than a text model; set model.vision to true, which trains its vision tower as well "
             "(unless model.frozen names it), or set model.path to a checkpoint of its text model alone"

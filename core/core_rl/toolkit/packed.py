@@ -61,7 +61,7 @@ def check_layers(model: PreTrainedModel) -> None:
     if config.is_encoder_decoder:
         raise _refused(model, "an encoder")
     if is_vision_model(model):
-        check_vision(model)
+        check_vision(model.config)
     stateful = stateful_layers(model.base_model)
     attention = sorted(
         {

@@ -21,11 +21,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import Media, join_media
 from core_rl.data.pinned import to_device
-from core_rl.errors import UnsupportedCapability
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import Blocks, Segments
 from core_rl.toolkit.parallel_context import TokenSlice
 
 __all__ = ["PackedVision", "blank_image", "check_vision", "is_vision_model", "sequence_arguments"]
+
+MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+"""Families whose packed images the conformance suite compares with transformers; others attend in other ways."""
 
 
 def is_vision_model(model: PreTrainedModel) -> bool:
@@ -33,13 +36,20 @@ def is_vision_model(model: PreTrainedModel) -> bool:
     return getattr(model.config, "vision_config", None) is not None
 
 
-def check_vision(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedCapability` for a vision-language model whose images cannot be packed."""
-    trunk, kind = model.base_model, model.config.model_type
-    if not hasattr(trunk, "get_image_features"):
+def check_vision(config: PretrainedConfig) -> None:
+    """Raise for a model with ``config`` whose images cannot be computed right in packed batches.
+
+    `ConfigError` without a vision tower, and `UnsupportedCapability` for a family that was not compared with
+    transformers.
+    """
+    if getattr(config, "vision_config", None) is None:
+        raise ConfigError(
+            f"model.vision is true, and the model type {config.model_type!r} has no vision tower; set it to false"
+        )
+    if config.model_type not in MODEL_TYPES:
         raise UnsupportedCapability(
-            f"the model type {kind!r} has a tower, and no get_image_features(), through which its images are computed; "
-            "choose another model"
+            f"the model type {config.model_type!r} is not among the vision-language models that are trained with "
+            f"images: {', '.join(MODEL_TYPES)}; choose a model of these"
         )
 
 
@@ -57,7 +67,7 @@ def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str,
 
 
 def _token_kinds(config: PretrainedConfig, ids: Tensor) -> Tensor:
-    """0 for text and 1 for placeholders of images: int64, as ``ids``."""
+    """1 for placeholders of images, 0 for text, and for placeholders of videos, which no batch has: int64."""
     kinds: Tensor = (ids == config.image_token_id).long()
     return kinds
 

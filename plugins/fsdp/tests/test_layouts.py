@@ -369,6 +369,14 @@ def test_unsharded_attention_refuses_sequence_parallelism() -> None:
     check_sequence_parallel(build(TinyModel(family="llama")))
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3_vl"])
+def test_images_refuse_sequence_parallelism(family: str) -> None:
+    with pytest.raises(
+        LayoutError, match="features of images go to their places among all tokens .*; leave it off"
+    ):
+        check_sequence_parallel(build(TinyModel(family=family)))
+
+
 @pytest.mark.parametrize("case", ["replicated", "uneven-dp2tp2"])
 def test_replicas_save_equal_parts(group: EngineGroup, tmp_path: Path, case: str) -> None:
     model, layout, options = CASES[case]

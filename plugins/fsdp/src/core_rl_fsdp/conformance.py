@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import DENSE, MOE, Profile, Setting
+from core_rl_conformance.profile import DENSE, MOE, VISION, Profile, Setting
 
 __all__ = ["PROFILE"]
 
 LINEAR = tuple(family for family in DENSE if family != "gpt2")
 """Models of plain linear layers, which tensor parallelism needs; experts are fused."""
+
+CUT = (*LINEAR, *VISION)
+"""Models whose layers tensor parallelism cuts; features of images need whole hidden states."""
 
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
@@ -24,9 +27,9 @@ PROFILE = Profile(
         ParallelLayout(dp=2, cp=2),
     ),
     settings=(
-        Setting(layout=ParallelLayout(tp=2), families=LINEAR),
+        Setting(layout=ParallelLayout(tp=2), families=CUT),
         Setting(layout=ParallelLayout(tp=2, sequence_parallel=True), families=LINEAR),
-        Setting(layout=ParallelLayout(dp=2, tp=2), families=LINEAR),
+        Setting(layout=ParallelLayout(dp=2, tp=2), families=CUT),
         Setting(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True), families=LINEAR),
         experts(layout=ParallelLayout(dp=2, ep=2)),
         experts(layout=ParallelLayout(dp=4, ep=2)),

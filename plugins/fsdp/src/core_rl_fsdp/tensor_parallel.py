@@ -22,6 +22,7 @@ from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part, shard_parameter
 from core_rl.toolkit.parallel_context import ModelShards
+from core_rl.toolkit.vision import is_vision_model
 
 __all__ = ["apply_tensor_parallel", "check_sequence_parallel", "check_tensor_parallel"]
 
@@ -57,7 +58,15 @@ def check_tensor_parallel(model: PreTrainedModel, degree: int) -> None:
 
 
 def check_sequence_parallel(model: PreTrainedModel) -> None:
-    """Raise `LayoutError` where the plan leaves attention layers whole: each rank would attend to its tokens alone."""
+    """Raise `LayoutError` where the plan leaves attention layers whole: each rank would attend to its tokens alone.
+
+    And for a vision-language model.
+    """
+    if is_vision_model(model):
+        raise LayoutError(
+            f"sequence_parallel spreads hidden states, and features of images go to their places among all tokens in "
+            f"the model type {model.config.model_type!r}; leave it off"
+        )
     entered = {name.rpartition(".")[0] for name in _split(model)[COLUMN]}
     modules = model.base_model.named_modules()
     unsharded = [name for name, part in modules if "Attention" in type(part).__name__ and name not in entered]
