@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from field import critic_dropout, from_reports, packed_neighbours, temperature
+from field import critic_dropout, from_reports, packed_images, packed_neighbours, temperature
 from field.frameworks import FRAMEWORKS
 from field.page import PAGE, text
 from field.result import Result, State, read, write
@@ -23,6 +23,7 @@ from field.row import measured
 
 ROWS = {
     "packed-neighbours": packed_neighbours.ROW,
+    "packed-images": packed_images.ROW,
     "critic-dropout": critic_dropout.ROW,
     "temperature": temperature.ROW,
 }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from core_rl_conformance.inputs.tiny_vision import TinyImages, placeholders, vision_config
 
 VOCABULARY = 96
 COMMON = {
@@ -52,7 +55,17 @@ HEAD_SCALE = 3.0
 def write_model(model_type: str, directory: Path) -> str:
     """A float32 model of ``model_type`` in Hugging Face format."""
     config = AutoConfig.for_model(model_type, **COMMON, **MODELS[model_type])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return _written(AutoModelForCausalLM.from_config(config, dtype=torch.float32), directory)
+
+
+def write_vision_model(family: str, directory: Path) -> str:
+    """A float32 vision-language model of the suite's tiny ``family`` in Hugging Face format."""
+    config = vision_config(family)
+    return _written(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), directory)
+
+
+def _written(model: PreTrainedModel, directory: Path) -> str:
+    """Drawn weights of ``model``, written to ``directory``."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,3 +82,20 @@ def write_model(model_type: str, directory: Path) -> str:
 def tokens(length: int, seed: int) -> Tensor:
     """Token ids ``[length]`` without special tokens."""
     return torch.randint(2, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """A sequence with an image."""
+
+    ids: Tensor
+    """Token ids ``[L]`` with placeholders."""
+    media: Mapping[str, Tensor]
+    """Arguments of the model: ``pixel_values [patches, size]`` and ``image_grid_thw [1, 3]``."""
+
+
+def pictured(family: str, length: int, size: tuple[int, int], seed: int) -> Pictured:
+    """A sequence of ``length`` tokens of ``family``, with an image of ``size`` in patches after the first three."""
+    image = torch.tensor(placeholders(family, size))
+    text = tokens(length - len(image), seed)
+    return Pictured(torch.cat([text[:3], image, text[3:]]), TinyImages(family, seed, (size,)).media())

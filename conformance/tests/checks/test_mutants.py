@@ -13,6 +13,7 @@ from mutants import eight_bit
 from mutants.all import MUTANTS
 from mutants.attack import attack, fits, other_checks, partner_of
 from mutants.bases import Packed, Replicated
+from mutants.images import QWEN, VISION, PackedByPositions
 from mutants.interruptions import SERVING, Served
 from mutants.shared_prefixes import SHARED, Sharing
 from mutants.zoo import DP1, DP2, C, Mutant, make_engine, run_check, spec_of
@@ -111,12 +112,14 @@ def test_mutants_have_names_of_their_own() -> None:
 
 
 CORRECT = {
-    "reference": (spec_of(ReferenceBackend, frozenset({C.DATA_PARALLEL})), DP1),
-    "replicated": (spec_of(Replicated), DP2),
-    "packed": (spec_of(Packed), DP2),
-    "sharing": (spec_of(Sharing, declared=SHARED), DP2),
-    "rollout": (spec_of(ReferenceRolloutBackend), DP1),
-    "served": (spec_of(Served, declared=SERVING), DP1),
+    "reference": (spec_of(ReferenceBackend, frozenset({C.DATA_PARALLEL})), DP1, "gpt2"),
+    "replicated": (spec_of(Replicated), DP2, "gpt2"),
+    "packed": (spec_of(Packed), DP2, "gpt2"),
+    "packed-images": (spec_of(Packed, declared=VISION), DP2, QWEN),
+    "packed-by-positions": (spec_of(PackedByPositions, declared=VISION), DP2, QWEN),
+    "sharing": (spec_of(Sharing, declared=SHARED), DP2, "gpt2"),
+    "rollout": (spec_of(ReferenceRolloutBackend), DP1, "gpt2"),
+    "served": (spec_of(Served, declared=SERVING), DP1, "gpt2"),
 }
 
 
@@ -124,9 +127,9 @@ def _correct() -> list[tuple[str, str]]:
     """Every correct engine with every check that fits it."""
     return [
         (engine, identifier)
-        for engine, (spec, layout) in CORRECT.items()
+        for engine, (spec, layout, family) in CORRECT.items()
         for identifier, check in load_checks().items()
-        if fits(check, spec, layout.dp, "gpt2")
+        if fits(check, spec, layout.dp, family)
     ]
 
 
@@ -135,13 +138,13 @@ def _correct() -> list[tuple[str, str]]:
 def test_correct_engines_pass(
     expected_values: ExpectedValues, engine: str, identifier: str, seed: int, tmp_path: Path
 ) -> None:
-    spec, layout = CORRECT[engine]
+    spec, layout, family = CORRECT[engine]
     run_check(
         expected_values,
         identifier,
         spec,
         layout=layout,
-        family="gpt2",
+        family=family,
         directory=tmp_path,
         seed=seed,
         partner=partner_of(load_checks()[identifier]),

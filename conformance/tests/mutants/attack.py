@@ -60,7 +60,7 @@ def fits(check: Check, spec: EngineSpec, dp: int, family: str) -> bool:
         and check.requires <= spec.capabilities
         and (partner is None or check.partner_requires <= partner.capabilities)
         and check.min_dp <= dp
-        and (check.families is None or family in check.families)
+        and check.takes(family)
     )
 
 

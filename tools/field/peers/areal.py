@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from areal.api import FinetuneSpec
 from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig
 from areal.engine.fsdp_engine import FSDPPPOActor, FSDPPPOCritic
 from core_rl_areal.attention import PACKED
+from packaging.version import Version
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
-from field.peers.interface import Peer
+from field.models import Pictured
+from field.peers.interface import NotRun, Peer
+
+NEWEST = Version("5.3.0")
+"""The newest transformers in the metadata of AReaL 1.0.4."""
 
 
 class ArealPeer(Peer):
@@ -42,6 +48,27 @@ class ArealPeer(Peer):
         fields = _config(model_dir, "float32") | {"is_critic": True, "disable_dropout": disable_dropout}
         return _training_values(_initialized(FSDPPPOCritic(PPOCriticConfig(**fields))), sequences)
 
+    def image_logprobs(self, model_dir: str, sequences: Sequence[Pictured]) -> list[Tensor]:
+        if Version(transformers.__version__) > NEWEST:
+            raise NotRun(
+                f"allows transformers up to {NEWEST}; above it, the bounds of the text (cu_seqlens) reach the tower"
+            )
+        config = PPOActorConfig(**_config(model_dir, "float32"), ppo_n_minibatches=1)
+        # The tower keeps images apart itself.
+        engine = _initialized(FSDPPPOActor(config), {"text_config": PACKED, "vision_config": "sdpa"})
+        image = engine.model_config.image_token_id
+        rows = engine.compute_logp(
+            [
+                {
+                    **_row(row.ids),
+                    "mm_token_type_ids": (row.ids == image).int()[None],
+                    "multi_modal_input": [dict(row.media)],
+                }
+                for row in sequences
+            ]
+        )
+        return [part.flatten()[: len(row.ids) - 1] for part, row in zip(rows, sequences, strict=True)]
+
 
 def _training_values(engine: Any, sequences: Sequence[Tensor]) -> Tensor:
     seen: list[Tensor] = []
@@ -62,9 +89,9 @@ def _training_values(engine: Any, sequences: Sequence[Tensor]) -> Tensor:
     return torch.stack(seen)
 
 
-def _initialized(engine: Any) -> Any:
+def _initialized(engine: Any, attention: str | dict[str, str] = PACKED) -> Any:
     # AReaL's configuration refuses attention that is registered with transformers.
-    engine.config.attn_impl = PACKED
+    engine.config.attn_impl = attention
     engine.create_process_group()
     engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1))
     return engine

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from core_rl import LossSpec, Metric, MicroBatchSpec, SequenceBatch, load_config, load_engine
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.train import TrainEngine
+from field.models import Pictured
 from field.peers.interface import NotRun, Peer
 
 BUDGET = MicroBatchSpec(max_tokens=1 << 16)
@@ -19,7 +20,7 @@ class CoreRLPeer(Peer):
     """`fsdp` on one rank."""
 
     def open(self, model_dir: str, dtype: str) -> None:
-        self._engine = _engine(model_dir, dtype, "lm")
+        self._engine = _engine({"path": model_dir}, dtype)
 
     @property
     def model(self) -> nn.Module:
@@ -39,7 +40,15 @@ class CoreRLPeer(Peer):
     def critic(self, model_dir: str, sequences: Sequence[Tensor], disable_dropout: bool) -> Tensor:
         if disable_dropout:
             raise NotRun("has no such setting")
-        return _training_values(_engine(model_dir, "float32", "value"), sequences)
+        return _training_values(_engine({"path": model_dir, "head": "value"}, "float32"), sequences)
+
+    def image_logprobs(self, model_dir: str, sequences: Sequence[Pictured]) -> list[Tensor]:
+        engine = _engine({"path": model_dir, "vision": True}, "float32")
+        batch = SequenceBatch.from_sequences(
+            [row.ids for row in sequences], media=[row.media for row in sequences]
+        )
+        logprobs = engine.forward(batch, BUDGET)["logprobs"]
+        return [part[1:] for part in logprobs.split(batch.lengths)]
 
 
 def _training_values(engine: TrainEngine, sequences: Sequence[Tensor]) -> Tensor:
@@ -57,8 +66,8 @@ def _training_values(engine: TrainEngine, sequences: Sequence[Tensor]) -> Tensor
     return torch.stack(seen)
 
 
-def _engine(model_dir: str, dtype: str, head: str) -> TrainEngine:
-    config = load_config("fsdp")(model={"path": model_dir, "head": head}, dtype=dtype)
+def _engine(model: dict[str, object], dtype: str) -> TrainEngine:
+    config = load_config("fsdp")(model=model, dtype=dtype)
     engine = load_engine("fsdp", config)
     assert isinstance(engine, TrainEngine)
     engine.initialize()

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from field.models import Pictured
+
 
 class NotRun(Exception):
     """The framework has no such part; the message becomes the reason on the page."""
@@ -40,6 +42,13 @@ class Peer(ABC):
     def critic(self, model_dir: str, sequences: Sequence[Tensor], disable_dropout: bool) -> Tensor:
         """Values ``[2, T]`` of two training passes of a critic, in float32; `NotRun` where there is none."""
         raise NotRun("has no critic")
+
+    def image_logprobs(self, model_dir: str, sequences: Sequence[Pictured]) -> list[Tensor]:
+        """Log-probs ``[L - 1]`` of each sequence's tokens but the first, by a vision-language model in float32.
+
+        All sequences are in one packed row; `NotRun` where there is no such path.
+        """
+        raise NotRun("packs no images")
 
 
 @dataclass

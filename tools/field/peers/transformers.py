@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+)
 
+from field.models import Pictured
 from field.peers.interface import NotRun, Peer
 
 
@@ -25,11 +31,22 @@ class TransformersPeer(Peer):
         return module
 
     def logprobs(self, sequences: Sequence[Tensor], temperature: float = 1.0) -> list[Tensor]:
-        collator = DataCollatorWithFlattening()
-        inputs = collator([{"input_ids": ids.tolist()} for ids in sequences])
-        labels = inputs.pop("labels")[0, 1:]
-        with torch.no_grad():
-            logits = self._model(**inputs, use_cache=False).logits[0, :-1] / temperature
-        kept = labels != -100
-        logprobs = logits[kept].log_softmax(-1).gather(1, labels[kept, None])[:, 0]
-        return list(logprobs.split([len(ids) - 1 for ids in sequences]))
+        return _logprobs(self._model, sequences, temperature, {})
+
+    def image_logprobs(self, model_dir: str, sequences: Sequence[Pictured]) -> list[Tensor]:
+        model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32).eval()
+        # The collator leaves images out.
+        media = {name: torch.cat([row.media[name] for row in sequences]) for name in sequences[0].media}
+        return _logprobs(model, [row.ids for row in sequences], 1.0, media)
+
+
+@torch.no_grad()
+def _logprobs(
+    model: PreTrainedModel, sequences: Sequence[Tensor], temperature: float, media: Mapping[str, Tensor]
+) -> list[Tensor]:
+    inputs = DataCollatorWithFlattening()([{"input_ids": ids.tolist()} for ids in sequences])
+    labels = inputs.pop("labels")[0, 1:]
+    logits = model(**inputs, **media, use_cache=False).logits[0, :-1] / temperature
+    kept = labels != -100
+    logprobs = logits[kept].log_softmax(-1).gather(1, labels[kept, None])[:, 0]
+    return list(logprobs.split([len(ids) - 1 for ids in sequences]))

@@ -6,12 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
-from field.peers.interface import Peer
+from field.models import Pictured
+from field.peers.interface import NotRun, Peer
+
+
+class _Processor(ProcessorMixin):
+    """By it, a trainer knows a vision-language model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer)  # type: ignore[no-untyped-call]
 
 
 class TRLPeer(Peer):
@@ -38,6 +55,19 @@ class TRLPeer(Peer):
         # The first token of each sequence has no label.
         kept: Tensor = output.log_probs[output.label_mask]
         return list(kept.split([len(ids) - 1 for ids in sequences]))
+
+    def image_logprobs(self, model_dir: str, sequences: Sequence[Pictured]) -> list[Tensor]:
+        """Raises the error of a trainer with ``padding_free=True`` and images."""
+        model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
+        data = Dataset.from_list([{"text": "", "images": []}])
+        config = SFTConfig(
+            output_dir=model_dir, padding_free=True, max_length=None, report_to="none", use_cpu=True
+        )
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
+        )
+        SFTTrainer(model, config, train_dataset=data, processing_class=_Processor(tokenizer))
+        raise NotRun("this version packs images; measure it")
 
     def logits(self, sequence: Tensor) -> Tensor:
         self._model.forward = self._plain_forward

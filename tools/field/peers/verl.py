@@ -19,6 +19,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from verl.workers.engine_workers import TrainingWorker
 
+from field.models import Pictured
 from field.peers.interface import NotRun, Peer
 
 EngineRegistry.register(model_type="value_model", backend=["fsdp2"], device=["cpu"])(FSDPEngineWithValueHead)
@@ -36,11 +37,15 @@ class VerlPeer(Peer):
         return module
 
     def logprobs(self, sequences: Sequence[Tensor], temperature: float = 1.0) -> list[Tensor]:
-        with self._worker.engine.eval_mode():
-            output = self._worker.engine.infer_batch(_data(sequences, temperature), loss_function=None)
-        rows = output["model_output"]["log_probs"].unbind()
-        # A log-prob stands at the token before it.
-        return [row[: len(ids) - 1].detach() for row, ids in zip(rows, sequences, strict=True)]
+        return _logprobs(self._worker, _data(sequences, temperature))
+
+    def image_logprobs(self, model_dir: str, sequences: Sequence[Pictured]) -> list[Tensor]:
+        worker = _worker("language_model", model_dir, "float32")
+        data = _data([row.ids for row in sequences], 1.0)
+        positions = [_positions(worker.engine.module.model, row) for row in sequences]
+        data["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+        tu.assign_non_tensor(data, multi_modal_inputs=[dict(row.media) for row in sequences])
+        return _logprobs(worker, data)
 
     def critic(self, model_dir: str, sequences: Sequence[Tensor], disable_dropout: bool) -> Tensor:
         if disable_dropout:
@@ -53,6 +58,22 @@ class VerlPeer(Peer):
             with engine.train_mode():
                 engine.forward_backward_batch(_data(sequences, 1.0), _values_to(seen.append))
         return torch.stack(seen)
+
+
+def _logprobs(worker: TrainingWorker, data: TensorDict) -> list[Tensor]:
+    with worker.engine.eval_mode():
+        output = worker.engine.infer_batch(data, loss_function=None)
+    # A log-prob stands at the token before it.
+    return [row[:-1].detach() for row in output["model_output"]["log_probs"].unbind()]
+
+
+def _positions(trunk: Any, row: Pictured) -> Tensor:
+    """Positions ``[4, L]`` of text, time, height and width, as the agent loop of verl makes them."""
+    kinds = (row.ids == trunk.config.image_token_id).int()
+    positions = trunk.get_rope_index(
+        row.ids[None], mm_token_type_ids=kinds[None], image_grid_thw=row.media["image_grid_thw"]
+    )[0]
+    return torch.cat([torch.arange(len(row.ids))[None], positions[:, 0]])
 
 
 def _eager_value_model(

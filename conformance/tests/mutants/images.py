@@ -1,0 +1,205 @@
+"""Images of packed sequences: positions, the order of images, and attention among their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.steps import MicroBatchStep
+from core_rl.config.capability import Capability
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import join_media
+from core_rl.data.outputs import ModelOutput
+from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.build import build_model
+from core_rl.toolkit.parallel_context import WHOLE, TokenSlice
+from core_rl.toolkit.vision import PackedVision
+from core_rl_conformance.profile import VISION as FAMILIES
+from mutants.bases import Packed, Replicated, TrainContext
+from mutants.zoo import Mutant
+
+VISION = frozenset({Capability.VISION})
+QWEN, GEMMA = FAMILIES[0], "gemma3_vl"
+CHECK = "I6.images"
+
+
+class PackedByPositions(Replicated):
+    """Sequences packed as transformers packs them: its attention takes their bounds from the row of text positions."""
+
+    def build(self, context: TrainContext) -> None:
+        model = build_model(context.config.model, seed=context.seed, attn_implementation="sdpa")
+        self.vision = PackedVision(model)
+        self.adopt(model, context)
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        tokens = WHOLE.slice_of(micro_batch)
+        with self.vision.arguments(micro_batch, tokens) as arguments:
+            logits = self.logits(tokens.input_ids, arguments) / step.temperature
+        ids, lengths = micro_batch.input_ids, micro_batch.lengths
+        parts = zip(ids.split(lengths), logits.split(lengths), strict=True)
+        rows = [self.language_model(*part, step) for part in parts]
+        return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
+
+    def logits(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Logits ``[T, V]`` of packed ``ids``."""
+        logits: Tensor = self.model(input_ids=ids[None], use_cache=False, **arguments).logits[0]
+        return logits.float()
+
+
+class NoTextPositions(PackedByPositions):
+    """Positions in time, height and width go without the row of text positions: ``[3, 1, T]``."""
+
+    def logits(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
+        positions = arguments["position_ids"]
+        return super().logits(ids, {**arguments, "position_ids": positions[-3:]})
+
+
+class PositionsOfWholePack(PackedByPositions):
+    """The model counts positions, which it does over the pack."""
+
+    def logits(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
+        kinds = (ids == self.model.config.image_token_id).int()[None]
+        return super().logits(ids, {**arguments, "position_ids": None, "mm_token_type_ids": kinds})
+
+
+class CacheLeftOn(PackedByPositions):
+    """``use_cache`` stays at its default, and with a cache transformers looks for no packed sequences."""
+
+    def logits(self, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
+        logits: Tensor = self.model(input_ids=ids[None], **arguments).logits[0]
+        return logits.float()
+
+
+class _Bent(Packed):
+    """Images are passed on otherwise."""
+
+    vision: type[PackedVision]
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        self.packed.vision = self.vision(self.model)
+
+    def verify(self) -> None:
+        """Without the toolkit's probe, which has no images."""
+
+
+class _TextPositions(PackedVision):
+    @contextmanager
+    def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
+        with super().arguments(batch, tokens) as arguments:
+            yield {**arguments, "position_ids": tokens.position_ids[None]}
+
+
+class ImagesHaveTextPositions(_Bent):
+    """Placeholders are counted one by one, as text is."""
+
+    vision = _TextPositions
+
+
+class _PositionsOfRowBefore(PackedVision):
+    @contextmanager
+    def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
+        with super().arguments(batch, tokens) as arguments:
+            if not batch.media:
+                yield arguments
+                return
+            rows = list(arguments["position_ids"].split(batch.lengths, dim=-1))
+            for number in range(1, len(rows)):
+                before, length = rows[number - 1], batch.lengths[number]
+                if not batch.media[number] and length <= batch.lengths[number - 1]:
+                    rows[number] = torch.cat([rows[number][:1], before[1:, :, :length]])
+            yield {**arguments, "position_ids": torch.cat(rows, dim=-1)}
+
+
+class TextHasPositionsOfImageBefore(_Bent):
+    """A text gets the positions of the sequence with an image before it."""
+
+    vision = _PositionsOfRowBefore
+
+
+class _Reversed(PackedVision):
+    @contextmanager
+    def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
+        with super().arguments(batch, tokens) as arguments:
+            yield {**arguments, **join_media(reversed(batch.media))}
+
+
+class ImagesInOppositeOrder(_Bent):
+    """Images of the last sequence come first."""
+
+    vision = _Reversed
+
+
+class _NoStretches(PackedVision):
+    def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
+        return segments
+
+
+class ImagesAreCausal(_Bent):
+    """Tokens of an image see no later tokens of it."""
+
+    vision = _NoStretches
+
+
+MUTANTS = (
+    Mutant(
+        engine=NoTextPositions,
+        killed_by=CHECK,
+        issue="axolotl #3817",
+        says="log-probs of images in one pack",
+        family=QWEN,
+        declared=VISION,
+    ),
+    Mutant(
+        engine=PositionsOfWholePack,
+        killed_by=CHECK,
+        issue="Megatron-Bridge #1776",
+        says="log-probs of images in one pack",
+        family=QWEN,
+        declared=VISION,
+    ),
+    Mutant(
+        engine=CacheLeftOn,
+        killed_by=CHECK,
+        issue="bounds of sequences that transformers finds by positions without a cache alone",
+        says="log-probs of images in one pack",
+        family=QWEN,
+        declared=VISION,
+    ),
+    Mutant(
+        engine=ImagesHaveTextPositions,
+        killed_by=CHECK,
+        issue="Automodel #2172",
+        says="log-probs of images in one pack",
+        family=QWEN,
+        declared=VISION,
+    ),
+    Mutant(
+        engine=TextHasPositionsOfImageBefore,
+        killed_by=CHECK,
+        issue="positions of a batch that are computed for its images alone",
+        says="log-probs of images in one pack",
+        family=QWEN,
+        declared=VISION,
+    ),
+    Mutant(
+        engine=ImagesInOppositeOrder,
+        killed_by=CHECK,
+        issue="images that are joined in another order than their sequences",
+        says="log-probs of images in one pack",
+        family=QWEN,
+        declared=VISION,
+    ),
+    Mutant(
+        engine=ImagesAreCausal,
+        killed_by=CHECK,
+        issue="masks for packed sequences that replace those of the model",
+        says="log-probs of images in one pack",
+        family=GEMMA,
+        declared=VISION,
+    ),
+)
