@@ -8,6 +8,7 @@ from core_rl.errors import CoreRLError
 from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.registry.spec import EngineKind, EngineSpec
+from core_rl_conformance.case import takes
 from core_rl_conformance.catalogue import Check, load_checks
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import NotRun
@@ -60,7 +61,7 @@ def fits(check: Check, spec: EngineSpec, dp: int, family: str) -> bool:
         and check.requires <= spec.capabilities
         and (partner is None or check.partner_requires <= partner.capabilities)
         and check.min_dp <= dp
-        and check.takes(family)
+        and takes(check, family)
     )
 
 

@@ -78,14 +78,14 @@ def test_blank_image_is_smallest_possible(family: str) -> None:
 def test_sequence_arguments_mark_placeholders(family: str) -> None:
     trunk, batch = built(family).base_model, pictured(family)
     assert isinstance(trunk.config, PretrainedConfig)
-    ids = batch.input_ids[: batch.lengths[0]]
+    ids = batch.input_ids[None, : batch.lengths[0]]
     arguments = sequence_arguments(trunk, ids, batch.media[0])
     kinds = {"gemma3": {"token_type_ids"}, "internvl": set()}.get(
         trunk.config.model_type, {"mm_token_type_ids"}
     )
     assert arguments.keys() == batch.media[0].keys() | kinds
     for name in kinds:
-        assert torch.equal(arguments[name], (ids == IMAGE).long()[None])
+        assert torch.equal(arguments[name], (ids == IMAGE).long())
     assert sequence_arguments(trunk, ids, {}) == {}
 
 
