@@ -19,6 +19,7 @@ __all__ = [
     "all_written",
     "balance",
     "gradients_of",
+    "name_in_files",
     "overwrite",
     "parameters_of",
     "watched",
@@ -130,11 +131,13 @@ OLD_NAMES: Mapping[str, Sequence[tuple[str, str]]] = {
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of ``model``, a tied one once, by their names in files; experts are still fused."""
-    prefixes = OLD_NAMES.get(getattr(model.config, "model_type", ""), ())
-    return {_in_files(name, prefixes): parameter for name, parameter in model.named_parameters()}
+    kind = getattr(model.config, "model_type", "")
+    return {name_in_files(kind, name): parameter for name, parameter in model.named_parameters()}
 
 
-def _in_files(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+def name_in_files(model_type: str, name: str) -> str:
+    """The name of the parameter ``name`` in files; factors of adapters are named after modules."""
+    prefixes = () if ".lora_" in name else OLD_NAMES.get(model_type, ())
     changed = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
     return next(changed, name)
 

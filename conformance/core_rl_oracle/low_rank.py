@@ -29,6 +29,8 @@ class LowRank:
     scaling: float
     transposed: frozenset[str] = frozenset()
     """Layers that store their weight as ``[in, out]``."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Names of weights in files, by layer, where they are not the names of their modules."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Factors of the adapter's inputs ``[in]`` of some layers, such as a mask of dropout over ``1 - rate``."""
 
@@ -36,6 +38,10 @@ class LowRank:
     def layers(self) -> list[str]:
         """Names of the layers that have a part of it."""
         return [name.removesuffix(A) for name in self.factors if name.endswith(A)]
+
+    def weight_of(self, layer: str) -> str:
+        """The name of the weight of ``layer`` in files."""
+        return self.weights.get(layer, f"{layer}.weight")
 
     def attach(self, model: nn.Module) -> None:
         """Add it to ``model``, in the model's dtype and on its device."""
@@ -63,10 +69,10 @@ class LowRank:
         """
         merged = dict(weights)
         for name in self.layers:
-            weight = weights[f"{name}.weight"]
+            weight = weights[self.weight_of(name)]
             a, b = self.factors[name + A].to(weight), self.factors[name + B].to(weight)
             product = (self.scaling * (b @ a), (self.scaling * b) @ a, b @ (self.scaling * a))[order]
-            merged[f"{name}.weight"] = weight + (product.T if name in self.transposed else product)
+            merged[self.weight_of(name)] = weight + (product.T if name in self.transposed else product)
         return merged
 
 

@@ -83,7 +83,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     params = group.named_tensors("params")
     base_values = {name: value.float() for name, value in base.items()}
     subject.verify_same("the base below the adapter", base_of(group.named_tensors("master")), base_values)
-    adapted = {f"{name}.weight" for name in low_rank.layers}
+    adapted = {low_rank.weight_of(name) for name in low_rank.layers}
     expected = {name: value for name, value in low_rank.merged(base).items() if name in adapted}
     orders: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
     variants = [

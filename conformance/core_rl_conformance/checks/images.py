@@ -56,8 +56,8 @@ def neighbours_change_no_image(subject: EngineUnderTest) -> None:
 def text_gives_towers_no_gradient(subject: EngineUnderTest) -> None:
     """Gradients of batches with few or no images are the oracle's; text alone gives a tower gradients of exactly 0.
 
-    Why: a rank without an image that skips its tower leaves the others in a collective (transformers #37186), and one
-    that computes a blank image in its place must not train on it.
+    Why: a rank without an image that skips its tower leaves the others in a collective (transformers #37186), and a
+    blank image in its place must not be trained on.
     Look at: the pass that ranks without images make through the tower, whose features belong to no token.
     """
     model, data = subject.model(), subject.data(LENGTHS)

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
+from core_rl_oracle.experts import name_in_files
 from core_rl_oracle.low_rank import LowRank, linear_layers
 
 PREFIX = "base_model.model."
@@ -59,7 +60,9 @@ class TinyAdapter:
             size = STRENGTH / (self.scaling * math.sqrt(self.rank))
             factors[f"{name}.lora_B.weight"] = size * torch.randn(out, self.rank, generator=random)
         transposed = frozenset(name for name, (_, _, turned) in layers.items() if turned)
-        return LowRank(factors=factors, scaling=self.scaling, transposed=transposed)
+        kind = self.model.config().model_type
+        weights = {name: name_in_files(kind, f"{name}.weight") for name in layers}
+        return LowRank(factors=factors, scaling=self.scaling, transposed=transposed, weights=weights)
 
     def write(self, path: Path) -> Path:
         """The directory ``path``, with the adapter in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -74,7 +75,7 @@ def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:
         name.removeprefix(PREFIX): value for name, value in adapter_of(group.named_tensors("master")).items()
     }
     like = adapter.low_rank()
-    return LowRank(factors=factors, scaling=like.scaling, transposed=like.transposed)
+    return replace(like, factors=factors)
 
 
 def snapshot_of(subject: EngineUnderTest, adapter: TinyAdapter, group: EngineGroup) -> Snapshot:

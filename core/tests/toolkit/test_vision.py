@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from core_rl.config.engine import ModelConfig
+from core_rl.backend.meta import SaveLoadMeta
+from core_rl.backend.tensors import TensorDict
+from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.loading import load_engine
@@ -44,7 +49,7 @@ def built(family: str) -> PreTrainedModel:
 
 
 def pictured(family: str, *, before: int = 3) -> SequenceBatch:
-    """A sequence with the smallest image, and one of text with the placeholder of a video."""
+    """A sequence with the smallest image, and a text with the placeholder of a video."""
     ids = [*range(5, 5 + before), *[IMAGE] * FEATURES[family], 9, VIDEO, 11]
     image = {
         name: torch.ones_like(value) if value.is_floating_point() else value
@@ -159,3 +164,55 @@ def test_other_model_is_refused(case: str) -> None:
 def test_scalar_heads_refuse_towers(head: str) -> None:
     with pytest.raises(ValueError, match=f"'vision' is for language-model heads, and 'head' is '{head}'"):
         tiny("qwen3_vl", head=head)
+
+
+ADAPTERS: dict[str, tuple[str, LoraConfig, str]] = {
+    "text": ("qwen3_vl", LoraConfig(rank=2), r"model\.language_model\.layers\.\d\..*"),
+    "text of equal names": ("gemma3_vl", LoraConfig(rank=2), r"model\.language_model\.layers\.\d\..*"),
+    "tower": (
+        "qwen3_vl",
+        LoraConfig(rank=2, target_modules=("qkv",)),
+        r"model\.visual\.blocks\.\d\.attn\.qkv",
+    ),
+    "both": (
+        "gemma3_vl",
+        LoraConfig(rank=2, target_modules=("q_proj",)),
+        r"model\.(vision_tower|language_model)\..*\.q_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_peft_reads_adapters_of_vision_models(case: str, tmp_path: Path) -> None:
+    """By default of the text alone; names reach the tower as well. An adapted tower changes log-probs."""
+    family, lora, layers = ADAPTERS[case]
+    built(family).save_pretrained(tmp_path / "model")
+    batch = pictured(family)
+    model = ModelConfig(path=str(tmp_path / "model"), vision=True, lora=lora)
+    engine = load_engine(SPEC, ReferenceConfig(model=model, optimizer=None))
+    engine.initialize()
+    try:
+        before = engine.forward(batch, ONE)["logprobs"]
+        random = torch.Generator().manual_seed(0)
+        tensors = {name: value for name, value in engine.named_tensors("master") if value is not None}
+        factors = {
+            name: torch.randn(value.shape, generator=random)
+            for name, value in tensors.items()
+            if ".lora_" in name
+        }
+        engine.load_named_tensors("master", TensorDict({**tensors, **factors}))
+        logprobs = engine.forward(batch, ONE)["logprobs"]
+        engine.save(SaveLoadMeta(path=str(tmp_path / "adapter"), format="adapter"))
+    finally:
+        engine.destroy()
+    named = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in factors}
+    assert named and all(re.fullmatch(layers, name) for name in named)
+    assert not torch.equal(logprobs, before)
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    reloaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    ids = batch.input_ids[: batch.lengths[0]]
+    images = sequence_arguments(built(family).base_model, ids, batch.media[0])
+    with torch.no_grad():
+        logits = reloaded(input_ids=ids[None], use_cache=False, **images).logits[0].log_softmax(-1)
+    expected = logits[:-1].gather(1, ids[1:, None])[:, 0]
+    torch.testing.assert_close(logprobs[1 : len(ids)], expected, rtol=1e-4, atol=1e-4)

@@ -29,7 +29,7 @@ from core_rl.toolkit.footprint import footprint_of
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
 from core_rl_fsdp import sharding
 from core_rl_fsdp.engine import FSDPBackend
-from core_rl_fsdp.tensor_parallel import check_sequence_parallel
+from core_rl_fsdp.tensor_parallel import check_sequence_parallel, check_tensor_parallel
 
 LOSSES = {
     "lm": LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8),
@@ -367,6 +367,15 @@ def test_unsharded_attention_refuses_sequence_parallelism() -> None:
     with pytest.raises(LayoutError, match=r"DeepseekV3ForCausalLM leaves layers\.0\.self_attn whole"):
         check_sequence_parallel(model)
     check_sequence_parallel(build(TinyModel(family="llama")))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "gemma3_vl", "internvl"])
+def test_tensor_parallelism_refuses_uneven_text_heads(family: str) -> None:
+    """The plan is that of the text, with two heads of keys."""
+    model = build(TinyModel(family=family))
+    check_tensor_parallel(model, 2)
+    with pytest.raises(LayoutError):
+        check_tensor_parallel(model, 3)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3_vl"])

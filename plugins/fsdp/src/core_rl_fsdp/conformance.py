@@ -12,8 +12,8 @@ __all__ = ["PROFILE"]
 LINEAR = tuple(family for family in DENSE if family != "gpt2")
 """Models of plain linear layers, which tensor parallelism needs; experts are fused."""
 
-CUT = (*LINEAR, *VISION)
-"""Models whose layers tensor parallelism cuts; features of images need whole hidden states."""
+WITH_IMAGES = (*LINEAR, *(family for family in VISION if family != "qwen3_5_vl"))
+"""The same with images, which need whole hidden states; the plan of Gated DeltaNet is refused."""
 
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
@@ -27,9 +27,9 @@ PROFILE = Profile(
         ParallelLayout(dp=2, cp=2),
     ),
     settings=(
-        Setting(layout=ParallelLayout(tp=2), families=CUT),
+        Setting(layout=ParallelLayout(tp=2), families=WITH_IMAGES),
         Setting(layout=ParallelLayout(tp=2, sequence_parallel=True), families=LINEAR),
-        Setting(layout=ParallelLayout(dp=2, tp=2), families=CUT),
+        Setting(layout=ParallelLayout(dp=2, tp=2), families=WITH_IMAGES),
         Setting(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True), families=LINEAR),
         experts(layout=ParallelLayout(dp=2, ep=2)),
         experts(layout=ParallelLayout(dp=4, ep=2)),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from core_rl.distributed.collectives import copy_to_region, gather, reduce_from_region, reduce_scatter
 from core_rl.errors import LayoutError, UnsupportedCapability
@@ -29,6 +29,8 @@ __all__ = ["apply_tensor_parallel", "check_sequence_parallel", "check_tensor_par
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicated_with_grad_allreduce",)
 """Styles of transformers for weights that every rank has in full inside its part of an attention layer."""
+SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+"""Text models without a plan in transformers 5.23, and the model type with a plan for the same layers."""
 
 
 def check_tensor_parallel(model: PreTrainedModel, degree: int) -> None:
@@ -115,13 +117,20 @@ def _linear_parts(model: PreTrainedModel, name: str, factor: str) -> list[str]:
     return [f"{name}.base_layer", *factors]
 
 
+def _plan(model: PreTrainedModel) -> Mapping[str, str]:
+    config = model.config.get_text_config()
+    source = CONFIG_MAPPING[SAME_LAYERS[config.model_type]] if config.model_type in SAME_LAYERS else config
+    return getattr(source, "base_model_tp_plan", None) or {}
+
+
 def _split(model: PreTrainedModel) -> dict[str, list[str]]:
     """The modules of ``model.base_model`` that transformers' plan cuts by columns and by rows."""
-    plan: Mapping[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    # The plan of a vision-language model is of its text; each rank computes the whole tower.
+    prefix = "language_model." if is_vision_model(model) else ""
     names = [name for name, _ in model.base_model.named_modules()]
     split: dict[str, list[str]] = {COLUMN: [], ROW: []}
-    for pattern, style in plan.items():
-        matches = [name for name in names if fnmatchcase(name, pattern)]
+    for pattern, style in _plan(model).items():
+        matches = [name for name in names if fnmatchcase(name, prefix + pattern)]
         if style in split:
             split[style] += matches
         elif matches and style not in REPLICATED:
