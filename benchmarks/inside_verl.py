@@ -20,18 +20,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common.bare import build
 from common.engine import step_options, work_of
 from common.measure import Side, compare
-from common.verl_side import with_bounds
 from common.workload import MODEL, make_batch, skewed_lengths
-from core_rl_verl.actor_steps import OURS, THEIRS, Rollout, actor, step
 from torch import Tensor
 
 
 def main() -> None:
     """Measure and print."""
     arguments = step_options(__doc__).parse_args()
+    # Of environments with verl alone, and `--help` works in all.
+    from common.verl_side import with_bounds
+    from core_rl_verl.actor_steps import OURS, THEIRS, Rollout, actor, step
+
     torch.set_num_threads(arguments.threads or 2)
     batch = make_batch(skewed_lengths(arguments.sequences))
-    rollouts = [_rollout(ids) for ids in batch.input_ids.split(batch.lengths)]
+    rollouts = [Rollout(*_rollout(ids)) for ids in batch.input_ids.split(batch.lengths)]
     with tempfile.TemporaryDirectory() as path:
         build(MODEL, packed=False).save_pretrained(path)
         sides: dict[str, Side] = {}
@@ -44,11 +46,11 @@ def main() -> None:
         compare(title, sides, batch.num_tokens, base="verl, fsdp2", repeats=arguments.repeats)
 
 
-def _rollout(ids: Tensor) -> Rollout:
-    """A third of the tokens is the prompt; log-probs are of a uniform policy."""
+def _rollout(ids: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Prompt, a third of the tokens, and response, its log-probs of a uniform policy, and the advantage."""
     begin = max(1, len(ids) // 3)
     uniform = -torch.tensor(float(MODEL["vocab_size"])).log()
-    return Rollout(ids[:begin], ids[begin:], uniform.expand(len(ids) - begin).contiguous(), 1.0)
+    return ids[:begin], ids[begin:], uniform.expand(len(ids) - begin).contiguous(), 1.0
 
 
 if __name__ == "__main__":

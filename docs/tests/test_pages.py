@@ -39,6 +39,7 @@ NOT_RUN = {
     "needs a server": 1,
     "needs reports": 2,
     "downloads packages": 1,
+    "downloads a processor": 1,
     "takes minutes": 9,
     "needs a run": 2,
     "two machines": 1,
