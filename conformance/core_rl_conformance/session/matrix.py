@@ -321,8 +321,8 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
     )
     for case in _at(check, target, selection, first, places, not_supported, not_run):
         # Partners' layouts rotate, among layouts that can take the model.
-        takes = [other for other in partner_settings if other.suited([case.family])] or partner_settings
-        partner_setting = takes[settings.index(case.setting) % len(takes)]
+        able = [other for other in partner_settings if other.suited([case.family])] or partner_settings
+        partner_setting = able[settings.index(case.setting) % len(able)]
         yield replace(case, partner=partner, partner_setting=partner_setting)
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "ExpertsKernel",
     "attention_of",
     "build_model",
+    "buildable_config",
     "building",
     "drawn_head",
     "finished",
@@ -68,12 +69,21 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise ConfigError(
             f"transformers refuses the model config {model.path or model.config!r}: {error}"
         ) from error
+    if model.head != "lm":
+        config.num_labels = 1
+    return config
+
+
+def buildable_config(model: ModelConfig) -> PretrainedConfig:
+    """The same of a model that can be built with or without its vision tower, as ``model`` asks.
+
+    Raises `UnsupportedCapability`, and `ConfigError` as `read_config` does.
+    """
+    config = read_config(model)
     if model.vision:
         check_vision(config)
     elif model.head == "lm" and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         require_text(config, config.model_type)
-    if model.head != "lm":
-        config.num_labels = 1
     return config
 
 
@@ -93,7 +103,7 @@ def build_model(
     missing or misshapen weights, and `UnsupportedCapability` for a model whose written form is no cut
     of its parameters.
     """
-    config = read_config(model)
+    config = buildable_config(model)
     if model.path is not None:
         model_files(model)
     family, attention = model_family(model), attention_of(config, attn_implementation)

@@ -23,12 +23,12 @@ from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import (
     ExpertsKernel,
     attention_of,
+    buildable_config,
     building,
     drawn_head,
     finished,
     is_new_head,
     model_family,
-    read_config,
     require_fitting,
 )
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
@@ -78,7 +78,7 @@ class Unloaded:
 
 def model_on_meta(model: ModelConfig) -> PreTrainedModel:
     """The module of ``model``, its adapter and head included, without memory; raises `ConfigError` as `build_model`."""
-    config = read_config(model)
+    config = buildable_config(model)
     with building(model), torch.device("meta"):
         built: PreTrainedModel = model_family(model).from_config(config, dtype=torch.float32)
     return finished(built, model, seed=0, experts="eager")
@@ -102,7 +102,7 @@ def build_on_meta(
     if model.path is None:
         return None
     files = model_files(model)
-    config = read_config(model)
+    config = buildable_config(model)
     if getattr(config, "quantization_config", None) is not None:
         return None
     with building(model), torch.device("meta"):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.checkpoint.tensor_files import MAX_FILE_BYTES
 from core_rl.config.engine import LoraConfig, ModelConfig
-from core_rl.errors import ConfigError
+from core_rl.errors import UnsupportedCapability
 from core_rl.state.gather import BUCKET_BYTES, buckets
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart
@@ -157,6 +157,5 @@ def test_a_memory_plan_counts_the_whole_model(name: str) -> None:
 
 
 def test_a_vision_language_model_is_refused() -> None:
-    """Until it is built."""
-    with pytest.raises(ConfigError, match=r"Unrecognized configuration class .*Qwen3VLConfig.*CausalLM\.$"):
+    with pytest.raises(UnsupportedCapability, match=r"qwen3_vl is more than a text model; set model\.vision"):
         footprint_of(ModelConfig(config={"model_type": "qwen3_vl"}))

@@ -211,7 +211,7 @@ def test_peft_reads_adapters_of_vision_models(case: str, tmp_path: Path) -> None
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
     reloaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     ids = batch.input_ids[: batch.lengths[0]]
-    images = sequence_arguments(built(family).base_model, ids, batch.media[0])
+    images = sequence_arguments(built(family).base_model, ids[None], batch.media[0])
     with torch.no_grad():
         logits = reloaded(input_ids=ids[None], use_cache=False, **images).logits[0].log_softmax(-1)
     expected = logits[:-1].gather(1, ids[1:, None])[:, 0]

@@ -115,13 +115,15 @@ RECIPES = {
 
 OF_LIBRARIES = {"reasoning_gym.yaml", "verifiers.yaml"}
 """Their environments come from `test_integrations`."""
+OF_IMAGES = {"sft_shapes.yaml", "grpo_shapes.yaml"}
+"""`test_image_runs` runs them."""
 
 
 def test_every_recipe_without_a_server_is_run_below() -> None:
     recipes = {path.name: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob("*.yaml")}
     engines = {name: recipe.get("rollout", {}).get("engine") for name, recipe in recipes.items()}
     local = {name for name, engine in engines.items() if engine in (None, "reference-rollout")}
-    assert local == {f"{name}_arithmetic.yaml" for name in RECIPES} | OF_LIBRARIES
+    assert local == {f"{name}_arithmetic.yaml" for name in RECIPES} | OF_LIBRARIES | OF_IMAGES
 
 
 @pytest.fixture(scope="module")
