@@ -19,9 +19,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     Gemma2Config,
     GenerationConfig,
     GPT2Config,
@@ -38,6 +35,7 @@ from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
 from core_rl_conformance.inputs.tiny_vision import VOCABULARY, vision_config
 from core_rl_conformance.profile import VISION
 from core_rl_oracle.experts import all_written, overwrite, parameters_of
+from core_rl_oracle.media import model_class
 
 MAX_LENGTH = 64
 """Tokens that a tiny model takes."""
@@ -430,9 +428,7 @@ def save_as(
 
 def build(model: TinyModel) -> PreTrainedModel:
     """The model in memory, float32."""
-    family: Any = AutoModelForCausalLM if model.head == "lm" else AutoModelForSequenceClassification
-    if model.vision:
-        family = AutoModelForImageTextToText
+    family = model_class(model.head, model.vision)
     if model.source and model.seed == 0:
         loaded: PreTrainedModel = family.from_pretrained(
             model.source, config=model.config(), dtype=torch.float32, local_files_only=True

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["NO_MEDIA", "Media", "count_patches", "join_media", "media_violations"]
+__all__ = ["GRID", "NO_MEDIA", "PIXELS", "Media", "count_patches", "join_media", "media_violations"]
 
 Media = Mapping[str, Tensor]
 """Arguments of a vision-language model for one sequence, on the CPU: ``pixel_values`` and ``image_grid_thw``, their
@@ -17,8 +17,8 @@ placeholders. Sequences with the same images share one object, which is sent and
 
 NO_MEDIA: Media = {}
 """Of a sequence of text; a dictionary, as batches are pickled, and a mapping proxy cannot be."""
-PIXELS = "pixel_values"
-"""The prefix of arguments with pixels."""
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+"""Arguments with the pixels of images, whose name begins those of videos as well, and with their sizes in patches."""
 PATCH_PIXELS = 14 * 14
 """Pixels of one patch, where a processor leaves images whole (``[images, channels, height, width]``)."""
 
@@ -27,7 +27,7 @@ def media_violations(media: Sequence[Media], count: int) -> Iterable[str]:
     """Problems of the ``media`` of ``count`` sequences, each with the sequence and the argument."""
     if media and len(media) != count:
         yield f"'media' must have B={count} entries, or none; it has {len(media)}"
-    entries: Sequence[Mapping[str, object]] = media  # of a caller, whose types nobody has checked
+    entries: Sequence[Mapping[str, object]] = media  # a caller's types are not known
     for b, arguments in enumerate(entries):
         for name, value in arguments.items():
             place = f"media argument {name!r} of sequence {b}"

@@ -266,7 +266,7 @@ class TrainComponents:
             config=config,
             backend=backend,
             model=model,
-            limits=ModelLimits.of(model),
+            limits=ModelLimits.of(model, config.model.vision),
             world=world,
             groups=groups,
             device=device,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -292,23 +291,16 @@ def check_routing(spec: EngineSpec, batch: SequenceBatch, model: PretrainedConfi
         raise BatchError("token field 'routing' names an expert twice for one token and layer")
 
 
-def check_batch(
-    batch: SequenceBatch, model: PretrainedConfig, limits: ModelLimits, vision: bool = False
-) -> None:
-    """Raise one `BatchError` that lists token ids and lengths beyond the ``limits`` of ``model``, and wrong images.
-
-    ``vision`` is whether the engine computes images.
-    """
-    violations = chain(
-        batch_violations(batch, limits),
-        placeholder_violations(batch.input_ids.split(batch.lengths), batch.media, model if vision else None),
-    )
-    raise_all(BatchError, model.model_type, violations)
+def check_batch(batch: SequenceBatch, model: PretrainedConfig, limits: ModelLimits) -> None:
+    """Raise one `BatchError` that lists what the ``limits`` of ``model`` exclude: see `batch_violations`."""
+    raise_all(BatchError, model.model_type, batch_violations(batch, limits))
 
 
 def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]:
-    """Token ids and lengths beyond ``limits``."""
-    for index, ids in enumerate(batch.input_ids.split(batch.lengths)):
+    """Token ids and lengths beyond ``limits``, and images that do not fit their placeholders."""
+    rows = batch.input_ids.split(batch.lengths)
+    yield from placeholder_violations(rows, batch.media, limits.image_model)
+    for index, ids in enumerate(rows):
         highest, position = (int(value) for value in ids.max(dim=0))
         if highest >= limits.vocab_size:
             yield (

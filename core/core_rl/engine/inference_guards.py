@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -153,12 +153,7 @@ def _response_violations(
 
 def check_batch(batch: SequenceBatch, limits: ModelLimits) -> None:
     """Raise `BatchError` for an empty batch, and for sequences that the model cannot take."""
-    if not batch.num_sequences:
-        raise BatchError("score: the batch is empty")
-    rows = batch.input_ids.split(batch.lengths)
-    violations = chain(
-        batch_violations(batch, limits), placeholder_violations(rows, batch.media, limits.image_model)
-    )
+    violations = batch_violations(batch, limits) if batch.num_sequences else ["the batch is empty"]
     raise_all(BatchError, "score", violations)
 
 

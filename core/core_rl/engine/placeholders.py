@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from core_rl.data.media import Media
+from core_rl.data.media import GRID, PIXELS, Media
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = ["placeholder_violations"]
 
-PIXELS, GRID = "pixel_values", "image_grid_thw"
 VIDEO = "video"
 """Part of the names of arguments for videos."""
 

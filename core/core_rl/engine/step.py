@@ -128,7 +128,7 @@ class TrainStep:
         def count_here() -> int:
             if shares:
                 self.check_sharing()
-            guards.check_batch(batch, run.model, run.limits, run.config.model.vision)
+            guards.check_batch(batch, run.model, run.limits)
             guards.check_routing(run.spec, batch, run.model)
             return count_micro_batches(batch, spec)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.media import Media, join_media
+from core_rl.data.media import GRID, PIXELS, Media, join_media
 from core_rl.data.pinned import to_device
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import Blocks, Segments
@@ -54,10 +54,7 @@ def check_vision(config: PretrainedConfig) -> None:
 
 
 def sequence_arguments(trunk: nn.Module, ids: Tensor, media: Media) -> dict[str, Tensor]:
-    """Arguments of ``trunk`` for rows ``[B, L]`` with the images of all, besides their ids.
-
-    Their positions are the model's own affair.
-    """
+    """Arguments of ``trunk`` for rows ``[B, L]`` with the images of all, besides ids; the model computes positions."""
     if not media:
         return {}
     arguments = {name: to_device(value, ids.device) for name, value in media.items()}
@@ -80,12 +77,12 @@ def blank_image(config: PretrainedConfig) -> Media:
         side = vision.spatial_merge_size
         size = channels * vision.temporal_patch_size * vision.patch_size**2
         return {
-            "pixel_values": torch.zeros(side**2, size),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
+            PIXELS: torch.zeros(side**2, size),
+            GRID: torch.tensor([[1, side, side]]),
         }
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
-    return {"pixel_values": torch.zeros(1, channels, height, width)}
+    return {PIXELS: torch.zeros(1, channels, height, width)}
 
 
 class PackedVision:
@@ -136,7 +133,7 @@ class PackedVision:
         """Positions of one sequence in time, height and width, by the model's own rule: int64 ``[3, L]``."""
         if not media:
             return torch.arange(len(ids)).expand(3, -1)
-        grids = {name: value for name, value in media.items() if not name.startswith("pixel_values")}
+        grids = {name: value for name, value in media.items() if not name.startswith(PIXELS)}
         kinds = _token_kinds(self._config, ids)
         positions: Tensor = self._trunk.get_rope_index(ids[None], mm_token_type_ids=kinds[None], **grids)[0]  # type: ignore[operator]
         return positions[:, 0]

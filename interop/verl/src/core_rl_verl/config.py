@@ -12,6 +12,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import load_config
+from core_rl_conformance.profile import laid_over
 
 __all__ = ["PREFIX", "CoreRLEngineConfig", "first_lr_step", "train_config"]
 
@@ -88,7 +89,9 @@ def train_config(
         "offload_optimizer": engine.optimizer_offload and not engine.forward_only,
         "options": _options(kind, model, engine, world_size),
     }
-    config: TrainEngineConfig = parse_config(kind, _merged(fields, overrides), f"engine {name!r} inside verl")
+    config: TrainEngineConfig = parse_config(
+        kind, laid_over(fields, overrides), f"engine {name!r} inside verl"
+    )
     return config
 
 
@@ -211,15 +214,3 @@ def _options(
     if "replicas" in known and 0 < engine.fsdp_size < world_size:
         fields["replicas"] = world_size // engine.fsdp_size
     return fields
-
-
-def _merged(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` with ``overrides`` laid over them, section by section."""
-    merged = dict(fields)
-    for name, value in overrides.items():
-        before = merged.get(name)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            merged[name] = _merged(before, value)
-        else:
-            merged[name] = value
-    return merged

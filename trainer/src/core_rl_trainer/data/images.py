@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core_rl.config.engine import ModelConfig
+from core_rl.data.media import GRID, PIXELS
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
@@ -29,7 +30,6 @@ PLACE = "<image>"
 """The place of an image in a text."""
 TEXTS = ("prompt", "messages")
 """Fields of examples in which images may stand."""
-ARGUMENTS = ("pixel_values", "image_grid_thw")
 
 
 def located(examples: Examples, directory: Path) -> Examples:
@@ -88,7 +88,7 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
     return replace(kind, check=lambda example: kind.check(encoder.marked(example)), encode=encode)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ImageEncoder:
     """The image processor of a model directory, and the tokens of the model that stand for images."""
 
@@ -155,7 +155,7 @@ class ImageEncoder:
     def expanded(self, sample: Sample, media: Media) -> Sample:
         """``sample`` with a placeholder for each feature of each image."""
         merged = int(self.config.vision_config.spatial_merge_size) ** 2
-        counts = (media["image_grid_thw"].prod(-1) // merged).tolist()
+        counts = (media[GRID].prod(-1) // merged).tolist()
 
         def grown(encoded: Encoded) -> Encoded:
             return _repeated(encoded, int(self.config.image_token_id), counts)
@@ -168,9 +168,6 @@ class ImageEncoder:
             changed["sequences"] = [grown(sequence) for sequence in sample["sequences"]]
         changed |= {name: grown(sample[name]) for name in ("chosen", "rejected") if name in sample}
         return {**sample, **changed}
-
-    def __hash__(self) -> int:
-        return id(self.processor)
 
 
 def _repeated(encoded: Encoded, placeholder: int, counts: Sequence[int]) -> Encoded:
@@ -192,7 +189,7 @@ def _repeated(encoded: Encoded, placeholder: int, counts: Sequence[int]) -> Enco
 def _processed(encoder: ImageEncoder, paths: tuple[str, ...]) -> Media:
     images = [_opened(number, path, encoder.most_pixels) for number, path in enumerate(paths, 1)]
     features = encoder.processor(images=images, return_tensors="pt")
-    return {name: features[name] for name in ARGUMENTS}
+    return {name: features[name] for name in (PIXELS, GRID)}
 
 
 def _opened(number: int, path: str, most_pixels: int) -> Image:
