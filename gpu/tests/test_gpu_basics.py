@@ -27,7 +27,7 @@ def test_machine(setting: Setting) -> Figures:
 
     Raises where kernels lack arguments that packed attention passes.
     """
-    missing = {"scale", "window_size", "enable_gqa"} - inspect.signature(varlen_attn).parameters.keys()
+    missing = {"scale", "window_size"} - inspect.signature(varlen_attn).parameters.keys()
     if missing:
         raise RuntimeError(f"varlen_attn of torch {torch.__version__} has no {sorted(missing)}")
     shared = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None

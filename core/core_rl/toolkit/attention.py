@@ -350,6 +350,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     # With latent attention, values are narrower than queries and keys; the kernel wants them equal.
     common = -(-max(query.shape[-1], width) // KERNEL_MULTIPLE) * KERNEL_MULTIPLE
     segments, device = call.segments, query.device
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if cuda.NAMES_GROUPS else {}
     queries, keys, values = (_token_rows(part, common) for part in (query, key, value))
     seen = segments.seen(device)
     if seen is not None:
@@ -364,7 +365,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
         segments.longest,
         scale=call.scaling,
         window_size=(-1 if call.window is None else call.window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)  # a tuple only where the log-sum-exp is asked for
     return out[None, :, :, :width]

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
 
 from core_rl.backend.train_backend import BuildContext, C
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import MissingPackage, OutOfDeviceMemory
 
-__all__ = ["add_product", "on_cuda", "product", "require_device_memory", "use_flash_attention"]
+__all__ = [
+    "NAMES_GROUPS",
+    "add_product",
+    "on_cuda",
+    "product",
+    "require_device_memory",
+    "use_flash_attention",
+]
+
+
+NAMES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether ``varlen_attn`` has an argument for fewer heads of keys than of queries; torch 2.11 reads it off the shapes.
+"""
 
 
 def on_cuda(tensor: Tensor) -> bool:
