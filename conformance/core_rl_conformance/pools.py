@@ -18,6 +18,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts, LocalHosts
 from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.outcomes import NotRun
 
 MakeEngine = Callable[[EngineSpec, Any], Any]
 """Makes an inference engine, as `load_engine` does; the suite's own tests plant bugs of the core here."""
@@ -53,7 +54,12 @@ class GroupPool:
     def start(
         self, spec: EngineSpec, config: TrainEngineConfig, ft_spec: FinetuneSpec | None = None
     ) -> EngineGroup:
-        """A group of ``spec`` that is initialized with ``config``; its earlier state is gone."""
+        """A group of ``spec`` that is initialized with ``config``; its earlier state is gone.
+
+        Raises `NotRun` where this machine has fewer GPUs than ranks.
+        """
+        if config.device == "cuda" and isinstance(self.hosts, LocalHosts):
+            _require_devices(config.layout.world_size)
         group = self._groups.get(spec.name)
         if group is None or group.spec != spec:
             self.discard(spec.name)
@@ -85,6 +91,12 @@ class GroupPool:
         for name in list(self._groups):
             self.discard(name)
         self.hosts.close()
+
+
+def _require_devices(ranks: int) -> None:
+    devices = torch.cuda.device_count()
+    if ranks > devices:
+        raise NotRun(f"{ranks} ranks need a GPU each, and this machine has {devices}")
 
 
 class ServerPool:

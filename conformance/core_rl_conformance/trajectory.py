@@ -90,7 +90,7 @@ def expected_training(
     truth = _oracle_training(oracle, start.copy(), training)
     plain = PlainModel(directory, head, dtype, device)
     runs = [
-        _plain_training(plain, variant, kernel, start, training)
+        _plain_training(plain, variant, kernel, start, training, device)
         for variant, kernel in zip(VARIANTS, cycle(KERNELS))
     ]
     return ExpectedTraining(
@@ -112,9 +112,14 @@ def _oracle_training(oracle: Oracle, state: OptimizerState, training: AnyTrainin
 
 
 def _plain_training(
-    plain: PlainModel, variant: Variant, kernel: Kernel, start: OptimizerState, training: AnyTraining
+    plain: PlainModel,
+    variant: Variant,
+    kernel: Kernel,
+    start: OptimizerState,
+    training: AnyTraining,
+    device: str,
 ) -> Trajectory:
-    optimizer = PlainAdamW(start, training.config, kernel)
+    optimizer = PlainAdamW(start, training.config, kernel, device)
     losses, norms = [], []
     for sequences, rate in zip(training.sequences, training.rates, strict=True):
         plain.set_weights(optimizer.params)

@@ -31,7 +31,10 @@ VARIANTS: tuple[tuple[Kernel, int | None], ...] = (
     ("foreach", 1),
     ("loop", 2),
 )
-"""Kernels, and seeds of moving gradients by one unit in the last place."""
+"""Kernels, and seeds of moving gradients by one unit in the last place.
+
+On CUDA the fused kernel rounds betas to float32 (pytorch/pytorch#173224), and its error of ``1 - beta`` with them.
+"""
 LARGEST_ERROR = {"exp_avg": 0.9 / 64 / 2, "exp_avg_sq": 0.9 / 128 / 2}
 """Error of each kind of moments, in relation to the largest magnitude of the block.
 
@@ -47,14 +50,15 @@ def step_tolerances(
     config: AdamW,
     grads: Sequence[Mapping[str, Tensor]],
     rates: Sequence[float],
+    device: str = "cpu",
 ) -> dict[str, dict[str, Tolerance]]:
     """The tolerances of ``params``, ``exp_avg`` and ``exp_avg_sq`` after the steps from ``start`` to ``expected``.
 
-    The steps have ``grads`` and learning ``rates``.
+    The steps have ``grads`` and learning ``rates``, and the plain optimizer makes them on ``device``.
     """
     runs = []
     for kernel, nudge in VARIANTS:
-        optimizer = PlainAdamW(start, config, kernel)
+        optimizer = PlainAdamW(start, config, kernel, device)
         for number, (step_grads, rate) in enumerate(zip(grads, rates, strict=True)):
             scale = config.clip_scale(grad_norm(step_grads))
             values = {
@@ -70,22 +74,26 @@ def step_tolerances(
 
 
 class PlainAdamW:
-    """torch's AdamW over float32 copies of the weights and moments of ``start``."""
+    """torch's AdamW over float32 copies of the weights and moments of ``start``, which are on ``device``."""
 
-    def __init__(self, start: OptimizerState, config: AdamW, kernel: Kernel = "foreach") -> None:
-        self._params = {name: torch.nn.Parameter(value.float()) for name, value in start.params.items()}
+    def __init__(
+        self, start: OptimizerState, config: AdamW, kernel: Kernel = "foreach", device: str = "cpu"
+    ) -> None:
+        self._params = {
+            name: torch.nn.Parameter(_float32(value, device)) for name, value in start.params.items()
+        }
         self._optimizer = _optimizer(self._params, config, kernel)
         for name, parameter in self._params.items():
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(float(start.count)),
-                "exp_avg": start.exp_avg[name].float(),
-                "exp_avg_sq": start.exp_avg_sq[name].float(),
+                "step": torch.tensor(float(start.count), device=device),
+                "exp_avg": _float32(start.exp_avg[name], device),
+                "exp_avg_sq": _float32(start.exp_avg_sq[name], device),
             }
 
     @property
     def params(self) -> dict[str, Tensor]:
         """The weights, as they are now."""
-        return {name: parameter.detach() for name, parameter in self._params.items()}
+        return {name: parameter.detach().cpu() for name, parameter in self._params.items()}
 
     @property
     def state(self) -> OptimizerState:
@@ -93,8 +101,8 @@ class PlainAdamW:
         parts = {name: self._optimizer.state[parameter] for name, parameter in self._params.items()}
         return OptimizerState(
             params=self.params,
-            exp_avg={name: part["exp_avg"] for name, part in parts.items()},
-            exp_avg_sq={name: part["exp_avg_sq"] for name, part in parts.items()},
+            exp_avg={name: part["exp_avg"].cpu() for name, part in parts.items()},
+            exp_avg_sq={name: part["exp_avg_sq"].cpu() for name, part in parts.items()},
         )
 
     def step(self, grads: Mapping[str, Tensor], rate: float) -> None:
@@ -102,7 +110,7 @@ class PlainAdamW:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         for name, grad in grads.items():
-            self._params[name].grad = grad
+            self._params[name].grad = grad.to(self._params[name].device)
         self._optimizer.step()
 
 
@@ -119,6 +127,10 @@ def _optimizer(params: Mapping[str, torch.nn.Parameter], config: AdamW, kernel: 
         foreach=kernel == "foreach",
         fused=kernel == "fused",
     )
+
+
+def _float32(value: Tensor, device: str) -> Tensor:
+    return value.to(device, torch.float32, copy=True)
 
 
 def _nudged(grad: Tensor, seed: int, step: int) -> Tensor:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.reference import SPEC
 from core_rl_conformance import pools
+from core_rl_conformance.outcomes import NotRun
 from core_rl_conformance.pools import GroupPool, use_deterministic_kernels
 
 
@@ -39,9 +41,19 @@ def test_cuda_kernels_sum_in_fixed_order(
     monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "cuda"], expected: list[Any]
 ) -> None:
     monkeypatch.setattr(pools, "EngineGroup", Group)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     config = TrainEngineConfig(model=ModelConfig(config={"model_type": "qwen3"}), device=device)
     group: Any = GroupPool().start(SPEC, config)
     assert group.ran == expected
+
+
+def test_layouts_beyond_gpus_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config = TrainEngineConfig(
+        model=ModelConfig(config={"model_type": "qwen3"}), device="cuda", layout=ParallelLayout(tp=2)
+    )
+    with pytest.raises(NotRun, match="2 ranks need a GPU each, and this machine has 1"):
+        GroupPool().start(SPEC, config)
 
 
 def test_nondeterministic_kernel_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

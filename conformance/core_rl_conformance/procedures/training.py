@@ -146,7 +146,9 @@ class Shadow:
 
     def verify(self, subject: EngineUnderTest, group: EngineGroup, label: str) -> None:
         """Compare the engine's weights and moments with the float64 AdamW."""
-        allowed = step_tolerances(self._start, self.state, self.config, self._grads, self._rates)
+        allowed = step_tolerances(
+            self._start, self.state, self.config, self._grads, self._rates, subject.case.device
+        )
         weights = group.named_tensors("master")
         still = {name: weights.pop(name) for name in self.frozen if name in weights}
         if self.frozen:
@@ -155,17 +157,17 @@ class Shadow:
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
         for finding in compare_steps(label, got, steps, allowed, subject.layout.dp):
             if finding.problem is not None:
-                finding = replace(finding, problem=f"{finding.problem}{self._first_off()}")  # noqa: PLW2901
+                finding = replace(finding, problem=f"{finding.problem}{self._first_off(subject.case.device)}")  # noqa: PLW2901
             subject.verify(finding)
 
-    def _first_off(self) -> str:
+    def _first_off(self, device: str) -> str:
         """A line about the first of several steps after which weights are wrong."""
         if len(self._grads) < 2:
             return ""
         for count, weights in enumerate(self._weights, 1):
             grads, rates = self._grads[:count], self._rates[:count]
             right = Steps(config=self.config, start=self._start, grads=grads, rates=rates).state()
-            allowed = step_tolerances(self._start, right, self.config, grads, rates)["params"]
+            allowed = step_tolerances(self._start, right, self.config, grads, rates, device)["params"]
             off = [
                 name
                 for name, value in right.params.items()

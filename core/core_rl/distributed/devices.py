@@ -73,7 +73,11 @@ def expand_segments(on: bool) -> None:
 
 def segments_expand() -> bool:
     """Whether `expand_segments` or the environment chose so."""
-    return "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings()
+    # torch 2.11 has no such function: as `use_device` decides.
+    settings = [os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)]
+    return all("expandable_segments:True" in setting for setting in settings)
 
 
 def give_back_cache(device: torch.device) -> None:

@@ -28,6 +28,9 @@ class InPlaceReduceScatter(ReduceScatter):
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             gradients = self._gradients = torch.empty(size, dtype=dtype, device=device)
+        elif gradients.is_cuda:
+            # Asked for in the stream of reductions, which adds up micro-batches there after FSDP has let go of it.
+            gradients.record_stream(torch.cuda.current_stream(device))
         return gradients
 
     def reset(self) -> None:

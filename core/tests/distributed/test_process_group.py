@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core_rl.distributed.devices import chosen_device, device_type, use_device
+from core_rl.distributed.devices import chosen_device, device_type, segments_expand, use_device
 from core_rl.distributed.process_group import Meeting, RankAddress, join, local_index, open_store
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
@@ -171,6 +171,18 @@ def test_cuda_memory_uses_expandable_segments(
     assert did == []
     use_device(torch.device("cuda:1"))
     assert did == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("", True), ("expandable_segments:True", True), ("expandable_segments:False", False)],
+)
+def test_older_torch_expands_segments_as_set(
+    monkeypatch: pytest.MonkeyPatch, setting: str, expected: bool
+) -> None:
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    assert segments_expand() == expected
 
 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,13 @@ def test_the_norm_is_accumulated_in_float64() -> None:
     assert global_grad_norm([LocalSlice("w", (0,), grad)], Comm()) == pytest.approx(exact, rel=1e-12)
 
 
-def test_cuda_norms_use_a_single_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]]), torch.zeros(0)]
+@pytest.mark.parametrize("size", [1.0, 2.0**-80, 2.0**64])
+def test_cuda_norms_use_a_single_kernel(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = [size * torch.tensor([3.0, 0.0]), size * torch.tensor([[4.0]]), torch.zeros(0)]
     slices = [LocalSlice(str(number), (0,) * grad.dim(), grad) for number, grad in enumerate(grads)]
     monkeypatch.setattr("core_rl.state.store._on_cuda", lambda tensors: True)
     monkeypatch.setattr("core_rl.state.store.CHUNK", None)
-    assert global_grad_norm(slices, Comm()) == 5.0
+    assert global_grad_norm(slices, Comm()) == 5.0 * size
 
 
 def test_replicas_are_counted_once() -> None:
