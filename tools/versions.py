@@ -97,6 +97,9 @@ MATRIX = {
     "newest-transformers": Environment(
         python="3.11", engines=("reference", "fsdp"), over="tested-3.11", pins={"transformers": "5.24.0"}
     ),
+    "torch-2.11": Environment(
+        python="3.12", engines=("reference", "fsdp", "megatron"), pins={"torch": "2.11.0"}
+    ),
     "torch-2.14": Environment(python="3.11", engines=("reference", "fsdp"), pins={"torch": "2.14.1"}),
     "python-3.13": Environment(python="3.13", engines=("reference", "fsdp")),
     **{f"sglang-{version}": _served("sglang", "sglang", version) for version in ("0.5.22", "0.5.23")},
@@ -105,11 +108,11 @@ MATRIX = {
 
 
 def interpreter(version: str) -> str | None:
-    """The Python ``version`` of this machine, on the path or of pyenv; None without one."""
+    """The Python ``version`` of this machine, of pyenv or on the path, where pyenv's shims end without a version."""
     pyenv = sorted(
         Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python")
     )
-    return shutil.which(f"python{version}") or next(map(str, reversed(pyenv)), None)
+    return next(map(str, reversed(pyenv)), None) or shutil.which(f"python{version}")
 
 
 def python_of(name: str) -> Path:

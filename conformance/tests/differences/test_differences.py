@@ -16,7 +16,7 @@ from core_rl_conformance.differences.replay import Measured, compare_measured, m
 from core_rl_conformance.differences.run import MODEL
 from core_rl_conformance.inputs.tiny_models import ModelStore
 
-BY_DAY = ("nothing", "mask", "whitening", "temperature", "cut", "several")
+BY_DAY = ("nothing", "mask", "several")
 ROLLOUTS = rollouts_of(drawn_rows(0), MODEL.vocab_size, 0)
 
 PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {

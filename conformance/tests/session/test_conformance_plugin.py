@@ -387,7 +387,7 @@ def _processes() -> list[str]:
     return lines
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_report_is_written(pytester: pytest.Pytester, installed: str) -> None:
     result = pytester.runpytest_subprocess(
         f"--engine={installed}",

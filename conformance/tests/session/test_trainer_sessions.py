@@ -115,6 +115,7 @@ def test_session_reports_the_trainer(pytester: pytest.Pytester, tmp_path: Path) 
     assert outcomes["T5.advantages"] is Outcome.NOT_SUPPORTED
 
 
+@pytest.mark.nightly
 def test_waived_failure_keeps_its_message(tmp_path: Path) -> None:
     command = [
         sys.executable,

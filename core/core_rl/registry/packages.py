@@ -53,7 +53,7 @@ class PackageVersions:
         return f"pip install '{self.name}{self.tried}'"
 
 
-TORCH = PackageVersions(name="torch", tried=">=2.13,<2.15")
+TORCH = PackageVersions(name="torch", tried=">=2.11,!=2.12.*,<2.15")
 TRANSFORMERS = PackageVersions(name="transformers", tried=">=5.13,<5.25")
 """Of every engine that builds on models of transformers."""
 

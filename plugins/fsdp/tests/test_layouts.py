@@ -181,11 +181,16 @@ KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 MOVES = [
     ("uneven-tp4", "dp2cp2"),
     ("dp2cp2", "uneven-dp2tp2"),
-    ("uneven-dp2tp2", "uneven-tp4-sp"),
-    ("hybrid-tp2", "uneven-tp4"),
-    ("tp2", "hybrid"),
-    ("hybrid", "cp4-two-kv-heads"),
-    ("tp2cp2-sp", "replicated"),
+    *(
+        pytest.param(before, after, marks=pytest.mark.nightly)
+        for before, after in [
+            ("uneven-dp2tp2", "uneven-tp4-sp"),
+            ("hybrid-tp2", "uneven-tp4"),
+            ("tp2", "hybrid"),
+            ("hybrid", "cp4-two-kv-heads"),
+            ("tp2cp2-sp", "replicated"),
+        ]
+    ),
 ]
 
 

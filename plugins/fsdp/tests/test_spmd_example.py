@@ -37,9 +37,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("per_rank", "layout"),
-    [(1, {"dp": 2}), pytest.param(2, {"dp": 2, "tp": 2}, marks=pytest.mark.nightly)],
+    [(1, {"dp": 2}), (2, {"dp": 2, "tp": 2})],
     ids=["2 x 1", "2 x 2"],
 )
 def test_torchrun_agents_train_like_a_group(

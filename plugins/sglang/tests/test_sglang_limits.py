@@ -49,6 +49,7 @@ engine.destroy()
 """
 
 
+@pytest.mark.nightly
 def test_more_requests_than_files_are_all_answered(tmp_path: Path) -> None:
     """Requests of a process that may open 1,024 files, with a lower soft limit as in many shells."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -33,9 +33,8 @@ def run(values: dict[str, Any], *callbacks: Callable[[Event], None]) -> str:
 FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
 
 
-@pytest.mark.parametrize(
-    "come_back", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["comes back", "gone"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("come_back", [True, False], ids=["comes back", "gone"])
 def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
     """One of two machines is powered off: the run continues when it is back, or with the layout for one machine."""
     pytest.importorskip("core_rl_fsdp")

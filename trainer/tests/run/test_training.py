@@ -224,8 +224,8 @@ def test_evaluations_do_not_disturb_the_training(unbroken: Path, start: Path, tm
     assert trained[0] == trained[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [(3,), pytest.param((1, 3, 4), marks=pytest.mark.nightly)], ids=["1", "3"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("rows", [(3,), (1, 3, 4)], ids=["1", "3"])
 def test_killed_run_resumes_exactly(
     unbroken: Path, start: Path, tmp_path: Path, rows: tuple[int, ...]
 ) -> None:
