@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,20 @@ HEAD_SCALE = 3.0
 def write_model(model_type: str, directory: Path) -> str:
     """A float32 model of ``model_type`` in Hugging Face format."""
     config = AutoConfig.for_model(model_type, **COMMON, **MODELS[model_type])
-    return _written(AutoModelForCausalLM.from_config(config, dtype=torch.float32), directory)
+    return _written(partial(AutoModelForCausalLM.from_config, config), directory)
 
 
 def write_vision_model(family: str, directory: Path) -> str:
     """A float32 vision-language model of the suite's tiny ``family`` in Hugging Face format."""
     config = vision_config(family)
-    return _written(AutoModelForImageTextToText.from_config(config, dtype=torch.float32), directory)
+    return _written(partial(AutoModelForImageTextToText.from_config, config), directory)
 
 
-def _written(model: PreTrainedModel, directory: Path) -> str:
-    """Drawn weights of ``model``, written to ``directory``."""
+def _written(build: Callable[..., PreTrainedModel], directory: Path) -> str:
+    """The same drawn weights each time, written to ``directory``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # parameters of transformers' own rules: decays of Gated DeltaNet
+        model = build(dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
