@@ -98,7 +98,9 @@ MATRIX = {
         python="3.11", engines=("reference", "fsdp"), over="tested-3.11", pins={"transformers": "5.24.0"}
     ),
     "torch-2.11": Environment(
-        python="3.12", engines=("reference", "fsdp", "megatron"), pins={"torch": "2.11.0"}
+        python="3.12",
+        engines=("reference", "fsdp", "megatron"),
+        pins={"setuptools": "81.0.0", "torch": "2.11.0"},
     ),
     "torch-2.14": Environment(python="3.11", engines=("reference", "fsdp"), pins={"torch": "2.14.1"}),
     "python-3.13": Environment(python="3.13", engines=("reference", "fsdp")),

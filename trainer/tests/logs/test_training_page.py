@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import re
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -13,6 +15,7 @@ import torch
 import training_support as support
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from core_rl.config.base import parse_config
 from core_rl.config.engine import ModelConfig, TrainEngineConfig
@@ -193,6 +196,17 @@ def test_page_is_self_contained_and_escapes_text(tmp_path: Path, rows: list[Row]
     assert "core-rl train" in text and "torch" in text and "kl_coef: 0.05" in text
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ET.fromstring(drawing)
+
+
+def test_images_of_samples_are_in_the_page(tmp_path: Path) -> None:
+    picture, missing = tmp_path / "a.png", str(tmp_path / "gone.png")
+    Image.new("RGB", (640, 320), "red").save(picture)
+    row = sample("<image>Which colour?") | {"images": [str(picture), missing]}
+    text = page(tmp_path).render(ROWS, [row], status="complete")
+    (embedded,) = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    with Image.open(BytesIO(base64.b64decode(embedded))) as image:
+        assert (image.size, image.getpixel((3, 3))) == ((160, 80), (255, 0, 0))
+    assert f"<code>{missing}</code>" in text
 
 
 def test_finished_page_is_static_with_best_model(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def test_fine_tuning_keeps_a_frozen_tower(start: Path, tmp_path: Path) -> None:
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert not any("visual.blocks" in name for name in moved)
     assert {"model.visual.merger.linear_fc1.weight", "lm_head.weight"} <= moved
+    assert 'src="data:image/png' in (output / "index.html").read_text()
     model = AutoModelForImageTextToText.from_pretrained(output / "model")
     assert (
         AutoImageProcessor.from_pretrained(output / "model").patch_size
@@ -65,3 +66,4 @@ def test_rollouts_learn_from_images(start: Path, tmp_path: Path) -> None:
     mismatch = [row["mismatch_max"] for row in metrics_of(output) if "mismatch_max" in row]
     assert len(mismatch) == 2
     assert max(mismatch) < 1e-4
+    assert (output / "index.html").read_text().count('src="data:image/png') >= 4

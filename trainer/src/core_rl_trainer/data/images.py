@@ -83,7 +83,7 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
         marked = encoder.marked(example)
         media = encoder.media(marked.get(IMAGES) or ())
         sample = kind.encode(chat_format, marked)
-        return {**encoder.expanded(sample, media), MEDIA: media} if media else sample
+        return {**encoder.expanded(sample, media), MEDIA: media, IMAGES: marked[IMAGES]} if media else sample
 
     return replace(kind, check=lambda example: kind.check(encoder.marked(example)), encode=encode)
 

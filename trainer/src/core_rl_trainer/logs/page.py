@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +48,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """The charts that come first, and the metrics in them; ``*`` stands for any ending."""
 EVALUATIONS = 12
 """The newest evaluations, of which samples are shown."""
+LARGEST_SIDE = 160
+"""Pixels of an image of an example; the page has it small, next to the text."""
 CHARACTERS = 4000
 """Characters of a text that are shown; a longer text keeps its beginning and its end."""
 
@@ -73,7 +78,11 @@ class RunPage:
         self._machine = run_machine({recipe["engine"], recipe["rollout"]["engine"]})
         self._recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False)
         self._environment = page_environment(TEMPLATES)
-        self._environment.filters |= {"number": _number, "shortened": _shortened}
+        self._environment.filters |= {
+            "number": _number,
+            "shortened": _shortened,
+            "embedded": _embedded,
+        }
 
     def render(
         self,
@@ -165,6 +174,22 @@ def _by_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mappi
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+@lru_cache(maxsize=256)
+def _embedded(path: str) -> str | None:
+    """The image in the file ``path``, made small, as the URL of an ``img``; None where it can no longer be read."""
+    from PIL import Image
+
+    content = BytesIO()
+    try:
+        with Image.open(path) as image:
+            small = image.convert("RGB")
+    except OSError:
+        return None
+    small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    small.save(content, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 def _shortened(text: str) -> str:

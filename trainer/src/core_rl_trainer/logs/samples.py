@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
+from core_rl_trainer.data.images import IMAGES
 from core_rl_trainer.data.tokenizers import decoded_runs
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class RolloutSample:
     prompt: str
     segments: Segments
     """Texts after the prompt, each with its author: ``model`` or ``environment``."""
+    images: tuple[str, ...] = ()
+    """Files of the images of the prompt."""
     reward: float
     tokens: int
     """Tokens that the model wrote."""
@@ -48,6 +51,8 @@ class ExampleSample:
     prompt: str
     segments: Segments
     """Trained tokens as ``model``, the tokens between them as ``environment``."""
+    images: tuple[str, ...] = ()
+    """Files of the images of the example."""
     tokens: int
     """Trained tokens."""
     metrics: dict[str, float | None]
@@ -69,7 +74,7 @@ def rollout_samples(
     first: dict[int, int] = {}
     for number, group in enumerate(batch["group"].tolist()):
         first.setdefault(group, number)
-    answers = [samples[group].get("answer") for group in list(first)[:SHOWN]]
+    examples = [samples[group] for group in list(first)[:SHOWN]]
     batch = batch.select(list(first.values())[:SHOWN])
     fields = (batch.input_ids, batch.loss_mask, batch["versions"])
     sequences = zip(*(values.split(batch.lengths) for values in fields), strict=True)
@@ -84,7 +89,8 @@ def rollout_samples(
             tokens=int(drawn.sum()),
             versions=(min(drawn_versions), max(drawn_versions)),
             stop_reason=str(batch.meta["stop_reason"][number]),
-            answer=_answer(answers[number]),
+            answer=_answer(examples[number].get("answer")),
+            images=tuple(examples[number].get(IMAGES) or ()),
         )
         shown.append(sample)
     return tuple(shown)
@@ -95,8 +101,9 @@ def example_samples(
     titles: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     metrics: Mapping[str, float],
+    images: Sequence[str] = (),
 ) -> tuple[ExampleSample, ...]:
-    """The sequences of one example, called ``titles``, with its ``metrics``."""
+    """The sequences of one example, called ``titles``, with its ``metrics`` and the files of its ``images``."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     sequences = zip(
         titles, batch.input_ids.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
@@ -105,7 +112,14 @@ def example_samples(
     for title, ids, trained in sequences:
         prompt, segments = _texts(ids.tolist(), trained.tolist(), tokenizer)
         tokens = int(trained.sum())
-        sample = ExampleSample(title=title, prompt=prompt, segments=segments, tokens=tokens, metrics=finite)
+        sample = ExampleSample(
+            title=title,
+            prompt=prompt,
+            segments=segments,
+            tokens=tokens,
+            metrics=finite,
+            images=tuple(images),
+        )
         samples.append(sample)
     return tuple(samples)
 

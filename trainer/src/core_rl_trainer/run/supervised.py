@@ -22,6 +22,7 @@ from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.batches import NumberedBatches, demonstration_batch, preference_batch
 from core_rl_trainer.data.datasets import SampleDataset
+from core_rl_trainer.data.images import IMAGES
 from core_rl_trainer.data.kinds import Sample
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
@@ -165,8 +166,10 @@ class SupervisedLearner(Learner):
         """The first examples of ``dataset`` as text, each with the metrics of the present weights."""
         samples = list[ExampleSample]()
         for index in range(min(SHOWN, len(dataset))):
-            batch = self._batch(name, [dataset[index]])
+            sample = dataset[index]
+            batch = self._batch(name, [sample])
             metrics = self.interface.evaluate(self.engine, batch, self.mb_spec)
             titles = ("chosen", "rejected") if self.data.kind.paired else ("example",) * len(batch.lengths)
-            samples += example_samples(batch, titles, self.tokenizer, metrics)
+            images = sample.get(IMAGES) or ()
+            samples += example_samples(batch, titles, self.tokenizer, metrics, images)
         return tuple(samples)
