@@ -12,30 +12,28 @@ __all__ = ["PROFILE"]
 
 LINEAR = ("qwen3", "llama", "qwen2")
 HYBRIDS = (HYBRID,) if packs_delta_net() else ()
+WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl")
 SPREAD = {"options": {"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}}
 """With buckets that are small enough for tiny models to have several."""
 TP_SP = ParallelLayout(tp=2, sequence_parallel=True)
 
+text = partial(Setting, families=(*LINEAR, MOE, *HYBRIDS))
 attention = partial(Setting, families=(*LINEAR, MOE))
-linear = partial(Setting, families=LINEAR)
 pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS), layer_multiple=2)
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
 PROFILE = Profile(
-    layouts=(
-        ParallelLayout(dp=1),
-        ParallelLayout(dp=2),
-        TP_SP,
-        ParallelLayout(dp=2, tp=2, sequence_parallel=True),
-    ),
+    layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2)),
     settings=(
+        text(layout=TP_SP),
+        text(layout=ParallelLayout(dp=2, tp=2, sequence_parallel=True)),
         # The state of Gated DeltaNet runs over all tokens of a sequence.
-        attention(layout=ParallelLayout(cp=2)),
+        Setting(layout=ParallelLayout(cp=2), families=(*LINEAR, MOE, *WITH_IMAGES)),
         attention(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True)),
         # Megatron asks for sequence parallelism where a mixture of experts meets tensor parallelism.
-        linear(layout=ParallelLayout(tp=2)),
+        Setting(layout=ParallelLayout(tp=2), families=(*LINEAR, *WITH_IMAGES)),
         Setting(layout=ParallelLayout(tp=2, pp=2), families=LINEAR, layer_multiple=2),
-        pipelined(layout=ParallelLayout(pp=2)),
+        Setting(layout=ParallelLayout(pp=2), families=(*LINEAR, *HYBRIDS, *WITH_IMAGES), layer_multiple=2),
         pipelined(
             name="interleaved",
             layout=ParallelLayout(pp=2),
@@ -51,7 +49,12 @@ PROFILE = Profile(
             layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True),
             options={"options": {"moe_grouped_gemm": False}},
         ),
-        attention(name="distributed-optimizer", layout=ParallelLayout(dp=2), options=SPREAD),
+        Setting(
+            name="distributed-optimizer",
+            layout=ParallelLayout(dp=2),
+            families=(*LINEAR, MOE, *WITH_IMAGES),
+            options=SPREAD,
+        ),
         # Gradients are added up during the backward pass everywhere else.
         pipelined(
             name="distributed-optimizer",
@@ -63,12 +66,13 @@ PROFILE = Profile(
             layout=ParallelLayout(dp=2, ep=2),
             options={"options": SPREAD["options"] | {"fusions": True}},
         ),
-        linear(
+        Setting(
             name="recompute",
             layout=ParallelLayout(tp=2),
+            families=(*LINEAR, *WITH_IMAGES),
             options={"options": {"recompute": "full", "fusions": True}},
         ),
     ),
     dtypes=("float32", "bfloat16"),
-    families=(*LINEAR, MOE, *HYBRIDS),
+    families=(*LINEAR, MOE, *HYBRIDS, *WITH_IMAGES),
 )
