@@ -19,7 +19,14 @@ from core_rl_megatron.images import level_count
 from core_rl_megatron.options import uses_fusions
 from core_rl_megatron.versions import no_cuda_graphs, packs_delta_net
 
-__all__ = ["check_adapted", "check_model_layout", "family_of", "has_images", "is_hybrid", "transformer_config"]
+__all__ = [
+    "check_adapted",
+    "check_model_layout",
+    "family_of",
+    "has_images",
+    "is_hybrid",
+    "transformer_config",
+]
 
 
 FAMILIES: dict[str, dict[str, bool]] = {
