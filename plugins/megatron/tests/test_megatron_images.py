@@ -40,11 +40,18 @@ REFUSED: list[tuple[Mapping[str, Any], dict[str, int], type[CoreRLError], str]] 
         LayoutError,
         r"sequence_parallel, and features of images",
     ),
+    (
+        QWEN3_VL
+        | {"text_config": TEXT | {"rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [2, 1, 1]}}},
+        {},
+        UnsupportedCapability,
+        r"mrope_section=\[2, 1, 1\].* half of head_dim=6",
+    ),
     (QWEN3_VL, {"pp": 4}, LayoutError, r"leaves 1 layers on the first stage, .* the first 2; lower pp"),
 ]
 
 
-def _config(model: Mapping[str, Any], vision: bool = True, **layout: int) -> MegatronConfig:
+def _config(model: Mapping[str, Any], layout: Mapping[str, int], vision: bool = True) -> MegatronConfig:
     config = support.config(layout=layout, config=dict(model), vision=vision)
     assert isinstance(config, MegatronConfig)
     return config
@@ -55,16 +62,16 @@ def test_images_of_unfit_model_are_refused(
     model: Mapping[str, Any], layout: dict[str, int], error: type[CoreRLError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        MegatronBackend().check_model(_config(model, **layout))
+        MegatronBackend().check_model(_config(model, layout))
 
 
 def test_fit_vision_model_passes() -> None:
-    MegatronBackend().check_model(_config(QWEN3_VL, tp=2, pp=2))
+    MegatronBackend().check_model(_config(QWEN3_VL, {"tp": 2, "pp": 2}))
 
 
 def test_vision_model_without_images_is_refused() -> None:
     with pytest.raises(UnsupportedCapability, match=r"set model.vision to true"):
-        MegatronBackend().check_model(_config(QWEN3_VL, vision=False))
+        MegatronBackend().check_model(_config(QWEN3_VL, {}, vision=False))
 
 
 def test_adapter_inside_a_tower_is_refused() -> None:

@@ -194,7 +194,8 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     # ----------------------------------------------------------------- adapter
 
     def low_rank(self) -> Mapping[str, LowRank]:
-        return self._products
+        layout = self._state.layout
+        return {layout.names(name)[0]: product for name, product in self._products.items()}
 
     def adapter_config(self) -> dict[str, Any]:
         return self._adapter_config

@@ -13,13 +13,15 @@ __all__ = ["PROFILE"]
 LINEAR = ("qwen3", "llama", "qwen2")
 HYBRIDS = (HYBRID,) if packs_delta_net() else ()
 WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl")
+"""For layouts without sequence parallelism."""
 SPREAD = {"options": {"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}}
 """With buckets that are small enough for tiny models to have several."""
 TP_SP = ParallelLayout(tp=2, sequence_parallel=True)
 
 text = partial(Setting, families=(*LINEAR, MOE, *HYBRIDS))
-attention = partial(Setting, families=(*LINEAR, MOE))
-pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS), layer_multiple=2)
+attention = partial(Setting, families=(*LINEAR, MOE, *WITH_IMAGES))
+linear = partial(Setting, families=(*LINEAR, *WITH_IMAGES))
+pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS, *WITH_IMAGES), layer_multiple=2)
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
 PROFILE = Profile(
@@ -28,12 +30,12 @@ PROFILE = Profile(
         text(layout=TP_SP),
         text(layout=ParallelLayout(dp=2, tp=2, sequence_parallel=True)),
         # The state of Gated DeltaNet runs over all tokens of a sequence.
-        Setting(layout=ParallelLayout(cp=2), families=(*LINEAR, MOE, *WITH_IMAGES)),
-        attention(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True)),
+        attention(layout=ParallelLayout(cp=2)),
+        Setting(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True), families=(*LINEAR, MOE)),
         # Megatron asks for sequence parallelism where a mixture of experts meets tensor parallelism.
-        Setting(layout=ParallelLayout(tp=2), families=(*LINEAR, *WITH_IMAGES)),
+        linear(layout=ParallelLayout(tp=2)),
         Setting(layout=ParallelLayout(tp=2, pp=2), families=LINEAR, layer_multiple=2),
-        Setting(layout=ParallelLayout(pp=2), families=(*LINEAR, *HYBRIDS, *WITH_IMAGES), layer_multiple=2),
+        pipelined(layout=ParallelLayout(pp=2)),
         pipelined(
             name="interleaved",
             layout=ParallelLayout(pp=2),
@@ -49,12 +51,7 @@ PROFILE = Profile(
             layout=ParallelLayout(tp=2, ep=2, sequence_parallel=True),
             options={"options": {"moe_grouped_gemm": False}},
         ),
-        Setting(
-            name="distributed-optimizer",
-            layout=ParallelLayout(dp=2),
-            families=(*LINEAR, MOE, *WITH_IMAGES),
-            options=SPREAD,
-        ),
+        attention(name="distributed-optimizer", layout=ParallelLayout(dp=2), options=SPREAD),
         # Gradients are added up during the backward pass everywhere else.
         pipelined(
             name="distributed-optimizer",
@@ -66,10 +63,9 @@ PROFILE = Profile(
             layout=ParallelLayout(dp=2, ep=2),
             options={"options": SPREAD["options"] | {"fusions": True}},
         ),
-        Setting(
+        linear(
             name="recompute",
             layout=ParallelLayout(tp=2),
-            families=(*LINEAR, *WITH_IMAGES),
             options={"options": {"recompute": "full", "fusions": True}},
         ),
     ),

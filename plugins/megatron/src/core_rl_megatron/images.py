@@ -7,7 +7,7 @@ the places of their tokens, and those of its own layers (Qwen3-VL) to the output
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +19,28 @@ from core_rl.toolkit.meta_build import Unloaded
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.vision import ImageFeatures, PackedVision
 
-__all__ = ["StageImages", "level_adder", "level_count"]
+__all__ = ["StageImages", "frequency_axes", "level_adder", "level_count"]
+
+INTERLEAVED = frozenset({"qwen3_vl_text"})
+"""Text models in which frequencies for time, height and width take turns; in others they follow each other."""
 
 
 class StageImages(nn.Module):
     """Positions of the tokens of ``model``, and on the first stage its ``tower``, whose weights have no values."""
 
+    axes: Tensor
+
     def __init__(self, model: PreTrainedModel, *, tower: bool) -> None:
         super().__init__()
         self.trunk = _trunk_without_text(model, tower=tower)
-        rotary: Any = cast("Any", model.get_decoder()).rotary_emb
-        self.rotary = type(rotary)(model.config.get_text_config())  # that of the model may have no memory
+        self.register_buffer("axes", frequency_axes(model.config.get_text_config()), persistent=False)
         self._packed = PackedVision(self.trunk)
 
-    def angles(self, batch: SequenceBatch, tokens: TokenSlice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[L, 1, 1, D]`` of positions in time, height and width."""
+    def positions(self, batch: SequenceBatch, tokens: TokenSlice) -> Tensor:
+        """The position, in time, height or width, that turns each rotary frequency: ``[L, D / 2]``."""
         positions = self._packed.positions(batch, tokens)
-        grid = positions if positions.dim() == 2 else positions[1:]
-        cos, sin = self.rotary(torch.empty(0, dtype=dtype, device=batch.device), grid)
-        return cos[0][:, None, None], sin[0][:, None, None]
+        grid = positions.expand(3, -1) if positions.dim() == 2 else positions[1:, 0]
+        return grid[self.axes].T
 
     def features(self, batch: SequenceBatch, tokens: TokenSlice) -> ImageFeatures:
         """Run the tower, on a blank image where ``batch`` has none."""
@@ -54,6 +57,20 @@ def _trunk_without_text(model: PreTrainedModel, *, tower: bool) -> PreTrainedMod
         del trunk.visual
     Unloaded(trunk, TensorDict({}), frozenset()).materialize(trunk, torch.device("cpu"))
     return trunk
+
+
+def frequency_axes(text: PretrainedConfig) -> Tensor:
+    """Time (0), height (1) or width (2) for each rotary frequency of the model ``text``: int64 ``[D / 2]``.
+
+    transformers computes them in its rotary embedding or in its attention, which differs by version.
+    """
+    sections = torch.tensor(text.rope_parameters["mrope_section"])
+    if text.model_type in INTERLEAVED:
+        axes = torch.zeros(int(sections.sum()), dtype=torch.long)
+        for axis in (1, 2):
+            axes[axis : 3 * int(sections[axis]) : 3] = axis
+        return axes
+    return torch.arange(3).repeat_interleave(sections)
 
 
 def level_count(model: PretrainedConfig) -> int:

@@ -206,9 +206,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def _angles(self, batch: SequenceBatch, tokens: TokenSlice) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[L, 1, 1, D]`` of the rotary angles of each token, in the compute dtype."""
         dtype = cast("torch.dtype", self.config.pipeline_dtype)
-        if self.images is not None:
-            return self.images.angles(batch, tokens, dtype)
-        angles = (tokens.position_ids.float()[:, None] * self.inverse_frequencies).repeat(1, 2)[:, None, None]
+        images = self.images
+        positions = tokens.position_ids[:, None] if images is None else images.positions(batch, tokens)
+        angles = (positions.float() * self.inverse_frequencies).repeat(1, 2)[:, None, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _embedded(self, ids: Tensor) -> Tensor:

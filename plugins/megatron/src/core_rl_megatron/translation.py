@@ -41,6 +41,8 @@ FAMILIES: dict[str, dict[str, bool]] = {
 """Fields of Megatron's config by ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
 HYBRIDS = frozenset({"qwen3_5_text"})
 """Families with Gated DeltaNet in some layers, norms around 1 and a part of each head rotated."""
+GRIDS = frozenset({"qwen2_5_vl_text", "qwen3_vl_text"})
+"""Text models whose tokens have positions in time, height and width."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -85,6 +87,14 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
             "pip install 'megatron-core>=0.18,<0.20'"
         )
     rope = model.rope_parameters
+    if model.model_type in GRIDS:
+        size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        section = rope.get("mrope_section") or ()
+        if len(section) != 3 or 2 * sum(section) != size:
+            yield (
+                f"rope_parameters.mrope_section={section}; the mapping takes three numbers that add up to half of "
+                f"head_dim={size}"
+            )
     if not is_hybrid(model) and rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']}; the mapping turns all of each head"
 
