@@ -18,11 +18,9 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.toolkit.meta_build import Unloaded
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.vision import ImageFeatures, PackedVision
+from core_rl_megatron.rotary import frequency_axes
 
-__all__ = ["StageImages", "frequency_axes", "level_adder", "level_count"]
-
-INTERLEAVED = frozenset({"qwen3_vl_text"})
-"""Text models in which frequencies for time, height and width take turns; in others they follow each other."""
+__all__ = ["StageImages", "level_adder", "level_count"]
 
 
 class StageImages(nn.Module):
@@ -57,20 +55,6 @@ def _trunk_without_text(model: PreTrainedModel, *, tower: bool) -> PreTrainedMod
         del trunk.visual
     Unloaded(trunk, TensorDict({}), frozenset()).materialize(trunk, torch.device("cpu"))
     return trunk
-
-
-def frequency_axes(text: PretrainedConfig) -> Tensor:
-    """Time (0), height (1) or width (2) for each rotary frequency of the model ``text``: int64 ``[D / 2]``.
-
-    transformers computes them in its rotary embedding or in its attention, which differs by version.
-    """
-    sections = torch.tensor(text.rope_parameters["mrope_section"])
-    if text.model_type in INTERLEAVED:
-        axes = torch.zeros(int(sections.sum()), dtype=torch.long)
-        for axis in (1, 2):
-            axes[axis : 3 * int(sections[axis]) : 3] = axis
-        return axes
-    return torch.arange(3).repeat_interleave(sections)
 
 
 def level_count(model: PretrainedConfig) -> int:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,19 +26,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm
-from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.vision import is_vision_model
 from core_rl_megatron.experts import GroupedExperts, PackedRouter
 from core_rl_megatron.images import StageImages, level_adder, level_count
+from core_rl_megatron.rotary import compiled_rotated, rotary_frequencies, rotated
 from core_rl_megatron.translation import is_hybrid
 from core_rl_megatron.versions import submodules_of
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
-
-FIXED_ROPE = ("default", "linear", "llama3")
-"""Kinds of rotary frequencies that neither depend on the length of the sequence nor scale the scores."""
 
 
 @dataclass
@@ -74,19 +70,6 @@ class RMSNorm(nn.Module):
         upcast = hidden.float()
         upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * upcast.to(hidden.dtype)
-
-
-def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``value [L, 1, heads, D]`` with its first numbers, for which there are angles, turned by those of its tokens, as
-    in rope_utils.py. There, each layer computes cosines and sines again.
-    """
-    turned, rest = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
-    left, right = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-
-
-compiled_rotated = jit_fuser(rotated)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
@@ -257,7 +240,7 @@ def build_chunk(
         max_sequence_length=text.max_position_embeddings,
         pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=head == "lm" and bool(model.config.tie_word_embeddings),
+        share_embeddings_and_output_weights=head == "lm" and _is_tied(model),
         position_embedding_type="none",
         vp_stage=virtual_stage,
     )
@@ -265,11 +248,17 @@ def build_chunk(
         chunk.output_layer = ScalarHead(text.hidden_size)
     chunk.true_vocab_size = size
     chunk.padding_id = cast("nn.Embedding", model.get_input_embeddings()).padding_idx
-    chunk.register_buffer("inverse_frequencies", _rotary_frequencies(model), persistent=False)
+    chunk.register_buffer("inverse_frequencies", rotary_frequencies(model), persistent=False)
     chunk.images = StageImages(model, tower=first) if is_vision_model(model) else None
     for level in range(level_count(model.config) if first else 0):
         chunk.decoder.layers[level].register_forward_hook(level_adder(level), with_kwargs=True)
     return chunk
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head of ``model`` is its embedding, of which a text model next to a tower may have no field."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return cast("nn.Linear", head).weight is cast("nn.Embedding", embedding).weight
 
 
 def _block_spec(
@@ -316,17 +305,3 @@ def _use_delta_net(block: TransformerBlockSubmodules, kinds: Sequence[str]) -> N
         else layer
         for layer, kind in zip(block.layer_specs, kinds, strict=False)
     ]
-
-
-def _rotary_frequencies(model: PreTrainedModel) -> Tensor:
-    """The rotary frequencies of ``model``, float32 ``[D / 2]``, with whatever scaling its config asks for."""
-    config = model.config.get_text_config()
-    kind = config.rope_parameters["rope_type"]
-    if kind not in FIXED_ROPE:
-        raise UnsupportedCapability(
-            f"rope_type={kind!r} is not known to the engine 'megatron', which knows "
-            f"{', '.join(map(repr, FIXED_ROPE))}; use the engine 'fsdp'"
-        )
-    rotary: Any = cast("Any", model.get_decoder()).rotary_emb
-    frequencies: Tensor = type(rotary)(config).inv_freq  # those of the model may have no memory
-    return frequencies
