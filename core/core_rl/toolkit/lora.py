@@ -137,7 +137,7 @@ def adapter_shapes(config: PretrainedConfig, lora: LoraConfig) -> dict[str, tupl
 
 
 def low_rank_products(model: nn.Module) -> dict[str, LowRank]:
-    """Low-rank products of the adapter of ``model``, by checkpoint name of the weight; empty without an adapter."""
+    """Low-rank products of the adapter of ``model``, by the weight's `checkpoint_name`; empty without an adapter."""
     return {
         f"{name}.weight": LowRank(
             a=f"{ADAPTER_PREFIX}{name}.lora_A.weight",

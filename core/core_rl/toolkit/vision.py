@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, cast
 
@@ -25,7 +25,14 @@ from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import Blocks, Segments
 from core_rl.toolkit.parallel_context import TokenSlice
 
-__all__ = ["PackedVision", "blank_image", "check_vision", "is_vision_model", "sequence_arguments"]
+__all__ = [
+    "ImageFeatures",
+    "PackedVision",
+    "blank_image",
+    "check_vision",
+    "is_vision_model",
+    "sequence_arguments",
+]
 
 MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
 """Families whose packed images the conformance suite compares with transformers; others attend in other ways."""
@@ -85,8 +92,20 @@ def blank_image(config: PretrainedConfig) -> Media:
     return {PIXELS: torch.zeros(1, channels, height, width)}
 
 
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features of images for the tokens of this rank, in the order of these."""
+
+    places: Tensor
+    """Places of their placeholders in the slice: int64 ``[N]``, on the device."""
+    hidden: Tensor
+    """``[N, H]``, in the place of embeddings."""
+    levels: tuple[Tensor, ...]
+    """``[N, H]`` for each of the first layers of the text, added to its output."""
+
+
 class PackedVision:
-    """Computes the images of packed batches in ``model``."""
+    """Computes the images of packed batches in ``model``, or in a trunk."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk = model.base_model
@@ -99,13 +118,30 @@ class PackedVision:
     @contextmanager
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         """Arguments of the trunk for ``tokens``, besides its ids, to be used inside the context."""
+        images, rows, _ = self._images(batch, tokens)
+        with _some_features(self._trunk, rows):
+            yield {**images, "position_ids": self.positions(batch, tokens)}
+
+    def features(self, batch: SequenceBatch, tokens: TokenSlice) -> ImageFeatures:
+        """Run the tower, for an engine with a text model of its own."""
+        images, rows, places = self._images(batch, tokens)
+        with _some_features(self._trunk, rows):
+            output = self._trunk.get_image_features(**images, return_dict=True)  # type: ignore[operator]
+        levels = getattr(output, "deepstack_features", None) or ()
+        return ImageFeatures(
+            to_device(places, batch.device), _whole(output.pooler_output), tuple(map(_whole, levels))
+        )
+
+    def _images(
+        self, batch: SequenceBatch, tokens: TokenSlice
+    ) -> tuple[dict[str, Tensor], Tensor | None, Tensor]:
+        """Arguments of the tower, the rows of its features that belong here (None for all), and where they go."""
         media = join_media(batch.media)
         placeholders = (batch.original.input_ids == self._config.image_token_id).nonzero().squeeze(1)
-        here, _ = tokens.here(placeholders)
+        here, places = tokens.here(placeholders)
         rows = None if media and len(here) == len(placeholders) else here
-        arguments = {name: to_device(value, batch.device) for name, value in (media or self._blank).items()}
-        with _some_features(self._trunk, rows):
-            yield {**arguments, "position_ids": self._positions(batch, tokens)}
+        images = {name: to_device(value, batch.device) for name, value in (media or self._blank).items()}
+        return images, rows, places
 
     def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
         """``segments`` of ``batch`` with its images, where their tokens see each other in both directions."""
@@ -120,7 +156,7 @@ class PackedVision:
         edges = F.pad((ids == self._config.image_token_id).int(), (1, 1)).diff().nonzero().squeeze(1).tolist()
         return tuple(zip(edges[::2], edges[1::2], strict=True))
 
-    def _positions(self, batch: SequenceBatch, tokens: TokenSlice) -> Tensor:
+    def positions(self, batch: SequenceBatch, tokens: TokenSlice) -> Tensor:
         """``[1, L]``, or positions in the text, in time, in height and in width, ``[4, 1, L]``."""
         if not self._has_grid_positions or not batch.media:
             return tokens.position_ids[None]
@@ -166,6 +202,12 @@ def _some_features(trunk: nn.Module, rows: Tensor | None) -> Iterator[None]:
 
 def _selected(features: Tensor | tuple[Tensor, ...], rows: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Rows of features, which may be whole or a tuple with a tensor for each image."""
-    whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))
-    picked = whole.flatten(0, -2).index_select(0, to_device(rows, whole.device))
+    joined = _whole(features)
+    picked = joined.index_select(0, to_device(rows, joined.device))
     return picked if isinstance(features, Tensor) else (picked,)
+
+
+def _whole(features: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Features of all images, ``[N, H]``."""
+    joined = features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    return joined.flatten(0, -2)

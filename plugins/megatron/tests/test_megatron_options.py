@@ -20,9 +20,10 @@ from core_rl.errors import ConfigError
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl_megatron import modules
 from core_rl_megatron.config import MegatronConfig
-from core_rl_megatron.modules import RMSNorm, rotated
+from core_rl_megatron.modules import RMSNorm
 from core_rl_megatron.naming import boxes_of
 from core_rl_megatron.options import check_options, groups_experts, uses_fusions
+from core_rl_megatron.rotary import rotated
 from core_rl_megatron.translation import transformer_config
 
 Fields = Mapping[str, Any]

@@ -30,6 +30,7 @@ SPEC = EngineSpec(
             Capability.LOGITS,
             Capability.SHARED_PREFIX,
             Capability.LORA,
+            Capability.VISION,
             Capability.OFFLOAD,
             Capability.CUDA,
             Capability.BFLOAT16,

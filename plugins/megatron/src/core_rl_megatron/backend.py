@@ -25,7 +25,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.toolkit.build import read_config
+from core_rl.toolkit.build import buildable_config, read_config
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_state import fill, planned_model
 from core_rl.toolkit.lora import adapter_config, low_rank_products
@@ -39,7 +39,7 @@ from core_rl_megatron.options import check_options, check_settings
 from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
-from core_rl_megatron.translation import check_model_layout, is_hybrid
+from core_rl_megatron.translation import check_adapted, check_model_layout, has_images, is_hybrid
 
 __all__ = ["MegatronBackend"]
 
@@ -59,12 +59,12 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     # ---------------------------------------------------------------- building
 
     def check_model(self, config: MegatronConfig) -> None:
-        model = read_config(config.model)
+        model = buildable_config(config.model)
         check_model_layout(config, model)
-        check_settings(config, model)
+        check_settings(config, model.get_text_config())
 
     def groups(self, world: Comm, config: MegatronConfig) -> RankGroups:
-        check_options(config, read_config(config.model))
+        check_options(config, read_config(config.model).get_text_config())
         cpu_shim.install(world.device)
         versions.hide_deprecations()
         parallel_state.join_groups(world, config.layout, config.options.virtual_stages)
@@ -80,7 +80,7 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         self._adapt(context, model)
         self.rng, self.optimizer = MegatronRngState(context.seed, context.groups.data_parallel.rank), None
         with cpu_shim.building(), self.rng.own():
-            self.model = build_stage(context, model, tensors.trained, self._products)
+            self.model = build_stage(context, model, tensors, self._products)
             self.wrapped = self.model.chunks
             if config.optimizer is not None:
                 half, spread = config.dtype == "bfloat16", config.options.distributed_optimizer
@@ -110,10 +110,13 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
 
     def check_sharing(self) -> None:
         model = self.model.hf_config
-        if is_hybrid(model):
+        reasons = {
+            "layers that carry state from token to token": is_hybrid(model),
+            "images, which equal placeholders stand for": has_images(model),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
             raise UnsupportedCapability(
-                f"share_prefixes: the model type {model.model_type!r} has layers that carry state from token to token; "
-                "set share_prefixes to false"
+                f"share_prefixes: the model type {model.model_type!r} has {reason}; set share_prefixes to false"
             )
 
     def teardown(self) -> None:
@@ -135,6 +138,7 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         """Record the adapter of the Hugging Face ``model``, which is dropped after the build."""
         model_config = context.config.model
         self._products = low_rank_products(model)
+        check_adapted(self._products, model.config)
         if model_config.lora is not None:
             self._adapter_config = adapter_config(
                 model, model_config.lora, model_config.head, model_config.path
@@ -190,7 +194,8 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     # ----------------------------------------------------------------- adapter
 
     def low_rank(self) -> Mapping[str, LowRank]:
-        return self._products
+        layout = self._state.layout
+        return {layout.names(name)[0]: product for name, product in self._products.items()}
 
     def adapter_config(self) -> dict[str, Any]:
         return self._adapter_config

@@ -12,26 +12,26 @@ __all__ = ["PROFILE"]
 
 LINEAR = ("qwen3", "llama", "qwen2")
 HYBRIDS = (HYBRID,) if packs_delta_net() else ()
+WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl")
+"""For layouts without sequence parallelism."""
 SPREAD = {"options": {"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}}
 """With buckets that are small enough for tiny models to have several."""
 TP_SP = ParallelLayout(tp=2, sequence_parallel=True)
 
-attention = partial(Setting, families=(*LINEAR, MOE))
-linear = partial(Setting, families=LINEAR)
-pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS), layer_multiple=2)
+text = partial(Setting, families=(*LINEAR, MOE, *HYBRIDS))
+attention = partial(Setting, families=(*LINEAR, MOE, *WITH_IMAGES))
+linear = partial(Setting, families=(*LINEAR, *WITH_IMAGES))
+pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS, *WITH_IMAGES), layer_multiple=2)
 experts = partial(Setting, families=(MOE,), expert_multiple=2)
 
 PROFILE = Profile(
-    layouts=(
-        ParallelLayout(dp=1),
-        ParallelLayout(dp=2),
-        TP_SP,
-        ParallelLayout(dp=2, tp=2, sequence_parallel=True),
-    ),
+    layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2)),
     settings=(
+        text(layout=TP_SP),
+        text(layout=ParallelLayout(dp=2, tp=2, sequence_parallel=True)),
         # The state of Gated DeltaNet runs over all tokens of a sequence.
         attention(layout=ParallelLayout(cp=2)),
-        attention(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True)),
+        Setting(layout=ParallelLayout(tp=2, cp=2, sequence_parallel=True), families=(*LINEAR, MOE)),
         # Megatron asks for sequence parallelism where a mixture of experts meets tensor parallelism.
         linear(layout=ParallelLayout(tp=2)),
         Setting(layout=ParallelLayout(tp=2, pp=2), families=LINEAR, layer_multiple=2),
@@ -70,5 +70,5 @@ PROFILE = Profile(
         ),
     ),
     dtypes=("float32", "bfloat16"),
-    families=(*LINEAR, MOE, *HYBRIDS),
+    families=(*LINEAR, MOE, *HYBRIDS, *WITH_IMAGES),
 )

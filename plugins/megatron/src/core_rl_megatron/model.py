@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core import parallel_state as mpu
@@ -16,12 +16,15 @@ from core_rl.backend.protocols import LowRank
 from core_rl.backend.train_backend import BuildContext
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import ConfigError
+from core_rl.toolkit.checkpoint_layout import CheckpointLayout
+from core_rl.toolkit.vision import is_vision_model
 from core_rl_megatron.adapters import add_adapters
 from core_rl_megatron.config import MegatronConfig, MegatronOptions
 from core_rl_megatron.experts import mark_experts
 from core_rl_megatron.modules import PackedGPT, build_chunk
-from core_rl_megatron.naming import RowBox, boxes_of
+from core_rl_megatron.naming import RowBox, boxes_of, name_in_model
 from core_rl_megatron.options import groups_experts
+from core_rl_megatron.sharded_state import CheckpointTensors
 from core_rl_megatron.translation import transformer_config
 from core_rl_megatron.versions import forget_reduction
 
@@ -41,30 +44,36 @@ class StageModel:
 def build_stage(
     context: BuildContext[MegatronConfig],
     model: PreTrainedModel,
-    trained: frozenset[str],
+    tensors: CheckpointTensors,
     products: Mapping[str, LowRank],
 ) -> StageModel:
-    """This rank's layers of ``model``, of which the checkpoint tensors ``trained`` have gradients. Collective.
+    """This rank's layers of ``model``, of which the trained ``tensors`` have gradients. Collective.
 
     ``products`` belong to its adapter, by the checkpoint name of the weight.
 
     Raises on all ranks what `transformer_config` raises, and `ConfigError` where a part of a fused parameter is frozen.
     """
     config, virtual = transformer_config(context.config, model.config), context.config.options.virtual_stages
-    grouped = groups_experts(context.config, model.config)
+    grouped = groups_experts(context.config, model.config.get_text_config())
     chunks = [
         build_chunk(config, model, context.config.model.head, stage, grouped=grouped).to(context.device)
         for stage in (range(virtual) if virtual > 1 else (None,))
     ]
     ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    boxes = {parameter: row_boxes for chunk in chunks for parameter, row_boxes in boxes_of(chunk, *ranks)}
+    vision = is_vision_model(model)
+    boxes = {
+        parameter: tuple(replace(box, name=name_in_model(box.name, vision=vision)) for box in row_boxes)
+        for chunk in chunks
+        for parameter, row_boxes in boxes_of(chunk, *ranks)
+    }
     if context.config.model.lora is not None:
         for chunk in chunks:
             boxes |= add_adapters(chunk, boxes, products, context.config.model.lora)
+    boxes = {parameter: _as_written(row_boxes, tensors.layout) for parameter, row_boxes in boxes.items()}
     spread = max(context.layout.ep, context.layout.tp) > 1
     for chunk in chunks:
         mark_experts(chunk.named_parameters(), spread=spread)
-    on_all(context.world, lambda: _freeze(boxes, trained), "model.frozen")
+    on_all(context.world, lambda: _freeze(boxes, tensors.trained), "model.frozen")
     for parameter, row_boxes in boxes.items():
         nn.init.zeros_(parameter)  # rows that pad the vocabulary are never loaded
         if context.config.dtype == "bfloat16" and row_boxes[0].name != "score.weight":
@@ -85,6 +94,11 @@ def wrap_chunks(model: StageModel, options: MegatronOptions) -> list[Any]:
         DistributedDataParallel(chunk.config, plan, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(model.chunks)
     ]
+
+
+def _as_written(boxes: tuple[RowBox, ...], layout: CheckpointLayout) -> tuple[RowBox, ...]:
+    """``boxes`` under the names that files have; those of experts have them already."""
+    return tuple(replace(box, name=layout.names(box.name)[0]) for box in boxes)
 
 
 def _freeze(boxes: dict[nn.Parameter, tuple[RowBox, ...]], trained: frozenset[str]) -> None:

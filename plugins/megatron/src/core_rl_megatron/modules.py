@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.jit import jit_fuser
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -25,18 +24,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.config.engine import Head
+from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm
-from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
+from core_rl.toolkit.vision import is_vision_model
 from core_rl_megatron.experts import GroupedExperts, PackedRouter
+from core_rl_megatron.images import StageImages, level_adder, level_count
+from core_rl_megatron.rotary import compiled_rotated, rotary_frequencies, rotated
 from core_rl_megatron.translation import is_hybrid
 from core_rl_megatron.versions import submodules_of
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
-
-FIXED_ROPE = ("default", "linear", "llama3")
-"""Kinds of rotary frequencies that neither depend on the length of the sequence nor scale the scores."""
 
 
 @dataclass
@@ -49,6 +48,8 @@ class _PackedParams(PackedSeqParams):  # type: ignore[misc]
     cos: Tensor | None = None
     """Cosines of the rotary angles of each token, ``[L, 1, 1, D]``, in the compute dtype."""
     sin: Tensor | None = None
+    places: Tensor | None = None
+    """Places of features of images among the tokens."""
 
 
 class RMSNorm(nn.Module):
@@ -69,19 +70,6 @@ class RMSNorm(nn.Module):
         upcast = hidden.float()
         upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * upcast.to(hidden.dtype)
-
-
-def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``value [L, 1, heads, D]`` with its first numbers, for which there are angles, turned by those of its tokens, as
-    in rope_utils.py. There, each layer computes cosines and sines again.
-    """
-    turned, rest = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
-    left, right = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-right, left], dim=-1) * sin
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-
-
-compiled_rotated = jit_fuser(rotated)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
@@ -171,26 +159,40 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """Without the rows that make the vocabulary divide evenly."""
     padding_id: int | None
     """The token that the model looks up without a gradient, where it has one."""
+    images: StageImages | None
+    """Tower and positions of a vision-language model."""
 
-    def forward(self, tokens: TokenSlice, context: Comm) -> Tensor:
-        """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) of this stage."""
+    def forward(self, tokens: TokenSlice, context: Comm, batch: SequenceBatch) -> Tensor:
+        """Hidden states ``[L, 1, H]`` (``L / tp`` with sequence parallelism) for ``tokens`` of ``batch``."""
         hidden = self._embedded(tokens.input_ids) if self.pre_process else None
+        places = levels = None
+        if hidden is not None and self.images is not None:
+            features = self.images.features(batch, tokens)
+            places = features.places
+            hidden = hidden.index_copy(0, places, features.hidden[:, None])
+            levels = torch.stack(features.levels) if features.levels else None
         if hidden is not None and self.config.recompute_granularity == "full" and torch.is_grad_enabled():
             # Under a frozen embedding: recomputed layers (tensor_parallel/random.py) have a gradient only
             # where an input has a gradient.
             hidden.requires_grad_()
-        angles = (tokens.position_ids.float()[:, None] * self.inverse_frequencies).repeat(1, 2)[:, None, None]
-        dtype = cast("torch.dtype", self.config.pipeline_dtype)
+        cos, sin = self._angles(batch, tokens)
         segments = tokens.attention(context)
         segments.prepare(tokens.input_ids.device)
         output: Tensor = self.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            packed_seq_params=_PackedParams(
-                segments=segments, cos=angles.cos().to(dtype), sin=angles.sin().to(dtype)
-            ),
+            context=levels,
+            packed_seq_params=_PackedParams(segments=segments, cos=cos, sin=sin, places=places),
         )
         return output
+
+    def _angles(self, batch: SequenceBatch, tokens: TokenSlice) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[L, 1, 1, D]`` of the rotary angles of each token, in the compute dtype."""
+        dtype = cast("torch.dtype", self.config.pipeline_dtype)
+        images = self.images
+        positions = tokens.position_ids[:, None] if images is None else images.positions(batch, tokens)
+        angles = (positions.float() * self.inverse_frequencies).repeat(1, 2)[:, None, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """``[L, 1, H]`` of ``ids [L]``. As in transformers (``padding_idx``), which Megatron's embedding does not know,
@@ -227,25 +229,36 @@ def build_chunk(
 
     Raises `UnsupportedCapability` for rotary frequencies other than `FIXED_ROPE`.
     """
+    first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)
-    size = model.config.vocab_size
+    text = model.config.get_text_config()
+    size = text.vocab_size
     chunk = PackedGPT(
         config=config,
-        transformer_layer_spec=_block_spec(config, model.config, virtual_stage, grouped=grouped),
+        transformer_layer_spec=_block_spec(config, text, virtual_stage, grouped=grouped),
         vocab_size=size + -size % config.tensor_model_parallel_size,
-        max_sequence_length=model.config.max_position_embeddings,
-        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        max_sequence_length=text.max_position_embeddings,
+        pre_process=first,
         post_process=last,
-        share_embeddings_and_output_weights=head == "lm" and bool(model.config.tie_word_embeddings),
+        share_embeddings_and_output_weights=head == "lm" and _is_tied(model),
         position_embedding_type="none",
         vp_stage=virtual_stage,
     )
     if last and head != "lm":
-        chunk.output_layer = ScalarHead(model.config.hidden_size)
+        chunk.output_layer = ScalarHead(text.hidden_size)
     chunk.true_vocab_size = size
     chunk.padding_id = cast("nn.Embedding", model.get_input_embeddings()).padding_idx
-    chunk.register_buffer("inverse_frequencies", _rotary_frequencies(model), persistent=False)
+    chunk.register_buffer("inverse_frequencies", rotary_frequencies(model), persistent=False)
+    chunk.images = StageImages(model, tower=first) if is_vision_model(model) else None
+    for level in range(level_count(model.config) if first else 0):
+        chunk.decoder.layers[level].register_forward_hook(level_adder(level), with_kwargs=True)
     return chunk
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head of ``model`` is its embedding, of which a text model next to a tower may have no field."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return cast("nn.Linear", head).weight is cast("nn.Embedding", embedding).weight
 
 
 def _block_spec(
@@ -292,16 +305,3 @@ def _use_delta_net(block: TransformerBlockSubmodules, kinds: Sequence[str]) -> N
         else layer
         for layer, kind in zip(block.layer_specs, kinds, strict=False)
     ]
-
-
-def _rotary_frequencies(model: PreTrainedModel) -> Tensor:
-    """The rotary frequencies of ``model``, float32 ``[D / 2]``, with whatever scaling its config asks for."""
-    kind = model.config.rope_parameters["rope_type"]
-    if kind not in FIXED_ROPE:
-        raise UnsupportedCapability(
-            f"rope_type={kind!r} is not known to the engine 'megatron', which knows "
-            f"{', '.join(map(repr, FIXED_ROPE))}; use the engine 'fsdp'"
-        )
-    rotary: Any = model.base_model.rotary_emb
-    frequencies: Tensor = type(rotary)(model.config).inv_freq  # those of the model may have no memory
-    return frequencies

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from core_rl.errors import EngineContractError
 from core_rl_megatron.modules import PackedGPT, ScalarHead
 
-__all__ = ["FlatRange", "RowBox", "boxes_of"]
+__all__ = ["FlatRange", "RowBox", "boxes_of", "name_in_model"]
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,42 @@ class RowBox:
     name: str
     start: int
     stop: int
-    offsets: tuple[int, ...]
+    offsets: Shape
     """The first element of the box in the checkpoint tensor."""
 
-    def cut(self, shape: tuple[int, ...], flat: FlatRange) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Offsets and views of the boxes that ``flat``, of a parameter of ``shape`` (matrix, vector, or the kernel
-        ``[C, 1, W]`` of a convolution), has of this one.
+    def cut(self, shape: Shape, flat: FlatRange) -> Iterator[tuple[Shape, Tensor]]:
+        """Offsets and views of the boxes that ``flat``, of a parameter of ``shape``, has of this one.
 
-        A range may begin and end inside a row, so there are up to three: a part of a row, rows, a part of a row.
+        A range may begin and end inside a row, so a matrix has up to three: a part of a row, rows, a part of a row.
         """
         width = math.prod(shape[1:])
-        at = max(self.start * width, flat.start)
+        begin = max(self.start * width, flat.start)
         end = min(self.stop * width, flat.start + len(flat.values))
-        while at < end:
-            row, column = divmod(at, width)
-            rows = 0 if column else (end - at) // width
-            count = rows * width or min(end - at, width - column)
-            values = flat.values[at - flat.start : at - flat.start + count]
-            first = (self.offsets[0] + row - self.start, *self.offsets[1:])
-            if len(shape) > 1:
-                first = (*first[:-1], first[-1] + column)
-                values = values.view(rows or 1, *shape[1:-1], -1)
-            yield first, values
+        at = begin - flat.start
+        for first, sizes in _boxes_of_range(shape, begin, end):
+            count = math.prod(sizes)
+            offsets = (first[0] - self.start, *first[1:])
+            yield (
+                tuple(map(sum, zip(self.offsets, offsets, strict=True))),
+                flat.values[at : at + count].view(sizes),
+            )
             at += count
+
+
+def _boxes_of_range(shape: Shape, begin: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """First elements and sizes of the boxes that elements ``begin .. end - 1`` of a tensor of ``shape`` fill."""
+    width = math.prod(shape[1:])
+    while begin < end:
+        row, column = divmod(begin, width)
+        rows = 0 if column else (end - begin) // width
+        if rows:
+            yield (row, *(0,) * len(shape[1:])), (rows, *shape[1:])
+            begin += rows * width
+            continue
+        last = min(width, column + end - begin)
+        for first, sizes in _boxes_of_range(shape[1:], column, last):
+            yield (row, *first), (1, *sizes)
+        begin += last - column
 
 
 NAMES: dict[str, tuple[str, int | None]] = {
@@ -93,6 +108,8 @@ NORMS = {
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
 }
 """TransformerEngine has a norm inside the linear layer after it: there, and where the local layers have it."""
+TOWER = "images.trunk."
+"""Prefix of the vision tower in a chunk."""
 NORM = re.compile("|".join(map(re.escape, NORMS)))
 IN_LAYER = re.compile(
     r"decoder\.layers\.(?P<layer>\d+)\.(?P<mlp>mlp\.)?(experts\.local_experts\.(?P<expert>\d+)\.)?(?P<module>.+)"
@@ -104,6 +121,10 @@ def boxes_of(
 ) -> Iterator[tuple[nn.Parameter, tuple[RowBox, ...]]]:
     """All parameters of ``chunk``, each once, and their boxes; rows that pad the vocabulary are in none."""
     for name, parameter in chunk.named_parameters():
+        if name.startswith(TOWER):
+            tower_name = f"model.{name.removeprefix(TOWER)}"
+            yield parameter, (RowBox(tower_name, 0, len(parameter), (0,) * parameter.dim()),)
+            continue
         path, _, kind = NORM.sub(lambda boxes: NORMS[boxes[0]], name).rpartition(".")
         prefix, module, rank = _located(chunk, path, tensor_rank, expert_rank)
         columns, start, boxes = [0] * (parameter.dim() - 1), 0, []
@@ -113,6 +134,12 @@ def boxes_of(
             boxes.append(RowBox(f"{prefix}{part}.{kind}", start, start + rows, (first, *columns)))
             start += rows
         yield parameter, tuple(boxes)
+
+
+def name_in_model(name: str, *, vision: bool) -> str:
+    """The name of a parameter of `boxes_of` in a text model, or in one with ``vision``."""
+    in_text = vision and name.startswith("model.") and not name.startswith("model.visual.")
+    return f"model.language_model.{name.removeprefix('model.')}" if in_text else name
 
 
 def _located(chunk: PackedGPT, path: str, tensor_rank: int, expert_rank: int) -> tuple[str, str, int]:

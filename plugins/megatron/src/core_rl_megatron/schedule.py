@@ -93,7 +93,7 @@ class Schedule:
         tokens = self._shards.slice_of(micro_batch, tree)
         routers = routers_of(chunk)
         self._prescribe(routers, own_routing(micro_batch, tokens))
-        hidden: Tensor = chunk(tokens, self._shards.context)
+        hidden: Tensor = chunk(tokens, self._shards.context, micro_batch)
         routings = [router.recorded for router in routers if router.recorded is not None]
         return hidden, partial(self._loss, step, micro_batch, tokens, routings)
 

@@ -80,6 +80,7 @@ class MegatronState:
     ) -> None:
         """With ``copies``, weights in half precision that no optimizer has are kept in float32 as well."""
         self._tensors = tensors
+        self.layout = tensors.layout
         self._boxes = boxes
         self._optimizer = optimizer
         self.carried = tensors.carried

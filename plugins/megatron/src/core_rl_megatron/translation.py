@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +15,18 @@ from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
 from core_rl_megatron.config import MegatronConfig
+from core_rl_megatron.images import level_count
 from core_rl_megatron.options import uses_fusions
 from core_rl_megatron.versions import no_cuda_graphs, packs_delta_net
 
-__all__ = ["check_model_layout", "family_of", "is_hybrid", "transformer_config"]
+__all__ = [
+    "check_adapted",
+    "check_model_layout",
+    "family_of",
+    "has_images",
+    "is_hybrid",
+    "transformer_config",
+]
 
 
 FAMILIES: dict[str, dict[str, bool]] = {
@@ -27,10 +35,14 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_layernorm": True},
     "qwen3_moe": {"qk_layernorm": True},
     "qwen3_5_text": {"qk_layernorm": True, "attention_output_gate": True},
+    "qwen2_5_vl": {"add_qkv_bias": True},
+    "qwen3_vl": {"qk_layernorm": True},
 }
 """Fields of Megatron's config by ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
 HYBRIDS = frozenset({"qwen3_5_text"})
 """Families with Gated DeltaNet in some layers, norms around 1 and a part of each head rotated."""
+GRIDS = frozenset({"qwen2_5_vl_text", "qwen3_vl_text"})
+"""Text models whose tokens have positions in time, height and width."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -45,13 +57,18 @@ def family_of(model: PretrainedConfig) -> dict[str, bool]:
             f"the engine 'megatron' has no mapping for the model family {model.model_type!r}; "
             f"it knows {', '.join(sorted(FAMILIES))}: use these, or the engine 'fsdp'"
         )
-    raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _variants(model))
+    raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _variants(model.get_text_config()))
     return FAMILIES[model.model_type]
 
 
 def is_hybrid(model: PretrainedConfig) -> bool:
     """Whether ``model`` is of `HYBRIDS`."""
     return model.model_type in HYBRIDS
+
+
+def has_images(model: PretrainedConfig) -> bool:
+    """Whether ``model`` has a vision tower."""
+    return getattr(model, "vision_config", None) is not None
 
 
 def _variants(model: PretrainedConfig) -> Iterator[str]:
@@ -70,6 +87,14 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
             "pip install 'megatron-core>=0.18,<0.20'"
         )
     rope = model.rope_parameters
+    if model.model_type in GRIDS:
+        size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        section = rope.get("mrope_section") or ()
+        if len(section) != 3 or 2 * sum(section) != size:
+            yield (
+                f"rope_parameters.mrope_section={section}; the mapping takes three numbers that add up to half of "
+                f"head_dim={size}"
+            )
     if not is_hybrid(model) and rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']}; the mapping turns all of each head"
 
@@ -104,6 +129,17 @@ def _hybrid_misfits(model: PretrainedConfig, layout: ParallelLayout) -> Iterator
             yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp"
 
 
+def _image_misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> Iterator[str]:
+    if layout.sequence_parallel:
+        yield "sequence_parallel, and features of images go to their places among all tokens; leave it off"
+    layers = model.get_text_config().num_hidden_layers // stages
+    if layers < level_count(model):
+        yield (
+            f"pp * options.virtual_stages = {stages} leaves {layers} layers on the first stage, and features of "
+            f"images are added to the first {level_count(model)}; lower pp"
+        )
+
+
 def _unsupported(config: MegatronConfig) -> Iterator[str]:
     """Settings that the mapping of hybrids lacks."""
     if config.options.overlap_param_gather:
@@ -113,18 +149,33 @@ def _unsupported(config: MegatronConfig) -> Iterator[str]:
         yield f"options.transformer_impl = {config.options.transformer_impl!r}; set it to 'local'"
 
 
+def check_adapted(weights: Collection[str], model: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` where ``weights``, which have an adapter, are of a vision tower."""
+    inside = [name for name in weights if name.startswith("model.visual.")]
+    if inside:
+        raise UnsupportedCapability(
+            f"model.lora.target_modules reach {inside[0]!r} in the vision tower of {model.model_type!r}, which the "
+            "engine 'megatron' has as transformers' own, without adapters; name layers of the text, or 'all-linear', "
+            "which are these, or use the engine 'fsdp'"
+        )
+
+
 def check_model_layout(config: MegatronConfig, model: PretrainedConfig) -> None:
     """Raise as `transformer_config` does, for numbers of ``model`` that the layout does not divide."""
     family_of(model)
-    layout = config.layout
+    layout, text = config.layout, model.get_text_config()
+    stages = layout.pp * config.options.virtual_stages
     if is_hybrid(model):
         raise_all(UnsupportedCapability, f"this {model.model_type!r} model", _unsupported(config))
         raise_all(
             LayoutError, f"layout {layout} of this {model.model_type!r} model", _hybrid_misfits(model, layout)
         )
-    misfits = _misfits(model, layout, layout.pp * config.options.virtual_stages)
+    misfits = [
+        *_misfits(text, layout, stages),
+        *(_image_misfits(model, layout, stages) if has_images(model) else ()),
+    ]
     raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
-    check_heads(model.num_attention_heads // layout.tp, layout.cp)
+    check_heads(text.num_attention_heads // layout.tp, layout.cp)
 
 
 def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> TransformerConfig:
@@ -135,6 +186,7 @@ def transformer_config(config: MegatronConfig, model: PretrainedConfig) -> Trans
     """
     check_model_layout(config, model)
     family, layout, options = family_of(model), config.layout, config.options
+    model = model.get_text_config()
     half = config.dtype == "bfloat16"
     return TransformerConfig(
         num_layers=model.num_hidden_layers,
