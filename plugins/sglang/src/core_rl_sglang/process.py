@@ -14,6 +14,7 @@ from core_rl.servers.adapters import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.adapters import SglangAdapterForm
 from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.serve import SERVES_IMAGES
 
 __all__ = ["arguments_of", "served_model", "start"]
 
@@ -31,6 +32,10 @@ def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) 
         # The client closes idle connections; a server that does would lose a request on its way.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
     }
+    if config.model.vision:
+        environment[SERVES_IMAGES] = "1"
+        # SGLang keeps features of images, also those of a tower that was trained since (0.5.23, ``flush_cache``).
+        environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if config.layout.tp > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
