@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core_rl.data.media import GRID, Media
+from core_rl.data.media import GRID, PIXELS, Media
 from core_rl.servers.wire import SentImages, Wire
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["ImageFields"]
+__all__ = ["ImageFields", "digest", "each_image"]
 
 RECENT = 256
 """Encoded images that are kept: those of the groups in flight."""
@@ -56,6 +57,21 @@ class ImageFields:
 class _Encoded:
     media: Media
     form: Any
+
+
+def each_image(media: Media) -> list[Media]:
+    """The images of one sequence apart."""
+    pixels = media[PIXELS].split(torch.prod(media[GRID], -1).tolist())
+    return [{PIXELS: patches, GRID: grid[None]} for patches, grid in zip(pixels, media[GRID], strict=True)]
+
+
+def digest(image: Media) -> str:
+    """64 bits in hexadecimal; equal patches in another grid have another one."""
+    hashed = hashlib.sha256()
+    for name, value in sorted(image.items()):
+        hashed.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
+        hashed.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 def _spans(ids: Sequence[int], media: Media, model: PretrainedConfig) -> tuple[range, ...]:

@@ -10,6 +10,7 @@ SGLang spawns its workers, which run the top of this file again, and so get them
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib.util
 import os
 import runpy
@@ -141,6 +142,7 @@ def take_tensors() -> None:
     )
     target = f"{managers}.io_struct.GenerateReqInput.normalize_batch_and_arguments"
     HookRegistry.register(target, _read_images, HookType.BEFORE)
+    HookRegistry.register(f"{managers}.mm_utils.get_new_expanded_mm_items", _tell_apart, HookType.AFTER)
 
 
 class _NoProcessor:
@@ -165,6 +167,17 @@ def _processed(item: object) -> object:
     if not isinstance(item, str) or not item.startswith(IMAGES):
         return item
     return {"format": "processor_output", **load(base64.b64decode(item.removeprefix(IMAGES)))}
+
+
+def _tell_apart(items: Sequence[Any], *_arguments: object) -> None:
+    """Name images by pixels and grid: SGLang's digest is of pixels alone (0.5.23, ``hash_feature``).
+
+    Blank images of different shapes have the same pixels, and would share features and keys.
+    """
+    for item in items:
+        hashed = hashlib.sha256(repr(item.image_grid_thw.tolist()).encode())
+        hashed.update(item.feature.contiguous().numpy().tobytes())
+        item.set_hash(int.from_bytes(hashed.digest()[:8], "big"))
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second is its name in the workers that SGLang spawns

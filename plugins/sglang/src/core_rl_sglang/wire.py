@@ -68,10 +68,8 @@ class SglangWire(Wire):
             )
 
     def encoded_images(self, media: Media) -> str:
-        return (
-            IMAGES
-            + base64.b64encode(save({name: value.contiguous() for name, value in media.items()})).decode()
-        )
+        tensors = save({name: value.contiguous() for name, value in media.items()})
+        return IMAGES + base64.b64encode(tensors).decode()
 
     def image_fields(self, images: SentImages, *, scoring: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"image_data": [images.encoded]}
