@@ -69,7 +69,7 @@ def rollouts_see_their_images(subject: EngineUnderTest) -> None:
     each="layout",
 )
 def updates_reach_the_tower(subject: EngineUnderTest) -> None:
-    """After an update, tokens after an image that was seen before have the log-probs of the new tower.
+    """Tokens after an image that was seen before an update have the log-probs of the new tower.
 
     Why: servers keep features of images, and an update empties the prefix cache alone.
     Look at: names of the tower that the loader skips, and caches of features.

@@ -75,7 +75,7 @@ class SentImages:
     """The images of one prompt."""
 
     encoded: Any
-    """What `Wire.encoded_images` made of them."""
+    """The form that `Wire.encoded_images` gives them."""
     spans: tuple[range, ...]
     """The places of each image's placeholders."""
     token: int
