@@ -184,6 +184,7 @@ class EngineUnderTest:
             **self.case.setting.over(self.case.target.profile.options),
             "model": {
                 "path": str(self.expected.models.directory(model)),
+                "vision": model.vision,
                 "lora": None if adapter is None else adapter.section(),
             },
             "dtype": self.case.dtype,

@@ -33,7 +33,7 @@ def neighbours_change_no_image(subject: EngineUnderTest) -> None:
     and attention of a tower that follows the text's sequences give log-probs of other images, without an error
     (axolotl #3817, transformers #44158, Megatron-Bridge #1776).
     Look at: rows of positions for time, height and width, which each sequence counts for itself, next to the row of
-    the text's positions, which tells sequences apart; the order of images; the attention of the tower.
+    the text's positions, which separates sequences; the order of images; the attention of the tower.
     """
     model, data = subject.model(), subject.data(LENGTHS)
     group = subject.start(model)

@@ -32,7 +32,7 @@ from transformers import (
 
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
-from core_rl_conformance.inputs.tiny_vision import VOCABULARY, vision_config
+from core_rl_conformance.inputs.tiny_vision import VOCABULARY, spread_positions, vision_config
 from core_rl_conformance.profile import VISION
 from core_rl_oracle.experts import all_written, overwrite, parameters_of
 from core_rl_oracle.media import model_class
@@ -151,6 +151,7 @@ class TinyModel:
         for name, value in fields.items():
             if value is not None:
                 setattr(text, name, value)
+        spread_positions(text, self.head_size)
         if self.head != "lm":
             config.num_labels = 1
         if self.long:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from core_rl_conformance.profile import VISION
 
-__all__ = ["VOCABULARY", "TinyImages", "placeholders", "vision_config"]
+__all__ = ["VOCABULARY", "TinyImages", "placeholders", "spread_positions", "vision_config"]
 
 VOCABULARY = 199
 """Ids of text; the ids after them are of images."""
@@ -127,6 +127,14 @@ def vision_config(family: str) -> PretrainedConfig:
     """The transformers config of ``family``."""
     config: PretrainedConfig = AutoConfig.for_model(MODEL_TYPES.get(family, family), **CONFIGS[family])
     return config
+
+
+def spread_positions(text: PretrainedConfig, head_size: int | None) -> None:
+    """Let positions in time, height and width turn all pairs of a head of this size; None leaves the family's own."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "mrope_section" in rope and head_size is not None:
+        third = head_size // 6
+        text.rope_parameters = {**rope, "mrope_section": [head_size // 2 - 2 * third, third, third]}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_oracle.tolerance import Tolerance
 
@@ -40,7 +41,14 @@ def requests_for(
     data: Ragged, sampling: SamplingParams = PLAIN, longest: int | None = None
 ) -> list[LLMRequest]:
     """One request for each sequence of ``data`` (its first ``longest`` tokens), without a seed."""
-    return [LLMRequest(input_ids=row.ids[:longest], sampling=sampling) for row in data.rows]
+    return [
+        LLMRequest(
+            input_ids=row.ids[:longest],
+            sampling=sampling,
+            media={} if row.images is None else row.images.media(),
+        )
+        for row in data.rows
+    ]
 
 
 def few_requests(
@@ -109,13 +117,24 @@ class Expected:
     tolerance: Tolerance
 
 
-def sequences_of(responses: Sequence[LLMResponse], before: tuple[int, ...] = ()) -> Ragged:
-    """Prompt and answer of each response as one sequence, with the tokens ``before`` it."""
-    return Ragged(tuple(_row(before + response.input_ids + response.output_ids) for response in responses))
+def sequences_of(
+    responses: Sequence[LLMResponse], before: tuple[int, ...] = (), prompts: Ragged | None = None
+) -> Ragged:
+    """Prompt and answer of each response as one sequence, with the tokens ``before`` it.
+
+    With the images of ``prompts``, one for each response.
+    """
+    images = [row.images for row in prompts.rows] if prompts else [None] * len(responses)
+    return Ragged(
+        tuple(
+            _row(before + response.input_ids + response.output_ids, pictures)
+            for response, pictures in zip(responses, images, strict=True)
+        )
+    )
 
 
-def _row(ids: tuple[int, ...]) -> Row:
-    return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0)
+def _row(ids: tuple[int, ...], images: TinyImages | None) -> Row:
+    return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0, images=images)
 
 
 def generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
@@ -125,10 +144,15 @@ def generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> lis
 
 
 def expected_of(
-    subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float = 1.0
+    subject: EngineUnderTest,
+    weights: Judged,
+    responses: Sequence[LLMResponse],
+    temperature: float = 1.0,
+    prompts: Ragged | None = None,
 ) -> Expected:
-    """The oracle's log-probs of the generated tokens of ``found``."""
-    outputs = subject.outputs(weights, sequences_of(responses), "logprobs", temperature)
+    """The oracle's log-probs of the generated tokens of ``responses``, with the images of ``prompts``."""
+    sequences = sequences_of(responses, prompts=prompts)
+    outputs = subject.outputs(weights, sequences, "logprobs", temperature)
     return Expected(values=generated(outputs.values, responses), tolerance=outputs.tolerance)
 
 
@@ -194,18 +218,22 @@ def verify_logprobs(
     guesses: Guesses | None = None,
     *,
     plotted: bool = False,
+    prompts: Ragged | None = None,
 ) -> None:
     """Compare the log-prob of every generated token with the oracle's at ``temperature``.
+
+    ``prompts`` have the images of each prompt.
 
     Where they differ, the message names the first of the ``guesses``, and of some mistakes that are known
     from the field, explains it.
     """
     __tracebackhide__ = True
-    expected = expected_of(subject, weights, responses, temperature)
+    expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
 
     def all_guesses() -> Guesses:
-        return {**(guesses or {}), **_known_mistakes(subject, weights, responses, temperature)}
+        known = {} if prompts else _known_mistakes(subject, weights, responses, temperature)
+        return {**(guesses or {}), **known}
 
     explain = partial(_explanation, label, got, all_guesses, expected.tolerance)
     subject.verify(

@@ -64,7 +64,7 @@ class ServedModel:
         path = Path(model.path).expanduser().resolve()
         return ServedModel(
             path=path,
-            limits=ModelLimits.of(config),
+            limits=ModelLimits.of(config, model.vision),
             eos=frozenset(end_tokens(config, path)),
             shapes=exported_shapes(model),
             config=config,

@@ -28,6 +28,7 @@ from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.deltas import ReceivedChanges
 from core_rl.servers.fleet import Fleet
+from core_rl.servers.images import ImageFields
 from core_rl.servers.placed_servers import PlacedServer
 from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
@@ -126,9 +127,11 @@ class ServerBackend(InferenceBackend[C]):
         self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
         self.loop.wait(self.fleet.connect())
         self._changes = ReceivedChanges(self.model)
-        self._requests = Requests(self.fleet.pool, self.wire, requests_at_one_time())
-        self._scorer = Scorer(self._requests, self.wire, self.model.limits.vocab_size)
-        return self.model.limits
+        limits = self.model.limits
+        images = ImageFields(self.wire, limits.image_model)
+        self._requests = Requests(self.fleet.pool, self.wire, images, requests_at_one_time())
+        self._scorer = Scorer(self._requests, self.wire, images, limits.vocab_size)
+        return limits
 
     @cached_property
     def loop(self) -> LoopThread:

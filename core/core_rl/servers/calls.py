@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,12 @@ from torch import Tensor
 
 from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import NO_MEDIA, Media
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 from core_rl.errors import EngineStateError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused, Unreachable
+from core_rl.servers.images import ImageFields
 from core_rl.servers.labels import FRESH, UNLABELLED
 from core_rl.servers.pool import ServerPool
 from core_rl.servers.server import Server
@@ -27,8 +29,12 @@ from core_rl.servers.wire import Scores, StaleServer, Wire
 __all__ = ["Requests", "Scorer"]
 
 _Result = TypeVar("_Result")
+_Row: TypeAlias = tuple[Sequence[int], Media]
+"""The tokens of a sequence, and its images."""
 FIRST_RETRY_S = 0.1
 AT_ONCE = 64
+REDRAWS = 16
+"""Responses until there is none with a placeholder, which no image belongs to."""
 MOST_VALUES = 2**26
 """The most numbers that one call fetches as JSON."""
 
@@ -45,9 +51,10 @@ class _Attempt:
 class Requests:
     """Requests to the servers of ``pool``, some ``at_one_time``. All methods run on its event loop."""
 
-    def __init__(self, pool: ServerPool, wire: Wire, at_one_time: int) -> None:
+    def __init__(self, pool: ServerPool, wire: Wire, images: ImageFields, at_one_time: int) -> None:
         self._pool = pool
         self._wire = wire
+        self._images = images
         # Not a limit of the session: the call that pauses the servers must not wait for requests that it interrupts.
         self._free = asyncio.Semaphore(at_one_time)
         self._timeout_s = pool.options.request_timeout_s
@@ -59,7 +66,20 @@ class Requests:
             return _with_versions(server, adapter, self._wire.response(request, response, eos, server.name))
 
         self._require_taken(request)
-        return await self.call(self._wire.generation(request, eos), read)
+        for _ in range(REDRAWS):
+            response = await self.call(self._body(request, eos), read)
+            if self._images.token not in response.output_ids:
+                return response
+        raise RolloutError(
+            f"request {request.rid}: {REDRAWS} responses in a row hold the token {self._images.token}, which stands "
+            "for an image; train the model on texts without it first"
+        )
+
+    def _body(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
+        return {
+            **self._wire.generation(request, eos),
+            **self._images.of(request.input_ids, request.media),
+        }
 
     def _require_taken(self, request: LLMRequest) -> None:
         """Raise `RolloutError` for a request that a server would answer with wrong log-probs."""
@@ -88,7 +108,7 @@ class Requests:
             raise Unreachable(f"{server.name} ended the stream of request {request.rid} too early")
 
         self._require_taken(request)
-        async with aclosing(self._results(self._wire.generation(request, eos), parts)) as results:
+        async with aclosing(self._results(self._body(request, eos), parts)) as results:
             async for part in results:
                 yield part
 
@@ -184,9 +204,10 @@ def _with_versions(server: Server, adapter: ServedAdapter, response: LLMResponse
 class Scorer:
     """Scores sequences as prompts without a completion."""
 
-    def __init__(self, requests: Requests, wire: Wire, vocab_size: int) -> None:
+    def __init__(self, requests: Requests, wire: Wire, images: ImageFields, vocab_size: int) -> None:
         self._requests = requests
         self._wire = wire
+        self._images = images
         self._vocab_size = vocab_size
 
     async def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
@@ -202,7 +223,7 @@ class Scorer:
         full = await self._distributions(rows, temperature)
         picked = [
             F.pad(log_p.gather(1, torch.tensor(ids[1:], dtype=torch.long)[:, None]).squeeze(1), (1, 0))
-            for ids, log_p in zip(rows, full, strict=True)
+            for (ids, _), log_p in zip(rows, full, strict=True)
         ]
         return torch.cat(picked).float()
 
@@ -219,12 +240,13 @@ class Scorer:
             logprobs=torch.cat([F.pad(values, (0, 0, 1, 0)) for _, values in tops]).float(),
         )
 
-    async def _distributions(self, rows: Sequence[Sequence[int]], temperature: float) -> list[Tensor]:
+    async def _distributions(self, rows: Sequence[_Row], temperature: float) -> list[Tensor]:
         """Log-probs of all tokens, float64 ``[L - 1, V]`` for each row, at the positions after its first token."""
-        count = sum(map(len, rows)) * self._vocab_size
+        tokens = sum(len(ids) for ids, _ in rows)
+        count = tokens * self._vocab_size
         if count > MOST_VALUES:
             raise RolloutError(
-                f"log-probs of {sum(map(len, rows))} given tokens at temperature {temperature:g} take {count} numbers "
+                f"log-probs of {tokens} given tokens at temperature {temperature:g} take {count} numbers "
                 "from servers, which give them at temperature 1 only; score at temperature 1, in smaller batches, or "
                 "with the train engine's forward()"
             )
@@ -234,12 +256,14 @@ class Scorer:
             distributions.append(torch.log_softmax(at_one / temperature, -1))
         return distributions
 
-    async def _of_each(self, rows: Sequence[Sequence[int]], k: int) -> list[Scores]:
+    async def _of_each(self, rows: Sequence[_Row], k: int) -> list[Scores]:
         """The scores of each row as a prompt, with the ``k`` best tokens at each position."""
         gate = asyncio.Semaphore(AT_ONCE)
 
-        async def one(ids: Sequence[int]) -> Scores:
-            body = {**self._wire.scoring(ids, k), self._wire.rid: uuid.uuid4().hex}
+        async def one(row: _Row) -> Scores:
+            ids, media = row
+            images = self._images.of(ids, media, scoring=True)
+            body = {**self._wire.scoring(ids, k), **images, self._wire.rid: uuid.uuid4().hex}
             async with gate:
                 return await self._requests.call(
                     body, lambda response, server, _: self._wire.scores(response, ids, k, server.name)
@@ -248,5 +272,6 @@ class Scorer:
         return list(await asyncio.gather(*map(one, rows)))
 
 
-def _rows(batch: SequenceBatch) -> list[list[int]]:
-    return [row.tolist() for row in batch.input_ids.split(batch.lengths)]
+def _rows(batch: SequenceBatch) -> list[_Row]:
+    ids = [row.tolist() for row in batch.input_ids.split(batch.lengths)]
+    return list(zip(ids, batch.media or (NO_MEDIA,) * batch.num_sequences, strict=True))

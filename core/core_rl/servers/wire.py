@@ -12,12 +12,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from core_rl.data.media import Media
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
-from core_rl.errors import RolloutError
+from core_rl.errors import RolloutError, UnsupportedCapability
 from core_rl.servers.api import Refused
 from core_rl.servers.labels import owner_of, version_in
 
-__all__ = ["Scores", "StaleServer", "StreamReader", "Wire", "readable", "version_of", "versions_of"]
+__all__ = [
+    "Scores",
+    "SentImages",
+    "StaleServer",
+    "StreamReader",
+    "Wire",
+    "readable",
+    "version_of",
+    "versions_of",
+]
 
 StreamReader: TypeAlias = Callable[[Any], PartialResponse | LLMResponse]
 """The part of a response that an event of its stream brings; the last one brings the whole response."""
@@ -60,6 +70,18 @@ class Scores:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentImages:
+    """The images of one prompt."""
+
+    encoded: Any
+    """The form that `Wire.encoded_images` gives them."""
+    spans: tuple[range, ...]
+    """The places of each image's placeholders."""
+    token: int
+    """The token of placeholders."""
+
+
 class Wire(ABC):
     """The request that draws tokens, and scores them, on servers of one kind."""
 
@@ -88,6 +110,16 @@ class Wire(ABC):
     def is_lost(self, error: Refused) -> bool:
         """Whether ``error`` says that the server will never answer again."""
         return False
+
+    def encoded_images(self, media: Media) -> Any:
+        """The part of `image_fields` that requests with the same images share; by default a server takes none."""
+        raise UnsupportedCapability(
+            f"servers with {self.path} take no tensors of images; leave the images out"
+        )
+
+    def image_fields(self, images: SentImages, *, scoring: bool) -> dict[str, Any]:
+        """The fields of a body with images, in addition to those of `generation` or `scoring`."""
+        raise NotImplementedError
 
     @abstractmethod
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:

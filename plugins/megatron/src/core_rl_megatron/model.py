@@ -97,7 +97,7 @@ def wrap_chunks(model: StageModel, options: MegatronOptions) -> list[Any]:
 
 
 def _as_written(boxes: tuple[RowBox, ...], layout: CheckpointLayout) -> tuple[RowBox, ...]:
-    """``boxes`` under the names that files have; those of experts have them already."""
+    """``boxes`` under the names that files have; experts have theirs already."""
     return tuple(replace(box, name=layout.names(box.name)[0]) for box in boxes)
 
 

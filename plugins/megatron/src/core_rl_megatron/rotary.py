@@ -20,7 +20,7 @@ INTERLEAVED = frozenset({"qwen3_vl_text"})
 
 
 def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``value [L, 1, heads, D]`` with its first numbers, for which there are angles, turned by those of its tokens, as
+    """``value [L, 1, heads, D]`` with its first numbers, for which there are angles, turned by the angles of its tokens, as
     in rope_utils.py. There, each layer computes cosines and sines again.
     """
     turned, rest = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
@@ -42,7 +42,7 @@ def rotary_frequencies(model: PreTrainedModel) -> Tensor:
             f"{', '.join(map(repr, FIXED_ROPE))}; use the engine 'fsdp'"
         )
     rotary: Any = cast("Any", model.get_decoder()).rotary_emb
-    frequencies: Tensor = type(rotary)(config).inv_freq  # those of the model may have no memory
+    frequencies: Tensor = type(rotary)(config).inv_freq  # of the model they may have no memory
     return frequencies
 
 

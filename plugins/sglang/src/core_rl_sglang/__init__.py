@@ -32,6 +32,7 @@ SPEC = EngineSpec(
             Capability.MIN_P,
             # Not the penalties: on a real server the token just before is not yet counted (I8.repetition-penalty).
             Capability.LOGIT_BIAS,
+            Capability.VISION,
         }
     ),
     description="SGLang servers over HTTP, launched by the engine or found at given addresses",

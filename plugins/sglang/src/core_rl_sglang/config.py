@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from core_rl.errors import ConfigError
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
@@ -45,6 +45,16 @@ class SglangConfig(ServerEngineConfig):
     python_variable = PYTHON_VARIABLE
 
     options: SglangOptions = SglangOptions()
+
+    @model_validator(mode="after")
+    def _launches_for_images(self) -> Self:
+        if self.model.vision and self.options.addresses:
+            raise ValueError(
+                "options.addresses with model.vision: /generate of a server that others have started takes images as "
+                "files and URLs, and no tensors of a processor (SGLang 0.5.23, api_contract.py); leave addresses out, "
+                "so that the engine launches its servers, or take the engine 'reference-rollout'"
+            )
+        return self
 
     def with_devices(self, number: int, devices: tuple[int, ...]) -> Self:
         """As the base class; also raises `ConfigError` for devices at unequal distances, which SGLang cannot name."""

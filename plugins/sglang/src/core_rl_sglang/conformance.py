@@ -12,7 +12,7 @@ PROFILE = Profile(
     # SGLang cannot divide gpt2's odd MLP among two ranks.
     settings=(Setting(layout=ParallelLayout(tp=2), families=("qwen3", "llama", "qwen2")),),
     # SGLang's attention on the CPU has neither soft caps nor windows, which gemma2 needs.
-    families=("qwen3", "llama", "qwen2", "gpt2"),
+    families=("qwen3", "llama", "qwen2", "gpt2", "qwen3_vl"),
     dtypes=("float32", "bfloat16"),
     shared_servers=True,
 )

@@ -7,18 +7,24 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from core_rl.config.engine import ModelConfig
 from core_rl.distributed.devices import device_type
-from core_rl.errors import ConfigError
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.process import ServerProcess
 from core_rl_sglang.adapters import SglangAdapterForm
 from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.serve import SERVES_IMAGES
 
 __all__ = ["arguments_of", "served_model", "start"]
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
+IMAGE_MODELS = ("qwen3_vl",)
+"""Model types whose images the conformance suite compares. The feature of a Qwen2.5-VL with other patches than 14 by 14
+pixels is the patch itself (0.5.23, ``qwen2_5_vl.py``), and Qwen3.5 needs SGLang's kernels for CPUs."""
 CONTEXT_MARGIN = 8
 """SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
 
@@ -31,6 +37,10 @@ def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) 
         # The client closes idle connections; a server that does would lose a request on its way.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
     }
+    if config.model.vision:
+        environment[SERVES_IMAGES] = "1"
+        # SGLang keeps features of images, also of a tower that was trained since (0.5.23, ``flush_cache``).
+        environment["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     if device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         if config.layout.tp > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
@@ -95,12 +105,23 @@ def _shared_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, share or cores[:1])) for share in shares)
 
 
+def _require_images(config: PretrainedConfig) -> None:
+    """Raise `UnsupportedCapability` for a model of whose images SGLang's features are not known to be right."""
+    if config.model_type not in IMAGE_MODELS:
+        raise UnsupportedCapability(
+            f"model.vision with the model type {config.model_type!r}: images through SGLang servers are for "
+            f"{', '.join(IMAGE_MODELS)}; take the engine 'reference-rollout'"
+        )
+
+
 def served_model(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
     """The model in the directory of ``model``, and the form of its adapters; raises `ConfigError`.
 
     ``cpu_ranks`` are those of a server on a CPU, and 0 elsewhere.
     """
     served = ServedModel.of(model, "sglang")
+    if model.vision:
+        _require_images(served.config)
     if model.lora is None:
         return served
     form = SglangAdapterForm.of(model.lora, served.path, served.config, served.shapes, cpu_ranks)

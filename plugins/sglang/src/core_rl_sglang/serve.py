@@ -9,14 +9,16 @@ SGLang spawns its workers, which run the top of this file again, and so get them
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 CPU_KERNELS = (
     "assign_draft_cache_locs_contiguous_cpu",
@@ -29,6 +31,21 @@ CPU_KERNELS = (
     "verify_tree_greedy_cpu",
 )
 """Functions that SGLang imports from ``sgl_kernel`` on a CPU, all for speculative decoding."""
+CPU_OPERATORS = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""Operators that SGLang's Qwen3.5 looks up when it is imported, with all Qwen-VL models (0.5.23, ``qwen_vl.py``)."""
+SERVES_IMAGES = "CORE_RL_SERVES_IMAGES"
+"""The environment variable of a server whose requests bring images."""
+IMAGES = "data:application/safetensors;base64,"
+"""Begins the tensors of images, in the place of a file."""
+
+
+LIBRARIES: list[object] = []
+"""Their operators live as long as these do."""
 
 
 def apply_workarounds() -> None:
@@ -42,6 +59,8 @@ def apply_workarounds() -> None:
         _add_kernel_stubs()
     if "--enable-lora" in sys.argv:
         _disable_pinned_memory()
+    if SERVES_IMAGES in os.environ:
+        _declare_operators()
 
 
 def _declare_torchvision() -> None:
@@ -49,19 +68,29 @@ def _declare_torchvision() -> None:
 
     It registers fake kernels for two operators; their schemas are all that it needs for that.
     """
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in (
+    _declare(
+        "torchvision",
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
         "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    ):
+    )
+
+
+def _declare_operators() -> None:
+    """Let Qwen-VL models be imported without SGLang's CPU kernels, which Qwen3.5 alone calls."""
+    _declare("sgl_kernel", *(f"{name}() -> ()" for name in CPU_OPERATORS))
+
+
+def _declare(namespace: str, *schemas: str) -> None:
+    import torch
+
+    library = torch.library.Library(namespace, "FRAGMENT")
+    LIBRARIES.append(library)
+    for schema in schemas:
         try:
             library.define(schema)
         except RuntimeError as error:
-            if "multiple times" not in str(error):  # torchvision's own part has loaded
+            if "multiple times" not in str(error):  # the package's own part has loaded
                 raise
-    apply_workarounds.library = library  # type: ignore[attr-defined]  # its operators live as long as it does
 
 
 def _add_kernel_stubs() -> None:
@@ -100,6 +129,57 @@ def _missing(name: str) -> object:
     return raise_it
 
 
+def take_tensors() -> None:
+    """Let requests bring the tensors of images that a processor has made, and the server run without a processor.
+
+    SGLang takes these in Python alone: the schema of ``/generate`` has files and URLs (0.5.23, ``api_contract.py``).
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    managers = "sglang.srt.managers"
+    HookRegistry.register(
+        f"{managers}.tokenizer_manager.get_processor_wrapper", _NoProcessor, HookType.REPLACE
+    )
+    target = f"{managers}.io_struct.GenerateReqInput.normalize_batch_and_arguments"
+    HookRegistry.register(target, _read_images, HookType.BEFORE)
+    HookRegistry.register(f"{managers}.mm_utils.get_new_expanded_mm_items", _tell_apart, HookType.AFTER)
+
+
+class _NoProcessor:
+    """In the place of the image processor, which nothing calls."""
+
+    @property
+    def tokenizer(self) -> _NoProcessor:
+        return self
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        return [f"<{token}>" for token in ids]
+
+
+def _read_images(request: Any) -> None:
+    if isinstance(request.image_data, list):
+        request.image_data = [_processed(item) for item in request.image_data]
+
+
+def _processed(item: object) -> object:
+    from safetensors.torch import load
+
+    if not isinstance(item, str) or not item.startswith(IMAGES):
+        return item
+    return {"format": "processor_output", **load(base64.b64decode(item.removeprefix(IMAGES)))}
+
+
+def _tell_apart(items: Sequence[Any], *_arguments: object) -> None:
+    """Name images by pixels and grid: SGLang's digest is of pixels alone (0.5.23, ``hash_feature``).
+
+    Blank images of different shapes have the same pixels, and would share features and keys.
+    """
+    for item in items:
+        hashed = hashlib.sha256(repr(item.image_grid_thw.tolist()).encode())
+        hashed.update(item.feature.contiguous().numpy().tobytes())
+        item.set_hash(int.from_bytes(hashed.digest()[:8], "big"))
+
+
 if __name__ in ("__main__", "__mp_main__"):  # the second is its name in the workers that SGLang spawns
     # Python looks for modules in a script's directory first, and those there would hide the server's own.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
@@ -112,6 +192,8 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    if SERVES_IMAGES in os.environ:
+        take_tensors()
     load_plugins()
     try:
         run_server(prepare_server_args([*sys.argv[1:], *(["--api-key", api_key] if api_key else [])]))
