@@ -1,7 +1,7 @@
 """Images of packed batches: transformers' vision tower in front of Megatron's layers.
 
 Every tensor and context parallel rank computes the whole tower; the first pipeline stage has it. Its features go to
-the places of their tokens, and the features of its own layers (Qwen3-VL) to the outputs of the first layers of the text.
+the places of their tokens, and the features of its own layers (Qwen3-VL) to the outputs of the text's first layers.
 """
 
 from __future__ import annotations

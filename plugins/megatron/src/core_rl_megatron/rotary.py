@@ -20,8 +20,8 @@ INTERLEAVED = frozenset({"qwen3_vl_text"})
 
 
 def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``value [L, 1, heads, D]`` with its first numbers, for which there are angles, turned by the angles of its tokens, as
-    in rope_utils.py. There, each layer computes cosines and sines again.
+    """``value [L, 1, heads, D]`` with its first numbers, as many as there are angles, turned by the angles of its tokens,
+    as in rope_utils.py. There, each layer computes cosines and sines again.
     """
     turned, rest = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
     left, right = turned.chunk(2, dim=-1)
