@@ -20,7 +20,7 @@ INTERLEAVED = frozenset({"qwen3_vl_text"})
 
 
 def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``value [L, 1, heads, D]`` with its first numbers, as many as there are angles, turned by the angles of its tokens,
+    """``value [L, 1, heads, D]`` with its first numbers, as many as angles, turned by the angles of its tokens,
     as in rope_utils.py. There, each layer computes cosines and sines again.
     """
     turned, rest = value[..., : cos.shape[-1]], value[..., cos.shape[-1] :]
