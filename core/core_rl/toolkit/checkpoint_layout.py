@@ -1,6 +1,7 @@
 """Checkpoint layout of a model: transformers 5 has fused expert weights in memory and writes each expert.
 
-Checkpoint names and shapes match ``save_pretrained``. They come from transformers' own conversion, which
+Checkpoint names and shapes match ``save_pretrained``, and the files that a model came from where these have fused
+experts transposed (`core_rl.toolkit.model_files`). They come from transformers' own conversion, which
 is run on tensors without memory, so that no table of model families is kept here.
 """
 

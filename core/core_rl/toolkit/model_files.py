@@ -132,7 +132,9 @@ def _used(conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
 def _reads_both_ways(conversion: WeightTransform) -> bool:
     """Whether ``conversion`` transposes tensors, unless they have the shape that their parameters have."""
     steps = conversion.operations if isinstance(conversion, WeightConverter) else []
-    return bool(steps) and all(isinstance(step, Transpose) and step.check_dims for step in steps)
+    return bool(steps) and all(
+        isinstance(step, Transpose) and getattr(step, "check_dims", False) for step in steps
+    )
 
 
 def _is_transposed(built: PreTrainedModel, files: TensorFiles, conversion: WeightTransform) -> bool:
