@@ -217,7 +217,7 @@ def _make_long(config: PretrainedConfig, usual: Collection[str]) -> None:
 
 
 def _laid_over(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary ``parameters``, or those for each kind of layer, with ``values``; each kind gets a base of its own."""
+    """Rotary ``parameters``, flat or for each kind of layer, with ``values``; each kind gets a base of its own."""
     if not any(isinstance(part, dict) for part in parameters.values()):
         return {**parameters, **values}
     return {
