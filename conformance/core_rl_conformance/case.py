@@ -11,7 +11,7 @@ from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.catalogue import Check, TargetKind
-from core_rl_conformance.profile import MOE, VISION, Profile, Setting
+from core_rl_conformance.profile import MIXTURES, VISION, Profile, Setting
 from core_rl_conformance.trainers.spec import TrainerSpec
 
 
@@ -138,6 +138,6 @@ class Case:
         """The declared capabilities that this case shows."""
         special = {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
         special |= {Capability.CUDA} if self.device == "cuda" else set()
-        special |= {Capability.MOE} if self.family == MOE else set()
+        special |= {Capability.MOE} if self.family in MIXTURES else set()
         special |= {Capability.VISION} if self.family in VISION else set()
         return frozenset(special) | self.check.requires | self.layout.needed_capabilities()

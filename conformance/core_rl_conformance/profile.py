@@ -20,9 +20,11 @@ __all__ = [
     "DENSE",
     "FAMILIES",
     "HYBRID",
+    "MIXTURES",
     "MOE",
     "NAMED_APART",
     "VISION",
+    "VISION_MOE",
     "Profile",
     "Setting",
     "Waiver",
@@ -36,8 +38,12 @@ FAMILIES = (*DENSE, MOE)
 """Families of attention, dense and with experts."""
 HYBRID = "qwen3_5_text"
 """Gated DeltaNet in some layers."""
-VISION = ("qwen3_vl", "qwen2_5_vl", "qwen3_5_vl", "gemma3_vl", "internvl")
+VISION_MOE = "qwen3_vl_moe"
+"""Images, and experts in the text."""
+VISION = ("qwen3_vl", "qwen2_5_vl", "qwen3_5_vl", "gemma3_vl", "internvl", VISION_MOE)
 """Vision-language models, whose sequences have images."""
+MIXTURES = (MOE, VISION_MOE)
+"""Families with experts."""
 BUILT = (*FAMILIES, HYBRID, *VISION)
 """The tiny models that a profile can name."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
@@ -170,6 +176,7 @@ class Profile:
             for capability, families in shown.items()
             if spec.supports(capability) and not set(families) & set(self.families)
             for family in families
+            if family not in MIXTURES or spec.supports(Capability.MOE)
         ]
         return replace(self, families=(*self.families, *added))
 
@@ -195,8 +202,9 @@ class Profile:
             yield from self._waiver_violations(waiver, known_checks)
 
     def _undeclared(self, spec: EngineSpec) -> Iterator[str]:
-        if MOE in self.families and not spec.supports(Capability.MOE):
-            yield f"model {MOE!r} needs the capability 'moe', which the engine does not declare"
+        for family in sorted(set(self.families) & set(MIXTURES)):
+            if not spec.supports(Capability.MOE):
+                yield f"model {family!r} needs the capability 'moe', which the engine does not declare"
         for family in sorted(set(self.families) & set(VISION)):
             if not spec.supports(Capability.VISION):
                 yield f"model {family!r} needs the capability 'vision', which the engine does not declare"

@@ -1,7 +1,7 @@
 """Experts of a mixture: the tensors that ``save_pretrained`` writes, and routers, recorded, replayed and balanced.
 
-transformers 5 fuses experts in memory and writes each one. Written out for the layout that the suite's mixture has,
-and sharing nothing with the core.
+transformers 5 fuses experts in memory and writes each one; published files of Qwen3-VL-MoE have them fused as well,
+and transposed. Written out for the layouts that the suite's mixtures have, and sharing nothing with the core.
 """
 
 from __future__ import annotations
@@ -99,6 +99,9 @@ def written(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     prefix, separator, part = name.partition(".experts.")
     if not separator:
         yield name, value
+        return
+    if ".language_model." in prefix:
+        yield name, value.mT
         return
     for expert, matrix in enumerate(value):
         if part == "gate_up_proj":

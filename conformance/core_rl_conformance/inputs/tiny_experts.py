@@ -23,6 +23,8 @@ QUIET = 0.05
 """Remaining share of other parameters on the marked entries."""
 KINDS = 3
 """Pairs of experts that most token ids take, in turn."""
+IMAGES = (1, 2)
+"""Experts that the features of all images take."""
 RARE = 7
 """Every so many-th token id takes the rare expert."""
 
@@ -38,7 +40,7 @@ def draw_router(name: str, noise: Tensor) -> Tensor:
 
 def mark_tokens(model: PreTrainedModel) -> None:
     """Mark the token ids of ``model``, which is left alone if it has no experts; run without gradients."""
-    experts = getattr(model.config, "num_experts", None)
+    experts = getattr(model.config.get_text_config(), "num_experts", None)
     if not experts:
         return
     embedding = model.get_input_embeddings().weight
@@ -56,6 +58,10 @@ def mark_tokens(model: PreTrainedModel) -> None:
             parameter[:experts] *= QUIET
         elif name.endswith("experts.down_proj"):
             parameter[:, :experts] *= QUIET
+        elif ".visual." in name and "merger" in name and "linear_fc2" in name:
+            parameter[:experts] *= QUIET
+            if name.endswith("visual.merger.linear_fc2.bias"):
+                parameter[:experts] += torch.tensor([MARK if e in IMAGES else -MARK for e in range(experts)])
 
 
 def alike(token: int) -> int:

@@ -33,8 +33,8 @@ from transformers import (
 from core_rl.config.engine import Head
 from core_rl_conformance.inputs.tiny_experts import draw_router, mark_tokens
 from core_rl_conformance.inputs.tiny_vision import VOCABULARY, spread_positions, vision_config
-from core_rl_conformance.profile import VISION
-from core_rl_oracle.experts import all_written, overwrite, parameters_of
+from core_rl_conformance.profile import VISION, VISION_MOE
+from core_rl_oracle.experts import all_written, overwrite, parameters_of, written
 from core_rl_oracle.media import model_class
 
 MAX_LENGTH = 64
@@ -214,7 +214,17 @@ def _make_long(config: PretrainedConfig, usual: Collection[str]) -> None:
             if part in usual or not hasattr(config, name):
                 continue
             limit = getattr(config, name)
-            setattr(config, name, {**limit, **value} if isinstance(value, dict) else value)
+            setattr(config, name, _laid_over(limit, value) if isinstance(value, dict) else value)
+
+
+def _laid_over(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary ``parameters``, flat or for each kind of layer, with ``values``; each kind gets a base of its own."""
+    if not any(isinstance(part, dict) for part in parameters.values()):
+        return {**parameters, **values}
+    return {
+        kind: {**part, **values, **({"rope_theta": values["rope_theta"] * number} if values else {})}
+        for number, (kind, part) in enumerate(parameters.items(), start=1)
+    }
 
 
 def _set_layers(config: PretrainedConfig, count: int) -> None:
@@ -390,9 +400,23 @@ class ModelStore:
         return self._built[model]
 
     def _write(self, model: TinyModel, path: Path) -> None:
-        build(model).save_pretrained(path)
+        _save(build(model), path)
         if model.head == "lm":
             _write_generation_config(model, path)
+
+
+def _save(built: PreTrainedModel, path: Path, prefix: str = "", file_size: str = "50GB") -> None:
+    """Write ``built`` as published files are, with names that lack ``prefix``."""
+    state = {name.removeprefix(prefix): value for name, value in built.state_dict().items()}
+    published = built.config.model_type == VISION_MOE
+    if published:  # transformers would write experts as in memory
+        state = {
+            name: part for module_name, value in state.items() for name, part in written(module_name, value)
+        }
+    state = {name: value.contiguous() for name, value in state.items()}
+    built.save_pretrained(
+        path, state_dict=state, max_shard_size=file_size, save_original_format=not published
+    )
 
 
 def _write_generation_config(model: TinyModel, path: Path) -> None:
@@ -407,7 +431,7 @@ def save_with(model: TinyModel, weights: Mapping[str, Tensor], path: Path) -> No
     """Write ``model`` with other weights, by name, to the directory ``path``."""
     built = build(model)
     overwrite({name: parameter.detach() for name, parameter in parameters_of(built).items()}, weights)
-    built.save_pretrained(path)
+    _save(built, path)
 
 
 def save_as(
@@ -421,10 +445,9 @@ def save_as(
     built = build(model)
     torch.nn.Module.to(built, dtype)
     prefix = "" if prefixed else f"{built.base_model_prefix}."
-    state = {name.removeprefix(prefix): value for name, value in built.state_dict().items()}
-    built.save_pretrained(path, state_dict=state, max_shard_size=file_size)
-    written = all_written(parameters_of(built))
-    return {name: value.detach().float() for name, value in written.items()}
+    _save(built, path, prefix, file_size)
+    values = all_written(parameters_of(built))
+    return {name: value.detach().float() for name, value in values.items()}
 
 
 def build(model: TinyModel) -> PreTrainedModel:

@@ -61,13 +61,14 @@ WHOLE: dict[str, Any] = {
     "num_channels": 3,
 }
 WHOLE_TOKENS = 4
+QWEN3: dict[str, Any] = {
+    "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
+    "vision_config": {**GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    **GRID_IDS,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     # Features of a layer of the tower are added after the first layers of the text.
-    "qwen3_vl": {
-        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
-        "vision_config": {**GRID, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        **GRID_IDS,
-    },
+    "qwen3_vl": QWEN3,
     # Windows in the tower, and biases in the text.
     "qwen2_5_vl": {
         "text_config": {
@@ -116,6 +117,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**WHOLE, "image_size": [16, 16], "patch_size": [4, 4]},
         "image_seq_length": WHOLE_TOKENS,
         **IDS,
+    },
+    # The same as Qwen3-VL with a dense layer and two of experts.
+    "qwen3_vl_moe": QWEN3
+    | {
+        "text_config": {
+            **QWEN3["text_config"],
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        }
     },
 }
 MODEL_TYPES = {"qwen3_5_vl": "qwen3_5", "gemma3_vl": "gemma3"}

@@ -29,7 +29,7 @@ from core_rl.toolkit.attention import PACKED_ATTENTION
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.experts import expert_modules
 from core_rl.toolkit.lora import add_adapter
-from core_rl.toolkit.model_files import model_files, require_causal, require_text
+from core_rl.toolkit.model_files import model_files, require_causal, require_text, transpose_as_in_files
 from core_rl.toolkit.positions import make_rotary_stateless
 from core_rl.toolkit.vision import check_vision
 
@@ -121,6 +121,7 @@ def build_model(
                 local_files_only=True,
                 output_loading_info=True,
             )
+            transpose_as_in_files(built, model_files(model))
             require_causal(built, model)  # its files may well lack the head
             _check_loading(model, report)
             if any(is_new_head(model, name) for name in report["missing_keys"]):

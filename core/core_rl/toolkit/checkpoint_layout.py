@@ -1,6 +1,7 @@
 """Checkpoint layout of a model: transformers 5 has fused expert weights in memory and writes each expert.
 
-Checkpoint names and shapes match ``save_pretrained``. They come from transformers' own conversion, which
+Checkpoint names and shapes match ``save_pretrained``, and the files that a model came from where these have fused
+experts transposed (`core_rl.toolkit.model_files`). They come from transformers' own conversion, which
 is run on tensors without memory, so that no table of model families is kept here.
 """
 
@@ -29,22 +30,27 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CheckpointSlice:
-    """A checkpoint tensor: one region of a parameter, without the dimensions in ``dropped``."""
+    """A checkpoint tensor: one region of a parameter, with some of its dimensions in another order."""
 
     name: str
     region: tuple[slice, ...]
     """The region of the parameter, one slice for each dimension."""
-    dropped: tuple[int, ...]
-    """Dimensions of the parameter, of size 1 in the region, that the checkpoint tensor lacks."""
+    dims: tuple[int, ...]
+    """The dimension of the parameter for each of the checkpoint tensor, which lacks others, of size 1 in the region."""
 
     @property
     def shape(self) -> Shape:
         """The shape in the checkpoint."""
-        return tuple(s.stop - s.start for d, s in enumerate(self.region) if d not in self.dropped)
+        return tuple(self.region[d].stop - self.region[d].start for d in self.dims)
 
     def of(self, parameter: Tensor) -> Tensor:
         """A view of the whole parameter ``parameter``."""
-        return parameter[self.region].squeeze(self.dropped)
+        return self.arranged(parameter[self.region])
+
+    def arranged(self, part: Tensor) -> Tensor:
+        """A view of a ``part`` of the region with the dimensions of the checkpoint tensor."""
+        lacking = [d for d in range(part.dim()) if d not in self.dims]
+        return part.permute(*self.dims, *lacking).squeeze(tuple(range(len(self.dims), part.dim())))
 
     def common(self, region: Sequence[slice]) -> tuple[slice, ...] | None:
         """The overlap of ``region`` of the parameter with this slice; None if there is none."""
@@ -65,7 +71,7 @@ class CheckpointLayout:
 
         ``shapes`` are names and full shapes of its parameters, where these were renamed.
 
-        Raises `UnsupportedCapability` where transformers' conversion does more than cut and rename.
+        Raises `UnsupportedCapability` where transformers' conversion does more than cut, transpose and rename.
         """
         if shapes is None:
             shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -99,7 +105,11 @@ class CheckpointLayout:
         """
         for piece in self._of(name, tuple(tensor.shape)):
             part = piece.of(tensor)
-            yield piece.name, part if part.numel() == tensor.numel() else part.clone()
+            whole = part.numel() == tensor.numel()
+            yield (
+                piece.name,
+                part.contiguous() if whole else part.clone(memory_format=torch.contiguous_format),
+            )
 
     def local(self, name: str, part: LocalPart, shape: Shape) -> Iterator[tuple[str, Shape, Tensor]]:
         """Checkpoint names, offsets and views of the boxes in ``part`` of the parameter ``name`` of shape ``shape``."""
@@ -108,13 +118,13 @@ class CheckpointLayout:
             if common is None:
                 continue
             inside = tuple(slice(c.start - o, c.stop - o) for c, o in zip(common, part.offsets, strict=True))
-            dimensions = [d for d in range(len(shape)) if d not in piece.dropped]
-            offsets = tuple(common[d].start - piece.region[d].start for d in dimensions)
-            yield piece.name, offsets, part.tensor[inside].squeeze(piece.dropped)
+            offsets = tuple(common[d].start - piece.region[d].start for d in piece.dims)
+            yield piece.name, offsets, piece.arranged(part.tensor[inside])
 
     def _of(self, name: str, shape: Shape) -> tuple[CheckpointSlice, ...]:
         """The slices of ``name``; a buffer is one slice under its own name."""
-        return self._pieces.get(name) or (CheckpointSlice(name, tuple(slice(0, size) for size in shape), ()),)
+        whole = tuple(slice(0, size) for size in shape)
+        return self._pieces.get(name) or (CheckpointSlice(name, whole, tuple(range(len(shape)))),)
 
 
 def _imaginary(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:
@@ -147,7 +157,7 @@ class _OnlyViews(TorchDispatchMode):
         if not func.is_view:
             raise UnsupportedCapability(
                 f"{self._model} writes parameters in another form than it holds them, by {func}; "
-                "core-rl follows conversions that cut and rename"
+                "core-rl follows conversions that cut, transpose and rename"
             )
         call: Callable[..., Any] = func
         return call(*args, **(kwargs or {}))
@@ -156,21 +166,22 @@ class _OnlyViews(TorchDispatchMode):
 def _piece(name: str, written: Tensor, parameter: Tensor) -> CheckpointSlice:
     """``written``, a view of ``parameter``, as a region; dimensions are known by their strides."""
     offset = int(written.storage_offset() - parameter.storage_offset())
-    left = list(zip(written.shape, written.stride(), strict=True))
-    region, dropped = [], []
+    left = {place: written.stride(place) for place in range(written.dim())}
+    region, dims = [], [0] * written.dim()
     for d, (size, stride) in enumerate(zip(parameter.shape, parameter.stride(), strict=True)):
         start, offset = divmod(offset, stride) if stride else (0, offset)
-        if left and left[0][1] == stride and start + left[0][0] <= size:
-            region.append(slice(start, start + left.pop(0)[0]))
-        else:
-            region.append(slice(start, start + 1))
-            dropped.append(d)
+        fitting = (p for p, step in left.items() if step == stride and start + written.shape[p] <= size)
+        place = next(fitting, None)
+        region.append(slice(start, start + (1 if place is None else written.shape[place])))
+        if place is not None:
+            dims[place] = d
+            del left[place]
     if left or offset:
         raise UnsupportedCapability(
             f"{name!r} {list(written.shape)} is written in an order of elements that no cut of "
             f"{list(parameter.shape)} has"
         )
-    return CheckpointSlice(name, tuple(region), tuple(dropped))
+    return CheckpointSlice(name, tuple(region), tuple(dims))
 
 
 def _complete(pieces: Sequence[CheckpointSlice], shape: Shape) -> bool:

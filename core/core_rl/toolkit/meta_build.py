@@ -109,7 +109,7 @@ def build_on_meta(
         built: PreTrainedModel = model_family(model).from_config(
             config, attn_implementation=attention_of(config, attn_implementation), dtype=torch.float32
         )
-    name_as_in_files(built, files.names())
+    name_as_in_files(built, files)
     built = finished(built, model, seed=seed, experts=experts)
     source = _source(built, model, files, seed)
     return None if source is None else Unloaded(built, *source)
@@ -219,7 +219,7 @@ def digest_of_directory(directory: Path, config: PretrainedConfig) -> str:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     files = TensorFiles(directory, "model")
-    name_as_in_files(model, files.names())
+    name_as_in_files(model, files)
     layout = CheckpointLayout.of(model)
     names = (name for parameter, _ in model.named_parameters() for name in layout.names(parameter))
     return digest_of_parts(Comm(), ((name, files.read(name)) for name in names))

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     WeightTransform,
@@ -40,6 +41,7 @@ __all__ = [
     "name_as_in_files",
     "require_causal",
     "require_text",
+    "transpose_as_in_files",
 ]
 
 
@@ -80,21 +82,70 @@ def require_causal(built: PreTrainedModel, model: ModelConfig) -> None:
         )
 
 
-def name_as_in_files(built: PreTrainedModel, names: Iterable[str]) -> None:
-    """Have `CheckpointLayout` name the parameters of ``built`` as the files with ``names`` do.
+def name_as_in_files(built: PreTrainedModel, files: TensorFiles) -> None:
+    """Have `CheckpointLayout` name and transpose the parameters of ``built`` as ``files`` do.
 
     The files of a vision-language model have a prefix before the names of its text model. transformers records its
     removal when it loads the files itself, and writes it again.
     """
     conversions = get_model_conversion_mapping(built, None, None, False)
-    _renamed(built, names, conversions)
+    _renamed(built, files.names(), conversions)
     if any(isinstance(conversion, PrefixChange) and conversion.was_used() for conversion in conversions):
-        used = [
-            conversion
-            for conversion in conversions
-            if not isinstance(conversion, PrefixChange) or conversion.was_used()
-        ]
-        cast("Any", built)._weight_conversions = used
+        cast("Any", built)._weight_conversions = _used(conversions)
+    transpose_as_in_files(built, files)
+
+
+def transpose_as_in_files(built: PreTrainedModel, files: TensorFiles) -> None:
+    """Have `CheckpointLayout` transpose the parameters of ``built`` that ``files`` hold transposed.
+
+    transformers reads fused experts of Qwen3-VL-MoE both ways, as their shapes tell, and writes them as in memory.
+    Published files have them transposed, and servers read no others. Raises `UnsupportedCapability` where a square
+    matrix leaves open which way the files go.
+    """
+    conversions: list[WeightTransform] = getattr(
+        built, "_weight_conversions", None
+    ) or get_model_conversion_mapping(built, None, None, False)
+    two_way = [conversion for conversion in conversions if _reads_both_ways(conversion)]
+    transposed = [conversion for conversion in two_way if _is_transposed(built, files, conversion)]
+    if not transposed:
+        return
+    if len(transposed) < len(two_way):
+        raise UnsupportedCapability(
+            f"{type(built).__name__} has square matrices of experts, which transformers reads as they are next to "
+            "transposed ones; write its files by save_pretrained(), which transposes none"
+        )
+    for conversion in transposed:
+        steps = cast("Any", conversion).operations
+        cast("Any", conversion).operations = [Transpose(step.dim0, step.dim1) for step in steps]
+    cast("Any", built)._weight_conversions = _used(conversions)
+
+
+def _used(conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
+    """All but changes of prefixes that no name had."""
+    return [
+        conversion
+        for conversion in conversions
+        if not isinstance(conversion, PrefixChange) or conversion.was_used()
+    ]
+
+
+def _reads_both_ways(conversion: WeightTransform) -> bool:
+    """Whether ``conversion`` transposes tensors, unless they have the shape that their parameters have."""
+    steps = conversion.operations if isinstance(conversion, WeightConverter) else []
+    return bool(steps) and all(
+        isinstance(step, Transpose) and getattr(step, "check_dims", False) for step in steps
+    )
+
+
+def _is_transposed(built: PreTrainedModel, files: TensorFiles, conversion: WeightTransform) -> bool:
+    """Whether ``files`` hold tensors of ``conversion`` in another shape than their parameters have."""
+    names = [name for name in files.names() if conversion.rename_source_key(name)[1] is not None]
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    renamed = _renamed(built, names, [conversion])
+    return any(
+        module_name in shapes and files.shape(name) != shapes[module_name]
+        for name, module_name in zip(names, renamed, strict=True)
+    )
 
 
 def carried_tensors(
@@ -143,7 +194,7 @@ def exported_config(
 def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors in an ``hf`` export of the language model in ``model.path``."""
     built = _planned(model)
-    name_as_in_files(built, model_files(model).names())
+    name_as_in_files(built, model_files(model))
     parameters = {name: tuple(value.shape) for name, value in built.named_parameters()}
     saved = built.state_dict().keys()
     shapes = CheckpointLayout.of(built).shapes(parameters)

@@ -20,6 +20,9 @@ from core_rl.toolkit.parallel_context import TokenSlice
 
 __all__ = ["Routers", "Routing", "balance_loss", "own_routing", "routing_outputs"]
 
+NORMALISING = ("Qwen3VLMoeTextTopKRouter",)
+"""Classes of such routers that always divide gates by their sum, and have no attribute for it."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -148,13 +151,15 @@ class Routers:
 def _gates(router: nn.Module, logits: Tensor, experts: Tensor) -> Tensor:
     """The gates ``[T, k]`` of chosen ``experts``, as the router computes gates of its own choice."""
     gates = F.softmax(logits, dim=-1, dtype=torch.float32).gather(1, experts)
-    if router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):
         gates = gates / gates.sum(-1, keepdim=True)
     return gates.to(logits.dtype)
 
 
 def _is_router(module: nn.Module) -> bool:
     """True for a router like Qwen2-MoE's, Qwen3-MoE's and OLMoE's: softmax, then top-k, perhaps normalised."""
+    if type(module).__name__ in NORMALISING:
+        return True
     return all(
         hasattr(module, name) for name in ("top_k", "num_experts", "norm_topk_prob", "weight")
     ) and not (hasattr(module, "experts") or hasattr(module, "e_score_correction_bias"))

@@ -34,7 +34,7 @@ __all__ = [
     "sequence_arguments",
 ]
 
-MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 """Families whose packed images the conformance suite compares with transformers; others attend in other ways."""
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
@@ -20,6 +20,8 @@ from core_rl.toolkit import checkpoint_layout
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart
+from core_rl.toolkit.meta_build import build_on_meta
+from core_rl_conformance.inputs.tiny_vision import CONFIGS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -76,9 +78,12 @@ def test_fused_piece_keeps_no_full_tensor_alive() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_boxes_are_views_at_their_offsets(data: st.DataObject) -> None:
-    layout = CheckpointLayout.of(BUILT)
+@given(st.data(), st.booleans())
+def test_boxes_are_views_at_their_offsets(data: st.DataObject, transposed: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if transposed:
+            patch.setattr(checkpoint_layout, "revert_weight_conversion", turned)
+        layout = CheckpointLayout.of(BUILT)
     files = written(BUILT, layout)
     name, value = data.draw(st.sampled_from([(n, p.detach()) for n, p in BUILT.named_parameters()]))
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in value.shape]
@@ -96,13 +101,55 @@ def test_boxes_are_views_at_their_offsets(data: st.DataObject) -> None:
 BUILT = model("qwen3_moe")
 
 
+def turned(_: PreTrainedModel, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A conversion that transposes fused experts."""
+    return {name: value.mT.contiguous() if value.dim() == 3 else value for name, value in parameters.items()}
+
+
+def vision_mixture(inner: int, directory: Path, *, published: bool) -> ModelConfig:
+    """Tiny Qwen3-VL-MoE files, with experts transposed where they are ``published``."""
+    fields = CONFIGS["qwen3_vl_moe"]
+    config = AutoConfig.for_model(
+        "qwen3_vl_moe", **fields | {"text_config": fields["text_config"] | {"moe_intermediate_size": inner}}
+    )
+    built: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    state = {
+        name: value.mT.contiguous() if published and value.dim() == 3 and ".experts." in name else value
+        for name, value in built.state_dict().items()
+    }
+    built.save_pretrained(directory, state_dict=state, save_original_format=False)
+    return ModelConfig(path=str(directory), vision=True)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_experts_are_written_as_files_hold_them(published: bool, tmp_path: Path) -> None:
+    config = vision_mixture(24, tmp_path, published=published)
+    files = load_file(tmp_path / "model.safetensors")
+    loaded = build_model(config, seed=0, attn_implementation="eager")
+    parts = written(loaded, CheckpointLayout.of(loaded))
+    assert parts.keys() == files.keys()
+    assert all(torch.equal(parts[name], files[name]) and parts[name].is_contiguous() for name in files)
+    unloaded = build_on_meta(config, seed=0, attn_implementation="eager")
+    assert unloaded is not None
+    shapes = {name: tuple(parameter.shape) for name, parameter in unloaded.model.named_parameters()}
+    in_files = {name: tuple(value.shape) for name, value in files.items()}
+    assert CheckpointLayout.of(unloaded.model).shapes(shapes) == in_files
+
+
+@pytest.mark.parametrize("inner", [20, 40])
+def test_square_experts_of_published_files_are_refused(inner: int, tmp_path: Path) -> None:
+    """transformers takes the square ones for untransposed."""
+    config = vision_mixture(inner, tmp_path, published=True)
+    for build in (build_model, build_on_meta):
+        with pytest.raises(UnsupportedCapability, match="square matrices of experts"):
+            build(config, seed=0, attn_implementation="eager")
+
+
 def test_computing_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that transposes, or that adds."""
+    """A rule that flattens, or that adds."""
     conversions = {
         "add.* computes|by aten.add": lambda _, held: {name: value + 1 for name, value in held.items()},
-        "order of elements": lambda _, held: {
-            n: v.mT if v.dim() > 1 and v.shape[0] != v.shape[1] else v for n, v in held.items()
-        },
+        "order of elements": lambda _, flat: {name: value.view(-1) for name, value in flat.items()},
         "no cut of": lambda _, held: dict(list(held.items())[1:]),
     }
     for message, convert in conversions.items():

@@ -30,7 +30,7 @@ from core_rl.toolkit.vision import blank_image, sequence_arguments
 from core_rl_conformance.inputs.tiny_vision import CONFIGS, IMAGE, MODEL_TYPES, VIDEO, vision_config
 
 ONE = MicroBatchSpec(count=1)
-GRIDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5_vl")
+GRIDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5_vl", "qwen3_vl_moe")
 TEXT = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 61,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
 FEATURES = {family: 1 if family in GRIDS else 4 for family in CONFIGS}

@@ -383,6 +383,11 @@ def test_tensor_parallelism_refuses_uneven_text_heads(family: str) -> None:
         check_tensor_parallel(model, 3)
 
 
+def test_tensor_parallelism_refuses_experts_with_images() -> None:
+    with pytest.raises(UnsupportedCapability, match="asks for 'moe_tp_experts' at .*; set tp to 1"):
+        check_tensor_parallel(build(TinyModel(family="qwen3_vl_moe")), 2)
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3_vl"])
 def test_images_refuse_sequence_parallelism(family: str) -> None:
     with pytest.raises(

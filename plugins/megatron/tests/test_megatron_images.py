@@ -32,7 +32,12 @@ REFUSED: list[tuple[Mapping[str, Any], dict[str, int], type[CoreRLError], str]] 
     ),
     ({"model_type": "internvl"}, {}, UnsupportedCapability, r"no mapping for the model family 'internvl'"),
     ({"model_type": "qwen3_5"}, {}, UnsupportedCapability, r"no mapping for the model family 'qwen3_5'"),
-    ({"model_type": "qwen3_vl_moe"}, {}, UnsupportedCapability, r"'qwen3_vl_moe' is not among"),
+    (
+        {"model_type": "qwen3_vl_moe"},
+        {},
+        UnsupportedCapability,
+        r"no mapping for the model family 'qwen3_vl_moe'",
+    ),
     (support.TINY, {}, ConfigError, r"'qwen3' has no vision tower"),
     (
         QWEN3_VL,

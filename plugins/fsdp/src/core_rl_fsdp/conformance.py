@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import DENSE, MOE, VISION, Profile, Setting
+from core_rl_conformance.profile import DENSE, MIXTURES, VISION, VISION_MOE, Profile, Setting
 
 __all__ = ["PROFILE"]
 
 LINEAR = tuple(family for family in DENSE if family != "gpt2")
 """Models of plain linear layers, which tensor parallelism needs; experts are fused."""
 
-WITH_IMAGES = (*LINEAR, *(family for family in VISION if family != "qwen3_5_vl"))
-"""The same with images, which need whole hidden states; the plan of Gated DeltaNet is refused."""
+WITH_IMAGES = (*LINEAR, *(family for family in VISION if family not in ("qwen3_5_vl", VISION_MOE)))
+"""The same with images, which need whole hidden states; the plans of Gated DeltaNet and of experts are refused."""
 
-experts = partial(Setting, families=(MOE,), expert_multiple=2)
+experts = partial(Setting, families=MIXTURES, expert_multiple=2)
 
 PROFILE = Profile(
     layouts=(
