@@ -15,7 +15,7 @@ from field.peers.interface import Peer
 from field.row import Figure, Row
 
 LIMIT = 1e-4
-"""Of rounding: wrong positions change log-probs by 0.01 nats and more."""
+"""Rounding; wrong positions change log-probs by 0.01 nats and more."""
 
 
 def measure(peer: Peer, case: str) -> Figure:

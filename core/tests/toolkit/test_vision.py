@@ -184,7 +184,7 @@ ADAPTERS: dict[str, tuple[str, LoraConfig, str]] = {
 
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_peft_reads_adapters_of_vision_models(case: str, tmp_path: Path) -> None:
-    """By default of the text alone; names reach the tower as well. An adapted tower changes log-probs."""
+    """The default is the text alone; names reach the tower as well. An adapted tower changes log-probs."""
     family, lora, layers = ADAPTERS[case]
     built(family).save_pretrained(tmp_path / "model")
     batch = pictured(family)

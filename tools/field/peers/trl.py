@@ -25,7 +25,7 @@ from field.peers.interface import NotRun, Peer
 
 
 class _Processor(ProcessorMixin):
-    """By it, a trainer knows a vision-language model."""
+    """A trainer knows a vision-language model by this."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         super().__init__(tokenizer)  # type: ignore[no-untyped-call]
