@@ -27,7 +27,8 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], type[Exception] | None, str]] 
     (QWEN3_235B, EP32, None, ""),
     (DEEPSEEK_V3, EP32, UnsupportedCapability, f"{NO_MAPPING} 'deepseek_v3'"),
     (GPT_OSS_120B, EP32, UnsupportedCapability, f"{NO_MAPPING} 'gpt_oss'"),
-    ({"model_type": "qwen3_vl"}, TP4_PP2, UnsupportedCapability, f"{NO_MAPPING} 'qwen3_vl'"),
+    ({"model_type": "gemma3_text"}, TP4_PP2, UnsupportedCapability, f"{NO_MAPPING} 'gemma3_text'"),
+    ({"model_type": "qwen3_vl"}, TP4_PP2, UnsupportedCapability, r"rope_parameters.mrope_section=\(\)"),
 ]
 
 
