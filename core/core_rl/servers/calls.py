@@ -78,7 +78,7 @@ class Requests:
     def _body(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
         return {
             **self._wire.generation(request, eos),
-            **self._images.of(request.input_ids, request.media),
+            **self._images.of(request.media),
         }
 
     def _require_taken(self, request: LLMRequest) -> None:
@@ -262,7 +262,7 @@ class Scorer:
 
         async def one(row: _Row) -> Scores:
             ids, media = row
-            images = self._images.of(ids, media, scoring=True)
+            images = self._images.of(media, scoring=True)
             body = {**self._wire.scoring(ids, k), **images, self._wire.rid: uuid.uuid4().hex}
             async with gate:
                 return await self._requests.call(

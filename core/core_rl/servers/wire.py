@@ -20,7 +20,6 @@ from core_rl.servers.labels import owner_of, version_in
 
 __all__ = [
     "Scores",
-    "SentImages",
     "StaleServer",
     "StreamReader",
     "Wire",
@@ -70,18 +69,6 @@ class Scores:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentImages:
-    """The images of one prompt."""
-
-    encoded: Any
-    """The form that `Wire.encoded_images` gives them."""
-    spans: tuple[range, ...]
-    """The places of each image's placeholders."""
-    token: int
-    """The token of placeholders."""
-
-
 class Wire(ABC):
     """The request that draws tokens, and scores them, on servers of one kind."""
 
@@ -117,8 +104,11 @@ class Wire(ABC):
             f"servers with {self.path} take no tensors of images; leave the images out"
         )
 
-    def image_fields(self, images: SentImages, *, scoring: bool) -> dict[str, Any]:
-        """The fields of a body with images, in addition to those of `generation` or `scoring`."""
+    def image_fields(self, encoded: Any, token: int, *, scoring: bool) -> dict[str, Any]:
+        """The fields of a body with ``encoded`` images, next to the fields of `generation` or `scoring`.
+
+        ``token`` is the placeholder in the prompt.
+        """
         raise NotImplementedError
 
     @abstractmethod

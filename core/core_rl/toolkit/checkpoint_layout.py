@@ -105,10 +105,10 @@ class CheckpointLayout:
         """
         for piece in self._of(name, tuple(tensor.shape)):
             part = piece.of(tensor)
-            whole = part.numel() == tensor.numel()
+            is_complete = part.numel() == tensor.numel()
             yield (
                 piece.name,
-                part.contiguous() if whole else part.clone(memory_format=torch.contiguous_format),
+                part.contiguous() if is_complete else part.clone(memory_format=torch.contiguous_format),
             )
 
     def local(self, name: str, part: LocalPart, shape: Shape) -> Iterator[tuple[str, Shape, Tensor]]:
@@ -123,8 +123,8 @@ class CheckpointLayout:
 
     def _of(self, name: str, shape: Shape) -> tuple[CheckpointSlice, ...]:
         """The slices of ``name``; a buffer is one slice under its own name."""
-        whole = tuple(slice(0, size) for size in shape)
-        return self._pieces.get(name) or (CheckpointSlice(name, whole, tuple(range(len(shape)))),)
+        region = tuple(slice(0, size) for size in shape)
+        return self._pieces.get(name) or (CheckpointSlice(name, region, tuple(range(len(shape)))),)
 
 
 def _imaginary(shapes: Mapping[str, Shape]) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ __all__ = [
     "PackedVision",
     "blank_image",
     "check_vision",
+    "has_tower",
     "is_vision_model",
     "sequence_arguments",
 ]
@@ -40,7 +41,12 @@ MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3
 
 def is_vision_model(model: PreTrainedModel) -> bool:
     """Whether ``model`` has a vision tower."""
-    return getattr(model.config, "vision_config", None) is not None
+    return has_tower(model.config)
+
+
+def has_tower(config: PretrainedConfig) -> bool:
+    """Whether a model with ``config`` has a vision tower."""
+    return getattr(config, "vision_config", None) is not None
 
 
 def check_vision(config: PretrainedConfig) -> None:
@@ -49,7 +55,7 @@ def check_vision(config: PretrainedConfig) -> None:
     `ConfigError` without a vision tower, and `UnsupportedCapability` for a family that was not compared with
     transformers.
     """
-    if getattr(config, "vision_config", None) is None:
+    if not has_tower(config):
         raise ConfigError(
             f"model.vision is true, and the model type {config.model_type!r} has no vision tower; set it to false"
         )

@@ -52,8 +52,8 @@ def model(kind: str) -> PreTrainedModel:
 def written(built: PreTrainedModel, layout: CheckpointLayout) -> dict[str, Tensor]:
     return {
         name: part
-        for held, value in built.named_parameters()
-        for name, part in layout.cut(held, value.detach())
+        for parameter, value in built.named_parameters()
+        for name, part in layout.cut(parameter, value.detach())
     }
 
 
@@ -66,8 +66,8 @@ def test_layout_equals_save_pretrained(kind: str, tmp_path: Path) -> None:
     parts = written(built, layout)
     assert parts.keys() == files.keys()
     assert all(torch.equal(parts[name], files[name]) for name in files)
-    held = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    assert layout.shapes(held) == {name: tuple(value.shape) for name, value in files.items()}
+    parameters = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    assert layout.shapes(parameters) == {name: tuple(value.shape) for name, value in files.items()}
 
 
 def test_fused_piece_keeps_no_full_tensor_alive() -> None:
@@ -148,9 +148,11 @@ def test_square_experts_of_published_files_are_refused(inner: int, tmp_path: Pat
 def test_computing_conversion_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that flattens, or that adds."""
     conversions = {
-        "add.* computes|by aten.add": lambda _, held: {name: value + 1 for name, value in held.items()},
+        "add.* computes|by aten.add": lambda _, parameters: {
+            name: value + 1 for name, value in parameters.items()
+        },
         "order of elements": lambda _, flat: {name: value.view(-1) for name, value in flat.items()},
-        "no cut of": lambda _, held: dict(list(held.items())[1:]),
+        "no cut of": lambda _, parameters: dict(list(parameters.items())[1:]),
     }
     for message, convert in conversions.items():
         monkeypatch.setattr(checkpoint_layout, "revert_weight_conversion", convert)

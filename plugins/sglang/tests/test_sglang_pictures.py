@@ -12,20 +12,19 @@ from safetensors.torch import load
 from server_stub import engine_of
 
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.servers.images import ImageFields, digest, each_image
+from core_rl.servers.images import ImageFields
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-from core_rl_conformance.inputs.tiny_vision import TinyImages, placeholders, vision_config
-from core_rl_sglang.serve import _processed, _tell_apart
-from core_rl_sglang.wire import IMAGES, SglangWire
+from core_rl_conformance.inputs.tiny_vision import TinyImages, vision_config
+from core_rl_sglang.serve import IMAGES, _processed, _tell_apart
+from core_rl_sglang.wire import SglangWire
 
 MODEL = vision_config("qwen3_vl")
 SIZES = ((2, 4), (2, 2))
 MEDIA = TinyImages("qwen3_vl", 0, SIZES).media()
-IDS = [5, *placeholders("qwen3_vl", SIZES[0]), 7, *placeholders("qwen3_vl", SIZES[1]), 9]
 
 
 def test_server_reads_the_tensors_sent() -> None:
-    body = ImageFields(SglangWire(), MODEL).of(IDS, MEDIA)
+    body = ImageFields(SglangWire(), MODEL).of(MEDIA)
     (sent,) = body["image_data"]
     actual = _processed(sent)
     assert isinstance(actual, dict) and actual.pop("format") == "processor_output"
@@ -37,11 +36,11 @@ def test_server_reads_the_tensors_sent() -> None:
 
 def test_shared_images_are_encoded_once() -> None:
     fields = ImageFields(SglangWire(), MODEL)
-    assert fields.of(IDS, MEDIA)["image_data"][0] is fields.of([1, *IDS], MEDIA)["image_data"][0]
+    assert fields.of(MEDIA)["image_data"][0] is fields.of(MEDIA, scoring=True)["image_data"][0]
 
 
 def test_scores_of_placeholders_are_asked_for() -> None:
-    assert ImageFields(SglangWire(), MODEL).of(IDS, MEDIA, scoring=True)["token_ids_logprob"] == [
+    assert ImageFields(SglangWire(), MODEL).of(MEDIA, scoring=True)["token_ids_logprob"] == [
         MODEL.image_token_id
     ]
 
@@ -57,23 +56,17 @@ def test_scores_of_placeholders_replace_digests() -> None:
 
 
 def test_text_has_no_fields_of_images() -> None:
-    assert ImageFields(SglangWire(), MODEL).of([1, 2], {}) == {}
+    assert ImageFields(SglangWire(), MODEL).of({}) == {}
 
 
 def test_equal_pixels_of_other_shapes_differ() -> None:
     pixels = torch.ones(8, 4)
     grids = [torch.tensor([[1, 2, 4]]), torch.tensor([[1, 4, 2]])]
-    digests = [digest({"pixel_values": pixels, "image_grid_thw": grid}) for grid in grids]
-    assert digests[0] != digests[1]
-    named: list[int] = []
+    hashes: list[int] = []
     _tell_apart(
-        [SimpleNamespace(image_grid_thw=grid, feature=pixels, set_hash=named.append) for grid in grids]
+        [SimpleNamespace(image_grid_thw=grid, feature=pixels, set_hash=hashes.append) for grid in grids]
     )
-    assert named[0] != named[1]
-
-
-def test_images_of_a_sequence_come_apart() -> None:
-    assert [len(image["pixel_values"]) for image in each_image(MEDIA)] == [8, 4]
+    assert hashes[0] != hashes[1]
 
 
 def test_servers_of_others_take_no_images() -> None:

@@ -30,6 +30,7 @@ from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_state import fill, planned_model
 from core_rl.toolkit.lora import adapter_config, low_rank_products
 from core_rl.toolkit.model_files import exported_config
+from core_rl.toolkit.vision import has_tower
 from core_rl_megatron import cpu_shim, parallel_state, versions
 from core_rl_megatron.adapters import enable_adapters
 from core_rl_megatron.config import MegatronConfig
@@ -39,7 +40,7 @@ from core_rl_megatron.options import check_options, check_settings
 from core_rl_megatron.parallel_state import MegatronRngState
 from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
-from core_rl_megatron.translation import check_adapted, check_model_layout, has_images, is_hybrid
+from core_rl_megatron.translation import check_adapted, check_model_layout, is_hybrid
 
 __all__ = ["MegatronBackend"]
 
@@ -112,7 +113,7 @@ class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
         model = self.model.hf_config
         reasons = {
             "layers that carry state from token to token": is_hybrid(model),
-            "images, which equal placeholders stand for": has_images(model),
+            "images, which equal placeholders stand for": has_tower(model),
         }
         for reason in (reason for reason, holds in reasons.items() if holds):
             raise UnsupportedCapability(

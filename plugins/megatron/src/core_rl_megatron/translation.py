@@ -14,6 +14,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.devices import device_type
 from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
+from core_rl.toolkit.vision import has_tower
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.images import level_count
 from core_rl_megatron.options import uses_fusions
@@ -23,7 +24,6 @@ __all__ = [
     "check_adapted",
     "check_model_layout",
     "family_of",
-    "has_images",
     "is_hybrid",
     "transformer_config",
 ]
@@ -64,11 +64,6 @@ def family_of(model: PretrainedConfig) -> dict[str, bool]:
 def is_hybrid(model: PretrainedConfig) -> bool:
     """Whether ``model`` is of `HYBRIDS`."""
     return model.model_type in HYBRIDS
-
-
-def has_images(model: PretrainedConfig) -> bool:
-    """Whether ``model`` has a vision tower."""
-    return getattr(model, "vision_config", None) is not None
 
 
 def _variants(model: PretrainedConfig) -> Iterator[str]:
@@ -172,7 +167,7 @@ def check_model_layout(config: MegatronConfig, model: PretrainedConfig) -> None:
         )
     misfits = [
         *_misfits(text, layout, stages),
-        *(_image_misfits(model, layout, stages) if has_images(model) else ()),
+        *(_image_misfits(model, layout, stages) if has_tower(model) else ()),
     ]
     raise_all(LayoutError, f"layout {layout} of this {model.model_type!r} model", misfits)
     check_heads(text.num_attention_heads // layout.tp, layout.cp)

@@ -11,12 +11,10 @@ from safetensors.torch import save
 from core_rl.data.media import Media
 from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
 from core_rl.errors import RolloutError
-from core_rl.servers.wire import Scores, SentImages, StreamReader, Wire, readable, versions_of
+from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_of
+from core_rl_sglang.serve import IMAGES
 
 __all__ = ["SglangWire", "to_partial_response"]
-
-IMAGES = "data:application/safetensors;base64,"
-"""Begins the tensors of images, which servers that ``serve.py`` starts read."""
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
@@ -71,11 +69,11 @@ class SglangWire(Wire):
         tensors = save({name: value.contiguous() for name, value in media.items()})
         return IMAGES + base64.b64encode(tensors).decode()
 
-    def image_fields(self, images: SentImages, *, scoring: bool) -> dict[str, Any]:
-        fields: dict[str, Any] = {"image_data": [images.encoded]}
+    def image_fields(self, encoded: str, token: int, *, scoring: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"image_data": [encoded]}
         if scoring:
             # SGLang puts a digest of the image in the place of placeholders, and scores that.
-            fields["token_ids_logprob"] = [images.token]
+            fields["token_ids_logprob"] = [token]
         return fields
 
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
@@ -93,9 +91,9 @@ class SglangWire(Wire):
             # The first token of a sequence has no log-prob.
             logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
             # Log-probs of the placeholder at every position, next to images.
-            for place, asked in enumerate((meta.get("input_token_ids_logprobs") or ())[1:], 1):
+            for place, entries in enumerate((meta.get("input_token_ids_logprobs") or ())[1:], 1):
                 logprobs[place - 1] = next(
-                    (value for value, token, _ in asked if token == ids[place]), logprobs[place - 1]
+                    (value for value, token, _ in entries if token == ids[place]), logprobs[place - 1]
                 )
             positions = meta["input_top_logprobs"][1:] if k else []
             best = [[(token, value) for value, token, _ in position] for position in positions]
