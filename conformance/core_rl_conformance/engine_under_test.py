@@ -20,7 +20,14 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import ConfigError, CoreRLError, GroupError, LayoutError, UnsupportedCapability
+from core_rl.errors import (
+    ConfigError,
+    CoreRLError,
+    GroupError,
+    LayoutError,
+    MissingPackage,
+    UnsupportedCapability,
+)
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import load_config
 from core_rl.registry.spec import EngineSpec
@@ -141,11 +148,14 @@ class EngineUnderTest:
     def start_unless_refused(
         self, model: TinyModel, layout: ParallelLayout | None = None
     ) -> EngineGroup | None:
-        """The engine with a ``model`` that it need not compute; None where it raises an error of `REFUSALS`."""
+        """The engine with a ``model`` that it need not compute.
+
+        None where it raises an error of `REFUSALS`, or lacks a package.
+        """
         __tracebackhide__ = True
         try:
             return self.start(model, layout=layout)
-        except REFUSALS:
+        except (*REFUSALS, MissingPackage):
             return None
         except ConfigError as error:
             problem = (

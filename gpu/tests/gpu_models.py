@@ -108,3 +108,14 @@ def batch_of(setting: Setting, vocabulary: int, tokens: int) -> SequenceBatch:
     return SequenceBatch.from_sequences(
         [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
     )
+
+
+def group_of(vocabulary: int, prompt: int, completion: int, size: int = 8) -> SequenceBatch:
+    """``size`` random completions of a prompt; completions are trained."""
+    random = torch.Generator().manual_seed(0)
+    shared = torch.randint(0, vocabulary, (prompt,), generator=random)
+    completions = torch.randint(0, vocabulary, (size, completion), generator=random)
+    rows = [torch.cat([shared, row]) for row in completions]
+    return SequenceBatch.from_sequences(
+        rows, tokens={"loss_mask": [torch.arange(len(row)) >= prompt for row in rows]}
+    )

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,6 +105,16 @@ class Outcome:
     message: str = ""
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Inside the context, equal work gives equal bits, or raises where torch has no deterministic kernel."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def run_point(
     point: Callable[[Setting], Figures], device: Literal["cpu", "cuda"], limit_s: float, directory: Path
 ) -> Outcome:
@@ -133,6 +144,7 @@ def run_point(
 def _work(point: Callable[[Setting], Figures], device: Literal["cpu", "cuda"], directory: Path) -> None:
     """Write output to ``log.txt`` and the outcome to ``result.json``."""
     os.setpgid(0, 0)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for `deterministic`
     log = os.open(directory / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(log, standard)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 from gpu_models import LOSS, QWEN3_0_6B, TINY, batch_of, engine_of
-from gpu_points import Figures, NotRun, Setting
+from gpu_points import Figures, NotRun, Setting, deterministic
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -38,11 +37,8 @@ def test_suite_bfloat16(setting: Setting) -> Figures:
     """
     figures = dict(_suite(setting, "fsdp", "bfloat16"))
     figures["two equal steps have equal bits"] = _repeats(setting)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         figures["the same, deterministic algorithms"] = _repeats(setting)
-    finally:
-        torch.use_deterministic_algorithms(False)
     return figures
 
 
@@ -70,10 +66,7 @@ def _suite(setting: Setting, engine: str, dtype: str) -> Figures:
     command = [sys.executable, "-m", "pytest", f"--engine={engine}", "--pyargs", "core_rl_conformance"]
     command += ["--layout=dp1", f"--dtype={dtype}", f"--device={setting.device}", f"--report={report}", "-q"]
     command += [*setting.size(list[str](), REHEARSED), "-p", "no:cacheprovider"]
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        command, cwd=setting.directory, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=setting.directory, capture_output=True, text=True, check=False)
     sys.stdout.write(done.stdout + done.stderr)
     if not report.exists():
         raise RuntimeError(f"the session ended with {done.returncode}, without a report; see the log")

@@ -373,7 +373,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
 
 def _token_rows(part: Tensor, width: int) -> Tensor:
     """``[1, heads, T, D]`` as ``[T, heads, width]``, with zeros behind what there is, which change no score."""
-    return F.pad(part[0].transpose(0, 1), (0, width - part.shape[-1])).contiguous()
+    rows, missing = part[0].transpose(0, 1), width - part.shape[-1]
+    return (F.pad(rows, (0, missing)) if missing else rows).contiguous()
 
 
 def check_heads(heads: int, context: int) -> None:
