@@ -44,8 +44,9 @@ def add_adapters(
     """
     factor_boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
     for layer in [*chunk.modules()]:
-        linear = isinstance(layer, ColumnParallelLinear | RowParallelLinear | TokenLinear)
-        adapted = boxes.get(layer.weight, ()) if linear else ()
+        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear | TokenLinear):
+            continue
+        adapted = boxes.get(layer.weight, ())
         if any(box.name in products for box in adapted):
             adapter = LinearAdapter(layer, adapted, products, lora)
             layer.add_module("adapter", adapter)
