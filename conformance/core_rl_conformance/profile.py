@@ -20,9 +20,11 @@ __all__ = [
     "DENSE",
     "FAMILIES",
     "HYBRID",
+    "HYBRID_MOE",
     "MIXTURES",
     "MOE",
     "NAMED_APART",
+    "ROUTED",
     "VISION",
     "VISION_MOE",
     "Profile",
@@ -38,13 +40,17 @@ FAMILIES = (*DENSE, MOE)
 """Families of attention, dense and with experts."""
 HYBRID = "qwen3_5_text"
 """Gated DeltaNet in some layers."""
+HYBRID_MOE = "qwen3_next"
+"""Gated DeltaNet in some layers, and experts, of which all tokens share one."""
 VISION_MOE = "qwen3_vl_moe"
 """Images, and experts in the text."""
 VISION = ("qwen3_vl", "qwen2_5_vl", "qwen3_5_vl", "gemma3_vl", "internvl", VISION_MOE)
 """Vision-language models, whose sequences have images."""
-MIXTURES = (MOE, VISION_MOE)
+ROUTED = (MOE, VISION_MOE)
+"""Families for checks of routers: their balance, and choices that are recorded and replayed."""
+MIXTURES = (*ROUTED, HYBRID_MOE)
 """Families with experts."""
-BUILT = (*FAMILIES, HYBRID, *VISION)
+BUILT = (*FAMILIES, HYBRID, HYBRID_MOE, *VISION)
 """The tiny models that a profile can name."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
 """Fields of a config that checks fill in: options for them would be lost silently."""

@@ -28,6 +28,8 @@ QWEN3_235B: dict[str, Any] = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
+QWEN3_NEXT_80B: dict[str, Any] = {"model_type": "qwen3_next", "intermediate_size": 5120}
+"""The other sizes are the defaults of transformers."""
 DEEPSEEK_V3: dict[str, Any] = {"model_type": "deepseek_v3"}
 """The defaults of transformers are this model's."""
 GPT_OSS_120B: dict[str, Any] = {"model_type": "gpt_oss"}

@@ -54,7 +54,9 @@ def mark_tokens(model: PreTrainedModel) -> None:
         for expert in experts_of_token:
             row[expert] = MARK + sizes[expert]
     for name, parameter in model.named_parameters():
-        if name.endswith("o_proj.weight") or (name.endswith("down_proj.weight") and parameter.dim() == 2):
+        if name.endswith(("o_proj.weight", "out_proj.weight")) or (
+            name.endswith("down_proj.weight") and parameter.dim() == 2
+        ):
             parameter[:experts] *= QUIET
         elif name.endswith("experts.down_proj"):
             parameter[:, :experts] *= QUIET

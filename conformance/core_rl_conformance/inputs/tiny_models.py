@@ -28,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from core_rl.config.engine import Head
@@ -244,6 +245,15 @@ SHARED: dict[str, Any] = {
 """Fields of most families: grouped-query attention, and no id for padding."""
 PLAIN: dict[str, Any] = {**SHARED, "hidden_size": 40, "intermediate_size": 66, "tie_word_embeddings": False}
 """Untied embeddings."""
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 4,
+}
+"""Heads of attention, and of Gated DeltaNet with two values for a key."""
 GPT2_DROPOUT: dict[DropoutPlace, str] = {
     "embedding": "embd_pdrop",
     "residual": "resid_pdrop",
@@ -321,6 +331,25 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "eos_token_id": 2,
         },
     ),
+    # The same after Gated DeltaNet or gated attention, with a shared expert, and projections key head by key head.
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {
+            **PLAIN,
+            **DELTA_NET,
+            "num_hidden_layers": 3,
+            "vocab_size": 167,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 18,
+            "mlp_only_layers": [0],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
 }
 
 
@@ -333,14 +362,9 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
     # Gated DeltaNet and convolutions, and gated full attention with a part of each head rotated.
     "qwen3_5_text": {
         **PLAIN,
+        **DELTA_NET,
         "vocab_size": 149,
         "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 5,
-        "linear_conv_kernel_dim": 4,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
@@ -479,8 +503,11 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
         in_tower = name.startswith("model.vis")
         final = not in_tower and name.rsplit(".", 2)[-2] in ("norm", "ln_f")
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
-        # Norms of Gemma add the 1 themselves, and so does Qwen3.5 outside its linear attention.
-        adds = model.config.model_type.startswith(("gemma", "qwen3_5")) and "linear_attn" not in name
+        # Norms of Gemma add the 1 themselves, and so do Qwen3.5 and Qwen3-Next outside their linear attention.
+        adds = (
+            model.config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))
+            and "linear_attn" not in name
+        )
         added = 1.0 if adds and not in_tower else 0.0
         return peak * (1.0 + 0.2 * noise) - added
     # GPT-2 stores its matrices as [in, out].

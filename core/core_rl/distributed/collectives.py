@@ -16,7 +16,22 @@ from torch import Tensor
 
 from core_rl.distributed.comm import Comm
 
-__all__ = ["all_to_all", "copy_to_region", "gather", "reduce_from_region", "reduce_scatter"]
+__all__ = [
+    "all_gather_single",
+    "all_to_all",
+    "copy_to_region",
+    "gather",
+    "reduce_from_region",
+    "reduce_scatter",
+]
+
+# torch 2.11 has them under older names.
+all_gather_single: Callable[..., object] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., object] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def copy_to_region(value: Tensor, comm: Comm) -> Tensor:
@@ -99,14 +114,14 @@ def _all_gather(value: Tensor, comm: Comm, dim: int) -> Tensor:
     # One tensor for all pieces: a list of them costs a copy in and a copy out.
     piece = value.movedim(dim, 0).contiguous()
     joined = piece.new_empty(comm.size * len(piece), *piece.shape[1:])
-    dist.all_gather_single(joined, piece, group=comm.group)
+    all_gather_single(joined, piece, group=comm.group)
     return joined.movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(value: Tensor, comm: Comm, dim: int) -> Tensor:
     full = value.movedim(dim, 0).contiguous()
     piece = full.new_empty(len(full) // comm.size, *full.shape[1:])
-    dist.reduce_scatter_single(piece, full, group=comm.group)
+    reduce_scatter_single(piece, full, group=comm.group)
     return piece.movedim(0, dim).contiguous()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.pinned import to_device
 from core_rl.data.prefixes import PrefixTree
+from core_rl.distributed.collectives import all_gather_single
 from core_rl.distributed.comm import Comm
 from core_rl.toolkit.attention import Segments
 
@@ -32,7 +33,7 @@ class VocabularyShard:
         """The log-sum-exp over the whole vocabulary, float32 ``[N]``, from that over this rank's rows."""
         ranks = dist.get_world_size(self.group)
         parts = local.new_empty(ranks * len(local))
-        dist.all_gather_single(parts, local.contiguous(), group=self.group)
+        all_gather_single(parts, local.contiguous(), group=self.group)
         return torch.logsumexp(parts.view(ranks, -1), dim=0)
 
     def add_up(self, *tensors: Tensor) -> list[Tensor]:

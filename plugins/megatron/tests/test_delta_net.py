@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import megatron_support as support
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from core_rl.errors import LayoutError, UnsupportedCapability
+from core_rl.errors import CoreRLError, LayoutError, UnsupportedCapability
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.translation import check_model_layout
 from core_rl_megatron.versions import packs_delta_net
@@ -33,20 +34,36 @@ HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 5,
     "vocab_size": 64,
 }
+NEXT: dict[str, Any] = HYBRID | {
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+TP_SP: dict[str, object] = {"tp": 2, "sequence_parallel": True}
 packed = pytest.mark.skipif(not packs_delta_net(), reason="Megatron-Core packs Gated DeltaNet from 0.18 on")
 
 
-def _check(layout: dict[str, object], version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _check(
+    layout: dict[str, object],
+    version: str,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Mapping[str, Any] = MappingProxyType(HYBRID),
+) -> None:
     monkeypatch.setattr("importlib_metadata.version", lambda name: version)
     config = support.config(layout=layout)
     assert isinstance(config, MegatronConfig)
-    check_model_layout(config, AutoConfig.for_model(**HYBRID))
+    check_model_layout(config, AutoConfig.for_model(**model))
 
 
 @pytest.mark.parametrize("version", ["0.16.1", "0.17.1"])
-def test_versions_without_packing_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", [HYBRID, NEXT])
+def test_versions_without_packing_are_refused(
+    version: str, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UnsupportedCapability, match=r"from 0\.18 on: take Python 3\.12 and pip install"):
-        _check({}, version, monkeypatch)
+        _check({}, version, monkeypatch, model)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +79,40 @@ def test_layouts_that_divide_its_state_are_refused(
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         _check(layout, "0.19.2", monkeypatch)
-    _check({"tp": 2, "sequence_parallel": True}, "0.19.2", monkeypatch)
+    _check(TP_SP, "0.19.2", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "error", "message"),
+    [
+        ({"cp": 2}, {}, LayoutError, "cp=2 of Gated DeltaNet"),
+        ({"tp": 2}, {}, LayoutError, "tp=2 without sequence_parallel"),
+        (TP_SP, {"linear_num_key_heads": 1}, LayoutError, "tp=2 does not divide linear_num_key_heads=1"),
+        (
+            TP_SP,
+            {"shared_expert_intermediate_size": 7},
+            LayoutError,
+            "tp=2 does not divide shared_expert_intermediate_size=7",
+        ),
+        ({"dp": 3, "ep": 3}, {}, LayoutError, "ep=3 does not divide num_experts=4"),
+        (
+            {},
+            {"shared_expert_intermediate_size": 0},
+            UnsupportedCapability,
+            "shared_expert_intermediate_size=0",
+        ),
+    ],
+)
+def test_unfit_mixtures_are_refused(
+    layout: dict[str, object],
+    changes: dict[str, int],
+    error: type[CoreRLError],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _check(TP_SP, "0.19.2", monkeypatch, NEXT)
+    with pytest.raises(error, match=message):
+        _check(layout, "0.19.2", monkeypatch, NEXT | changes)
 
 
 @pytest.mark.parametrize(

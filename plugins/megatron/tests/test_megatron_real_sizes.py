@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from published_models import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_70B, QWEN3_235B
+from published_models import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_70B, QWEN3_235B, QWEN3_NEXT_80B
 from transformers import AutoConfig
 
 from core_rl.config.engine import ModelConfig
@@ -13,6 +13,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl_megatron.config import MegatronConfig
 from core_rl_megatron.translation import transformer_config
+from core_rl_megatron.versions import packs_delta_net
 
 TP8_PP8 = {"tp": 8, "pp": 8, "sequence_parallel": True}
 TP4_PP2 = {"tp": 4, "pp": 2, "sequence_parallel": True}
@@ -29,6 +30,18 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any], type[Exception] | None, str]] 
     (GPT_OSS_120B, EP32, UnsupportedCapability, f"{NO_MAPPING} 'gpt_oss'"),
     ({"model_type": "gemma3_text"}, TP4_PP2, UnsupportedCapability, f"{NO_MAPPING} 'gemma3_text'"),
     ({"model_type": "qwen3_vl"}, TP4_PP2, UnsupportedCapability, r"rope_parameters.mrope_section=\(\)"),
+]
+NEXT: list[tuple[dict[str, Any], type[Exception] | None, str]] = [
+    ({"tp": 2, "pp": 4, "sequence_parallel": True}, None, ""),
+    (EP32, None, ""),
+    (TP4_PP2, LayoutError, "tp=4 does not divide num_key_value_heads=2"),
+    ({"cp": 8}, LayoutError, "cp=8 of Gated DeltaNet"),
+]
+TABLE += [
+    (QWEN3_NEXT_80B, layout, error, says)
+    if packs_delta_net()
+    else (QWEN3_NEXT_80B, layout, UnsupportedCapability, r"from 0\.18 on")
+    for layout, error, says in NEXT
 ]
 
 

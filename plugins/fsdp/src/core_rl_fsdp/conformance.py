@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import DENSE, MIXTURES, VISION, VISION_MOE, Profile, Setting
+from core_rl_conformance.profile import DENSE, ROUTED, VISION, VISION_MOE, Profile, Setting
 
 __all__ = ["PROFILE"]
 
@@ -15,7 +15,7 @@ LINEAR = tuple(family for family in DENSE if family != "gpt2")
 WITH_IMAGES = (*LINEAR, *(family for family in VISION if family not in ("qwen3_5_vl", VISION_MOE)))
 """The same with images, which need whole hidden states; the plans of Gated DeltaNet and of experts are refused."""
 
-experts = partial(Setting, families=MIXTURES, expert_multiple=2)
+experts = partial(Setting, families=ROUTED, expert_multiple=2)
 
 PROFILE = Profile(
     layouts=(

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import LoraConfig
+from core_rl_megatron.experts import TokenLinear
 from core_rl_megatron.naming import RowBox
 
 __all__ = ["add_adapters", "enable_adapters"]
@@ -43,9 +44,9 @@ def add_adapters(
     """
     factor_boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
     for layer in [*chunk.modules()]:
-        adapted = (
-            boxes.get(layer.weight, ()) if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else ()
-        )
+        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear | TokenLinear):
+            continue
+        adapted = boxes.get(layer.weight, ())
         if any(box.name in products for box in adapted):
             adapter = LinearAdapter(layer, adapted, products, lora)
             layer.add_module("adapter", adapter)
@@ -100,8 +101,9 @@ class LinearAdapter(nn.Module):
     ) -> None:
         super().__init__()
         self._divides_outputs = isinstance(layer, ColumnParallelLinear)
+        self._divides_inputs = isinstance(layer, RowParallelLinear)
         self._spreads_tokens = bool(layer.sequence_parallel)
-        self._tensor_ranks = layer.tp_group
+        self._tensor_ranks = getattr(layer, "tp_group", None)
         self._dropout = lora.dropout
         self.projections = nn.ModuleList()
         self.boxes: dict[nn.Parameter, tuple[RowBox, ...]] = {}
@@ -120,10 +122,14 @@ class LinearAdapter(nn.Module):
             for box in parts:
                 order[box.start : box.stop] = torch.arange(total, total + box.stop - box.start)
                 total += box.stop - box.start
-            # With sequence parallelism the factor that all ranks have meets the tokens of this rank only: its
+            # With sequence parallelism a factor that all ranks have meets the tokens of this rank only: its
             # gradient is a part of the sum, which Megatron adds up where a parameter has this mark.
-            replicated = projection.lora_A if self._divides_outputs else projection.lora_B
-            cast("Any", replicated).sequence_parallel = self._spreads_tokens
+            cast("Any", projection.lora_A).sequence_parallel = (
+                self._spreads_tokens and not self._divides_inputs
+            )
+            cast("Any", projection.lora_B).sequence_parallel = (
+                self._spreads_tokens and not self._divides_outputs
+            )
         order = torch.where(order < 0, total, order)
         in_order = len(order) == total and torch.equal(order, torch.arange(total))
         self.register_buffer("order", None if in_order else order.to(layer.weight.device), persistent=False)
@@ -153,12 +159,14 @@ class LinearAdapter(nn.Module):
         """``hidden`` with dropout, which each projection draws for itself, as in ``peft``."""
         if not (self.training and self._dropout):
             return hidden
-        same = self._divides_outputs and not self._spreads_tokens  # on all tensor parallel ranks
+        same = not (self._divides_inputs or self._spreads_tokens)  # on all tensor parallel ranks
         with nullcontext() if same else get_cuda_rng_tracker().fork():
             return F.dropout(hidden, self._dropout)
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """``A x`` of all tokens where ``B`` is divided, and of the tokens of the layer's output otherwise."""
+        if not (self._divides_inputs or self._divides_outputs):
+            return low
         exchange = {
             (True, False): copy_to_tensor_model_parallel_region,
             (True, True): gather_from_sequence_parallel_region,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from core_rl.config.layout import ParallelLayout
-from core_rl_conformance.profile import HYBRID, MOE, Profile, Setting
+from core_rl_conformance.profile import HYBRID, HYBRID_MOE, MOE, Profile, Setting
 from core_rl_megatron.versions import packs_delta_net
 
 __all__ = ["PROFILE"]
 
 LINEAR = ("qwen3", "llama", "qwen2")
-HYBRIDS = (HYBRID,) if packs_delta_net() else ()
+HYBRIDS, MIXED = ((HYBRID, HYBRID_MOE), (MOE, HYBRID_MOE)) if packs_delta_net() else ((), (MOE,))
 WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl")
 """For layouts without sequence parallelism."""
 SPREAD = {"options": {"distributed_optimizer": True, "overlap_param_gather": True, "ddp_bucket_size": 1000}}
@@ -22,7 +22,7 @@ text = partial(Setting, families=(*LINEAR, MOE, *HYBRIDS))
 attention = partial(Setting, families=(*LINEAR, MOE, *WITH_IMAGES))
 linear = partial(Setting, families=(*LINEAR, *WITH_IMAGES))
 pipelined = partial(Setting, families=(*LINEAR, *HYBRIDS, *WITH_IMAGES), layer_multiple=2)
-experts = partial(Setting, families=(MOE,), expert_multiple=2)
+experts = partial(Setting, families=MIXED, expert_multiple=2)
 
 PROFILE = Profile(
     layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2)),
@@ -58,9 +58,11 @@ PROFILE = Profile(
             layout=ParallelLayout(dp=2, pp=2),
             options={"options": {"distributed_optimizer": True, "overlap_grad_reduce": False}},
         ),
-        experts(
+        Setting(
             name="distributed-optimizer",
             layout=ParallelLayout(dp=2, ep=2),
+            families=(MOE,),
+            expert_multiple=2,
             options={"options": SPREAD["options"] | {"fusions": True}},
         ),
         linear(

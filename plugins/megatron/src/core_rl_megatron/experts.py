@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from core_rl.data.batch import SequenceBatch
@@ -18,7 +20,15 @@ from core_rl.distributed.collectives import gather
 from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
 from core_rl.toolkit.routers import Routing, routing_outputs
 
-__all__ = ["GroupedExperts", "PackedRouter", "mark_experts", "routers_of", "whole_outputs"]
+__all__ = [
+    "GroupedExperts",
+    "PackedRouter",
+    "SharedExpert",
+    "TokenLinear",
+    "mark_experts",
+    "routers_of",
+    "whole_outputs",
+]
 
 
 class PackedRouter(TopKRouter):  # type: ignore[misc]
@@ -86,6 +96,39 @@ def whole_outputs(
 
     everything = [Routing(whole(routing.logits), whole(routing.experts)) for routing in routings]
     return routing_outputs(everything, batch.cu_seqlens, names, model)
+
+
+class TokenLinear(nn.Module):
+    """A linear map without bias, whole on each rank, of the tokens that the rank has."""
+
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        self.sequence_parallel = bool(config.sequence_parallel)
+        cast("Any", self.weight).sequence_parallel = self.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """``[L, 1, out]`` of ``hidden [L, 1, in]``, and no bias, as Megatron's linear layers."""
+        return F.linear(hidden, self.weight), None
+
+
+class SharedExpert(SharedExpertMLP):  # type: ignore[misc]
+    """Its gate is a layer, which can have an adapter. Megatron's is a parameter."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        gate: bool,
+        pg_collection: Any = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config, submodules, gate=False, pg_collection=pg_collection)
+        self.gate = TokenLinear(config.hidden_size, 1, config) if gate else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = super().forward(hidden)
+        return output if self.gate is None else output * self.gate(hidden)[0].sigmoid()
 
 
 class GroupedExperts(nn.Module):

@@ -29,10 +29,10 @@ from core_rl.distributed.comm import Comm
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.vision import is_vision_model
-from core_rl_megatron.experts import GroupedExperts, PackedRouter
+from core_rl_megatron.experts import GroupedExperts, PackedRouter, SharedExpert
 from core_rl_megatron.images import StageImages, level_adder, level_count
 from core_rl_megatron.rotary import compiled_rotated, rotary_frequencies, rotated
-from core_rl_megatron.translation import is_hybrid
+from core_rl_megatron.translation import BY_KEY_HEAD, is_hybrid
 from core_rl_megatron.versions import submodules_of
 
 __all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
@@ -159,6 +159,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """Without the rows that make the vocabulary divide evenly."""
     padding_id: int | None
     """The token that the model looks up without a gradient, where it has one."""
+    joins_key_heads: bool
+    """Whether checkpoints have the projections of Gated DeltaNet key head by key head."""
     images: StageImages | None
     """Tower and positions of a vision-language model."""
 
@@ -248,6 +250,7 @@ def build_chunk(
         chunk.output_layer = ScalarHead(text.hidden_size)
     chunk.true_vocab_size = size
     chunk.padding_id = cast("nn.Embedding", model.get_input_embeddings()).padding_idx
+    chunk.joins_key_heads = text.model_type in BY_KEY_HEAD
     chunk.register_buffer("inverse_frequencies", rotary_frequencies(model), persistent=False)
     chunk.images = StageImages(model, tower=first) if is_vision_model(model) else None
     for level in range(level_count(model.config) if first else 0):
@@ -285,6 +288,7 @@ def _block_spec(
             attention.q_layernorm = attention.k_layernorm = norm
         if isinstance(mlp, MoESubmodules):
             mlp.router, mlp.experts = PackedRouter, experts
+            mlp.shared_experts = ModuleSpec(SharedExpert, submodules=linear)
     if is_hybrid(model):
         _use_delta_net(
             block, model.layer_types[get_transformer_layer_offset(config, vp_stage=virtual_stage) :]

@@ -92,6 +92,7 @@ NAMES: dict[str, tuple[str, int | None]] = {
     "linear_fc2": ("down_proj", 1),
     "self_attention.out_proj": ("linear_attn.out_proj", 1),
     "self_attention.out_norm": ("linear_attn.norm", None),
+    "shared_expert_gate": ("shared_expert_gate", None),
 }
 """For Megatron's module in a layer or an MLP: transformers' module, and the dimension that tensor parallel ranks
 divide. The fused modules are in `_parts`."""
@@ -103,16 +104,19 @@ DELTA_NET = {
     "self_attention": ("",),  # A_log and dt_bias
 }
 """Modules of Gated DeltaNet that tensor parallel ranks divide by heads, and transformers' modules in their rows."""
-NORMS = {
+ELSEWHERE = {
     ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
     ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+    ".shared_experts.gate.": ".shared_expert_gate.",
+    ".shared_experts.": ".shared_expert.",
 }
-"""TransformerEngine has a norm inside the linear layer after it: there, and where the local layers have it."""
+"""Modules in others, and where transformers has them: TransformerEngine has a norm inside the linear layer after it."""
 TOWER = "images.trunk."
 """Prefix of the vision tower in a chunk."""
-NORM = re.compile("|".join(map(re.escape, NORMS)))
+MOVED = re.compile("|".join(map(re.escape, ELSEWHERE)))
 IN_LAYER = re.compile(
-    r"decoder\.layers\.(?P<layer>\d+)\.(?P<mlp>mlp\.)?(experts\.local_experts\.(?P<expert>\d+)\.)?(?P<module>.+)"
+    r"decoder\.layers\.(?P<layer>\d+)\.(?P<mlp>mlp\.(?:shared_expert\.)?)?"
+    r"(experts\.local_experts\.(?P<expert>\d+)\.)?(?P<module>.+)"
 )
 
 
@@ -125,7 +129,7 @@ def boxes_of(
             tower_name = f"model.{name.removeprefix(TOWER)}"
             yield parameter, (RowBox(tower_name, 0, len(parameter), (0,) * parameter.dim()),)
             continue
-        path, _, kind = NORM.sub(lambda boxes: NORMS[boxes[0]], name).rpartition(".")
+        path, _, kind = MOVED.sub(lambda match: ELSEWHERE[match[0]], name).rpartition(".")
         prefix, module, rank = _located(chunk, path, tensor_rank, expert_rank)
         columns, start, boxes = [0] * (parameter.dim() - 1), 0, []
         if NAMES.get(module, ("", None))[1] == 1:
@@ -167,7 +171,10 @@ def _parts(chunk: PackedGPT, module: str, rows: int, rank: int) -> Iterable[tupl
     if module == "self_attention.linear_qkv":
         return _query_key_value(chunk.config, rank)
     if module in DELTA_NET:
-        return _delta_net(chunk.config, DELTA_NET[module], rank)
+        joined = module == "self_attention.in_proj" and chunk.joins_key_heads
+        return (
+            _by_key_head(chunk.config, rank) if joined else _delta_net(chunk.config, DELTA_NET[module], rank)
+        )
     if module == "linear_fc1":
         half = rows // 2
         return [("gate_proj", half, rank * half), ("up_proj", half, rank * half)]
@@ -225,3 +232,16 @@ def _delta_net(config: TransformerConfig, names: Sequence[str], rank: int) -> It
             rows = section // config.tensor_model_parallel_size
             yield f"linear_attn.{name}".removesuffix("."), rows, start + rank * rows
             start += section
+
+
+def _by_key_head(config: TransformerConfig, rank: int) -> Iterator[tuple[str, int, int]]:
+    """Rows of this rank's heads in matrices that have all rows of a key head, and of its value heads, side by side."""
+    heads = config.linear_num_key_heads // config.tensor_model_parallel_size
+    values = config.linear_num_value_heads // config.linear_num_key_heads
+    key, value = config.linear_key_head_dim, values * config.linear_value_head_dim
+    for name, sections in {"in_proj_qkvz": (key, key, value, value), "in_proj_ba": (values, values)}.items():
+        start = 0
+        for rows in sections:
+            for head in range(rank * heads, (rank + 1) * heads):
+                yield f"linear_attn.{name}", rows, head * sum(sections) + start
+            start += rows

@@ -21,6 +21,7 @@ from core_rl_megatron.options import uses_fusions
 from core_rl_megatron.versions import no_cuda_graphs, packs_delta_net
 
 __all__ = [
+    "BY_KEY_HEAD",
     "check_adapted",
     "check_model_layout",
     "family_of",
@@ -35,12 +36,15 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_layernorm": True},
     "qwen3_moe": {"qk_layernorm": True},
     "qwen3_5_text": {"qk_layernorm": True, "attention_output_gate": True},
+    "qwen3_next": {"qk_layernorm": True, "attention_output_gate": True, "moe_shared_expert_gate": True},
     "qwen2_5_vl": {"add_qkv_bias": True},
     "qwen3_vl": {"qk_layernorm": True},
 }
 """Fields of Megatron's config by ``model_type``. Others need a table of names in `core_rl_megatron.naming` as well."""
-HYBRIDS = frozenset({"qwen3_5_text"})
+HYBRIDS = frozenset({"qwen3_5_text", "qwen3_next"})
 """Families with Gated DeltaNet in some layers, norms around 1 and a part of each head rotated."""
+BY_KEY_HEAD = frozenset({"qwen3_next"})
+"""Families whose files have the projections of Gated DeltaNet key head by key head."""
 GRIDS = frozenset({"qwen2_5_vl_text", "qwen3_vl_text"})
 """Text models whose tokens have positions in time, height and width."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -81,6 +85,8 @@ def _variants(model: PretrainedConfig) -> Iterator[str]:
             "Gated DeltaNet, which Megatron-Core packs from 0.18 on: take Python 3.12 and "
             "pip install 'megatron-core>=0.18,<0.20'"
         )
+    if getattr(model, "shared_expert_intermediate_size", 1) == 0:
+        yield "shared_expert_intermediate_size=0; the mapping knows shared experts of one number or more"
     rope = model.rope_parameters
     if model.model_type in GRIDS:
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -101,8 +107,14 @@ def _misfits(model: PretrainedConfig, layout: ParallelLayout, stages: int) -> It
         yield f"pp * options.virtual_stages = {stages} stages for num_hidden_layers={layers}; lower pp"
     elif layers % stages:
         yield f"pp * options.virtual_stages = {stages} does not divide num_hidden_layers={layers}; change pp"
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(model, name) % layout.tp:
+    sizes = (
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "shared_expert_intermediate_size",
+    )
+    for name in sizes:
+        if getattr(model, name, 0) % layout.tp:
             yield f"tp={layout.tp} does not divide {name}={getattr(model, name)}; change tp, or use cp"
     rows = -(-model.vocab_size // layout.tp)
     if rows * (layout.tp - 1) >= model.vocab_size:
@@ -239,7 +251,7 @@ def _linear_attention(model: PretrainedConfig) -> dict[str, int]:
 
 
 def _experts(model: PretrainedConfig) -> dict[str, Any]:
-    """Qwen3-MoE: softmax over all experts, then the likeliest ``k``, normalised if so configured."""
+    """Softmax over all experts, then the likeliest ``k``, normalised if so configured; a shared expert or none."""
     sparse = [
         int(layer not in model.mlp_only_layers and (layer + 1) % model.decoder_sparse_step == 0)
         for layer in range(model.num_hidden_layers)
@@ -252,4 +264,5 @@ def _experts(model: PretrainedConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_pre_softmax": not model.norm_topk_prob,
+        "moe_shared_expert_intermediate_size": getattr(model, "shared_expert_intermediate_size", None),
     }
