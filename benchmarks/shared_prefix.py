@@ -1,10 +1,13 @@
 """Steps of GRPO with shared prompts computed once, against the same engine that packs whole sequences.
 
     python benchmarks/shared_prefix.py [4:1] [1:1] [1:4] --group 8 16
+    python benchmarks/shared_prefix.py 4:1 --group 8 --prompts 24 --ranks 2 4 8
 
 For each ratio of prompt to completion and each group size: log-probs of all tokens, and an update over the completions,
 with whole sequences packed, with shared prefixes, and by a hand-written loop that packs whole sequences. "Aim" is the
 part of the tokens that is computed. Attention to the prompt, and the head at completions, are the same work either way.
+``--ranks`` measures nothing: it counts the tokens that data-parallel ranks compute, where sequences are spread by their
+tokens alone, and by what they share; completions have half to one and a half of the length.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,7 +31,8 @@ from common.workload import MODEL, token_nll
 
 from core_rl import LossSpec, MicroBatchSpec
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.prefixes import PrefixTree
+from core_rl.data.micro_batch import shard_plan
+from core_rl.data.prefixes import PrefixOrder, PrefixTree
 from core_rl.distributed.process_group import RankAddress
 
 LENGTHS = {"4:1": (512, 128), "1:1": (256, 256), "1:4": (128, 512)}
@@ -38,8 +45,30 @@ def main() -> None:
     parser.add_argument("ratios", nargs="*", metavar="RATIO", default=list(LENGTHS))
     parser.add_argument("--group", type=int, nargs="*", default=[8, 16], help="completions of a prompt")
     parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", help="count the tokens of so many data-parallel ranks"
+    )
     parser.set_defaults(repeats=5, budget=8192)
-    each_rank(measure, 1, parser.parse_args())
+    arguments = parser.parse_args()
+    if arguments.ranks:
+        spread_over_ranks(arguments)
+    else:
+        each_rank(measure, 1, arguments)
+
+
+def spread_over_ranks(arguments: argparse.Namespace) -> None:
+    """A table of computed tokens."""
+    table = Table(title=f"computed tokens, {arguments.prompts} prompts")
+    for column in ("lengths", "G", "ranks", "spread by", "slowest rank", "all ranks", "part of all tokens"):
+        table.add_column(column, justify="right")
+    for ratio, group in product(arguments.ratios, arguments.group):
+        batch = rollouts(*LENGTHS[ratio], group, arguments.prompts, ragged=True)
+        order = PrefixOrder.of(batch)
+        for ranks, shares in product(arguments.ranks, (False, True)):
+            computed = [order.computed(part) for part in shard_plan(batch, ranks, shares)]
+            figures = f"{max(computed):,}", f"{sum(computed):,}", f"{sum(computed) / batch.num_tokens:.3f}"
+            table.add_row(ratio, str(group), str(ranks), "shared prefixes" if shares else "tokens", *figures)
+    Console(width=max(120, Console().width)).print(table)
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
@@ -69,15 +98,23 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     engine.destroy()
 
 
-def rollouts(prompt: int, completion: int, group: int, prompts: int) -> SequenceBatch:
-    """``group`` random completions of each of ``prompts`` prompts; completions are trained."""
+def rollouts(prompt: int, completion: int, group: int, prompts: int, ragged: bool = False) -> SequenceBatch:
+    """``group`` random completions of each of ``prompts`` prompts; completions are trained.
+
+    ``ragged`` completions have from half to one and a half of the length.
+    """
     random = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> torch.Tensor:
         return torch.randint(0, MODEL["vocab_size"], (length,), generator=random)
 
+    def length() -> int:
+        return (
+            completion // 2 + int(torch.randint(completion, (), generator=random)) if ragged else completion
+        )
+
     rows = [
-        torch.cat([shared, draw(completion)])
+        torch.cat([shared, draw(length())])
         for shared in (draw(prompt) for _ in range(prompts))
         for _ in range(group)
     ]

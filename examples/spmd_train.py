@@ -85,7 +85,7 @@ def main() -> None:
     # Joins the world that the launcher names in the environment.
     engine.initialize(None, FinetuneSpec(dataset_size=arguments.steps))
     for step in range(arguments.steps):
-        part = engine.shard_data(make_batch(texts, step, arguments.batch_size))
+        part = engine.shard_data(make_batch(texts, step, arguments.batch_size), BUDGET)
         metrics = engine.train_batch(part, LOSS, BUDGET)
         engine.lr_scheduler_step()
         if engine.world.rank == 0:

@@ -58,3 +58,9 @@ def test_importing_loads_nothing_heavy(statement: str) -> None:
     code = f"import sys; {statement}; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []
+
+
+def test_checkpoint_formats_import_dcp_when_used() -> None:
+    code = "import sys, core_rl.checkpoint.formats; print('torch.distributed.checkpoint' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False"]

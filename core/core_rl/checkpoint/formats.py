@@ -25,7 +25,6 @@ from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.adapters import load_adapter, save_adapter
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write
 from core_rl.checkpoint.contents import Contents, load_tensors, save_files
-from core_rl.checkpoint.dcp import load_dcp, save_dcp
 from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.end_tokens import end_tokens, set_padding, write_end_tokens
 from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
@@ -258,18 +257,30 @@ def _tensors_later(
     return DeferredWrite(write, finish)
 
 
+def _save_dcp(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
+    from core_rl.checkpoint.dcp import save_dcp  # torch.distributed.checkpoint takes a second to import
+
+    return save_dcp(contents, meta)
+
+
+def _load_dcp(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
+    from core_rl.checkpoint.dcp import load_dcp
+
+    return load_dcp(contents, meta)
+
+
 SAVE = {
     "hf": _save_hf,
     "portable": _save_portable,
     "sharded": _save_sharded,
-    "dcp": save_dcp,
+    "dcp": _save_dcp,
     "adapter": save_adapter,
 }
 LOAD = {
     "hf": _load_hf,
     "portable": _load_portable,
     "sharded": _load_sharded,
-    "dcp": load_dcp,
+    "dcp": _load_dcp,
     "adapter": load_adapter,
 }
 

@@ -118,15 +118,21 @@ def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
 def shard_plan(batch: SequenceBatch, parts: int, share_prefixes: bool = False) -> list[list[int]]:
     """The sequences of each of ``parts`` ranks: nearly equal tokens, whole units, deterministic.
 
-    With ``share_prefixes`` a rank gets sequences that share prefixes, which count once. A rank's list is empty when
+    With ``share_prefixes`` sequences with a common prefix, which counts once, are on one rank as far as the rank with
+    the most tokens gets no more of them: no rank is slower than the slowest one without. A rank's list is empty when
     there are fewer units than ranks.
     """
     groups, weights = weighted_units(batch)
+    plan = [[i for item in part for i in groups[item]] for part in balanced(weights, parts)]
     shared = SharedUnits.of(batch, groups) if share_prefixes and parts > 1 and groups else None
-    if shared is not None:
-        runs = shared.evenly(parts)
-        return [shared.sequences(run) for run in runs] + [[] for _ in range(parts - len(runs))]
-    return [[i for item in part for i in groups[item]] for part in balanced(weights, parts)]
+    if shared is None:
+        return plan
+    runs = shared.evenly(parts)
+    plans = [plan, [shared.sequences(run) for run in runs] + [[] for _ in range(parts - len(runs))]]
+    for trees in shared.least_shared(parts):
+        spread = balanced([shared.weight(run) for run in trees], parts)
+        plans.append([sorted(i for item in part for i in shared.sequences(trees[item])) for part in spread])
+    return min(plans, key=shared.cost)
 
 
 def shard(batch: SequenceBatch, parts: int) -> list[SequenceBatch]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 
-__all__ = ["PrefixTree", "SharedUnits"]
+__all__ = ["PrefixOrder", "PrefixTree", "SharedUnits"]
 
 LEAST_SAVED = 0.05
 """The part of the tokens that sharing has to save: gathered keys and gathered outputs cost a little."""
@@ -47,6 +49,42 @@ def _common(first: Tensor, second: Tensor) -> int:
 
 
 @dataclass(frozen=True)
+class PrefixOrder:
+    """Sequences in an order in which neighbours share the most."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of each sequence."""
+    places: NDArray[np.int64]
+    """The place of each sequence in the order."""
+    common: NDArray[np.int64]
+    """At each place, the tokens in common with the sequence before; 0 at the first."""
+
+    @staticmethod
+    def of(batch: SequenceBatch) -> PrefixOrder:
+        """The order of all sequences of ``batch``."""
+        keys = _keys(batch)
+        order = _sorted(keys)
+        places = np.empty(len(order), dtype=np.int64)
+        places[order] = np.arange(len(order))
+        common = _shared_with_previous([keys[index] for index in order])
+        return PrefixOrder(np.array(batch.lengths), places, np.array(common))
+
+    def shared(self, first: int, second: int) -> int:
+        """Tokens that two sequences have in common: the fewest between any neighbours from one to the other."""
+        low, high = sorted((self.places[first], self.places[second]))
+        return int(self.common[low + 1 : high + 1].min())
+
+    def computed(self, sequences: Sequence[int]) -> int:
+        """Tokens of ``sequences`` with each shared prefix counted once."""
+        if not sequences:
+            return 0
+        places = np.sort(self.places[list(sequences)])
+        between = self.common[: places[-1] + 1]
+        shared = np.minimum.reduceat(between, places[:-1] + 1).sum() if len(places) > 1 else 0
+        return int(self.lengths[list(sequences)].sum() - shared)
+
+
+@dataclass(frozen=True)
 class SharedUnits:
     """Units of a batch in an order in which neighbours share prefixes, for cuts into runs of neighbours."""
 
@@ -56,16 +94,18 @@ class SharedUnits:
     """The tokens of each unit, shared ones counted once."""
     saved: Sequence[int]
     """Tokens that the unit shares with the one before it."""
+    order: PrefixOrder
 
     @staticmethod
     def of(batch: SequenceBatch, units: Sequence[Sequence[int]]) -> SharedUnits | None:
         """Order ``units``, lists of sequences; None where sharing saves too little to change the cut for it."""
-        keys = _keys(batch)
-        rank = {index: place for place, index in enumerate(_sorted(keys))}
+        order = PrefixOrder.of(batch)
+        rank = order.places.tolist()
         groups = sorted(
             (sorted(unit, key=rank.__getitem__) for unit in units), key=lambda unit: rank[unit[0]]
         )
-        shared = _shared_with_previous([keys[index] for group in groups for index in group])
+        flat = [index for group in groups for index in group]
+        shared = [0, *(order.shared(first, second) for first, second in pairwise(flat))]
         if sum(shared) < LEAST_SAVED * batch.num_tokens:
             return None
         lengths, weights, saved, place = batch.lengths, [], [], 0
@@ -74,11 +114,20 @@ class SharedUnits:
             weights.append(sum(lengths[index] for index in group) - sum(inside))
             saved.append(shared[place])
             place += len(group)
-        return SharedUnits(groups, weights, saved)
+        return SharedUnits(groups, weights, saved, order)
 
     def sequences(self, run: range) -> list[int]:
         """The sequences of a run of units, ascending."""
         return sorted(index for item in run for index in self.groups[item])
+
+    def weight(self, run: range) -> int:
+        """The tokens of a run of units."""
+        return sum(self.weights[item] for item in run) - sum(self.saved[item] for item in run[1:])
+
+    def cost(self, plan: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """Tokens that the slowest of the ranks of ``plan`` computes, and all of them together."""
+        computed = [self.order.computed(sequences) for sequences in plan]
+        return max(computed), sum(computed)
 
     def within(self, budget: int) -> list[range]:
         """Runs of at most ``budget`` tokens that compute the fewest tokens in all; among those, the fewest runs.
@@ -103,6 +152,14 @@ class SharedUnits:
             cut.append(range(best[end][2], end))
             end = cut[-1].start
         return cut[::-1]
+
+    def least_shared(self, count: int) -> Iterator[list[range]]:
+        """Cuts where neighbours share the fewest tokens: into at least ``count`` runs, then into twice as many."""
+        levels = sorted(self.saved[1:])
+        while 2 <= count <= len(self.groups):
+            starts = [item for item, saved in enumerate(self.saved) if not item or saved <= levels[count - 2]]
+            yield [range(first, last) for first, last in pairwise([*starts, len(self.groups)])]
+            count = 2 * len(starts)
 
     def evenly(self, count: int) -> list[range]:
         """At most ``count`` runs, of which the heaviest is as light as it can be."""

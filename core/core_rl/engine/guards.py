@@ -14,6 +14,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import EngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.engine.placeholders import placeholder_violations
 from core_rl.errors import (
@@ -102,6 +103,11 @@ def check_model(spec: EngineSpec, config: TrainEngineConfig, model: PretrainedCo
         for name, rate in dropout_rates(model).items():
             subject = f"training {model.model_type!r} with {name} = {rate} (0 in its config turns it off)"
             require_capability(spec, Capability.DROPOUT, subject)
+
+
+def shares_prefixes(spec: EngineSpec, mb_spec: MicroBatchSpec | None) -> bool:
+    """Whether the engine computes prefixes once: it can, and ``mb_spec`` has it do so."""
+    return mb_spec is not None and mb_spec.share_prefixes and Capability.SHARED_PREFIX in spec.capabilities
 
 
 def check_sharing(config: TrainEngineConfig, model: PretrainedConfig) -> None:

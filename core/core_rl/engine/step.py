@@ -16,7 +16,6 @@ from core_rl.backend.meta import EngineProgress
 from core_rl.backend.metrics import Metric, merge_metrics
 from core_rl.backend.steps import AggregateFn, CollectStep, LossStep, MicroBatches, PostHook
 from core_rl.backend.train_backend import PassMode
-from core_rl.config.capability import Capability
 from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
@@ -122,7 +121,7 @@ class TrainStep:
     def cut(self, batch: SequenceBatch, mb_spec: MicroBatchSpec) -> MicroBatches:
         """Check the batch and cut it, into equally many micro-batches on all data-parallel ranks."""
         run = self.runtime
-        shares = mb_spec.share_prefixes and Capability.SHARED_PREFIX in run.spec.capabilities
+        shares = guards.shares_prefixes(run.spec, mb_spec)
         spec = mb_spec if shares else replace(mb_spec, share_prefixes=False)
 
         def count_here() -> int:

@@ -25,7 +25,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.micro_batch import MicroBatchSpec, shard, shard_plan, unshard_output
+from core_rl.data.micro_batch import MicroBatchSpec, shard_plan, unshard_output
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.distributed.comm import Comm
 from core_rl.distributed.process_group import RankAddress
@@ -311,14 +311,24 @@ class TrainEngine:
         """Advance the schedule by one and return the learning rate of the next step. No collective."""
         return self._ready("lr_scheduler_step()").step.lr_scheduler_step()
 
-    def shard_data(self, batch: SequenceBatch) -> SequenceBatch:
-        """This rank's part of a batch that every rank holds in full. No collective."""
-        return shard(batch, self.data_parallel_size)[self.data_parallel_rank]
+    def shard_data(self, batch: SequenceBatch, mb_spec: MicroBatchSpec | None = None) -> SequenceBatch:
+        """This rank's part of a batch that every rank holds in full. No collective.
 
-    def unshard_data(self, output: ModelOutput, batch: SequenceBatch) -> ModelOutput:
-        """The inverse for outputs: outputs of all ranks in the order of the full ``batch``."""
-        parts = self.data_parallel_group.gather(output)
-        return unshard_output(parts, batch, shard_plan(batch, self.data_parallel_size))
+        Where ``mb_spec`` shares prefixes, and the engine can, sequences that share are on one rank as far as the
+        slowest rank gets no more to compute.
+        """
+        return batch.select(self._shard_plan(batch, mb_spec)[self.data_parallel_rank])
+
+    def unshard_data(
+        self, output: ModelOutput, batch: SequenceBatch, mb_spec: MicroBatchSpec | None = None
+    ) -> ModelOutput:
+        """The inverse for outputs, by the same ``mb_spec``: those of all ranks in the order of the full ``batch``."""
+        return unshard_output(
+            self.data_parallel_group.gather(output), batch, self._shard_plan(batch, mb_spec)
+        )
+
+    def _shard_plan(self, batch: SequenceBatch, mb_spec: MicroBatchSpec | None) -> list[list[int]]:
+        return shard_plan(batch, self.data_parallel_size, guards.shares_prefixes(self.spec, mb_spec))
 
     # ------------------------------------------------------------------ state
 

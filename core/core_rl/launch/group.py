@@ -15,11 +15,10 @@ from torch import Tensor
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import EngineProgress, TensorKind
 from core_rl.backend.steps import AggregateFn, PostHook
-from core_rl.config.capability import Capability
 from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, shard_plan, unshard_output, unshard_rows
 from core_rl.data.outputs import OutputName
-from core_rl.engine.guards import check_output_seqlens
+from core_rl.engine.guards import check_output_seqlens, shares_prefixes
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import BatchError, GroupError, LossError
 from core_rl.launch.messages import Call, cut
@@ -154,7 +153,7 @@ class EngineGroup(EngineRanks):
     ) -> Any:
         """Outputs in the order of ``batch``; see `TrainEngine.forward`. ``aggregate_fn`` runs in the driver."""
         check_output_seqlens(output_seqlens, batch)
-        plan = shard_plan(batch, self.data_parallel_size, self._shares(mb_spec))
+        plan = shard_plan(batch, self.data_parallel_size, shares_prefixes(self.spec, mb_spec))
         sent = batch.only(FORWARD_FIELDS) if post_hook is None else batch
         calls = []
         for indices, part in zip(plan, cut(sent, plan), strict=True):
@@ -200,15 +199,12 @@ class EngineGroup(EngineRanks):
 
     # -------------------------------------------------------------- plumbing
 
-    def _shares(self, mb_spec: MicroBatchSpec) -> bool:
-        return mb_spec.share_prefixes and Capability.SHARED_PREFIX in self.spec.capabilities
-
     def _on_parts(
         self, method: str, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, *arguments: object
     ) -> dict[str, float]:
         """The engine's ``method`` on every rank with its part of ``batch``; the metrics."""
         infos = self.rank_set.ready_engine(self.engine_id, self.spec.name)
-        plan = shard_plan(batch, infos[0].data_parallel_size, self._shares(mb_spec))
+        plan = shard_plan(batch, infos[0].data_parallel_size, shares_prefixes(self.spec, mb_spec))
         calls = [(part,) for part in cut(batch, plan)]
         metrics: dict[str, float] = self._call_parts(method, calls, plan, loss, mb_spec, *arguments)[0]
         return metrics

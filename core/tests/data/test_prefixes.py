@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
-from core_rl.data.prefixes import PrefixTree
+from core_rl.data.prefixes import PrefixOrder, PrefixTree
 from core_rl.errors import BatchError
 
 # Two ids, so that prefixes are shared often.
@@ -23,6 +23,7 @@ def prefixes(rows: list[list[int]]) -> set[tuple[int, ...]]:
 
 
 @given(ROWS)
+@settings(deadline=None)
 def test_tree_has_each_prefix_once(rows: list[list[int]]) -> None:
     batch = SequenceBatch.from_sequences(rows)
     tree = PrefixTree.of(batch)
@@ -39,6 +40,7 @@ def test_tree_has_each_prefix_once(rows: list[list[int]]) -> None:
 
 
 @given(ROWS, st.integers(7, 20), st.integers(1, 4))
+@settings(deadline=None)
 def test_cuts_keep_sequences_and_budget(rows: list[list[int]], budget: int, count: int) -> None:
     batch = SequenceBatch.from_sequences(rows)
     spec = MicroBatchSpec(max_tokens=budget, share_prefixes=True)
@@ -70,6 +72,53 @@ def test_cut_computes_the_fewest_tokens(
     batch = SequenceBatch.from_sequences(rows, unit=None if unit is None else torch.tensor(unit))
     spec = MicroBatchSpec(max_tokens=budget, share_prefixes=True)
     assert plan_micro_batches(batch, spec, count_micro_batches(batch, spec)) == plan
+
+
+def slowest(rows: list[list[int]], plan: list[list[int]]) -> int:
+    return max(len(prefixes([rows[index] for index in part])) for part in plan)
+
+
+@given(ROWS, st.sets(st.integers(0, 8)))
+@settings(deadline=None)
+def test_order_counts_tokens_of_any_part(rows: list[list[int]], drawn: set[int]) -> None:
+    part = [index for index in sorted(drawn) if index < len(rows)]
+    order = PrefixOrder.of(SequenceBatch.from_sequences(rows))
+    assert order.computed(part) == len(prefixes([rows[index] for index in part]))
+
+
+@given(ROWS, st.integers(1, 4), st.data())
+@settings(deadline=None)
+def test_spread_slows_no_rank_and_keeps_units(rows: list[list[int]], ranks: int, data: st.DataObject) -> None:
+    unit = data.draw(st.lists(st.integers(0, 5), min_size=len(rows), max_size=len(rows)))
+    batch = SequenceBatch.from_sequences(rows, unit=torch.tensor(unit))
+    plan = shard_plan(batch, ranks, share_prefixes=True)
+    assert slowest(rows, plan) <= slowest(rows, shard_plan(batch, ranks))
+    assert sorted(index for part in plan for index in part) == list(range(len(rows)))
+    homes = [{unit[index] for index in part} for part in plan]
+    assert sum(map(len, homes)) == len(set(unit))
+
+
+def answers(prompt: int, lengths: list[int]) -> list[list[int]]:
+    """Rows of one prompt of eight tokens, each with an answer of a length."""
+    return [[prompt] * 8 + [100 + number] * length for number, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "tokens"),
+    [
+        # Groups stay whole where they balance.
+        (answers(1, [2] * 4) + answers(2, [2] * 4), 2, [16, 16]),
+        # Groups that are no neighbours in the order are paired by their tokens.
+        (answers(1, [8]) * 2 + answers(2, [4]) * 2 + answers(3, [4]) * 2 + answers(4, [8]) * 2, 2, [28, 28]),
+        # A group is cut where a rank would have nothing, and the prompt is computed on both.
+        (answers(1, [4] * 4), 2, [16, 16]),
+        # One long sequence is on a rank of its own.
+        ([*answers(1, [1] * 8), [2] * 24], 2, [16, 24]),
+    ],
+)
+def test_spread_computes_prompts_once(rows: list[list[int]], ranks: int, tokens: list[int]) -> None:
+    plan = shard_plan(SequenceBatch.from_sequences(rows), ranks, share_prefixes=True)
+    assert sorted(len(prefixes([rows[index] for index in part])) for part in plan) == tokens
 
 
 def test_other_experts_are_not_shared() -> None:
