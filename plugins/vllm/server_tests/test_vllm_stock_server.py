@@ -52,7 +52,7 @@ class StockServer:
 
 @pytest.fixture(scope="module")
 def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StockServer]:
-    """One server for all tests; the one that needs it as it was started comes first."""
+    """One server for all tests; the test of a guest, which needs it unchanged, comes first."""
     logs = tmp_path_factory.mktemp("logs")
     command = f"env {ENVIRONMENT} {os.environ[PYTHON_VARIABLE]} {MODULE} {ARGUMENTS}"
     with launched_server(command, Path(untied(root)), logs) as address:
