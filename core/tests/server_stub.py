@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -104,6 +105,11 @@ class ServerStub(ABC):
     @abstractmethod
     async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         """The response without a fault."""
+
+
+def logged_calls(log: str) -> set[tuple[str, str]]:
+    """Method and path of each call in the log of a real server."""
+    return {(method, path) for method, path in re.findall(r'"([A-Z]+) (/[^ ?]*)[^"]* HTTP', log)}
 
 
 @contextmanager

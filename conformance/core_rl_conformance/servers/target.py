@@ -35,7 +35,7 @@ from core_rl_conformance.servers.routes import (
     scoring_problem,
 )
 
-__all__ = ["load_server"]
+__all__ = ["launched_server", "load_server"]
 
 NAME = "server"
 LENGTH = 80
@@ -81,7 +81,7 @@ def load_server(arguments: ServerArguments) -> Target:
     model = TinyModel(family=FAMILIES[0], longest=LENGTH)
     with TemporaryDirectory(prefix="core-rl-server-") as directory:
         path = ModelStore(Path(directory)).directory(replace(model, head_size=HEAD_SIZE))
-        with _launched(arguments, path) as address:
+        with launched_server(arguments.command, path) as address:
             target = _of_routes(arguments, address)
     families = (*FAMILIES, *OTHER_LAYERS)
     profile = replace(target.profile, families=families, head_size=HEAD_SIZE, shared_servers=True)
@@ -89,10 +89,14 @@ def load_server(arguments: ServerArguments) -> Target:
 
 
 @contextmanager
-def _launched(arguments: ServerArguments, path: Path) -> Iterator[str]:
-    """The address of a server of the model in ``path``, started by the command; raises `ConfigError`."""
+def launched_server(command: str, path: Path, log_path: Path | None = None) -> Iterator[str]:
+    """The address of a server of the model in ``path``, started by ``command``, which logs in ``log_path``.
+
+    Raises `ConfigError` where it does not start.
+    """
     spec = _spec(frozenset({Capability.LAUNCH_SERVER}), "")
-    values = {"model": {"path": str(path)}, "options": {"command": arguments.command}}
+    options = {"command": command, "log_path": None if log_path is None else str(log_path)}
+    values = {"model": {"path": str(path)}, "options": options}
     engine = load_engine(spec, parse_config(ServerUnderTestConfig, values, "--server-command"))
     try:
         yield engine.launch_server()[0]

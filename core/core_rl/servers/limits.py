@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from core_rl.backend.meta import SyncMethod
 from core_rl.data.requests import SamplingParams
@@ -19,8 +20,8 @@ class ServerLimits:
     """The lowest and the highest positive temperature."""
     full_distribution: bool = True
     """Whether log-probs describe the distribution before top-k, top-p and min-p cut it."""
-    refused: frozenset[SyncMethod] = frozenset()
-    """Methods of weight sync that it lacks."""
+    refused: Mapping[SyncMethod, str] = field(default_factory=dict)
+    """Methods of weight sync that it lacks, with the reasons."""
     updates_tied_heads: bool = True
     """Whether new weights of the embedding by ``disk`` reach a head that shares them."""
     remedy: str = ""
@@ -46,7 +47,7 @@ class ServerLimits:
         None where it would not.
         """
         if method in self.refused:
-            return f"takes no weights by {method!r}"
+            return f"takes no weights by {method!r}: {self.refused[method]}"
         if method == "disk" and tied and not self.updates_tied_heads:
             return "would keep its old head: the model ties the head to the embedding, whose new weights it loads alone"
         return None

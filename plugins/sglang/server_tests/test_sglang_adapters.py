@@ -107,6 +107,7 @@ def test_refused_adapter_changes_nothing(adapted: InferenceEngine, root: Path, t
         tiny_model(root),
         lora={**ADAPTERS, "rank": 5},
         addresses=(address,),
+        take_over=True,
         api_key=API_KEY,
     )
     second.initialize()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
+from server_stub import logged_calls
 from sglang_support import build, complete, request, tiny_model
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
-
-CALL = re.compile(r'"([A-Z]+) (/[^ ?]*)[^"]* HTTP')
 
 
 def test_foreign_server_stays_untouched(root: Path, tmp_path: Path) -> None:
@@ -22,8 +20,8 @@ def test_foreign_server_stays_untouched(root: Path, tmp_path: Path) -> None:
         (log,) = (tmp_path / "logs").iterdir()
         start = log.stat().st_size
 
-        def calls() -> set[tuple[str, ...]]:
-            return {match.groups() for match in CALL.finditer(log.read_text()[start:])}
+        def calls() -> set[tuple[str, str]]:
+            return logged_calls(log.read_text()[start:])
 
         for take_over in (False, True):
             qwen = build(other, addresses=(address,), take_over=take_over)

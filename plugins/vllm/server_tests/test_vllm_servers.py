@@ -7,56 +7,32 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from drawn_tokens import (
+    LENGTH,
+    LONG,
+    TOLERANCE,
+    check_update_in_flight,
+    logprobs_of,
+    require_drawn_by,
+    require_serves,
+)
 from vllm_support import backend_of, build, complete, complete_during, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.cuda import DEVICE, DeviceMemory
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_oracle.oracle import Oracle
 from core_rl_vllm.config import PYTHON_VARIABLE
 from core_rl_vllm.server import on_gpu
-
-BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(64))])
-LENGTH = 900
-"""Tokens of requests that are in flight while something happens."""
-LONG = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True)
-TOLERANCE = 5e-5
-
-
-def logprobs_of(model: str, row: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of the oracle for all tokens at positions after the first, ``[L - 1, V]``."""
-    with torch.no_grad():
-        logits = Oracle(Path(model)).model(input_ids=torch.tensor([row])).logits[0, :-1]
-    return torch.log_softmax(logits / temperature, -1)
-
-
-def require_serves(engine: InferenceEngine, model: str) -> None:
-    """The log-probs of ``BATCH`` are those of ``model``."""
-    expected = []
-    for row in (row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)):
-        selected = logprobs_of(model, row).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
-        expected += [torch.zeros(1, dtype=selected.dtype), selected]
-    torch.testing.assert_close(engine.score(BATCH), torch.cat(expected).float(), atol=TOLERANCE, rtol=0)
-
-
-def require_drawn_by(model: str, response: LLMResponse, first: int, last: int, temperature: float) -> None:
-    """Tokens ``first`` to ``last`` of ``response`` have the log-probs of ``model``."""
-    row = [*response.input_ids, *response.output_ids]
-    full = logprobs_of(model, row, temperature)[len(response.input_ids) - 1 :]
-    for index in range(first, last):
-        expected = full[index, response.output_ids[index]].item()
-        assert response.logprobs[index] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -114,44 +90,13 @@ def test_stream_equals_response(engine: InferenceEngine) -> None:
 def test_tokens_carry_their_weight_version(
     engine: InferenceEngine, root: Path, tmp_path: Path, method: Literal["disk", "tensor", "distributed"]
 ) -> None:
-    old, version = engine.get_version(), engine.get_version() + 1
-    before = tiny_model(root, seed=old)
-    new = tiny_model(root, seed=version)
+    version = engine.get_version() + 1
+    before, new = (tiny_model(root, seed=seed) for seed in (version - 1, version))
     path = new if method == "disk" else str(tmp_path / "meet")
     meta = WeightUpdateMeta(
         method=method, version=version, path=path, bucket_bytes=4096, verify=method != "disk"
     )
-
-    def update() -> None:
-        backend = backend_of(engine)
-        # They wait for the update, however long it takes to come.
-        backend.loop.wait(backend.servers[0].pause("continue"))
-        arrival = engine.update_weights(meta)
-        if method != "disk":
-            weight_update(meta).send(iter(tensors_of(Path(new)).items()))
-        arrival.result(60)
-
-    async def drawn() -> list[LLMResponse]:
-        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
-        streams = [engine.astream(request) for request in requests]
-        await asyncio.gather(*map(anext, streams))
-        await asyncio.to_thread(update)
-        return list(await asyncio.gather(*map(last, streams)))
-
-    actual = asyncio.run(drawn())
-    assert any(set(response.versions) == {old, version} for response in actual), "the update missed them all"
-    for response in actual:
-        assert set(response.versions) <= {old, version}
-        change = response.versions.index(version) if version in response.versions else LENGTH
-        require_drawn_by(before, response, 0, change, 1.0)
-        require_drawn_by(new, response, change, LENGTH, 1.0)
-    require_serves(engine, new)
-
-
-async def last(stream: AsyncGenerator[PartialResponse | LLMResponse]) -> LLMResponse:
-    *_, response = [part async for part in stream]
-    assert isinstance(response, LLMResponse)
-    return response
+    check_update_in_flight(engine, before, new, meta)
 
 
 @pytest.mark.parametrize("method", ["tensor", "distributed"])

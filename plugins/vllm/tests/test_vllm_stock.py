@@ -49,14 +49,17 @@ def test_wrong_logprobs_are_refused(stub: VllmStub, sampling: dict[str, Any], me
         assert len(stub.asked) == 3
 
 
-@pytest.mark.parametrize("method", ["tensor", "distributed"])
+@pytest.mark.parametrize(("method", "transfer"), [("tensor", "ipc"), ("distributed", "nccl")])
 def test_buckets_are_refused(
-    stub: VllmStub, tmp_path: Path, method: Literal["tensor", "distributed"]
+    stub: VllmStub, tmp_path: Path, method: Literal["tensor", "distributed"], transfer: str
 ) -> None:
     with connected([stub]) as engine:
         before = set(stub.changes)
         meta = WeightUpdateMeta(method=method, version=1, path=str(tmp_path / "meet"))
-        with pytest.raises(ConfigError, match=f"{stub.address} takes no weights by '{method}'; {INSTALL}"):
+        reason = (
+            f"{stub.address} takes no weights by '{method}': vLLM's own transfer '{transfer}' .*; {INSTALL}"
+        )
+        with pytest.raises(ConfigError, match=reason):
             engine.update_weights(meta).result(20)
         assert stub.changes == before
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torch.multiprocessing.reductions import reduce_storage
 
+from core_rl.backend.meta import SyncMethod
 from core_rl.errors import ConfigError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
@@ -29,6 +30,13 @@ TRANSFER = {"backend": "core_rl"}
 """``--weight-transfer-config`` of servers with core-rl-vllm-server."""
 TEMPERATURES = (0.01, 2.0)
 """The positive temperatures that vLLM draws at: it raises lower ones, and refuses higher ones."""
+REFUSED: Mapping[SyncMethod, str] = {
+    "tensor": "vLLM's own transfer 'ipc' reads GPU memory alone, and unpickles what it is sent",
+    "distributed": (
+        "vLLM's own transfer 'nccl' joins a group with GPUs alone, and waits without limit for a trainer that has died"
+    ),
+}
+"""Methods of weight sync that vLLM has no safe transfer for."""
 REMEDY = (
     "install core-rl-vllm-server into the server's environment, and start it with --weight-transfer-config "
     f"'{json.dumps(TRANSFER)}'"
@@ -172,7 +180,7 @@ def _limits(config: Any, device: str) -> ServerLimits:
     return ServerLimits(
         temperatures=TEMPERATURES,
         full_distribution=False,
-        refused=frozenset({"tensor", "distributed"}),
+        refused=REFUSED,
         # On CPUs vLLM multiplies by a copy of each head's weights, which an update of the embedding does not renew.
         updates_tied_heads=device != "cpu",
         remedy=REMEDY,
