@@ -31,6 +31,11 @@ def test_megatron_versions_are_those_of_the_metadata() -> None:
     assert {pin[:4] for pin in pins} == {"0.16", "0.17", "0.18", "0.19"}
 
 
+def test_environments_with_an_obstacle_have_no_report() -> None:
+    reports = versions.committed_reports()
+    assert not [name for name in reports if versions.MATRIX[name].obstacle]
+
+
 def test_missing_environment_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
