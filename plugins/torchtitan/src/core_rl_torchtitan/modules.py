@@ -17,6 +17,7 @@ from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
 from core_rl.data.prefixes import PrefixTree
+from core_rl.errors import BatchError
 from core_rl.toolkit.attention import Segments, packed_attention
 from core_rl.toolkit.build import ALIGNMENT
 from core_rl.toolkit.dtensor import own_part
@@ -133,6 +134,7 @@ class PackedDecoder(nn.Module):
         self.decoder = decoder
         self.head = head
         self.shards = shards
+        self._positions = config.layers[0].attention.rope.max_seq_len
         self._language_model = LanguageModelHead(vocab_size=config.vocab_size)
         if head != "lm":
             decoder.lm_head = None
@@ -146,7 +148,12 @@ class PackedDecoder(nn.Module):
         trained_only: bool,
         share_prefixes: bool = False,
     ) -> dict[str, Tensor]:
-        """The fields of a `ModelOutput`, as of `PackedModel`."""
+        """The fields of a `ModelOutput`, as of `PackedModel`; raises `BatchError` for a sequence that is too long."""
+        if (longest := max(batch.lengths)) > self._positions:
+            raise BatchError(
+                f"a sequence has {longest} tokens, and torchtitan computes rotary embeddings for {self._positions} "
+                "positions (max_position_embeddings); shorten or drop longer sequences"
+            )
         tokens = self.shards.slice_of(batch, PrefixTree.of(batch) if share_prefixes else None)
         segments = tokens.attention(self.shards.context, self.shards.tensor)
         segments.prepare(batch.device)
