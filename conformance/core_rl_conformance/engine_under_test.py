@@ -42,7 +42,13 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting, laid_over
-from core_rl_conformance.reproduction.findings import reproduced, reproduced_tokens, scalar_finding
+from core_rl_conformance.reproduction.computation import Computation
+from core_rl_conformance.reproduction.findings import (
+    reproduced,
+    reproduced_tokens,
+    scalar_finding,
+    weights_finding,
+)
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["BUDGET", "ONE_PASS", "REFUSALS", "EngineUnderTest", "per_sequence"]
@@ -315,10 +321,16 @@ class EngineUnderTest:
         got: Mapping[str, Tensor],
         expected: Mapping[str, Tensor],
         since: Mapping[str, Tensor] | None = None,
+        *,
+        of: Computation | None = None,
     ) -> None:
-        """Compare tensors by name, bit for bit; ``since`` are those before the checked change, for hints."""
+        """Compare tensors by name, bit for bit; ``since`` are those before the checked change, for hints.
+
+        A script shows the weights that ``of`` computes.
+        """
         __tracebackhide__ = True
-        self.verify(diagnose.same_named(label, got, expected, since))
+        finding = diagnose.same_named(label, got, expected, since)
+        self.verify(weights_finding(self.case, finding, of, got, expected))
 
     def verify_tokens(
         self,

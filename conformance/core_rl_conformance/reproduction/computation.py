@@ -21,6 +21,7 @@ __all__ = ["Computation", "Output", "Weights", "computation_of"]
 
 LOSSES = (TokenMeanLoss, SequenceMeanLoss, OutputsLoss, ValueLoss, RewardLoss)
 """Losses that scripts can compute; not their subclasses."""
+NO_SEQUENCES = Ragged(())
 OUTPUTS = ("logprobs", "entropy", "logits", "values", "bootstrap", "scores")
 
 
@@ -49,7 +50,7 @@ class Computation:
     quantity: Quantity
 
 
-def computation_of(of: object, quantity: Quantity, data: Ragged = Ragged(())) -> Computation | None:
+def computation_of(of: object, quantity: Quantity, data: Ragged = NO_SEQUENCES) -> Computation | None:
     """The computation; None where a short script cannot make the model, read the sequences or compute the quantity.
 
     Mixtures, vision-language models, adapters, weights of a directory and models for bfloat16 are out of reach.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -12,11 +13,11 @@ from torch import Tensor
 from core_rl_conformance.case import Case
 from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
 from core_rl_conformance.hints.diagnose import Explain, Finding, compare_scalar
-from core_rl_conformance.reproduction.computation import Computation
+from core_rl_conformance.reproduction.computation import Computation, Weights
 from core_rl_conformance.reproduction.script import reproduction
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["reproduced", "reproduced_tokens", "scalar_finding"]
+__all__ = ["reproduced", "reproduced_tokens", "scalar_finding", "weights_finding"]
 
 
 def reproduced(
@@ -33,7 +34,7 @@ def reproduced(
         return finding
     engine = f"{case.target.noun} {case.target.spec.name!r}, {case.setting}, {case.dtype}"
     heading = (
-        f"{case.check.identifier}: {finding.problem.splitlines()[0]}",
+        f"{case.check.identifier}: {'; '.join(finding.problem.splitlines()[:2])}",
         f"Values in float64, and some of {engine}{note}.",
     )
     return replace(finding, reproduction=reproduction(computation, heading, got, expected, tolerances))
@@ -47,6 +48,21 @@ def reproduced_tokens(
     left, right = (dict(zip(names, values, strict=True)) for values in (got, expected.values))
     tolerances = dict.fromkeys(names, expected.tolerance)
     return reproduced(case, finding, expected.computation, left, right, tolerances, note)
+
+
+def weights_finding(
+    case: Case,
+    finding: Finding,
+    of: Computation | None,
+    got: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+) -> Finding:
+    """The same of weights; without a script where ``of`` has names and shapes alone and values are wrong."""
+    shapes_only = of is not None and isinstance(of.quantity, Weights) and of.quantity.shapes_only
+    if shapes_only and math.isfinite(finding.error):
+        return finding
+    exact = dict.fromkeys(expected, Tolerance(baseline=0.0, floor=0.0))
+    return reproduced(case, finding, of, got, expected, exact)
 
 
 def scalar_finding(

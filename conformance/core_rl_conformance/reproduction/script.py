@@ -17,8 +17,8 @@ from core_rl_conformance.inputs.losses import (
     TokenMeanLoss,
     ValueLoss,
 )
-from core_rl_conformance.inputs.tiny_models import LOGIT_STD, TinyModel
-from core_rl_conformance.reproduction.computation import Computation, Output
+from core_rl_conformance.inputs.tiny_models import LOGIT_STD, MAX_LENGTH, TinyModel
+from core_rl_conformance.reproduction.computation import Computation, Output, Weights
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["MOST_LINES", "reproduction"]
@@ -27,8 +27,10 @@ MOST_LINES = 40
 SHOWN_TENSORS = 6
 SHOWN_ELEMENTS = 4
 """Largest errors of a tensor."""
-HEADING = 200
-"""Characters of a comment."""
+HEADING = 300
+"""Characters of the first line."""
+DIRECTORY = "tiny-model"
+OF_SCALARS = (ValueLoss, RewardLoss)
 TERMS = {
     "logprobs": "-logprobs",
     "entropy": "entropy",
@@ -39,27 +41,36 @@ TERMS = {
 
 def reproduction(
     computation: Computation,
-    heading: tuple[str, ...],
+    heading: tuple[str, str],
     got: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
     tolerances: Mapping[str, Tolerance],
 ) -> str:
     """A script that prints the expected values, and the engine's where ``got`` is off.
 
-    An argument of the script is a directory, to which it saves the model.
+    The script saves the model to the directory `DIRECTORY`.
     """
+    versions = f"torch {torch.__version__} and transformers {transformers.__version__}"
     lines = [
-        *(f"# {line[:HEADING]}" for line in heading),
-        f"# Needs torch and transformers alone (made with {torch.__version__} and {transformers.__version__}).",
+        f"# {heading[0][:HEADING]}",
+        f"# {heading[1]} It needs nothing but {versions}.",
+        *(["import hashlib"] if isinstance(computation.quantity, Weights) else []),
         *_model(computation.model),
-        f"GOT = {_got(got, expected, tolerances)}  # by tensor and flat index",
+        f"GOT = {_got(got, expected, tolerances)}  # values of the engine, by tensor and flat index",
         *_expected(computation),
         "for name, value in expected.items():",
-        "    print(name, list(value.shape), value.tolist() if value.numel() < 65 else f'norm {value.norm():.9g}')",
+        f"    print(name, list(value.shape), {_shown(computation)})",
         "    for index, got in GOT.get(name, {}).items():",
-        "        print(f'  [{index}] expected {value.flatten()[index]:.9g}, the engine gave {got:.9g}')",
+        '        print(f"  [{index}] expected {value.flatten()[index]:.9g}, the engine gave {got:.9g}")',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _shown(computation: Computation) -> str:
+    """An expression of a printed value: the numbers, or for weights a digest of their bytes in float32."""
+    if not isinstance(computation.quantity, Weights):
+        return f"value.tolist() if value.numel() <= {MAX_LENGTH} else float(value.norm())"
+    return '""' if computation.quantity.shapes_only else "hashlib.sha256(value.numpy().tobytes()).hexdigest()"
 
 
 def _got(
@@ -91,10 +102,10 @@ def _model(model: TinyModel) -> Iterator[str]:
     """The model as it is drawn, in float32, and again in float64."""
     kind = "AutoModelForCausalLM" if model.head == "lm" else "AutoModelForSequenceClassification"
     vector, matrix = _draws(model)
-    yield "import sys"
     yield "import torch"
     yield f"from transformers import AutoConfig, {kind}"
-    yield f"CONFIG = {model.config().to_diff_dict()}"
+    config = model.config().to_diff_dict()
+    yield f"CONFIG = { {name: value for name, value in config.items() if name != 'transformers_version'} }"
     yield "def build():"
     yield f'    return {kind}.from_config(AutoConfig.for_model(**CONFIG), attn_implementation="eager").eval()'
     yield "tiny = build()"
@@ -105,8 +116,7 @@ def _model(model: TinyModel) -> Iterator[str]:
     yield "    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))"
     yield f'    vector = 0.1 * noise if name.endswith("bias") else {vector}'
     yield f"    parameter.data = vector if noise.dim() == 1 else {matrix}"
-    yield "if sys.argv[1:]:"
-    yield "    tiny.save_pretrained(sys.argv[1])"
+    yield f'tiny.save_pretrained("{DIRECTORY}")  # for the engine'
     yield "torch.float = torch.float32 = torch.float64  # transformers casts norms, softmax and positions to float32"
     yield "torch.Tensor.float = torch.Tensor.double"
     yield "torch.set_default_dtype(torch.float64)"
@@ -141,7 +151,7 @@ def _expected(computation: Computation) -> Iterator[str]:
         yield from _data(computation)
         yield from _gradients(quantity)
     else:
-        yield "expected = dict(tiny.named_parameters())"
+        yield "expected = {name: parameter.detach() for name, parameter in tiny.named_parameters()}"
 
 
 def _forward(head: str, temperature: float) -> Iterator[str]:
@@ -178,13 +188,15 @@ def _data(computation: Computation) -> Iterator[str]:
         mask = row.for_oracle().fields["mask"].tolist()
         trained.append({t: a for t, a in enumerate(row.advantages) if mask[t]})
     yield f"TRAINED = {trained}  # advantages of trained tokens"
-    yield f"TARGETS = {[row.target for row in computation.data.rows]}"
+    if isinstance(computation.quantity, OF_SCALARS):
+        yield f"TARGETS = {[row.target for row in computation.data.rows]}  # of the last state"
 
 
 def _gradients(loss: CheckLoss) -> Iterator[str]:
-    head = "value" if isinstance(loss, ValueLoss | RewardLoss) else "lm"
+    of_scalars = isinstance(loss, OF_SCALARS)
+    head = "value" if of_scalars else "lm"
     yield "total, weight = 0.0, 0"
-    yield "for ids, row, target in zip(ROWS, TRAINED, TARGETS):"
+    yield f"for ids, row{', target' * of_scalars} in zip(ROWS, TRAINED{', TARGETS' * of_scalars}):"
     yield from _forward(head, loss.temperature)
     yield "    at, advantages = [t - 1 for t in row], torch.tensor(list(row.values()))"
     if head == "lm":
