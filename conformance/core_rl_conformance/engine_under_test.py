@@ -32,6 +32,12 @@ from core_rl_conformance.expected_values import (
     Judged,
     Snapshot,
 )
+from core_rl_conformance.findings import (
+    reproduced,
+    reproduced_tokens,
+    scalar_finding,
+    weights_finding,
+)
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Explain
 from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
@@ -43,12 +49,6 @@ from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_wit
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting, laid_over
 from core_rl_conformance.reproduction.computation import Computation
-from core_rl_conformance.reproduction.findings import (
-    reproduced,
-    reproduced_tokens,
-    scalar_finding,
-    weights_finding,
-)
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["BUDGET", "ONE_PASS", "REFUSALS", "EngineUnderTest", "per_sequence"]

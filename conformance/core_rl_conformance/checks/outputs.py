@@ -14,6 +14,7 @@ from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.findings import reproduced
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
@@ -28,7 +29,6 @@ from core_rl_conformance.procedures.training import (
     verify_steps_of_losses,
 )
 from core_rl_conformance.reproduction.computation import Output, computation_of
-from core_rl_conformance.reproduction.findings import reproduced
 
 WITH_LOGITS: tuple[tuple[OutputName, ...], ...] = (
     ("logprobs", "logits"),

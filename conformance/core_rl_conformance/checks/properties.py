@@ -13,10 +13,10 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
+from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding
 from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.losses import TokenMeanLoss
-from core_rl_conformance.reproduction.findings import reproduced, reproduced_tokens, scalar_finding
 
 LONGEST = 40
 MOST_ROWS = 4

@@ -19,12 +19,12 @@ from core_rl.errors import EngineStateError, RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
+from core_rl_conformance.findings import reproduced
 from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.reproduction.computation import Output, computation_of
-from core_rl_conformance.reproduction.findings import reproduced
 from core_rl_oracle.tolerance import Tolerance
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]

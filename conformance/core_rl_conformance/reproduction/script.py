@@ -27,6 +27,8 @@ MOST_LINES = 40
 SHOWN_TENSORS = 6
 SHOWN_ELEMENTS = 4
 """Largest errors of a tensor."""
+SMALLEST = 1e-300
+"""Stands for a limit of 0."""
 HEADING = 300
 """Characters of the first line."""
 DIRECTORY = "tiny-model"
@@ -76,8 +78,8 @@ def _shown(computation: Computation) -> str:
 def _got(
     got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> str:
-    """Python's text of the values that are off most, by tensor and flat index."""
-    parts = []
+    """Python's text of the values that are off most, by tensor and flat index; the worst tensors first."""
+    parts: dict[str, float] = {}
     for name, value in expected.items():
         if name not in got or got[name].shape != value.shape:
             continue
@@ -90,8 +92,9 @@ def _got(
             if not tolerances[name].allows(float(errors[index]))
         ]
         if wrong:
-            parts.append(f'"{name}": {{{", ".join(wrong)}}}')
-    return f"{{{', '.join(parts[:SHOWN_TENSORS])}}}"
+            ratio = float(errors.max()) / max(tolerances[name].limit, SMALLEST)
+            parts[f'"{name}": {{{", ".join(wrong)}}}'] = ratio
+    return f"{{{', '.join(sorted(parts, key=lambda part: -parts[part])[:SHOWN_TENSORS])}}}"
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Findings with their reproductions."""
+"""Findings of comparisons with the oracle, with reproductions."""
 
 from __future__ import annotations
 
