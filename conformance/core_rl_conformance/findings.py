@@ -78,5 +78,5 @@ def scalar_finding(
     truth = expected.oracle.loss if name == "loss" else expected.oracle.norm
     allowed = expected.loss if name == "loss" else expected.norm
     finding = compare_scalar(label, got, truth, allowed, explain=explain)
-    values = {name: torch.tensor(got)}, {name: torch.tensor(truth)}
-    return reproduced(case, finding, expected.computation, *values, {name: allowed}, note)
+    left, right = torch.tensor(got), torch.tensor(truth)
+    return reproduced(case, finding, expected.computation, {name: left}, {name: right}, {name: allowed}, note)
