@@ -39,6 +39,12 @@ from core_rl_conformance.expected_values import (
     Judged,
     Snapshot,
 )
+from core_rl_conformance.findings import (
+    reproduced,
+    reproduced_tokens,
+    scalar_finding,
+    weights_finding,
+)
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Explain
 from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
@@ -49,6 +55,7 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting, laid_over
+from core_rl_conformance.reproduction.computation import Computation
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = ["BUDGET", "ONE_PASS", "REFUSALS", "EngineUnderTest", "per_sequence"]
@@ -76,6 +83,8 @@ class EngineUnderTest:
         self.layout = case.layout
         self.dtype = DTYPES[case.dtype]
         self.measurements: list[MeasurementRecord] = []
+        self.reproduction = ""
+        """A script for the failed comparison, in plain torch."""
         self._directory = directory
 
     def model(self, head: Head = "lm", dropout: float = 0.0, layers: int | None = None) -> TinyModel:
@@ -238,6 +247,7 @@ class EngineUnderTest:
             )
         )
         if finding.problem is not None:
+            self.reproduction = finding.reproduction
             raise AssertionError(self.failure_message(finding.message, advice=False))
 
     def require(self, holds: bool, problem: str) -> None:
@@ -289,6 +299,18 @@ class EngineUnderTest:
         __tracebackhide__ = True
         self.verify(diagnose.compare_scalar(label, got, expected, allowed, explain=explain))
 
+    def verify_loss(
+        self, label: str, got: float, expected: ExpectedGradients, *, explain: Explain | None = None
+    ) -> None:
+        """Compare a reported loss with the oracle's."""
+        __tracebackhide__ = True
+        self.verify(scalar_finding(self.case, "loss", label, got, expected, explain))
+
+    def verify_norm(self, label: str, got: float, expected: ExpectedGradients) -> None:
+        """Compare a reported norm of gradients with the oracle's."""
+        __tracebackhide__ = True
+        self.verify(scalar_finding(self.case, "norm", label, got, expected))
+
     def verify_named(
         self,
         label: str,
@@ -309,10 +331,16 @@ class EngineUnderTest:
         got: Mapping[str, Tensor],
         expected: Mapping[str, Tensor],
         since: Mapping[str, Tensor] | None = None,
+        *,
+        of: Computation | None = None,
     ) -> None:
-        """Compare tensors by name, bit for bit; ``since`` are those before the checked change, for hints."""
+        """Compare tensors by name, bit for bit; ``since`` are those before the checked change, for hints.
+
+        A script shows the weights that ``of`` computes.
+        """
         __tracebackhide__ = True
-        self.verify(diagnose.same_named(label, got, expected, since))
+        finding = diagnose.same_named(label, got, expected, since)
+        self.verify(weights_finding(self.case, finding, of, got, expected))
 
     def verify_tokens(
         self,
@@ -340,7 +368,7 @@ class EngineUnderTest:
                 explain_tokens, got, expected.values, expected.tolerance, expected.mistakes, again
             ),
         )
-        self.verify(finding)
+        self.verify(reproduced_tokens(self.case, finding, got, expected))
 
     def verify_logprobs(
         self, label: str, group: EngineGroup, model: TinyModel, data: Ragged, cut: MicroBatchSpec = ONE_PASS
@@ -370,9 +398,11 @@ class EngineUnderTest:
         truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
         grads = group.named_tensors("grads")
         of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
-        self.verify_scalar(f"the loss {label}", loss, truth.loss, expected.loss, explain=of_loss)
+        self.verify_loss(f"the loss {label}", loss, expected, explain=of_loss)
         of_grads = partial(explain_named, grads, expected.tolerances, mistakes, again)
-        self.verify_named(f"gradients {label}", grads, truth.grads, expected.tolerances, explain=of_grads)
+        values = grads, truth.grads, expected.tolerances
+        finding = diagnose.compare_named(f"gradients {label}", *values, explain=of_grads)
+        self.verify(reproduced(self.case, finding, expected.computation, *values))
 
     def verify_backward(
         self,

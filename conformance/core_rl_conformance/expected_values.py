@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMean
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
+from core_rl_conformance.reproduction.computation import Computation, Output, computation_of
 from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
@@ -64,6 +65,8 @@ class ExpectedOutputs:
     tolerance: Tolerance
     mistakes: Callable[[], Iterator[tuple[str, Sequence[Tensor]]]] = lambda: iter(())
     """Sentences about known mistakes, and the values that each would give; computed when asked for."""
+    computation: Computation | None = None
+    """For a script that computes them again."""
 
     def signed_mean(self, got: Sequence[Tensor]) -> tuple[float, float]:
         """The mean error of ``got`` and its limit; first tokens, which are 0 by definition, left out."""
@@ -89,6 +92,8 @@ class ExpectedGradients:
     loss: Tolerance
     norm: Tolerance
     mistakes: Mistakes = lambda: iter(())
+    computation: Computation | None = None
+    """For a script that computes them again."""
 
     def times(self, factor: float) -> ExpectedGradients:
         """The same of the loss times ``factor``."""
@@ -182,6 +187,7 @@ class ExpectedValues:
             variants=variants,
             tolerance=tolerance([_flat(variant) for variant in variants], _flat(truth), dtype),
             mistakes=partial(_output_mistakes, oracle, sequences, name, temperature),
+            computation=computation_of(of, Output(name, temperature), data),
         )
 
     def gradients(
@@ -205,7 +211,8 @@ class ExpectedValues:
         # The digest of the suite's code says nothing about losses of other distributions.
         keep = self.stored if type(loss).__module__ == RepeatedLoss.__module__ else self.keep
         runs = keep(of, ("gradients", data, loss, dtype, device), run)
-        return _expected_gradients(runs, partial(self.oracle, of), data, loss, ranks)
+        expected = _expected_gradients(runs, partial(self.oracle, of), data, loss, ranks)
+        return replace(expected, computation=computation_of(of, loss, data))
 
     def gradients_of_many(
         self, of: Judged, data: Repeated, dtype: torch.dtype, device: str = "cpu"

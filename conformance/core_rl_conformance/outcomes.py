@@ -108,6 +108,8 @@ class CaseRecord(Record):
     """Why it was not run, is not supported or is waived."""
     message: str = ""
     """Message of the failed check."""
+    reproduction: str = ""
+    """A script in plain torch that computes the expected values of the failed comparison; empty without one."""
 
     @property
     def label(self) -> str:

@@ -185,7 +185,7 @@ class EngineCalls(RuleBasedStateMachine):
                     batch, spec, cut.of(data), total_weight=weight, total_tokens=tokens
                 )
                 label = "the loss of a drawn call"
-                self.subject.verify_scalar(label, metrics["loss"], expected.oracle.loss, expected.loss)
+                self.subject.verify_loss(label, metrics["loss"], expected)
             trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in self.frozen}
             grads = self.group.named_tensors("grads")
             label = "gradients of drawn calls"
@@ -201,7 +201,7 @@ class EngineCalls(RuleBasedStateMachine):
             expected = self.subject.gradients(self.judged, data.all, loss)
             got = self.group.eval_batch(data.all.batch(), loss.spec(), cut.of(data.all))["loss"]
             label = "the loss of a drawn eval_batch()"
-            self.subject.verify_scalar(label, got, expected.oracle.loss, expected.loss)
+            self.subject.verify_loss(label, got, expected)
 
     @rule(drawn=few, updates=sizes(MOST_CALLS), cut=cuts, loss=losses, watched=st.booleans())
     def train(self, drawn: Sequences, updates: int, cut: Cut, loss: CheckLoss, watched: bool) -> None:

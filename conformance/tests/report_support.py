@@ -122,6 +122,7 @@ FAILED = case(
     Outcome.FAILED,
     measurements=(measured(math.inf), measured(1e-6)),
     message="I10.value: engine 'mine'\n  values differ by <inf> & more",
+    reproduction="import torch  # nothing <else>",
 )
 EVERYTHING = report(
     case(measurements=(measured(1e-6, points=((-1.0, -1.0), (-2.5, -2.500001))),)),

@@ -148,7 +148,7 @@ def _verify_gradients(
         label = f"with an adapter, {cut} and disable_adapter() before and after the backward pass"
         with group.disable_adapter():
             outputs_of(group, data)
-    subject.verify_scalar(f"the loss {label}", metrics["loss"], expected.oracle.loss, expected.loss)
+    subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
     base = base_of(written(expected.oracle.grads))
     trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}
     grads = group.named_tensors("grads")

@@ -26,6 +26,7 @@ from core_rl_conformance.procedures.adapters import load, start
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
+from core_rl_conformance.reproduction.computation import Weights, computation_of
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.plain import EXACT_VARIANTS
 from core_rl_oracle.tolerance import scalar_tolerance, tolerance, tolerances
@@ -232,8 +233,9 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     """
     model = subject.model(layers=DEEP)
     truth = {name: value.float() for name, value in subject.expected.oracle(model).parameters().items()}
+    weights = computation_of(model, Weights())
     group = subject.start(model)
-    subject.verify_same("master weights at the start", group.named_tensors("master"), truth)
+    subject.verify_same("master weights at the start", group.named_tensors("master"), truth, of=weights)
     path = subject.directory("bfloat16")
     save_as(model, torch.bfloat16, FILE_SIZE, path)
     group = subject.start(model, changes={"model": {"path": str(path)}}, optimizer=optimizer_config(SMALL))
@@ -243,4 +245,5 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     shadow.verify(subject, group, f"after {UPDATES} small updates")
     source = str(subject.expected.models.directory(model))
     group.load(SaveLoadMeta(path=source, format="hf"))
-    subject.verify_same("master weights after a load of float32 files", group.named_tensors("master"), truth)
+    label = "master weights after a load of float32 files"
+    subject.verify_same(label, group.named_tensors("master"), truth, of=weights)

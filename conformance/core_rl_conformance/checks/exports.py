@@ -27,6 +27,7 @@ from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.reproduction.computation import Weights, computation_of
 from core_rl_oracle.experts import all_written, parameters_of
 from core_rl_oracle.media import model_class
 from core_rl_oracle.oracle import AdamW
@@ -121,7 +122,8 @@ def _verify_export(
     params = {
         name: value.to(_dtype(subject, name)).float() for name, value in group.named_tensors("master").items()
     }
-    subject.verify_same(f"parameters of the export{when}", loaded, params)
+    names = computation_of(source, Weights(shapes_only=True))
+    subject.verify_same(f"parameters of the export{when}", loaded, params, of=names)
     tied = model.config.tie_word_embeddings and head == "lm"
     same = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -229,7 +231,8 @@ def engine_loads_an_export(subject: EngineUnderTest) -> None:
     group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
     values = subject.expected.oracle(source).parameters()
     expected = {name: value.float() for name, value in values.items()}
-    subject.verify_same("parameters after a load", group.named_tensors("master"), expected)
+    weights = computation_of(source, Weights())
+    subject.verify_same("parameters after a load", group.named_tensors("master"), expected, of=weights)
     subject.verify_logprobs("after a load", group, source, data)
     subject.verify_backward("after a load", group, source, data, LOSS)
 

@@ -190,7 +190,7 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     subject.verify_scalar(label, reported, gathered, exact)
     # From here on the norm is right for its gradients: what differs is wrong in them.
     label = "the norm of the exported gradients (reported as it is: see I1.gradients)"
-    subject.verify_scalar(label, reported, expected.oracle.norm, expected.norm)
+    subject.verify_norm(label, reported, expected)
     batch_norm = group.train_batch(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)["grad_norm"]
     subject.require(
         math.isfinite(batch_norm) and batch_norm > 0.05,
@@ -217,7 +217,7 @@ def several_calls_equal_one(subject: EngineUnderTest) -> None:
         dropped = replace(expected, mistakes=partial(_without_first_calls, subject, parts))
         subject.verify_gradients(f"of {count} calls", group, {"loss": sum(losses)}, dropped)
     norm = group.optimizer_step()["grad_norm"]
-    subject.verify_scalar(f"the norm of {CALLS[-1]} calls", norm, expected.oracle.norm, expected.norm)
+    subject.verify_norm(f"the norm of {CALLS[-1]} calls", norm, expected)
 
 
 def _without_first_calls(
@@ -258,7 +258,7 @@ def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     group = subject.start(model)
     before = group.named_tensors("master")
     evaluated = group.eval_batch(data.batch(), TOKEN_MEAN.spec(), MicroBatchSpec(count=3))
-    subject.verify_scalar("the loss of eval_batch()", evaluated["loss"], expected.oracle.loss, expected.loss)
+    subject.verify_loss("the loss of eval_batch()", evaluated["loss"], expected)
     _verify_metrics(subject, "of eval_batch()", evaluated, model, data)
     metrics = group.forward_backward(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)
     group.eval_batch(second.batch(), TOKEN_MEAN.spec(), ONE_PASS)

@@ -14,6 +14,7 @@ from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.findings import reproduced
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
@@ -27,6 +28,7 @@ from core_rl_conformance.procedures.training import (
     train_mode_losses,
     verify_steps_of_losses,
 )
+from core_rl_conformance.reproduction.computation import Output, computation_of
 
 WITH_LOGITS: tuple[tuple[OutputName, ...], ...] = (
     ("logprobs", "logits"),
@@ -201,7 +203,12 @@ def neighbours_change_nothing(subject: EngineUnderTest) -> None:
     ):
         rows = per_sequence(group.forward(batch.batch(), ONE_PASS), "logprobs", batch)
         got, values = [rows[place] for place in places], [expected.values[index] for index in originals]
-        subject.verify(compare_tokens(f"log-probs {label}", got, values, expected.tolerance))
+        finding = compare_tokens(f"log-probs {label}", got, values, expected.tolerance)
+        names = [f"sequence {place}" for place in places]
+        left, right = (dict(zip(names, part, strict=True)) for part in (got, values))
+        computation = computation_of(model, Output("logprobs", 1.0), batch)
+        allowed = dict.fromkeys(names, expected.tolerance)
+        subject.verify(reproduced(subject.case, finding, computation, left, right, allowed))
 
 
 @check("I9.dropout-off", requires=[Capability.DROPOUT], each="layout")
@@ -236,7 +243,7 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
         subject.verify_tokens(f"log-probs {label}", got, expected, subject.places(data))
     evaluated = group.eval_batch(data.batch(), loss.spec(), ONE_PASS)["loss"]
     label = "the loss of eval_batch(), without dropout,"
-    subject.verify_scalar(label, evaluated, truth.oracle.loss, truth.loss)
+    subject.verify_loss(label, evaluated, truth)
     if subject.spec.supports(Capability.VALUE_HEAD):
         critic = subject.model(dropout=0.5, head="value")
         got = per_sequence(subject.start(critic).forward(batch, ONE_PASS, ("values",)), "values", data)

@@ -13,7 +13,8 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_scalar, compare_tokens
+from core_rl_conformance.findings import reproduced, reproduced_tokens, scalar_finding
+from core_rl_conformance.hints.diagnose import Finding, compare_named, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 
@@ -224,13 +225,15 @@ class _Trial:
         got = per_sequence(output, "logprobs", data)
         logprobs = subject.outputs(self._model, data, "logprobs", LOSS.temperature)
         label = "log-probs of a drawn batch"
-        yield compare_tokens(label, got, logprobs.values, logprobs.tolerance, subject.places(data))
+        finding = compare_tokens(label, got, logprobs.values, logprobs.tolerance, subject.places(data))
+        note = f", cut by {drawn.cut}"
+        yield reproduced_tokens(subject.case, finding, got, logprobs, note)
         if not bool(data.batch().loss_mask.any()):
             return
         expected = subject.gradients(self._model, data, LOSS)
         metrics = group.forward_backward(data.batch(), LOSS.spec(), drawn.cut)
-        yield compare_scalar(
-            "the loss of a drawn batch", metrics["loss"], expected.oracle.loss, expected.loss
-        )
-        grads = group.named_tensors("grads")
-        yield compare_named("gradients of a drawn batch", grads, expected.oracle.grads, expected.tolerances)
+        label = "the loss of a drawn batch"
+        yield scalar_finding(subject.case, "loss", label, metrics["loss"], expected, note=note)
+        values = group.named_tensors("grads"), expected.oracle.grads, expected.tolerances
+        finding = compare_named("gradients of a drawn batch", *values)
+        yield reproduced(subject.case, finding, expected.computation, *values, note)

@@ -67,7 +67,7 @@ def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
         metrics = backward()
         value = metrics.get("aux_loss", math.nan)
         label_of_value = f"the metric 'aux_loss' {label}"
-        subject.verify_scalar(label_of_value, value, expected.oracle.loss, expected.loss)
+        subject.verify_loss(label_of_value, value, expected)
         grads = group.named_tensors("grads")
         subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
         group.optimizer_zero_grad()
@@ -108,11 +108,11 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     group = subject.start(changes={"model": {"router_aux_coef": COEF}})
     metrics = group.forward_backward(data.batch(), loss.spec(), BUDGET)
     grads = group.named_tensors("grads")
-    subject.verify_scalar("the loss", metrics["loss"], plain.oracle.loss, plain.loss)
+    subject.verify_loss("the loss", metrics["loss"], plain)
     subject.verify_named("gradients next to a loss", grads, expected.oracle.grads, expected.tolerances)
     group.optimizer_zero_grad()
     evaluated = group.eval_batch(data.batch(), loss.spec(), BUDGET)["loss"]
-    subject.verify_scalar("the loss of eval_batch()", evaluated, plain.oracle.loss, plain.loss)
+    subject.verify_loss("the loss of eval_batch()", evaluated, plain)
     for part in (range(0, len(data.rows), 3), [i for i in range(len(data.rows)) if i % 3]):
         batch = data.select(part).batch()
         group.forward_backward(batch, loss.spec(), ONE_PASS, total_weight=trained, total_tokens=tokens)

@@ -219,7 +219,7 @@ def gradients_of_any_size_match_the_oracle(subject: EngineUnderTest) -> None:
         )
         subject.verify_gradients(size, group, metrics, of)
         norm = shadow.step(subject, group, size)
-        subject.verify_scalar(f"the norm {size}", norm, of.oracle.norm, of.norm)
+        subject.verify_norm(f"the norm {size}", norm, of)
         shadow.verify(subject, group, f"after a step {size}")
 
 

@@ -22,6 +22,7 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta, tensors_of
+from core_rl_conformance.reproduction.computation import Weights, computation_of
 
 TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
@@ -73,7 +74,8 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
         subject.require(len(names) == len(set(names)), f"{label}: a tensor comes twice: {sorted(names)}")
         params = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
         sent_params = {name: value for name, value in sent_update.tensors.items() if name not in buffers}
-        subject.verify_same(label, sent_params, params)
+        names_only = computation_of(model, Weights(shapes_only=True))
+        subject.verify_same(label, sent_params, params, of=names_only)
         sized = zip(sent_update.buckets, sent_update.sizes, strict=True)
         large = [bucket for bucket, size in sized if size > bucket_bytes and len(bucket) > 1]
         subject.require(not large, f"{label}: a bucket is larger than that: {large[:1]}")

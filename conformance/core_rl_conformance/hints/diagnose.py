@@ -36,6 +36,8 @@ class Finding:
     """Some of the compared values as (got, expected)."""
     names_cause: bool = False
     """The problem names its cause, by evidence."""
+    reproduction: str = ""
+    """A script that computes the expected values without core-rl; empty without one."""
 
     @property
     def message(self) -> str:

@@ -19,10 +19,12 @@ from core_rl.errors import EngineStateError, RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.findings import reproduced
+from core_rl_conformance.hints.diagnose import Finding, compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.pools import CALL_TIMEOUT_S
+from core_rl_conformance.reproduction.computation import Output, computation_of
 from core_rl_oracle.tolerance import Tolerance
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
@@ -236,9 +238,31 @@ def verify_logprobs(
         return {**(guesses or {}), **known}
 
     explain = partial(_explanation, label, got, all_guesses, expected.tolerance)
-    subject.verify(
-        compare_tokens(label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain)
+    finding = compare_tokens(
+        label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain
     )
+    if prompts is None:
+        finding = _reproduced(subject, finding, weights, responses, temperature, expected)
+    subject.verify(finding)
+
+
+def _reproduced(
+    subject: EngineUnderTest,
+    finding: Finding,
+    weights: Judged,
+    responses: Sequence[LLMResponse],
+    temperature: float,
+    expected: Expected,
+) -> Finding:
+    """``finding`` with a script for prompts and generated tokens, of which only the latter are compared."""
+    computation = computation_of(weights, Output("logprobs", temperature), sequences_of(responses))
+    left, right, allowed = {}, {}, {}
+    for number, (response, truth) in enumerate(zip(responses, expected.values, strict=True)):
+        name, prompt = f"sequence {number}", torch.zeros(len(response.input_ids))
+        left[name] = torch.cat([prompt, torch.tensor(response.logprobs)])
+        right[name] = torch.cat([prompt, truth])
+        allowed[name] = expected.tolerance
+    return reproduced(subject.case, finding, computation, left, right, allowed)
 
 
 def verify_served(

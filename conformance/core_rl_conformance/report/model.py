@@ -17,7 +17,7 @@ from core_rl.machine import Machine
 from core_rl_conformance.catalogue import TargetKind, natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseRecord, Record
 
-SCHEMA_VERSION: Literal["1.3"] = "1.3"
+SCHEMA_VERSION: Literal["1.4"] = "1.4"
 
 
 MEANINGS = {
@@ -133,8 +133,8 @@ class EngineRecord(Record):
 class Report(Record):
     """One session of the suite."""
 
-    schema_version: Literal["1.2", "1.3"] = SCHEMA_VERSION
-    """1.3 has trainers besides engines."""
+    schema_version: Literal["1.2", "1.3", "1.4"] = SCHEMA_VERSION
+    """1.3 has trainers besides engines, and 1.4 reproductions of failures."""
     suite_version: str
     """The version of core-rl that the suite came with."""
     suite_code: CodeRecord

@@ -186,6 +186,7 @@ class CheckItem(pytest.Item):
     seconds: float
     starting_s: float
     measurements: list[MeasurementRecord]
+    reproduction: str
 
     @classmethod
     def build(cls, parent: CheckFile, case: Case) -> CheckItem:
@@ -196,6 +197,7 @@ class CheckItem(pytest.Item):
         item.case = case
         item.seconds = item.starting_s = 0.0
         item.measurements = []
+        item.reproduction = ""
         for waiver in case.target.profile.waivers:
             if waiver.covers(case.check.identifier, case.setting, case.family, case.dtype):
                 reason = f"waived: {waiver.reason} (owner: {waiver.owner})"
@@ -240,7 +242,7 @@ class CheckItem(pytest.Item):
         finally:
             self.seconds = time.monotonic() - started
             self.starting_s = expected_values.groups.starting_s - starting_s
-            self.measurements = subject.measurements
+            self.measurements, self.reproduction = subject.measurements, subject.reproduction
             # Checkpoints add up over some hundred cases.
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -270,6 +272,7 @@ class CheckItem(pytest.Item):
             capabilities=tuple(sorted(case.capabilities)),
             measurements=tuple(self.measurements),
             reason=reason,
+            reproduction=self.reproduction if outcome in (Outcome.FAILED, Outcome.WAIVED) else "",
         )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

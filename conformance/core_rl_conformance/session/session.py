@@ -169,6 +169,8 @@ class ConformanceSession:
             assert outcome is not None
             record = item.result(outcome, reason).to_property()
             report.user_properties.append(record)
+            if outcome is Outcome.FAILED and item.reproduction:
+                report.sections.append(("reproduction without core-rl", item.reproduction))
             # JUnit files show the properties of the last report on an item, that of its teardown.
             item.user_properties.append(record)
         return report

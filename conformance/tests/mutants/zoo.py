@@ -158,8 +158,26 @@ def run_check(
     partner: EngineSpec | None = None,
 ) -> EngineUnderTest:
     """Run one check as the plugin would. Raises the check's error; returns the engine with its measurements."""
+    case = case_of(identifier, spec, layout=layout, family=family, seed=seed, dtype=dtype, partner=partner)
+    directory.mkdir(parents=True, exist_ok=True)
+    subject = EngineUnderTest(case, expected_values, directory)
+    case.check.function(subject)
+    return subject
+
+
+def case_of(
+    identifier: str,
+    spec: EngineSpec,
+    *,
+    layout: ParallelLayout,
+    family: str,
+    seed: int = 0,
+    dtype: DType = "float32",
+    partner: EngineSpec | None = None,
+) -> Case:
+    """A case as the plugin would run it."""
     profile = Profile(layouts=(ParallelLayout(), DP2), families=(family,))
-    case = Case(
+    return Case(
         check=load_checks()[identifier],
         target=Target(spec=spec, profile=profile),
         setting=Setting(layout=layout, layer_multiple=layout.pp, expert_multiple=layout.ep),
@@ -171,7 +189,3 @@ def run_check(
         partner_setting=Setting(layout=DP1) if partner else None,
         other_setting=Setting(layout=DP1 if layout == DP2 else DP2),
     )
-    directory.mkdir(parents=True, exist_ok=True)
-    subject = EngineUnderTest(case, expected_values, directory)
-    case.check.function(subject)
-    return subject

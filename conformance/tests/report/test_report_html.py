@@ -61,6 +61,7 @@ def test_the_page_says_everything(page: str) -> None:
         "✗ not certified I10.value failed",
         "The log-prob of every token is the oracle's, at T.",
         "Look at: the <head>.",
+        "import torch # nothing <else>",
         "a processor, 2 cores",
         "torch 2.13.0",
         "pytest --engine=mine --pyargs core_rl_conformance",

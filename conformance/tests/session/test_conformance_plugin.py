@@ -272,6 +272,9 @@ def test_wrong_engine_message_helps(pytester: pytest.Pytester, engine: Callable[
             "  entropy at temperature 1 differs by *",
             "  first at sequence 0, token 1 of 17: expected *, got *",
             "  required: *",
+            "*- reproduction without core-rl -*",
+            "# I7.entropy: entropy at temperature 1 differs by *",
+            "import torch",
         ]
     )
     result.stdout.no_fnmatch_line("*Traceback*")
