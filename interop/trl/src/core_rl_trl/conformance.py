@@ -8,7 +8,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
-__all__ = ["GRPO", "SFT"]
+__all__ = ["DPO", "GRPO", "REWARD", "SFT"]
 
 FEATURES = frozenset(
     {
@@ -20,6 +20,7 @@ FEATURES = frozenset(
         Feature.RECIPES,
     }
 )
+OF_PAIRS = FEATURES - {Feature.MASK_HOLES, Feature.RECIPES}
 PROFILE = Profile(layouts=(ParallelLayout(),))
 
 OWNER = "TRL"
@@ -63,5 +64,27 @@ GRPO = TrainerSpec(
     warmup_from_zero=True,
     features=FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE},
     profile=replace(PROFILE, waivers=WAIVERS),
+    package="trl",
+)
+DPO = TrainerSpec(
+    name="trl-dpo",
+    factory="core_rl_trl.pairs:DPOBlackBox",
+    description="DPOTrainer with loss_type='sigmoid' and given log-probs of the reference",
+    objectives=frozenset({"dpo"}),
+    schedules=frozenset({"constant", "linear", "cosine"}),
+    warmup_from_zero=True,
+    features=OF_PAIRS,
+    profile=PROFILE,
+    package="trl",
+)
+REWARD = TrainerSpec(
+    name="trl-reward",
+    factory="core_rl_trl.pairs:RewardBlackBox",
+    description="RewardTrainer, with EOS for padding",
+    objectives=frozenset({"bradley_terry"}),
+    schedules=frozenset({"constant", "linear", "cosine"}),
+    warmup_from_zero=True,
+    features=OF_PAIRS,
+    profile=PROFILE,
     package="trl",
 )
