@@ -72,7 +72,8 @@ def bradley_terry_follows_its_definition(subject: EngineUnderTest) -> None:
 def pairs_of_a_short_micro_batch_count_alike(subject: EngineUnderTest) -> None:
     """Each pair has the same weight, also in a last micro-batch with fewer of them.
 
-    Why: a mean of micro-batch means weighs the pairs of a short micro-batch more.
+    Why: a mean of micro-batch means weighs the pairs of a short micro-batch more; without a division at all, TRL's DPO
+    loss grew with the number of micro-batches (TRL #2615).
     Look at: the divisor of the loss: it counts the pairs of all micro-batches.
     """
     need(subject, Feature.SEQUENCE_COUNT)

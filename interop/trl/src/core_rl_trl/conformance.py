@@ -41,6 +41,40 @@ WAIVERS = (
     ),
 )
 
+SHORT = Waiver(
+    check="T3.pairs",
+    reason="the loss is a mean of micro-batch means, so that pairs of a shorter last micro-batch weigh more (no "
+    "upstream report known; https://github.com/huggingface/trl/pull/2615 divides by the number of micro-batches)",
+    owner=OWNER,
+    raises=AssertionError,
+)
+DPO_WAIVERS = (
+    SHORT,
+    Waiver(
+        check="T3.metrics",
+        reason="entropy, mean logits and token accuracy are means over tokens of each micro-batch, averaged over "
+        "micro-batches (no upstream report known; https://github.com/huggingface/trl/pull/5620 is about ranks)",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+)
+REWARD_WAIVERS = (
+    SHORT,
+    Waiver(
+        check="T3.metrics",
+        reason="'min_reward' and 'max_reward' are means of the extremes of micro-batches (no upstream report known)",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+    Waiver(
+        check="T4.last-token",
+        reason="with EOS for padding, the score of a sequence that ends in EOS is read one token early "
+        "(https://github.com/huggingface/transformers/issues/35352)",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+)
+
 SFT = TrainerSpec(
     name="trl-sft",
     factory="core_rl_trl.adapter:SFTBlackBox",
@@ -74,7 +108,7 @@ DPO = TrainerSpec(
     schedules=frozenset({"constant", "linear", "cosine"}),
     warmup_from_zero=True,
     features=OF_PAIRS,
-    profile=PROFILE,
+    profile=replace(PROFILE, waivers=DPO_WAIVERS),
     package="trl",
 )
 REWARD = TrainerSpec(
@@ -85,6 +119,6 @@ REWARD = TrainerSpec(
     schedules=frozenset({"constant", "linear", "cosine"}),
     warmup_from_zero=True,
     features=OF_PAIRS,
-    profile=PROFILE,
+    profile=replace(PROFILE, waivers=REWARD_WAIVERS),
     package="trl",
 )
