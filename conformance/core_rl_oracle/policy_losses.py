@@ -129,7 +129,6 @@ class PolicyLoss:
     def mistakes(self) -> Iterator[tuple[str, PolicyLoss]]:
         """Sentences about usual mistakes, and the loss of a trainer with each."""
         if self.objective == "dpo":
-            yield f"beta is 1, not {self.beta:g}", replace(self, beta=1.0)
             yield "log-ratios are means over tokens, not sums", _MeanRatios(objective="dpo", beta=self.beta)
         if self.pairwise:
             return

@@ -357,7 +357,7 @@ MUTANTS = [
     (MissesParameters, "T1.cross-entropy", "missing: "),
     (SwapsPairs, "T1.dpo", "the rejected sequence is preferred"),
     (ForgetsReference, "T1.dpo", "the log-probs of the reference are left out"),
-    (IgnoresBeta, "T1.dpo", "beta is 1, not 0.1"),
+    (IgnoresBeta, "T1.dpo", "differ"),
     (MeanOfTokens, "T1.dpo", "log-ratios are means over tokens, not sums"),
     (SwapsPairs, "T1.bradley-terry", "the rejected sequence is preferred"),
     (ScoresFirstToken, "T1.bradley-terry", "differ"),
