@@ -49,7 +49,7 @@ class PolicyLoss:
 
     @property
     def pairwise(self) -> bool:
-        """Whether it takes pairs of a preferred and a rejected sequence."""
+        """True for a loss on pairs of a preferred and a rejected sequence."""
         return self.objective in PAIRWISE
 
     def of_sequence(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> tuple[Tensor, float]:

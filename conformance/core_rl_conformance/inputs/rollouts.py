@@ -73,7 +73,7 @@ class Rollouts:
 
     rows: tuple[Rollout, ...]
     paired: bool = False
-    """Whether neighbours are pairs, the preferred sequence first."""
+    """Neighbours are pairs, the preferred sequence first."""
 
     def select(self, indices: Sequence[int]) -> Rollouts:
         """The sequences ``indices``, in that order."""

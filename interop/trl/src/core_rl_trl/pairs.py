@@ -32,7 +32,7 @@ class _PairBlackBox(BlackBox):
         return {"chosen_ids": preferred.input_ids.tolist(), "rejected_ids": rejected.input_ids.tolist()}
 
     def _logged(self, trainer: Any) -> Mapping[str, float]:
-        """As `log` takes means of micro-batches."""
+        """Means of micro-batches, as `log` takes them."""
         metrics = trainer._metrics["train"].items()
         return {name: sum(values) / len(values) for name, values in metrics if name != COUNTER}
 
