@@ -103,7 +103,7 @@ class EntropyWithoutGradient(PlainTrainer):
 
 
 class EntropyOfMicroBatch(PlainTrainer):
-    """The bonus is the mean over the tokens of each micro-batch, as in TRL 1.16.0."""
+    """A bonus of means over the tokens of each micro-batch, as in TRL 1.16.0."""
 
     def cut(
         self, rows: list[tuple[TrainSequence, Tensor]], cut: MicroBatches
@@ -260,56 +260,56 @@ class MissesParameters(PlainTrainer):
 
 
 class SwapsPairs(PlainTrainer):
-    """The rejected sequence is preferred."""
+    """Preference of the rejected sequence."""
 
     def gap(self, preferred: TrainSequence, rejected: TrainSequence, loss: PolicyLoss) -> Tensor:
         return super().gap(rejected, preferred, loss)
 
 
 class ForgetsReference(PlainTrainer):
-    """The log-probs of the reference are left out."""
+    """Log-ratios without the reference."""
 
     def reference(self, row: TrainSequence) -> Tensor:
         return torch.zeros(len(row.input_ids) - 1)
 
 
 class IgnoresBeta(PlainTrainer):
-    """Log-ratios are taken as they are."""
+    """Log-ratios without beta."""
 
     def beta(self, loss: PolicyLoss) -> float:
         return 1.0
 
 
 class MeanOfTokens(PlainTrainer):
-    """Log-ratios are means over the trained tokens."""
+    """Means of log-ratios over the trained tokens."""
 
     def log_ratio(self, row: TrainSequence) -> Tensor:
         return super().log_ratio(row) / row.loss_mask[1:].sum()
 
 
 class ScoresFirstToken(PlainTrainer):
-    """The score is read at the first token."""
+    """The score of the first token."""
 
     def score(self, row: TrainSequence) -> Tensor:
         return self.scores(row)[0]
 
 
 class ScoresBeforePadding(PlainTrainer):
-    """The score is read at the last token that is not the padding token, which is EOS as well."""
+    """The score of the last token but padding, which is EOS as well."""
 
     def score(self, row: TrainSequence) -> Tensor:
         return self.scores(row)[(row.input_ids != 1).nonzero()[-1, 0]]
 
 
 class TakesAnyPairs(PlainTrainer):
-    """Two neighbours are a pair, and a last single sequence is none."""
+    """Pairs of any neighbours, without a last single sequence."""
 
     def check_pairs(self, rows: Sequence[TrainSequence]) -> None:
-        """All are taken."""
+        """Nothing to refuse."""
 
 
 class AgreementOfLastMicroBatch(PlainTrainer):
-    """The share of pairs that the model agrees with is that of the last micro-batch."""
+    """The share of preferred pairs in the last micro-batch."""
 
     def clipped_fraction(self, clipped: Sequence[Tensor], cut: MicroBatches) -> float:
         last = clipped if not self.setup.loss.pairwise else clipped[-(cut.sequences or len(clipped)) :]

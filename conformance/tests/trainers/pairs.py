@@ -13,7 +13,7 @@ from core_rl_oracle.policy_losses import PolicyLoss
 
 
 class PairLosses:
-    """Neighbours are a pair, and the first one is preferred."""
+    """Losses of neighbours, the preferred sequence first."""
 
     model: Any
 
