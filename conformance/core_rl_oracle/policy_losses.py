@@ -45,7 +45,7 @@ class PolicyLoss:
     temperature: float = 1.0
     """Logits are divided by it before log-probs and entropy."""
     beta: float = 0.1
-    """Of DPO: the factor of log-ratios to the reference."""
+    """The factor of log-ratios to the reference in DPO."""
 
     @property
     def pairwise(self) -> bool:
@@ -85,7 +85,7 @@ class PolicyLoss:
                 return terms.sum(), float(self.fixed_length)
 
     def _gap(self, outputs: Mapping[str, Tensor], preferred: OracleSequence) -> Tensor:
-        """Of the preferred sequence to the rejected one: between scores, or between implicit rewards."""
+        """The gap of the preferred sequence to the rejected one: between scores, or between implicit rewards."""
         rejected, of_rejected = preferred.partner, outputs_of_partner(outputs)
         assert rejected is not None, "a pairwise loss takes pairs"
         if self.objective == "bradley_terry":
@@ -93,7 +93,7 @@ class PolicyLoss:
         return self.beta * (self._log_ratio(outputs, preferred) - self._log_ratio(of_rejected, rejected))
 
     def _log_ratio(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> Tensor:
-        """To the reference, of all trained tokens together."""
+        """Log-ratio to the reference, of all trained tokens together."""
         mask = sequence.fields["mask"]
         return (outputs["logprobs"] - sequence.fields["ref_logprobs"])[mask].sum()
 

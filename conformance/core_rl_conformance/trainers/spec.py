@@ -62,7 +62,7 @@ class TrainerSpec:
     description: str = ""
     objectives: frozenset[Objective]
     aggregations: frozenset[Aggregation] = frozenset()
-    """Of tokens; a trainer on pairs alone has none."""
+    """Aggregations of tokens; a trainer on pairs alone has none."""
     advantages: frozenset[AdvantageRule] = frozenset()
     """Rules by which it takes advantages from rewards."""
     kl_estimators: frozenset[KLEstimator] = frozenset()

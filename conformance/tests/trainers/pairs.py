@@ -43,7 +43,7 @@ class PairLosses:
         return loss.beta
 
     def log_ratio(self, row: TrainSequence) -> Tensor:
-        """Of all trained tokens together."""
+        """The log-ratio of all trained tokens together."""
         logits = self.model(input_ids=row.input_ids[None], use_cache=False).logits[0, :-1]
         logprobs = torch.log_softmax(logits.float(), dim=-1).gather(1, row.input_ids[1:, None])[:, 0]
         return ((logprobs - self.reference(row)) * row.loss_mask[1:]).sum()

@@ -17,7 +17,7 @@ from core_rl_trl.black_box import BlackBox, make_tokenizer
 __all__ = ["DPOBlackBox", "RewardBlackBox"]
 
 COUNTER = "num_tokens"
-"""Of the whole run, and of no batch."""
+"""A count of the whole run, and of no batch."""
 
 
 class _PairBlackBox(BlackBox):
