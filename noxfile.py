@@ -294,7 +294,7 @@ def trl(session: nox.Session) -> None:
     """Judge TRL's trainers, compare losses with TRL's own, and read datasets, in an environment that has both."""
     _install_trl(session)
     session.run("pytest", "interop/tests", *session.posargs, env=ENV)
-    trainers = [f"--trainer={name}" for name in ("trl-sft", "trl-grpo")]
+    trainers = [f"--trainer={name}" for name in ("trl-sft", "trl-grpo", "trl-dpo", "trl-reward")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *WORKERS, env=ENV)
 
 

@@ -258,7 +258,7 @@ class EngineUnderTest:
 
     def require_error(
         self,
-        errors: type[CoreRLError] | tuple[type[CoreRLError], ...],
+        errors: type[Exception] | tuple[type[Exception], ...],
         act: Callable[[], object],
         problem: str,
     ) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,8 @@ __all__ = [
     "ScheduleFromZero",
     "SequenceLoss",
     "grad_norm",
+    "joined_outputs",
+    "outputs_of_partner",
 ]
 
 KINDS = ("params", "momentum", "exp_avg", "exp_avg_sq")
@@ -55,6 +57,13 @@ class OracleSequence:
     """Token fields ``[L, ...]`` or values of the whole sequence; floats of any precision."""
     media: Mapping[str, Tensor] = field(default_factory=dict)
     """Arguments of a vision-language model with the images of the sequence."""
+    partner: OracleSequence | None = None
+    """The rejected sequence of a pair, whose outputs the loss takes as well."""
+
+    @property
+    def parts(self) -> list[OracleSequence]:
+        """The sequence, and its partner."""
+        return [self] if self.partner is None else [self, self.partner]
 
     def in_dtype(self, dtype: torch.dtype) -> OracleSequence:
         """The same with all floats in ``dtype``."""
@@ -62,11 +71,25 @@ class OracleSequence:
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in self.fields.items()
         }
-        return OracleSequence(input_ids=self.input_ids, fields=fields, media=self.media)
+        partner = None if self.partner is None else self.partner.in_dtype(dtype)
+        return replace(self, fields=fields, partner=partner)
 
 
 SequenceLoss = Callable[[Outputs, OracleSequence], tuple[Tensor, float]]
 """``loss(outputs, sequence) -> (total, weight)``: the scalar sum over one sequence and how much it counts."""
+PARTNER = "partner."
+"""Before the names of a partner's outputs."""
+
+
+def joined_outputs(parts: Sequence[Outputs]) -> dict[str, Tensor]:
+    """The outputs of a sequence, and of its partner if there is a second part."""
+    first, *partners = parts
+    return {**first, **{PARTNER + name: value for partner in partners for name, value in partner.items()}}
+
+
+def outputs_of_partner(outputs: Outputs) -> dict[str, Tensor]:
+    """The partner's part of `joined_outputs`."""
+    return {name.removeprefix(PARTNER): value for name, value in outputs.items() if name.startswith(PARTNER)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,13 +147,16 @@ class Oracle:
     def outputs(
         self, sequence: OracleSequence, temperature: float = 1.0, *, refuse: bool = True
     ) -> dict[str, Tensor]:
-        """All outputs of one sequence of ``L`` tokens, with their graph.
+        """All outputs of one sequence of ``L`` tokens and of its partner, with their graph.
 
         For ``lm``: ``logits [L, V]`` (that token ``t`` was drawn from, divided by the temperature),
         ``logprobs [L]`` and ``entropy [L]``; otherwise ``values [L]``, ``bootstrap`` and ``scores`` (scalars).
         With routers, their ``aux_loss`` (a scalar, times ``L``) and ``routing [L, layers, k]`` as well.
         ``refuse`` is that of `float64_only`.
         """
+        return joined_outputs([self._alone(part, temperature, refuse) for part in sequence.parts])
+
+    def _alone(self, sequence: OracleSequence, temperature: float, refuse: bool) -> dict[str, Tensor]:
         with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
             _forget_lengths(self.model)

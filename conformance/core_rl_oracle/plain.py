@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.media import joined_media, media_arguments, model_class
-from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss
+from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss, joined_outputs
 
 __all__ = ["EXACT_VARIANTS", "MANY_VARIANTS", "VARIANTS", "PlainModel", "Variant", "nudged"]
 
@@ -214,44 +214,54 @@ class PlainModel:
         sequences: Sequence[OracleSequence],
         temperature: float,
     ) -> dict[int, dict[str, Tensor]]:
-        lists = [sequences[index].input_ids for index in rows]
+        """The outputs of the sequences ``rows``, and of their partners in the same batch."""
+        parts = [part for index in rows for part in sequences[index].parts]
+        results = iter(self._padded_batch(model, variant, parts, temperature))
+        return {index: joined_outputs([next(results) for _ in sequences[index].parts]) for index in rows}
+
+    def _padded_batch(
+        self,
+        model: PreTrainedModel,
+        variant: Variant,
+        sequences: Sequence[OracleSequence],
+        temperature: float,
+    ) -> list[dict[str, Tensor]]:
+        lists = [sequence.input_ids for sequence in sequences]
         width = max(map(len, lists))
         starts = [width - len(ids) if variant.padding == "left" else 0 for ids in lists]
-        ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+        ids, mask = torch.zeros(2, len(sequences), width, dtype=torch.long)
         for row, (start, row_ids) in enumerate(zip(starts, lists, strict=True)):
             ids[row, start : start + len(row_ids)] = torch.tensor(row_ids)
             mask[row, start : start + len(row_ids)] = 1
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         ids, mask, positions = ids.to(self.device), mask.to(self.device), positions.to(self.device)
-        joined = joined_media([sequences[index].media for index in rows])
+        joined = joined_media([sequence.media for sequence in sequences])
         media = media_arguments(model, ids, {name: value.to(self.device) for name, value in joined.items()})
         if "mm_token_type_ids" not in media:
             media["position_ids"] = positions  # others are the model's own rule
-        with watched(model, _replay(sequences, rows, starts, width)) as choices:
+        with watched(model, _replay(sequences, starts, width)) as choices:
             hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **media)
         states = hidden.last_hidden_state
-        result = {}
-        for row, (index, start) in enumerate(zip(rows, starts, strict=True)):
-            own = states[row, start : start + len(sequences[index].input_ids)]
+        result = []
+        for row, (row_ids, start) in enumerate(zip(lists, starts, strict=True)):
+            own = states[row, start : start + len(row_ids)]
             outputs = _head_outputs(
                 model, self.head, variant, own, ids[row, start : start + len(own)], temperature
             )
             if choices:
                 first = row * width + start
                 outputs["aux_loss"] = balance([choice.rows(first, first + len(own)) for choice in choices])
-            result[index] = {name: value.cpu() for name, value in outputs.items()}
+            result.append({name: value.cpu() for name, value in outputs.items()})
         return result
 
 
-def _replay(
-    sequences: Sequence[OracleSequence], rows: Sequence[int], starts: Sequence[int], width: int
-) -> Tensor | None:
+def _replay(sequences: Sequence[OracleSequence], starts: Sequence[int], width: int) -> Tensor | None:
     """The experts to choose, ``[rows * width, layers, k]``, any for padding; None leaves it to the routers."""
-    inputs = [sequences[index].fields.get("routing") for index in rows]
+    inputs = [sequence.fields.get("routing") for sequence in sequences]
     if inputs[0] is None:
         return None
     layers, k = inputs[0].shape[1:]
-    replay = torch.arange(k).repeat(len(rows), width, layers, 1)
+    replay = torch.arange(k).repeat(len(sequences), width, layers, 1)
     for row, (start, routing) in enumerate(zip(starts, inputs, strict=True)):
         assert routing is not None
         replay[row, start : start + len(routing)] = routing
@@ -331,9 +341,13 @@ def _nudged(weights: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 def _weight(loss: SequenceLoss, sequence: OracleSequence, head: OracleHead) -> float:
     """The weight of one sequence, computed with outputs of zero."""
+    return loss(joined_outputs([_zeros(part, head) for part in sequence.parts]), sequence)[1]
+
+
+def _zeros(sequence: OracleSequence, head: OracleHead) -> dict[str, Tensor]:
     zeros = torch.zeros(len(sequence.input_ids))
     names = ("logprobs", "entropy") if head == "lm" else ("values",)
     scalars = ("scores", "bootstrap", "aux_loss")
     outputs = dict.fromkeys(names, zeros) | dict.fromkeys(scalars, torch.zeros(()))
     outputs["logits"] = zeros[:, None]
-    return loss(outputs, sequence)[1]
+    return outputs

@@ -12,9 +12,10 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from core_rl_oracle.loss_names import Aggregation, KLEstimator, Objective
-from core_rl_oracle.oracle import OracleSequence
+from core_rl_oracle.loss_names import PAIRWISE, Aggregation, KLEstimator, Objective
+from core_rl_oracle.oracle import OracleSequence, outputs_of_partner
 
 __all__ = ["PolicyLoss"]
 
@@ -24,6 +25,7 @@ class PolicyLoss:
     """``-objective + kl_coef * KL - entropy_coef * entropy`` of each trained token, aggregated over the batch.
 
     A sequence without a trained token counts nowhere, and neither does its first token, which nothing predicts.
+    Of an objective of `PAIRWISE` it is the mean over pairs, and ``beta`` alone belongs to it.
     """
 
     objective: Objective = "clipped"
@@ -42,13 +44,23 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     temperature: float = 1.0
     """Logits are divided by it before log-probs and entropy."""
+    beta: float = 0.1
+    """The factor of log-ratios to the reference in DPO."""
+
+    @property
+    def pairwise(self) -> bool:
+        """True for a loss on pairs of a preferred and a rejected sequence."""
+        return self.objective in PAIRWISE
 
     def of_sequence(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> tuple[Tensor, float]:
         """The sum over one sequence of ``L`` tokens, and how much it counts.
 
         ``outputs`` has ``logprobs`` and ``entropy [L]``; the sequence has the fields ``mask`` (bool), ``advantages``,
-        ``old_logprobs`` and ``ref_logprobs``, each ``[L]``.
+        ``old_logprobs`` and ``ref_logprobs``, each ``[L]``. A pair is the preferred sequence, with the rejected one as
+        its partner.
         """
+        if self.pairwise:
+            return -logsigmoid(self._gap(outputs, sequence)), 1.0
         fields = sequence.fields
         mask = fields["mask"].clone()
         mask[0] = False
@@ -71,6 +83,19 @@ class PolicyLoss:
                 return terms.mean(), 1.0
             case "fixed_length":
                 return terms.sum(), float(self.fixed_length)
+
+    def _gap(self, outputs: Mapping[str, Tensor], preferred: OracleSequence) -> Tensor:
+        """The gap of the preferred sequence to the rejected one: between scores, or between implicit rewards."""
+        rejected, of_rejected = preferred.partner, outputs_of_partner(outputs)
+        assert rejected is not None, "a pairwise loss takes pairs"
+        if self.objective == "bradley_terry":
+            return outputs["scores"] - of_rejected["scores"]
+        return self.beta * (self._log_ratio(outputs, preferred) - self._log_ratio(of_rejected, rejected))
+
+    def _log_ratio(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> Tensor:
+        """Log-ratio to the reference, of all trained tokens together."""
+        mask = sequence.fields["mask"]
+        return (outputs["logprobs"] - sequence.fields["ref_logprobs"])[mask].sum()
 
     def _gains(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
         """The objective at each of the trained tokens, to be maximised."""
@@ -103,6 +128,10 @@ class PolicyLoss:
 
     def mistakes(self) -> Iterator[tuple[str, PolicyLoss]]:
         """Sentences about usual mistakes, and the loss of a trainer with each."""
+        if self.objective == "dpo":
+            yield "log-ratios are means over tokens, not sums", _MeanRatios(objective="dpo", beta=self.beta)
+        if self.pairwise:
+            return
         for other in get_args(Aggregation):
             if other != self.aggregation:
                 yield f"the aggregation is {other}, not {self.aggregation}", replace(self, aggregation=other)
@@ -128,3 +157,11 @@ class PolicyLoss:
             yield "the entropy has the other sign", replace(self, entropy_coef=-self.entropy_coef)
         if self.temperature != 1.0:
             yield f"the temperature {self.temperature:g} is left out", replace(self, temperature=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MeanRatios(PolicyLoss):
+    """DPO with the mean over tokens in place of the sum."""
+
+    def _log_ratio(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> Tensor:
+        return super()._log_ratio(outputs, sequence) / sequence.fields["mask"].sum()

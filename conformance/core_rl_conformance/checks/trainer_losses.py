@@ -16,13 +16,16 @@ from core_rl_conformance.inputs.rollouts import Rollouts
 from core_rl_conformance.outcomes import NotSupported
 from core_rl_conformance.procedures.trainers import (
     WHOLE,
+    aggregations_of,
     build,
     cuts_of,
     draw,
     need,
+    pair_losses,
     plain_loss,
     policy_loss,
     spec_of,
+    token_loss,
     train,
     verify_gradients,
 )
@@ -43,7 +46,7 @@ def _verify_objective(subject: EngineUnderTest, objective: Objective) -> None:
     number = subject.case.seed + get_args(Objective).index(objective)
     loss = PolicyLoss(objective=objective, aggregation=aggregations[number % len(aggregations)])
     label = f"{objective} with {loss.aggregation}"
-    verify_gradients(subject, label, draw(subject), loss, cuts_of(subject))
+    verify_gradients(subject, label, draw(subject, loss), loss, cuts_of(subject, loss))
 
 
 @check("T1.cross-entropy", kind="trainer", each="layout")
@@ -115,10 +118,10 @@ def every_aggregation_is_independent_of_the_cut(subject: EngineUnderTest) -> Non
     88 % off at five micro-batches, and right at one.
     Look at: every length, count or mean that is taken inside a micro-batch or a rank.
     """
-    rollouts = draw(subject, seed=1)
-    for aggregation in sorted(spec_of(subject).aggregations):
-        loss = replace(plain_loss(subject), aggregation=aggregation)
-        verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss, cuts_of(subject))
+    for aggregation in aggregations_of(subject):
+        loss = replace(token_loss(subject), aggregation=aggregation)
+        rollouts = draw(subject, loss, seed=1)
+        verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss, cuts_of(subject, loss))
 
 
 @check("T2.kl", kind="trainer", each="layout")
@@ -131,10 +134,10 @@ def divergence_is_the_named_estimator(subject: EngineUnderTest) -> None:
     estimators = sorted(spec_of(subject).kl_estimators)
     if not estimators:
         raise NotSupported("the trainer names no KL estimator")
-    rollouts = draw(subject, seed=2)
     for estimator in estimators:
         loss = replace(policy_loss(subject), kl_coef=0.5, kl_estimator=estimator)
-        verify_gradients(subject, f"the loss with KL {estimator}", rollouts, loss, cuts_of(subject)[-1:])
+        rollouts, cuts = draw(subject, loss, seed=2), cuts_of(subject, loss)[-1:]
+        verify_gradients(subject, f"the loss with KL {estimator}", rollouts, loss, cuts)
 
 
 @check("T2.entropy", kind="trainer", each="layout")
@@ -146,7 +149,8 @@ def entropy_bonus_has_its_gradient(subject: EngineUnderTest) -> None:
     """
     need(subject, Feature.ENTROPY)
     loss = replace(policy_loss(subject), entropy_coef=0.25)
-    verify_gradients(subject, "the loss with an entropy bonus", draw(subject, seed=3), loss, cuts_of(subject))
+    rollouts = draw(subject, loss, seed=3)
+    verify_gradients(subject, "the loss with an entropy bonus", rollouts, loss, cuts_of(subject, loss))
 
 
 @check("T2.temperature", kind="trainer", each="layout")
@@ -158,8 +162,8 @@ def temperature_divides_logits(subject: EngineUnderTest) -> None:
     """
     need(subject, Feature.TEMPERATURE)
     loss = replace(policy_loss(subject), temperature=TEMPERATURE)
-    rollouts = draw(subject, TEMPERATURE, seed=4)
-    verify_gradients(subject, f"the loss at temperature {TEMPERATURE}", rollouts, loss, cuts_of(subject)[-1:])
+    rollouts, cuts = draw(subject, loss, seed=4), cuts_of(subject, loss)[-1:]
+    verify_gradients(subject, f"the loss at temperature {TEMPERATURE}", rollouts, loss, cuts)
 
 
 @check("T3.metrics", kind="trainer", each="layout")
@@ -170,14 +174,20 @@ def metrics_are_independent_of_the_cut(subject: EngineUnderTest) -> None:
     change of the policy.
     Look at: metrics that are averaged over micro-batches or ranks, in place of their sums and counts.
     """
-    cuts = cuts_of(subject)
-    if len(cuts) < 2:
+    loss = plain_loss(subject)
+    if len(cuts_of(subject, loss)) < 2:
         raise NotSupported("the trainer takes one cut only")
-    spec, rollouts, loss = spec_of(subject), draw(subject, seed=5), plain_loss(subject)
+    if "clipped" in spec_of(subject).objectives:
+        loss = replace(loss, objective="clipped")
+    for judged in dict.fromkeys([loss, *pair_losses(subject)]):
+        _verify_metrics(subject, judged)
+
+
+def _verify_metrics(subject: EngineUnderTest, loss: PolicyLoss) -> None:
+    __tracebackhide__ = True
+    spec, rollouts, cuts = spec_of(subject), draw(subject, loss, seed=5), cuts_of(subject, loss)
     # Another cut rounds differently, and a metric may amplify it.
     small = math.sqrt(torch.finfo(subject.dtype).eps)
-    if "clipped" in spec.objectives:
-        loss = replace(loss, objective="clipped")
     trainer = build(subject, loss)
     runs = [train(subject, trainer, rollouts, cut, apply=False) for cut in cuts]
     for cut, metrics in zip(cuts[1:], runs[1:], strict=True):
@@ -198,12 +208,11 @@ def spread_over_ranks_does_not_matter(subject: EngineUnderTest) -> None:
     Why: a mean of ranks' means is right while all ranks have as many tokens, and wrong on real data.
     Look at: the sum of weights over ranks, and the factor by which the framework's reduction divides.
     """
-    rollouts, loss = draw(subject, seed=6), plain_loss(subject)
+    loss = token_loss(subject)
+    rollouts, cuts = draw(subject, loss, seed=6), cuts_of(subject, loss)[-1:]
     by_length = sorted(range(len(rollouts.rows)), key=lambda index: sum(rollouts.rows[index].mask))
     for label, order in (("shortest first", by_length), ("longest first", by_length[::-1])):
-        verify_gradients(
-            subject, f"a batch with the {label}", rollouts.select(order), loss, cuts_of(subject)[-1:]
-        )
+        verify_gradients(subject, f"a batch with the {label}", rollouts.select(order), loss, cuts)
 
 
 @check("T4.untrained", kind="trainer", each="layout")
@@ -214,12 +223,11 @@ def untrained_sequences_count_nothing(subject: EngineUnderTest) -> None:
     divisor, the rest is trained at a lower rate (verl's ``rollout_rs``: 0.43 of the gradient).
     Look at: the count of sequences or tokens in the divisor, and divisions by an empty mask.
     """
-    spec = spec_of(subject)
-    rollouts = draw(subject, seed=7).untrained((0, 5, 6, 11))
-    for aggregation in sorted(spec.aggregations):
-        loss = replace(plain_loss(subject), aggregation=aggregation)
+    for aggregation in aggregations_of(subject):
+        loss = replace(token_loss(subject), aggregation=aggregation)
+        rollouts = draw(subject, loss, seed=7).untrained((0, 5, 6, 11))
         label = f"a batch with untrained sequences, {aggregation}"
-        verify_gradients(subject, label, rollouts, loss, cuts_of(subject)[-1:])
+        verify_gradients(subject, label, rollouts, loss, cuts_of(subject, loss)[-1:])
 
 
 @check("T4.first-token", kind="trainer", each="layout")
@@ -229,8 +237,9 @@ def first_tokens_are_not_predicted(subject: EngineUnderTest) -> None:
     Why: in a packed row the last token of one sequence would predict the first of the next (verl's ``sft_loss``: 19 %).
     Look at: the shift of labels in packed rows, and the count of trained tokens.
     """
-    rollouts = draw(subject, seed=8).with_first_tokens()
-    verify_gradients(subject, "a mask with first tokens", rollouts, plain_loss(subject), [WHOLE])
+    loss = token_loss(subject)
+    rollouts = draw(subject, loss, seed=8).with_first_tokens()
+    verify_gradients(subject, "a mask with first tokens", rollouts, loss, [WHOLE])
 
 
 @check("T5.advantages", kind="trainer", each="layout")
@@ -244,13 +253,13 @@ def advantages_follow_their_rule(subject: EngineUnderTest) -> None:
     spec = spec_of(subject)
     if not spec.advantages:
         raise NotSupported("the trainer names no rule for advantages")
-    rollouts = draw(subject, seed=9)
     loss = policy_loss(subject)
+    rollouts, cuts = draw(subject, loss, seed=9), cuts_of(subject, loss)[-1:]
     for rule in sorted(spec.advantages):
         mistaken = partial(_mistaken_rules, rollouts, loss, rule)
         right = rollouts.by_rule(rule)
         label = f"advantages by {rule}"
-        verify_gradients(subject, label, right, loss, cuts_of(subject)[-1:], rule, mistaken=mistaken)
+        verify_gradients(subject, label, right, loss, cuts, rule, mistaken=mistaken)
 
 
 def _mistaken_rules(

@@ -9,7 +9,16 @@ from dataclasses import replace
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.rollouts import Rollouts
-from core_rl_conformance.procedures.trainers import build, cuts_of, draw, need, plain_loss, spec_of, train
+from core_rl_conformance.procedures.trainers import (
+    build,
+    cuts_of,
+    draw,
+    model_of,
+    need,
+    plain_loss,
+    spec_of,
+    train,
+)
 from core_rl_conformance.trainers.interface import Trainer
 from core_rl_conformance.trainers.spec import Feature
 from core_rl_conformance.trajectory import ExpectedTraining, Training
@@ -37,9 +46,9 @@ def _falling(subject: EngineUnderTest) -> Schedule:
 
 
 def _training(subject: EngineUnderTest, config: AdamW, schedule: Schedule) -> Training[Rollouts, PolicyLoss]:
-    data = tuple(draw(subject, seed=20 + number) for number in range(STEPS))
     # As weights move, ratios would cross the clip bounds, and rounding decide when.
     loss = replace(plain_loss(subject), clip_low=0.999, clip_high=999.0)
+    data = tuple(draw(subject, loss, seed=20 + number) for number in range(STEPS))
     return Training(data=data, loss=loss, config=config, schedule=schedule)
 
 
@@ -48,7 +57,9 @@ def _built(subject: EngineUnderTest, training: Training[Rollouts, PolicyLoss]) -
 
 
 def _expected(subject: EngineUnderTest, training: Training[Rollouts, PolicyLoss]) -> ExpectedTraining:
-    return subject.expected.training(subject.model(), training, subject.dtype, subject.case.device)
+    return subject.expected.training(
+        model_of(subject, training.loss), training, subject.dtype, subject.case.device
+    )
 
 
 def _run(
@@ -60,7 +71,7 @@ def _run(
 ) -> None:
     """Train ``steps``, each with the expected rate, loss and norm."""
     __tracebackhide__ = True
-    cuts = cuts_of(subject)
+    cuts = cuts_of(subject, training.loss)
     for step in steps:
         _verify_rate(subject, trainer, training.rates[step], step)
         metrics = train(subject, trainer, training.data[step], cuts[step % len(cuts)])

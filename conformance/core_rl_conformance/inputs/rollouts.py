@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.trainers.interface import TrainSequence
 from core_rl_oracle.group_advantages import group_advantages
 from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import OracleSequence
 
-__all__ = ["LENGTHS", "Rollout", "Rollouts", "draw_rollouts"]
+__all__ = ["LENGTHS", "Rollout", "Rollouts", "draw_rollouts", "with_shared_prompts"]
 
 LENGTHS = (17, 8, 31, 5, 11, 23, 9, 40, 6, 12, 28, 7, 19, 4, 13, 14)
 """Tokens of each sequence, four of one prompt after the other."""
 GROUP = 4
 """Completions of a prompt."""
+PAIR = 2
+ORDINARY = 3
+"""The first id that is neither a padding token nor BOS nor EOS of common tokenizers."""
 LOG_RATIOS = (-0.5, -0.33, -0.1, 0.06, 0.12, 0.33, 0.5, 1.3)
 """Of the trained policy to the old one: below, between and above the clip bounds, and far above."""
 BOUNDS = (math.log(0.8), math.log(1.2), math.log(1.28))
@@ -67,26 +72,35 @@ class Rollouts:
     """A batch; hashable, so that computed values can be cached."""
 
     rows: tuple[Rollout, ...]
+    paired: bool = False
+    """Neighbours are pairs, the preferred sequence first."""
 
     def select(self, indices: Sequence[int]) -> Rollouts:
         """The sequences ``indices``, in that order."""
-        return Rollouts(tuple(self.rows[index] for index in indices))
+        return self._with(self.rows[index] for index in indices)
+
+    def _with(self, rows: Iterable[Rollout]) -> Rollouts:
+        return replace(self, rows=tuple(rows))
 
     def for_trainer(self) -> list[TrainSequence]:
         """The sequences one by one, for a trainer."""
         return [row.for_trainer() for row in self.rows]
 
     def for_oracle(self) -> list[OracleSequence]:
-        """The sequences one by one, for the judge."""
-        return [row.for_oracle() for row in self.rows]
+        """The sequences one by one, or the pairs, for the judge."""
+        rows = [row.for_oracle() for row in self.rows]
+        if not self.paired:
+            return rows
+        return [
+            replace(first, partner=second) for first, second in zip(rows[::PAIR], rows[1::PAIR], strict=True)
+        ]
 
     def with_advantages(self, values: Sequence[float]) -> Rollouts:
         """The same with one advantage for all tokens of each sequence."""
-        rows = (
+        return self._with(
             replace(row, advantages=(value,) * len(row.ids))
             for row, value in zip(self.rows, values, strict=True)
         )
-        return Rollouts(tuple(rows))
 
     def by_rule(self, rule: AdvantageRule) -> Rollouts:
         """The same with the advantages that ``rule`` takes from the rewards."""
@@ -95,46 +109,81 @@ class Rollouts:
 
     def untrained(self, indices: Sequence[int]) -> Rollouts:
         """The same without a trained token in the sequences ``indices``."""
-        rows = (
+        return self._with(
             replace(row, mask=(False,) * len(row.ids)) if index in indices else row
             for index, row in enumerate(self.rows)
         )
-        return Rollouts(tuple(rows))
 
     def with_first_tokens(self) -> Rollouts:
         """The same with a mask that names the first token of each sequence as well, which nothing predicts."""
-        return Rollouts(tuple(replace(row, mask=(True, *row.mask[1:])) for row in self.rows))
+        return self._with(replace(row, mask=(True, *row.mask[1:])) for row in self.rows)
+
+    def swapped(self) -> Rollouts:
+        """The same pairs with the rejected sequence first."""
+        return self.select([index ^ 1 for index in range(len(self.rows))])
+
+    def without_reference(self) -> Rollouts:
+        """The same with log-probs of 0 of the reference."""
+        return self._with(replace(row, ref=(0.0,) * len(row.ids)) for row in self.rows)
+
+    def ending_in(self, tokens: Sequence[int]) -> Rollouts:
+        """The same whose last tokens are ``tokens`` in turn."""
+        ends = cycle(tokens)
+        return self._with(replace(row, ids=(*row.ids[:-1], next(ends))) for row in self.rows)
 
 
 def draw_rollouts(
-    logprobs: Sequence[Tensor], ids: Sequence[Sequence[int]], seed: int, *, holes: bool, of_tokens: bool
+    logprobs: Sequence[Tensor],
+    ids: Sequence[Sequence[int]],
+    seed: int,
+    *,
+    holes: bool,
+    of_tokens: bool,
+    paired: bool = False,
 ) -> Rollouts:
     """Rollouts of sequences ``ids`` whose tokens have these ``logprobs`` in the trained policy.
 
     Each sequence has a trained token. With ``holes`` some tokens of completions are not trained, and with
-    ``of_tokens`` advantages differ from token to token.
+    ``of_tokens`` advantages differ from token to token. If ``paired``, each two are a group, and begin with the prompt
+    that `with_shared_prompts` has given them.
     """
     rng = random.Random(seed)
-    pairs = enumerate(zip(ids, logprobs, strict=True))
-    return Rollouts(
-        tuple(
-            _drawn(rng, row_ids, own.tolist(), index // GROUP, holes=holes, of_tokens=of_tokens)
-            for index, (row_ids, own) in pairs
-        )
-    )
+    size, rows = PAIR if paired else GROUP, []
+    for index, (row_ids, values) in enumerate(zip(ids, logprobs, strict=True)):
+        prompt = _shared(ids, index) if paired else rng.randrange(1, len(row_ids) // 2 + 1)
+        group = index // size
+        rows.append(_drawn(rng, row_ids, values.tolist(), prompt, group, holes=holes, of_tokens=of_tokens))
+    return Rollouts(tuple(rows), paired=paired)
+
+
+def with_shared_prompts(data: Ragged) -> Ragged:
+    """The same as pairs of neighbours that begin alike; none ends in an id of padding, BOS or EOS."""
+    ids = [row.ids for row in data.rows]
+    rows = []
+    for index, row in enumerate(data.rows):
+        prompt = _shared(ids, index)
+        end = max(ORDINARY, row.ids[-1])
+        rows.append(replace(row, ids=(*ids[index - index % PAIR][:prompt], *row.ids[prompt:-1], end)))
+    return Ragged(tuple(rows))
+
+
+def _shared(ids: Sequence[Sequence[int]], index: int) -> int:
+    """Tokens of the prompt of the pair that the sequence ``index`` is in."""
+    first = index - index % PAIR
+    return min(map(len, ids[first : first + PAIR])) // 2
 
 
 def _drawn(
     rng: random.Random,
     ids: Sequence[int],
     logprobs: Sequence[float],
+    prompt: int,
     group: int,
     *,
     holes: bool,
     of_tokens: bool,
 ) -> Rollout:
     length = len(ids)
-    prompt = rng.randrange(1, length // 2 + 1)
     mask = [t >= prompt and not (holes and rng.random() < 0.15) for t in range(length)]
     mask[-1] = True
     advantages = [rng.choice((-1, 1)) * rng.randrange(PARTS // 2, 2 * PARTS) / PARTS for _ in range(length)]

@@ -14,25 +14,30 @@ from torch import Tensor
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, GradientRuns, run_gradients
 from core_rl_conformance.hints.explanations import Mistakes, explain_loss, explain_named
-from core_rl_conformance.inputs.rollouts import LENGTHS, Rollouts, draw_rollouts
+from core_rl_conformance.inputs.rollouts import LENGTHS, PAIR, Rollouts, draw_rollouts, with_shared_prompts
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import NotSupported
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, Trainer, TrainerSetup
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
-from core_rl_oracle.loss_names import AdvantageRule, Objective
+from core_rl_oracle.loss_names import PAIRWISE, AdvantageRule, Aggregation, Objective
 from core_rl_oracle.oracle import AdamW, Gradients, Schedule
 from core_rl_oracle.policy_losses import PolicyLoss
 from core_rl_oracle.tolerance import Tolerance
 
 __all__ = [
     "WHOLE",
+    "aggregations_of",
     "build",
     "cuts_of",
     "draw",
     "expected_of",
+    "model_of",
     "need",
+    "pair_losses",
     "plain_loss",
     "policy_loss",
     "spec_of",
+    "token_loss",
     "train",
     "verify_gradients",
 ]
@@ -42,7 +47,10 @@ MAX_TOKENS = 64
 """A budget that takes one to six of the sequences."""
 RATE = 1024.0
 """Learning rate of a step whose weights show its gradients: large, so that the weights' rounding does not hide them."""
-ORDER: Sequence[Objective] = ("cross_entropy", "reinforce", "clipped", "dual_clipped", "cispo", "gspo")
+ORDER: Sequence[Objective] = (
+    *("cross_entropy", "reinforce", "clipped", "dual_clipped", "cispo", "gspo"),
+    *("dpo", "bradley_terry"),
+)
 """Objectives, the simplest first."""
 REQUIRED = ("loss", "grad_norm")
 Mistaken = Callable[[], Iterator[tuple[str, Rollouts, PolicyLoss]]]
@@ -66,22 +74,49 @@ def plain_loss(subject: EngineUnderTest) -> PolicyLoss:
     """The simplest loss of the trainer, without clip bounds if it has one."""
     spec = spec_of(subject)
     objective = min(spec.objectives, key=ORDER.index)
-    return PolicyLoss(objective=objective, aggregation=max(spec.aggregations))
+    return PolicyLoss(objective=objective, aggregation=max(spec.aggregations, default="token_mean"))
+
+
+def token_loss(subject: EngineUnderTest) -> PolicyLoss:
+    """The same of a trainer on sequences. Raises `NotSupported` for a trainer on pairs alone."""
+    loss = plain_loss(subject)
+    if loss.pairwise:
+        raise NotSupported("the trainer names no objective on single sequences")
+    return loss
+
+
+def aggregations_of(subject: EngineUnderTest) -> list[Aggregation]:
+    """The aggregations of tokens, in order. Raises `NotSupported` as `token_loss` does."""
+    token_loss(subject)
+    return sorted(spec_of(subject).aggregations)
+
+
+def pair_losses(subject: EngineUnderTest) -> list[PolicyLoss]:
+    """A loss for each objective on pairs, which may be none."""
+    objectives = sorted(spec_of(subject).objectives & PAIRWISE)
+    return [PolicyLoss(objective=objective) for objective in objectives]
 
 
 def policy_loss(subject: EngineUnderTest) -> PolicyLoss:
     """The simplest loss on rollouts. Raises `NotSupported` for a trainer that only imitates."""
     loss = plain_loss(subject)
-    objectives = spec_of(subject).objectives - {"cross_entropy"}
+    objectives = spec_of(subject).objectives - PAIRWISE - {"cross_entropy"}
     if not objectives:
         raise NotSupported("the trainer names no objective on rollouts")
     return replace(loss, objective=min(objectives, key=ORDER.index))
 
 
-def draw(subject: EngineUnderTest, temperature: float = 1.0, seed: int = 0) -> Rollouts:
-    """Rollouts of the case's model, near its own log-probs at ``temperature``."""
+def model_of(subject: EngineUnderTest, loss: PolicyLoss) -> TinyModel:
+    """The case's model, with the head that ``loss`` takes."""
+    return subject.model(head="reward" if loss.objective == "bradley_terry" else "lm")
+
+
+def draw(subject: EngineUnderTest, loss: PolicyLoss, seed: int = 0) -> Rollouts:
+    """Rollouts for ``loss``, near the log-probs of the case's language model; pairs for a loss on pairs."""
     data = subject.data(LENGTHS, seed)
-    logprobs = subject.outputs(subject.model(), data, "logprobs", temperature).values
+    if loss.pairwise:
+        data = with_shared_prompts(data)
+    logprobs = subject.outputs(subject.model(), data, "logprobs", loss.temperature).values
     features = spec_of(subject).features
     return draw_rollouts(
         logprobs,
@@ -89,15 +124,17 @@ def draw(subject: EngineUnderTest, temperature: float = 1.0, seed: int = 0) -> R
         1000 * subject.case.seed + seed,
         holes=Feature.MASK_HOLES in features,
         of_tokens=Feature.TOKEN_ADVANTAGES in features,
+        paired=loss.pairwise,
     )
 
 
-def cuts_of(subject: EngineUnderTest) -> list[MicroBatches]:
-    """The whole batch, and every other kind of cut that the trainer takes."""
+def cuts_of(subject: EngineUnderTest, loss: PolicyLoss) -> list[MicroBatches]:
+    """The whole batch, and every other kind of cut that the trainer takes; none parts a pair."""
+    size = PAIR if loss.pairwise else 1
     features = spec_of(subject).features
     cuts = [WHOLE]
     cuts += [MicroBatches(max_tokens=MAX_TOKENS)] if Feature.TOKEN_BUDGET in features else []
-    cuts += [MicroBatches(sequences=n) for n in (1, 2)] if Feature.SEQUENCE_COUNT in features else []
+    cuts += [MicroBatches(sequences=n * size) for n in (1, 2)] if Feature.SEQUENCE_COUNT in features else []
     return cuts
 
 
@@ -111,7 +148,7 @@ def build(
     """The trainer with the case's model, freshly built."""
     case, spec = subject.case, spec_of(subject)
     setup = TrainerSetup(
-        model_dir=str(subject.expected.models.directory(subject.model())),
+        model_dir=str(subject.expected.models.directory(model_of(subject, loss))),
         optimizer=optimizer or (AdamW(lr=1e-3) if Feature.GRADIENTS in spec.features else SGD(lr=RATE)),
         schedule=schedule or Schedule(),
         loss=loss,
@@ -147,7 +184,7 @@ def train(
 
 def expected_of(subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss) -> ExpectedGradients:
     """Loss, gradients and norm of the float64 loss over the whole batch."""
-    expected, model = subject.expected, subject.model()
+    expected, model = subject.expected, model_of(subject, loss)
 
     def run() -> GradientRuns:
         plain = expected.plain(model, subject.dtype, subject.case.device)
@@ -163,6 +200,10 @@ def expected_of(subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss) 
 
 def _of_loss(rollouts: Rollouts, loss: PolicyLoss) -> Iterator[tuple[str, Rollouts, PolicyLoss]]:
     yield from ((sentence, rollouts, wrong) for sentence, wrong in loss.mistakes())
+    if loss.pairwise:
+        yield "the rejected sequence is preferred", rollouts.swapped(), loss
+    if loss.objective == "dpo":
+        yield "the log-probs of the reference are left out", rollouts.without_reference(), loss
 
 
 def verify_gradients(
@@ -216,8 +257,8 @@ class _Explanations:
 
 
 def _mistakes(subject: EngineUnderTest, mistaken: Mistaken) -> Iterator[tuple[str, Gradients]]:
-    oracle = subject.expected.oracle(subject.model())
     for sentence, rollouts, loss in mistaken():
+        oracle = subject.expected.oracle(model_of(subject, loss))
         yield sentence, oracle.gradients(rollouts.for_oracle(), loss.of_sequence, loss.temperature)
 
 

@@ -62,7 +62,7 @@ class TrainSequence:
     reward: float
     """Of the whole completion."""
     group: int
-    """Number of its prompt."""
+    """Number of its prompt. Neighbours of a group are a pair for an objective on pairs, the preferred one first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.objects import declared_in, is_reference, load_entry_point, load_object
 from core_rl_conformance.profile import Profile
-from core_rl_oracle.loss_names import AdvantageRule, Aggregation, KLEstimator, Objective
+from core_rl_oracle.loss_names import PAIRWISE, AdvantageRule, Aggregation, KLEstimator, Objective
 
 __all__ = ["GROUP", "Feature", "TrainerSpec", "find_trainer"]
 
@@ -61,7 +61,8 @@ class TrainerSpec:
     """The `Trainer` class, as ``"module:Class"``; called without arguments."""
     description: str = ""
     objectives: frozenset[Objective]
-    aggregations: frozenset[Aggregation]
+    aggregations: frozenset[Aggregation] = frozenset()
+    """Aggregations of tokens; a trainer on pairs alone has none."""
     advantages: frozenset[AdvantageRule] = frozenset()
     """Rules by which it takes advantages from rewards."""
     kl_estimators: frozenset[KLEstimator] = frozenset()
@@ -91,9 +92,10 @@ class TrainerSpec:
         ):
             if unknown := sorted(getattr(self, name) - set(get_args(known))):
                 yield f"{name} has {unknown}; known are {', '.join(get_args(known))}"
-        for name in ("objectives", "aggregations"):
-            if not getattr(self, name):
-                yield f"{name} is empty; name at least one"
+        if not self.objectives:
+            yield "objectives is empty; name at least one"
+        if self.objectives - PAIRWISE and not self.aggregations:
+            yield "aggregations is empty; name at least one"
         if not self.features & {Feature.GRADIENTS, Feature.SGD}:
             yield "features has neither 'gradients' nor 'sgd', so that no gradient can be judged; add one of them"
         for layout in self.profile.layouts:

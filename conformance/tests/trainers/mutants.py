@@ -102,6 +102,24 @@ class EntropyWithoutGradient(PlainTrainer):
         return super().entropy(log_p).detach()
 
 
+class EntropyOfMicroBatch(PlainTrainer):
+    """A bonus of means over the tokens of each micro-batch, as in TRL 1.16.0."""
+
+    def cut(
+        self, rows: list[tuple[TrainSequence, Tensor]], cut: MicroBatches
+    ) -> list[list[tuple[TrainSequence, Tensor]]]:
+        batches = super().cut(rows, cut)
+        self.count = len(batches) * self.setup.ranks
+        return batches
+
+    def loss_of(self, batch: Rows, loss: PolicyLoss, rows: Rows, part: Rows, clipped: list[Tensor]) -> Tensor:
+        self.scale = self.weight(rows, loss) / (self.weight(batch, loss) * self.count)
+        return super().loss_of(batch, loss, rows, part, clipped)
+
+    def entropy(self, log_p: Tensor) -> Tensor:
+        return super().entropy(log_p) * self.scale
+
+
 class TemperatureInBFloat16(PlainTrainer):
     """Logits are divided in bfloat16, as in verl 0.9.1."""
 
@@ -241,6 +259,63 @@ class MissesParameters(PlainTrainer):
         return {name: grad for name, grad in super().gradients().items() if grad.dim() > 1}
 
 
+class SwapsPairs(PlainTrainer):
+    """Preference of the rejected sequence."""
+
+    def gap(self, preferred: TrainSequence, rejected: TrainSequence, loss: PolicyLoss) -> Tensor:
+        return super().gap(rejected, preferred, loss)
+
+
+class ForgetsReference(PlainTrainer):
+    """Log-ratios without the reference."""
+
+    def reference(self, row: TrainSequence) -> Tensor:
+        return torch.zeros(len(row.input_ids) - 1)
+
+
+class IgnoresBeta(PlainTrainer):
+    """Log-ratios without beta."""
+
+    def beta(self, loss: PolicyLoss) -> float:
+        return 1.0
+
+
+class MeanOfTokens(PlainTrainer):
+    """Means of log-ratios over the trained tokens."""
+
+    def log_ratio(self, row: TrainSequence) -> Tensor:
+        return super().log_ratio(row) / row.loss_mask[1:].sum()
+
+
+class ScoresFirstToken(PlainTrainer):
+    """The score of the first token."""
+
+    def score(self, row: TrainSequence) -> Tensor:
+        return self.scores(row)[0]
+
+
+class ScoresBeforePadding(PlainTrainer):
+    """The score of the last token but padding, which is EOS as well."""
+
+    def score(self, row: TrainSequence) -> Tensor:
+        return self.scores(row)[(row.input_ids != 1).nonzero()[-1, 0]]
+
+
+class TakesAnyPairs(PlainTrainer):
+    """Pairs of any neighbours, without a last single sequence."""
+
+    def check_pairs(self, rows: Sequence[TrainSequence]) -> None:
+        """Nothing to refuse."""
+
+
+class AgreementOfLastMicroBatch(PlainTrainer):
+    """The share of preferred pairs in the last micro-batch."""
+
+    def clipped_fraction(self, clipped: Sequence[Tensor], cut: MicroBatches) -> float:
+        last = clipped if not self.setup.loss.pairwise else clipped[-(cut.sequences or len(clipped)) :]
+        return super().clipped_fraction(last, cut)
+
+
 class NoLoss(PlainTrainer):
     """Metrics without the loss."""
 
@@ -262,6 +337,7 @@ MUTANTS = [
     (LongestOfMicroBatch, "T1.aggregations", "differ"),
     (ExchangedArguments, "T2.kl", "differ"),
     (EntropyWithoutGradient, "T2.entropy", "the entropy is left out, or has no gradient"),
+    (EntropyOfMicroBatch, "T2.entropy", "differ"),
     (TemperatureInBFloat16, "T2.temperature", "differ"),
     (MetricOfMicroBatches, "T3.metrics", "the metric 'micro_batches'"),
     (MeanOfRankMeans, "T3.order", "differ"),
@@ -279,5 +355,15 @@ MUTANTS = [
     (PadsLastBatch, "T8.epochs", "visits sequences so often"),
     (OtherNames, "T1.cross-entropy", "the tensors have other names or shapes"),
     (MissesParameters, "T1.cross-entropy", "missing: "),
+    (SwapsPairs, "T1.dpo", "the rejected sequence is preferred"),
+    (ForgetsReference, "T1.dpo", "the log-probs of the reference are left out"),
+    (IgnoresBeta, "T1.dpo", "differ"),
+    (MeanOfTokens, "T1.dpo", "log-ratios are means over tokens, not sums"),
+    (SwapsPairs, "T1.bradley-terry", "the rejected sequence is preferred"),
+    (ScoresFirstToken, "T1.bradley-terry", "differ"),
+    (MeanOfMicroBatchMeans, "T3.pairs", "differ"),
+    (ScoresBeforePadding, "T4.last-token", "differ"),
+    (TakesAnyPairs, "T4.broken-pairs", "dpo took a batch with|bradley_terry took a batch with"),
+    (AgreementOfLastMicroBatch, "T3.metrics", "the metric 'clipped'"),
     (NoLoss, "T1.cross-entropy", "expected a dict with a finite number 'loss'"),
 ]

@@ -8,21 +8,24 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
 from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.policy_losses import PolicyLoss
+from trainers.pairs import PairLosses
 
 NO_CLIPPING = 1e9
 
 
-class PlainTrainer:
+class PlainTrainer(PairLosses):
     """All sequences in one process, one model pass for each; written apart from the oracle and from core-rl."""
 
     def build(self, setup: TrainerSetup) -> None:
         self.setup = setup
-        self.model = AutoModelForCausalLM.from_pretrained(
+        scores = setup.loss.objective == "bradley_terry"
+        kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        self.model = kind.from_pretrained(
             setup.model_dir, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         ).eval()
         given = setup.optimizer
@@ -52,10 +55,12 @@ class PlainTrainer:
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
     ) -> Mapping[str, float]:
         given, rule, loss = list(sequences), self.setup.advantages, self.setup.loss
+        if loss.pairwise:
+            self.check_pairs(given)
         values = [row.advantages for row in given] if rule is None else self.advantages_of(given, rule)
         self.optimizer.zero_grad()
         rows = list(zip(given, values, strict=True))
-        ranks = [rows[rank :: self.setup.ranks] for rank in range(self.setup.ranks)]
+        ranks = [self.part(rows, rank, 2 if loss.pairwise else 1) for rank in range(self.setup.ranks)]
         total = 0.0
         clipped: list[Tensor] = []
         for part in ranks:
@@ -71,6 +76,12 @@ class PlainTrainer:
             self.optimizer.step()
             self.scheduler.step()
         return {"loss": total, "grad_norm": norm, "clipped": self.clipped_fraction(clipped, cut)}
+
+    def part(
+        self, rows: Sequence[tuple[TrainSequence, Tensor]], rank: int, size: int
+    ) -> list[tuple[TrainSequence, Tensor]]:
+        """Units of ``size`` sequences go to the ranks in turn."""
+        return [row for number, row in enumerate(rows) if number // size % self.setup.ranks == rank]
 
     def reduce(self, total: float) -> float:
         """The loss of all processes; their gradients are added up."""
@@ -118,7 +129,10 @@ class PlainTrainer:
         clipped: list[Tensor],
     ) -> Tensor:
         """The part of the loss that ``batch`` has in the whole of ``rows``."""
-        terms = [self.terms(row, advantages, loss, clipped) for row, advantages in batch]
+        if loss.pairwise:
+            terms = self.pair_terms([row for row, _ in batch], loss, clipped)
+        else:
+            terms = [self.terms(row, advantages, loss, clipped) for row, advantages in batch]
         return self.aggregated(terms, batch, loss) / self.divisor(rows, part, batch, loss)
 
     def aggregated(
@@ -140,6 +154,8 @@ class PlainTrainer:
         return self.weight(rows, loss)
 
     def weight(self, rows: Sequence[tuple[TrainSequence, Tensor]], loss: PolicyLoss) -> float:
+        if loss.pairwise:
+            return len(rows) / 2
         counts = [int(self.trained(row).sum()) for row, _ in rows]
         if loss.aggregation == "token_mean":
             return float(sum(counts))

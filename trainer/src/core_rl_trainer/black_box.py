@@ -26,7 +26,15 @@ from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, T
 from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.policy_losses import PolicyLoss
-from core_rl_trainer.algorithms.fields import ADVANTAGES, BEHAVIOUR, GROUP, PROXIMAL, REFERENCE, REWARDS
+from core_rl_trainer.algorithms.fields import (
+    ADVANTAGES,
+    BEHAVIOUR,
+    CHOSEN,
+    GROUP,
+    PROXIMAL,
+    REFERENCE,
+    REWARDS,
+)
 from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
 from core_rl_trainer.data.order import ShuffledOrder
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
@@ -105,7 +113,8 @@ class BlackBoxTrainer:
         group, interface = self.group, self._interface
         assert interface is not None
         engine = group if apply else _GradientsOnly(group)
-        batch = _batch(sequences, interface.wanted_fields, by_rule=self._by_rule)
+        paired = interface.trains_on == "preferences"
+        batch = _batch(sequences, interface.wanted_fields, by_rule=self._by_rule, paired=paired)
         metrics = interface.train_step(engine, batch, _cut(cut, len(sequences)))
         if apply:
             group.lr_scheduler_step()
@@ -168,8 +177,9 @@ def _engine(options: Mapping[str, Any]) -> str:
 def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:
     optimizer = setup.optimizer
     assert isinstance(optimizer, AdamW), "the spec names no SGD"
+    head = "reward" if setup.loss.objective == "bradley_terry" else "lm"
     values = {
-        "model": {"path": setup.model_dir},
+        "model": {"path": setup.model_dir, "head": head},
         "layout": {"dp": setup.ranks},
         "dtype": setup.dtype,
         "optimizer": {**asdict(optimizer), "schedule": asdict(setup.schedule)},
@@ -187,7 +197,7 @@ def _cut(cut: MicroBatches, count: int) -> MicroBatchSpec:
 
 
 def _batch(
-    sequences: Sequence[TrainSequence], wanted_fields: frozenset[str], *, by_rule: bool
+    sequences: Sequence[TrainSequence], wanted_fields: frozenset[str], *, by_rule: bool, paired: bool
 ) -> SequenceBatch:
     tokens = {
         LOSS_MASK: [sequence.loss_mask for sequence in sequences],
@@ -199,13 +209,16 @@ def _batch(
         tokens[REFERENCE] = [sequence.ref_logprobs for sequence in sequences]
     if PROXIMAL in wanted_fields:
         tokens[PROXIMAL] = tokens[BEHAVIOUR]
+    groups = torch.tensor([sequence.group for sequence in sequences])
     return SequenceBatch.from_sequences(
         [sequence.input_ids.tolist() for sequence in sequences],
         tokens=tokens,
         sequences={
             REWARDS: torch.tensor([sequence.reward for sequence in sequences]),
-            GROUP: torch.tensor([sequence.group for sequence in sequences]),
+            GROUP: groups,
+            CHOSEN: torch.arange(len(sequences)) % 2 == 0,
         },
+        unit=groups if paired else None,
     )
 
 
@@ -216,6 +229,10 @@ def _interface(loss: PolicyLoss, advantages: AdvantageRule | None) -> ModelInter
         aggregation = {"fixed_length": loss.fixed_length}
     if loss.objective == "cross_entropy":
         return make_interface(ModelInterfaceAbstraction("sft", {"aggregation": aggregation}))
+    if loss.objective == "dpo":
+        return make_interface(ModelInterfaceAbstraction("dpo", {"beta": loss.beta}))
+    if loss.objective == "bradley_terry":
+        return make_interface(ModelInterfaceAbstraction("reward_model", {}))
     objective: dict[str, Any] = {"type": loss.objective, "aggregation": aggregation}
     if loss.objective in CLIPPED:
         objective |= {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
