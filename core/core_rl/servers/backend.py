@@ -123,7 +123,7 @@ class ServerBackend(InferenceBackend[C]):
         self.servers = tuple(
             launched.get(address) or self._server(address, options, steered=steered) for address in addresses
         )
-        self.fleet = Fleet(options, self.servers, self.model, DiskWeights(self.model.path, 0))
+        self.fleet = Fleet(options, self.servers, self.model, config.dtype, DiskWeights(self.model.path, 0))
         self.cleanup.callback(lambda: self.loop.wait(self.fleet.close()))
         self.loop.wait(self.fleet.connect())
         self._changes = ReceivedChanges(self.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from core_rl.backend.meta import SyncMethod
+from core_rl.config.engine import DType
 from core_rl.errors import ConfigError, raise_all
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.facts import ServerFacts, is_directory, misfits, warn_if_untested
@@ -14,13 +15,17 @@ from core_rl.servers.server import Server
 __all__ = ["require_servers", "require_steered", "require_updatable"]
 
 
-def require_servers(facts: Mapping[Server, ServerFacts], model: ServedModel, origin: str) -> None:
-    """Raise one `ConfigError` with every reason for which servers cannot serve ``model``.
+def require_servers(
+    facts: Mapping[Server, ServerFacts], model: ServedModel, dtype: DType, origin: str
+) -> None:
+    """Raise one `ConfigError` with every reason for which servers cannot serve ``model`` in ``dtype``.
 
     ``origin`` is the directory of weights that a server which this engine may not change has to serve. Logs one warning
     for each untested version of the product.
     """
-    problems = {server.name: list(_problems(server, known, model, origin)) for server, known in facts.items()}
+    problems = {
+        server.name: list(_problems(server, known, model, dtype, origin)) for server, known in facts.items()
+    }
     raise_all(
         ConfigError,
         f"model.path = {str(model.path)!r} does not fit servers, on which nothing was changed",
@@ -31,8 +36,10 @@ def require_servers(facts: Mapping[Server, ServerFacts], model: ServedModel, ori
             warn_if_untested(server.api.product, known.release, server.tested)
 
 
-def _problems(server: Server, facts: ServerFacts, model: ServedModel, origin: str) -> Iterator[str]:
-    if server.start is None and (other := list(misfits(facts, model))):
+def _problems(
+    server: Server, facts: ServerFacts, model: ServedModel, dtype: DType, origin: str
+) -> Iterator[str]:
+    if server.start is None and (other := list(misfits(facts, model, dtype))):
         yield from other
         return
     connected, owner = server.version >= 0, owner_of(facts.label)

@@ -12,7 +12,7 @@ from typing import Any
 from core_rl.checkpoint.end_tokens import read_tokenizer
 from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.checkpoint.precisions import quantized_layers, shown_layers
-from core_rl.config.engine import ModelConfig
+from core_rl.config.engine import DType, ModelConfig
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.limits import NO_LIMITS, ServerLimits
 from core_rl.toolkit.build import read_config
@@ -46,6 +46,8 @@ class ServerFacts:
     vocab_size: int | None = None
     context_length: int | None = None
     """The most tokens of prompt and response together."""
+    dtype: str | None = None
+    """The dtype that it computes in."""
     settings: Mapping[str, tuple[object, object]] = field(default_factory=dict)
     """By argument of its command line: the present value, and the value that log-probs and requests need."""
     release: str | None = None
@@ -60,8 +62,8 @@ def is_directory(path: str, directory: str) -> bool:
     return path == directory or (absolute and Path(path).resolve() == Path(directory).resolve())
 
 
-def misfits(facts: ServerFacts, model: ServedModel) -> Iterator[str]:
-    """The facts with which a server cannot serve ``model``.
+def misfits(facts: ServerFacts, model: ServedModel, dtype: DType) -> Iterator[str]:
+    """The facts with which a server cannot serve ``model`` in ``dtype``.
 
     Configs and tokenizers are compared as files where the server's are on this machine.
     """
@@ -77,6 +79,9 @@ def misfits(facts: ServerFacts, model: ServedModel) -> Iterator[str]:
     limit, needed = facts.context_length, model.limits.context_length
     if limit is not None and needed is not None and limit < needed:
         yield f"its context is {limit} tokens, and the model's {needed}"
+    if facts.dtype is not None and facts.dtype != dtype:
+        remedy = f"set dtype to its own, or start it with --dtype {dtype}"
+        yield f"it computes in {facts.dtype}, and dtype is {dtype}; {remedy}"
     for argument, (value, required) in facts.settings.items():
         if value != required:
             yield f"it runs with {argument} {value}; start it with {required}"

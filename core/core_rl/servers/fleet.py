@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from core_rl.backend.meta import SyncMethod
+from core_rl.config.engine import DType
 from core_rl.errors import WeightsError
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Unreachable
@@ -29,13 +30,19 @@ class Fleet:
     """
 
     def __init__(
-        self, options: ServerOptions, servers: Sequence[Server], model: ServedModel, weights: Weights
+        self,
+        options: ServerOptions,
+        servers: Sequence[Server],
+        model: ServedModel,
+        dtype: DType,
+        weights: Weights,
     ) -> None:
         self.pool = ServerPool(options, servers, self._restore)
         self._interrupt = options.in_flight
         self.update_timeout_s = options.update_timeout_s
         self._weights_lock = asyncio.Lock()
         self._model = model
+        self._dtype = dtype
         self._weights = weights
         self._adapter = ServedAdapter(weights.version)
         """The adapter over the servers' weights, or none."""
@@ -58,7 +65,7 @@ class Fleet:
         return await server.wait_for_facts(self.pool.options.start_timeout_s)
 
     def _require_fit(self, facts: Mapping[Server, ServerFacts]) -> None:
-        require_servers(facts, self._model, self._weights.origin)
+        require_servers(facts, self._model, self._dtype, self._weights.origin)
 
     async def _connect(self, server: Server) -> None:
         try:

@@ -79,6 +79,10 @@ MISFITS: dict[str, tuple[Callable[[Stub], object], str]] = {
         lambda stub: copied(stub, quantization_config={"quant_method": "awq", "bits": 4, "zero_point": True}),
         r"it serves layers in another precision than the trainer has: int4: model.layers.\*.self_attn.q_proj",
     ),
+    "dtype": (
+        lambda stub: stub.info.update(dtype="half"),
+        "it computes in float16, and dtype is float32; set dtype to its own, or start it with --dtype float32",
+    ),
     "defaults": (
         lambda stub: stub.info.update(preferred_sampling_params={"top_k": 1}),
         "it runs with --preferred-sampling-params {'top_k': 1}; start it with None",

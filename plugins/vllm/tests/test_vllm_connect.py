@@ -32,6 +32,7 @@ def stub(tmp_path: Path) -> Iterator[VllmStub]:
         ("llama", {}, r"its config has model_type = 'llama' \(model.path: 'qwen3'\)"),
         ("qwen3", {"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs; start it with processed"),
         ("qwen3", {"generation_config": "auto"}, "--generation-config auto; start it with vllm"),
+        ("qwen3", {"dtype": "torch.bfloat16"}, "it computes in bfloat16, and dtype is float32; set dtype to"),
     ],
 )
 def test_misfit_stays_untouched(

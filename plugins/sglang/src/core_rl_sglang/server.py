@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from torch import Tensor
@@ -19,6 +19,9 @@ from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.messages import Bucket, GroupAddress, pickled_by_name
 
 __all__ = ["SGLangServer", "flattened_bucket"]
+
+DTYPES: Mapping[str | None, str | None] = {"auto": None, "half": "float16", "float": "float32"}
+"""Dtypes by their other names in ``--dtype``; ``auto`` depends on the model's config."""
 
 
 class SGLangServer(Server):
@@ -39,6 +42,7 @@ class SGLangServer(Server):
                 model_type=info.get("model_type"),
                 architectures=tuple(info.get("architectures") or ()) or None,
                 context_length=about.get("context_length"),
+                dtype=DTYPES.get(about.get("dtype"), about.get("dtype")),
                 settings={
                     # Defaults of the parameters that a request leaves out.
                     "--preferred-sampling-params": (info.get("preferred_sampling_params"), None),

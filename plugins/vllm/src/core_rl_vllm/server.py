@@ -159,8 +159,10 @@ def _settings(config: Any) -> dict[str, Any]:
         "hf_overrides": {},
         "quantization": None,
     }
+    dtype = model.get("dtype")
     return {
         "tokenizer_path": model.get("tokenizer"),
+        "dtype": dtype and str(dtype).removeprefix("torch."),
         "settings": {
             f"--{name.replace('_', '-')}": (model.get(name, value), value) for name, value in required.items()
         },
