@@ -51,7 +51,7 @@ def test_chat_messages_of_a_saved_dataset(tmp_path: Path) -> None:
 
 
 def test_an_example_without_a_prompt_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BatchError, match=r"example 1 needs a text 'prompt'.*data.columns.prompt=question"):
+    with pytest.raises(BatchError, match=r"row 1 needs a text 'prompt'.*data.columns.prompt=question"):
         saved(tmp_path, [{"question": "1+1="}], PROMPTS)
 
 
