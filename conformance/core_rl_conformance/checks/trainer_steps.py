@@ -163,7 +163,7 @@ def epochs_visit_every_sequence_once(subject: EngineUnderTest) -> None:
     need(subject, Feature.EPOCHS)
     trainer = build(subject, plain_loss(subject))
     for count, size in ((24, 8), (25, 8), (7, 8), (16, 3)):
-        batches = trainer.epoch(count, size, subject.case.seed)
+        batches = trainer.epoch(count, size)
         visits = Counter(index for batch in batches for index in batch)
         wrong = {index: visits[index] for index in range(count) if visits[index] != 1}
         subject.require(

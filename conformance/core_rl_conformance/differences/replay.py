@@ -15,12 +15,15 @@ from core_rl_conformance.differences.reading import Reading, off_policy, read_te
 from core_rl_conformance.differences.terms import Terms, masks_of
 from core_rl_conformance.inputs.rollouts import Rollouts
 from core_rl_conformance.trainers.interface import MicroBatches, Trainer
+from core_rl_conformance.trainers.spec import Feature
 from core_rl_oracle.oracle import grad_norm
 
 __all__ = ["Comparison", "Difference", "Measured", "compare_measured", "measure_trainer"]
 
 STEPS = 8
 """Optimizer steps whose learning rates are compared."""
+ORDERED, SHOWN = 64, 8
+"""Sequences of an epoch, and of its first batch."""
 SAME = 0.01
 """Relative difference of numbers that were read from gradients, at most, where they are the same."""
 UNKNOWN = "unknown"
@@ -49,13 +52,14 @@ class Measured:
     """The effect of another cut into micro-batches."""
     rates: str
     """Learning rates of the first steps."""
+    order: str
+    """The first sequences of `ORDERED`, as its seed has them."""
 
 
-def measure_trainer(trainer: Trainer, directory: Path, rollouts: Rollouts, *, cuts: bool) -> Measured:
-    """Read the terms of a trainer whose model is in ``directory``, and take `STEPS` steps.
-
-    ``cuts``: whether it takes micro-batches of so many sequences.
-    """
+def measure_trainer(
+    trainer: Trainer, directory: Path, rollouts: Rollouts, features: frozenset[Feature]
+) -> Measured:
+    """Read the terms of a trainer with ``features`` whose model is in ``directory``, and take `STEPS` steps."""
 
     def gradients(batch: Rollouts, cut: MicroBatches = WHOLE) -> Mapping[str, Tensor]:
         trainer.train_batch(batch.for_trainer(), cut, False)
@@ -63,7 +67,7 @@ def measure_trainer(trainer: Trainer, directory: Path, rollouts: Rollouts, *, cu
 
     reading = read_terms(directory, rollouts, gradients)
     effect = UNKNOWN
-    if cuts:
+    if Feature.SEQUENCE_COUNT in features:
         whole, single = gradients(rollouts), gradients(rollouts, MicroBatches(sequences=1))
         distance = grad_norm({name: single[name] - value for name, value in whole.items()})
         effect = "changes gradients" if distance > CUT * grad_norm(whole) else "changes nothing"
@@ -71,7 +75,11 @@ def measure_trainer(trainer: Trainer, directory: Path, rollouts: Rollouts, *, cu
     for _ in range(STEPS):
         rates.append(f"{trainer.learning_rate():.4g}")
         trainer.train_batch(rollouts.for_trainer(), WHOLE, True)
-    return Measured(reading=reading, cut=effect, rates=", ".join(rates))
+    order = UNKNOWN
+    if Feature.EPOCHS in features:
+        first, *_ = trainer.epoch(ORDERED, SHOWN)
+        order = f"{', '.join(map(str, first))} of {ORDERED} first"
+    return Measured(reading=reading, cut=effect, rates=", ".join(rates), order=order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +113,7 @@ def compare_measured(left: Measured, right: Measured, rollouts: Rollouts) -> Com
         *_in_gradients(*readings, replayed),
         *_in_texts("cut into micro-batches", left.cut, right.cut),
         *_in_texts("learning rate", left.rates, right.rates),
+        *_in_texts("order of data", left.order, right.order),
     ]
     distance = float((one - two).norm() / torch.maximum(one.norm(), two.norm()).clamp(min=1e-300))
     return Comparison(left=readings[0], right=readings[1], distance=distance, differences=differences)

@@ -32,8 +32,7 @@ class _Side:
     trainer: Trainer
 
     def measure(self, directory: Path, rollouts: Rollouts) -> Measured:
-        cuts = Feature.SEQUENCE_COUNT in self.spec.features
-        return measure_trainer(self.trainer, directory, rollouts, cuts=cuts)
+        return measure_trainer(self.trainer, directory, rollouts, self.spec.features)
 
     def measure_after(self, other: Measured, directory: Path, rollouts: Rollouts) -> Measured:
         """The same with the advantages that the ``other`` trainer takes from rewards, which this one cannot."""

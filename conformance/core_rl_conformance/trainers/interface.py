@@ -124,8 +124,8 @@ class Trainer(Protocol):
         """Go on from `save`, after `build` with the same setup."""
         ...
 
-    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
-        """Indices of the batches of one epoch over ``count`` sequences."""
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        """Indices of the batches of the first epoch over ``count`` sequences, by the seed that it was built with."""
         ...
 
     def close(self) -> None:

@@ -93,9 +93,9 @@ class RankTrainers:
         """All ranks read it."""
         self._all("load", path)
 
-    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
         """Global batches, by the first rank."""
-        batches: Sequence[Sequence[int]] = self._all("epoch", count, batch_size, seed)[0]
+        batches: Sequence[Sequence[int]] = self._all("epoch", count, batch_size)[0]
         return batches
 
     def close(self) -> None:

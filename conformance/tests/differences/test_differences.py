@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainers.recipes import RecipeTrainer
+from trainers.recipes import SPEC, RecipeTrainer
 
 from core_rl_conformance.differences.frozen import drawn_rows, rollouts_of
 from core_rl_conformance.differences.replay import Measured, compare_measured, measure_trainer
 from core_rl_conformance.differences.run import MODEL
 from core_rl_conformance.inputs.tiny_models import ModelStore
 
-BY_DAY = ("nothing", "mask", "several")
+BY_DAY = ("nothing", "mask", "seed", "several")
 ROLLOUTS = rollouts_of(drawn_rows(0), MODEL.vocab_size, 0)
 
 PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -34,6 +34,7 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "length": ({"loss": {"aggregation": "fixed_length"}}, ["aggregation"]),
     "cut": ({"flags": ["mean of micro-batches"]}, ["cut into micro-batches"]),
     "rate": ({"lr": 2e-3}, ["learning rate"]),
+    "seed": ({"seed": 1}, ["order of data"]),
     "several": (
         {
             "advantages": "dr_grpo",
@@ -57,7 +58,7 @@ def _measured(settings: str) -> Measured:
         recipe.write_text(settings, encoding="utf-8")
         trainer = RecipeTrainer()
         trainer.build_recipe(str(recipe), str(directory))
-        return measure_trainer(trainer, directory, ROLLOUTS, cuts=True)
+        return measure_trainer(trainer, directory, ROLLOUTS, SPEC.features)
 
 
 def _parameters() -> list[Any]:

@@ -232,15 +232,15 @@ class ForgetsMoments(PlainTrainer):
 class DropsLastBatch(PlainTrainer):
     """As ``drop_last``."""
 
-    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
-        return [batch for batch in super().epoch(count, batch_size, seed) if len(batch) == batch_size]
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        return [batch for batch in super().epoch(count, batch_size) if len(batch) == batch_size]
 
 
 class PadsLastBatch(PlainTrainer):
     """The last batch is filled up from the beginning."""
 
-    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
-        batches = [list(batch) for batch in super().epoch(count, batch_size, seed)]
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        batches = [list(batch) for batch in super().epoch(count, batch_size)]
         missing = batch_size - len(batches[-1])
         return [*batches[:-1], [*batches[-1], *batches[0][:missing]]]
 

@@ -266,8 +266,8 @@ class PlainTrainer(PairLosses):
         for name, value in torch.load(Path(path) / "state.pt").items():
             getattr(self, name).load_state_dict(value)
 
-    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.setup.seed)).tolist()
         return [order[start : start + batch_size] for start in range(0, count, batch_size)]
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ SPEC = TrainerSpec(
     objectives=frozenset({"cross_entropy", "clipped", "dual_clipped", "gspo", "cispo"}),
     aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
     advantages=frozenset({"grpo"}),
-    features=frozenset({Feature.GRADIENTS, Feature.SEQUENCE_COUNT, Feature.RECIPES}),
+    features=frozenset({Feature.GRADIENTS, Feature.SEQUENCE_COUNT, Feature.RECIPES, Feature.EPOCHS}),
     profile=Profile(layouts=(ParallelLayout(),)),
 )
 WITHOUT_RECIPES = replace(SPEC, features=SPEC.features - {Feature.RECIPES, Feature.GRADIENTS} | {Feature.SGD})
@@ -45,7 +45,7 @@ class RecipeTrainer(PlainTrainer):
             advantages=settings.pop("advantages", "grpo"),
             dtype="float32",
             ranks=1,
-            seed=0,
+            seed=settings.pop("seed", 0),
         )
         assert not settings
         self.build(setup)

@@ -56,6 +56,7 @@ class BlackBoxTrainer:
         self._interface: ModelInterface[Any] | None = None
         self._by_rule = False
         self._steps: int | None = None
+        self._seed = 0
 
     @property
     def group(self) -> EngineGroup:
@@ -70,6 +71,7 @@ class BlackBoxTrainer:
         interface = _interface(setup.loss, setup.advantages)
         rule = setup.advantages is not None
         self._build(spec, _config(spec, setup), interface, rule=rule, steps=None)
+        self._seed = setup.seed
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """The engine, the algorithm, the optimizer and its schedule of a recipe, without its data and its model.
@@ -89,6 +91,7 @@ class BlackBoxTrainer:
         assert isinstance(config, TrainEngineConfig)
         interface = make_interface(replace(algorithm, args=algorithm.args | once))
         self._build(spec, config, interface, rule=True, steps=parsed.steps or None)
+        self._seed = parsed.seed
 
     def _build(
         self,
@@ -142,9 +145,9 @@ class BlackBoxTrainer:
         """Continue from it."""
         self.group.load(SaveLoadMeta(path=path))
 
-    def epoch(self, count: int, batch_size: int, seed: int) -> Sequence[Sequence[int]]:
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
         """The first pass of the order that a run draws from."""
-        order = list(islice(ShuffledOrder(count, seed), count))
+        order = list(islice(ShuffledOrder(count, self._seed), count))
         return [order[start : start + batch_size] for start in range(0, count, batch_size)]
 
     def close(self) -> None:
