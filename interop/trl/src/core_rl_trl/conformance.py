@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
@@ -75,50 +76,44 @@ REWARD_WAIVERS = (
     ),
 )
 
-SFT = TrainerSpec(
+trainer = partial(
+    TrainerSpec,
+    schedules=frozenset({"constant", "linear", "cosine"}),
+    warmup_from_zero=True,
+    package="trl",
+)
+SFT = trainer(
     name="trl-sft",
     factory="core_rl_trl.adapter:SFTBlackBox",
     description="SFTTrainer with loss_type='nll', padded rows",
     objectives=frozenset({"cross_entropy"}),
     aggregations=frozenset({"token_mean"}),
-    schedules=frozenset({"constant", "linear", "cosine"}),
-    warmup_from_zero=True,
     features=FEATURES,
     profile=PROFILE,
-    package="trl",
 )
-GRPO = TrainerSpec(
+GRPO = trainer(
     name="trl-grpo",
     factory="core_rl_trl.adapter:GRPOBlackBox",
     description="GRPOTrainer without generation: loss_type 'dapo', 'grpo' and 'dr_grpo'",
     objectives=frozenset({"clipped", "dual_clipped", "gspo"}),
     aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
     kl_estimators=frozenset({"k3"}),
-    schedules=frozenset({"constant", "linear", "cosine"}),
-    warmup_from_zero=True,
     features=FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE},
     profile=replace(PROFILE, waivers=WAIVERS),
-    package="trl",
 )
-DPO = TrainerSpec(
+DPO = trainer(
     name="trl-dpo",
     factory="core_rl_trl.pairs:DPOBlackBox",
     description="DPOTrainer with loss_type='sigmoid' and given log-probs of the reference",
     objectives=frozenset({"dpo"}),
-    schedules=frozenset({"constant", "linear", "cosine"}),
-    warmup_from_zero=True,
     features=OF_PAIRS,
     profile=replace(PROFILE, waivers=DPO_WAIVERS),
-    package="trl",
 )
-REWARD = TrainerSpec(
+REWARD = trainer(
     name="trl-reward",
     factory="core_rl_trl.pairs:RewardBlackBox",
     description="RewardTrainer, with EOS for padding",
     objectives=frozenset({"bradley_terry"}),
-    schedules=frozenset({"constant", "linear", "cosine"}),
-    warmup_from_zero=True,
     features=OF_PAIRS,
     profile=replace(PROFILE, waivers=REWARD_WAIVERS),
-    package="trl",
 )
