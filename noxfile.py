@@ -177,21 +177,36 @@ def tests(session: nox.Session) -> None:
     # Its packages do not go with the constraints of the others, so it is read and not installed.
     session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
     session.run("mypy")
-    chosen = ["-m", "not slow and not nightly" if quick else "not nightly", f"--deselect={EXAMPLE_SUITE}"]
+    chosen = ["-m", "not nightly", f"--deselect={EXAMPLE_SUITE}"]
     session.run("pytest", *STEALING, *chosen, *arguments, env=ENV)
-    # Every check on a layout of two ranks, and a few on the others: `-s conformance` runs all on all of them.
-    _conformance(session, ENGINES, "--quick")
+    # Each check on an engine that suits, and a few on other layouts: `-s conformance` runs all on all of them.
+    _conformance(session, ENGINES, "--quick", "--sample-every=3")
     session.run(
-        "pytest", "--trainer=core-rl", "--pyargs", "core_rl_conformance", *WORKERS, "--quick", env=ENV
+        "pytest",
+        "--trainer=core-rl",
+        "--pyargs",
+        "core_rl_conformance",
+        *WORKERS,
+        "--quick",
+        "--sample-every=2",
+        env=ENV,
     )
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
-        _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=2", *checks)
+        _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=6", *checks)
     # Both wait much: for agents to miss a lease, and for servers to start.
     with ThreadPoolExecutor() as pool:
         parts = [
             pool.submit(_cluster, session, *chosen[:2]),
-            pool.submit(_served, session, "sglang", "--quick", "--layout=dp1", chosen=["-m", "not nightly"]),
+            pool.submit(
+                _served,
+                session,
+                "sglang",
+                "--quick",
+                "--layout=dp1",
+                "--sample-every=6",
+                chosen=["-m", "not nightly"],
+            ),
         ]
     for part in parts:
         part.result()

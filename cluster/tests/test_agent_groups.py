@@ -34,6 +34,7 @@ def group_on(hosts: RehearsalHosts, machines: list[int] | None = None, **degrees
     )
 
 
+@pytest.mark.nightly
 def test_ranks_are_on_both_machines(hosts: RehearsalHosts) -> None:
     with group_on(hosts, dp=2) as group:
         assert group.run(support.whoami) == [(0,), (1,)]
@@ -91,6 +92,7 @@ def test_stacks_come_from_all_machines(hosts: RehearsalHosts) -> None:
         assert caught.value.traceback.count("in hang") == 2
 
 
+@pytest.mark.nightly
 def test_a_lost_agent_is_a_lost_machine() -> None:
     with RehearsalHosts(machines=2, lease_s=LONG_LEASE_S) as hosts, group_on(hosts, dp=2) as group:
         pids = group.pids
@@ -106,6 +108,7 @@ def test_a_lost_agent_is_a_lost_machine() -> None:
             group.run(support.whoami)
 
 
+@pytest.mark.nightly
 def test_silent_machines_end_after_their_lease() -> None:
     """Stopped agents and drivers send nothing and close nothing, as with a cut cable."""
     with RehearsalHosts(machines=2, lease_s=1.0) as hosts, group_on(hosts, dp=2) as group:
@@ -137,6 +140,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "lease_s"),
     [(signal.SIGKILL, LONG_LEASE_S), pytest.param(signal.SIGSTOP, 1.0, marks=pytest.mark.nightly)],
@@ -189,6 +193,7 @@ def test_fewer_machines_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
             hosts.slots(1, [0, 1], None)
 
 
+@pytest.mark.nightly
 def test_staying_agents_serve_the_next_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     first = AttachHosts(1, port=0, address="127.0.0.1")

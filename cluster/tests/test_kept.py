@@ -66,6 +66,7 @@ def add_one(engine: TrainEngine, value: Tensor) -> float:
     return float(value.add_(1 + support.rank_of(engine)).sum())
 
 
+@pytest.mark.sampled(2)
 def test_equal_arguments_go_to_each_machine_once(group: EngineGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     send = Channel.send_bytes

@@ -87,7 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": 1,
         "metavar": "N",
         "help": "each check on the second layout, on every Nth of the others, and with an Nth of the models; "
-        "--seed moves them; default: 1, all",
+        "with --quick an Nth of the checks of each engine; --seed moves them; default: 1, all",
     },
     "--soak": {
         "type": _minutes,

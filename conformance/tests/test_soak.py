@@ -107,6 +107,7 @@ BELOW_AND_BEHIND: list[tuple[type[Packed], Callable[[EngineCalls], None], Callab
 ]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("engine", "below", "behind"), BELOW_AND_BEHIND)
 def test_calls_fail_behind_the_threshold_only(
     engine: type[Packed],

@@ -106,7 +106,7 @@ def _differing_replicas(engine: TrainEngine) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_replicas_stay_bitwise_equal(expected_values: ExpectedValues, tmp_path: Path) -> None:
     """Replicas compared directly, which the suite only infers from gradients: so its mutants break something real."""
     case = next(case for case in _cases("dp2tp2") if case.family == "qwen3")
@@ -127,14 +127,14 @@ def test_only_head_norms_have_partial_gradients() -> None:
     assert not partial_gradient("model.norm.weight") and not partial_gradient("score.weight")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_indivisible_heads_are_refused(expected_values: ExpectedValues, tmp_path: Path) -> None:
     case = replace(next(_cases("tp2")), family="llama")
     with pytest.raises(LayoutError, match=r"tp=3 must divide the attention and key/value heads \(4, 2\)"):
         EngineUnderTest(case, expected_values, tmp_path).start(layout=ParallelLayout(tp=3))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_session_runs_the_layouts_of_the_profile(pytester: pytest.Pytester) -> None:
     """Through the plugin; a single check on a layout certifies nothing yet."""
     selection = ["--layout=tp2", "--model=qwen3", "-k", "I4.grad-norm"]

@@ -87,6 +87,7 @@ def _living(words: str) -> list[str]:
     return children
 
 
+@pytest.mark.nightly
 def test_disagreeing_ranks_are_detected(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     layouts = Profile(layouts=(ParallelLayout(), ParallelLayout(dp=2)))
     spec = engine(unruly.RanksDisagree, layouts, CAPABILITIES)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
 SHOW_HELP = """
 import runpy, sys
@@ -19,6 +21,7 @@ for script in sys.argv[1:]:
 """All in one process, which imports torch once."""
 
 
+@pytest.mark.nightly
 def test_benchmarks_show_their_help() -> None:
     command = [sys.executable, "-c", SHOW_HELP, *map(str, BENCHMARKS)]
     result = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -20,7 +20,6 @@ from core_rl.launch.group import EngineGroup
 from core_rl.machine import describe_machine
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=60)
 def test_machine(setting: Setting) -> Figures:
     """Versions, shared memory, open files, the GPU and its kernels.
@@ -51,7 +50,7 @@ def test_machine(setting: Setting) -> Figures:
     return figures
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.gpu(limit_s=120)
 def test_group(setting: Setting) -> Figures:
     """An EngineGroup of one rank starts, computes and ends.
@@ -73,7 +72,6 @@ def _product(engine: TrainEngine) -> tuple[float, str]:
     return float((ones @ ones)[0, 0]), engine.device.type
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=120)
 def test_process_groups(setting: Setting) -> Figures:
     """gloo and NCCL in one group, twice in one process.

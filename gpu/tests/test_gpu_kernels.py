@@ -23,7 +23,6 @@ HEADS, KV_HEADS = 8, 2
 Paths = tuple[tuple[int, ...], ...]
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_attention(setting: Setting) -> Figures:
     """Packed attention and its gradients against float64.
@@ -82,7 +81,6 @@ def _distance(values: Tensor, expected: Tensor) -> float:
     return float((values.double() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_logprobs(setting: Setting) -> Figures:
     """Log-probs over a real vocabulary: error, time, memory.
@@ -117,7 +115,6 @@ def test_logprobs(setting: Setting) -> Figures:
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_experts(setting: Setting) -> Figures:
     """A block of a mixture, its experts grouped and one by one.
@@ -160,7 +157,6 @@ def test_experts(setting: Setting) -> Figures:
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_adamw(setting: Setting) -> Figures:
     """AdamW fused and by operator.

@@ -13,6 +13,7 @@ import pytest
 from gpu_points import Figures, NotRun, Setting, run_point
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [pytest.param([], "passed", marks=pytest.mark.nightly), (["--gpu"], "not run")],

@@ -43,7 +43,6 @@ RATIOS = {"4:1": (2048, 512), "1:1": (1024, 1024), "1:4": (384, 1536)}
 WAYS = ("packed", "shared")
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_syncs(setting: Setting) -> Figures:
     """Waits for the GPU inside of a training step.
@@ -104,7 +103,6 @@ class _Waits:
         (self.inside if self._depth else self.outside)[where] += 1
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=900)
 def test_utilisation(setting: Setting) -> Figures:
     """Model FLOPs utilisation of training steps.
@@ -139,7 +137,6 @@ def test_utilisation(setting: Setting) -> Figures:
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_shared_prefixes(setting: Setting) -> Figures:
     """A group of 8 whose prompt is computed once, next to packed sequences.
@@ -170,7 +167,6 @@ def test_shared_prefixes(setting: Setting) -> Figures:
     return figures
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=300)
 def test_offload(setting: Setting) -> Figures:
     """Memory that offloading gives back, and bits afterwards.
@@ -219,7 +215,6 @@ def _state_bytes(engine: TrainEngine) -> int:
     return 4 * sum(math.prod(shape) for kind in KINDS for shape in engine.tensor_shapes(kind).values())
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=600)
 def test_checkpoints(setting: Setting) -> Figures:
     """Saving, loading, the next step, and an export.

@@ -28,7 +28,6 @@ LARGEST_GAP = 0.02
 """The mean difference of log-probs between server and trainer, in nats."""
 
 
-@pytest.mark.slow
 @pytest.mark.gpu(limit_s=900)
 def test_sglang(setting: Setting) -> Figures:
     """An SGLang server on the same GPU: requests, sync, mismatch, memory.

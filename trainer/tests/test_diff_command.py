@@ -24,7 +24,7 @@ LEFT = "{minibatches: 4, kl_coef: 0.02, kl_estimator: k3}"
 RIGHT = "{kl_coef: 0.02, kl_estimator: k2, loss: {type: clipped, clip_high: 0.3}, whiten_advantages: true}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_diff_names_terms_of_two_recipes(tmp_path: Path) -> None:
     arguments = []
     for name, settings in (("left", LEFT), ("right", RIGHT)):

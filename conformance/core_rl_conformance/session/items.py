@@ -24,7 +24,7 @@ from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, NotSupported, Outcome
-from core_rl_conformance.session.matrix import Selection, cases, pair_cases, three_rank_cases
+from core_rl_conformance.session.matrix import Selection, cases, pair_cases, quick_sample, three_rank_cases
 from core_rl_conformance.soak import soak_check
 
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<number>\d+)(?:,)? in (?P<function>.+)$')
@@ -163,7 +163,8 @@ class CheckFile(pytest.File):
         for check in checks:
             if plan.selection.wants(check.identifier):
                 for case in self._cases(check, plan):
-                    yield CheckItem.build(self, case)
+                    number = plan.targets.index(case.target)
+                    yield CheckItem.build(self, quick_sample(case, number, plan.selection))
 
     def _soaks(self, plan: Plan, minutes: float) -> Iterator[pytest.Item]:
         """A soak for each layout and dtype of each train engine; they share the time."""

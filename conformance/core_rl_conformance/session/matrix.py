@@ -173,6 +173,20 @@ def three_rank_cases(check: Check, target: Target, selection: Selection) -> Iter
         yield from _at(check, target, selection, place, [place], "", "")
 
 
+def quick_sample(case: Case, number: int, selection: Selection) -> Case:
+    """``case`` of the engine ``number``, not run in a quick session unless it is its turn in the sample.
+
+    Every engine runs an N-th of the checks, and the next engine other checks.
+    """
+    if (
+        selection.quick
+        and not case.not_run
+        and (_turn(case.check, selection) + number) % selection.sample_every
+    ):
+        return replace(case, not_run="--sample-every leaves it out")
+    return case
+
+
 def _at(
     check: Check,
     target: Target,

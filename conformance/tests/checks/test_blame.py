@@ -150,7 +150,7 @@ def test_correct_engine_passes_with_broken_partner(
         expected_values.discard(partner.name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_session_fails_only_the_wrong_engine(pytester: pytest.Pytester) -> None:
     spec = spec_of(EntropyInBits)
     names = f"--engine={spec.name}", "--engine=reference"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 from kill_matrix import Kill, Outcome
 from mutants import eight_bit
 from mutants.all import MUTANTS
@@ -35,19 +34,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("suspect", suspects, ids=[mutant.name for mutant in suspects])
 
 
-def _parameters() -> list[ParameterSet]:
-    """One mutant for each check in an ordinary session, of each family in a quick one, and all of them at night."""
-    of_checks = {mutant.killed_by: mutant for mutant in reversed(MUTANTS)}.values()
-    of_families = {mutant.engine.__module__: mutant for mutant in reversed(MUTANTS)}.values()
-
-    def marks(mutant: Mutant) -> list[pytest.MarkDecorator]:
-        if mutant in of_families:
-            return []
-        return [pytest.mark.slow if mutant in of_checks else pytest.mark.nightly]
-
-    return [pytest.param(mutant, id=mutant.name, marks=marks(mutant)) for mutant in MUTANTS]
-
-
 @pytest.fixture(scope="module")
 def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExpectedValues]:
     with ExpectedValues(tmp_path_factory.mktemp("expected_values"), make_engine=make_engine) as made:
@@ -69,7 +55,8 @@ def _kill(mutant: Mutant, check: str, seed: int, message: str | None, intended: 
     )
 
 
-@pytest.mark.parametrize("mutant", _parameters())
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_dies_by_its_check(
     expected_values: ExpectedValues,
     mutant: Mutant,

@@ -57,6 +57,7 @@ def _run(values: ExpectedValues, identifier: str, spec: TrainerSpec, directory: 
     case.check.function(EngineUnderTest(case, values, directory))
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("identifier", "spec"),
     [*((name, SPEC) for name in CHECKS), ("T1.reinforce", BY_SGD), ("T4.untrained", BY_SGD)],
@@ -67,6 +68,7 @@ def test_plain_trainer_passes(
     _run(expected_values, identifier, spec, tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mutant", "identifier", "message"), MUTANTS)
 def test_trainer_mutant_dies_by_its_check(
     expected_values: ExpectedValues,

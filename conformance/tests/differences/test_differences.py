@@ -65,6 +65,7 @@ def _parameters() -> list[Any]:
     return [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in PAIRS]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", _parameters())
 def test_diff_names_planted_differences(name: str) -> None:
     settings, expected = PAIRS[name]

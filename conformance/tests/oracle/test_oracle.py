@@ -178,6 +178,7 @@ LOSSES: list[tuple[CheckLoss, str]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("loss", "head"), LOSSES, ids=lambda value: str(value).partition("(")[0])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
 def test_gradients_match_differences(store: ModelStore, family: str, loss: CheckLoss, head: str) -> None:

@@ -108,6 +108,7 @@ def test_there_are_at_least_five_different_variants() -> None:
     assert sum(variant.nudge is not None for variant in VARIANTS) >= 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_variants_agree_and_differ(tmp_path: Path, family: str) -> None:
     """All variants are right (their errors are rounding), and they do not all round alike."""

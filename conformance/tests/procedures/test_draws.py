@@ -99,6 +99,7 @@ def answers(seed: int, penalty: float) -> tuple[list[list[int]], list[torch.Tens
     return responses, [rows] * len(responses)
 
 
+@pytest.mark.nightly
 def test_answers_rarely_surprise() -> None:
     tails = [most_surprising_bet(*answers(seed, 0.0)).tail for seed in range(30)]
     assert min(tails) > 1e-3

@@ -21,6 +21,7 @@ def _pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", [[], pytest.param(["-n", "2"], marks=pytest.mark.nightly)])
 def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]) -> None:
     result = _pytest(

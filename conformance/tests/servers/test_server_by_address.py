@@ -80,6 +80,7 @@ def test_missing_routes_are_named(pytester: pytest.Pytester, model_dir: str) -> 
             assert (outcomes[VERSIONS] == ("passed", "")) == (absent == "/collective_rpc")
 
 
+@pytest.mark.nightly
 def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: ReferenceServer) -> None:
     before = server.label
     result, outcomes = judge(pytester, server, ["I19.bos", PREFIX, VERSIONS], "--wire=vllm")
@@ -96,6 +97,7 @@ def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: R
 DELTAS = ["I12.receive-delta", "I12.delta-base"]
 
 
+@pytest.mark.nightly
 def test_deltas_are_judged_with_take_over(pytester: pytest.Pytester, model_dir: str) -> None:
     with running([ReferenceServer(model_dir)]) as (made,):
         _, outcomes = judge(pytester, made, DELTAS, "--wire=vllm", "--take-over")

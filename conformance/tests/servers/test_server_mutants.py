@@ -61,6 +61,7 @@ def _require_killed(message: str | None, killed_by: str, says: str) -> None:
     assert re.search(says, message), f"the message misses the cause:\n{message}"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", _parameters(WIRE_FAULTS))
 def test_wire_fault_dies_by_its_check(
     expected: ExpectedValues, server: ReferenceServer, fault: WireFault, tmp_path: Path
@@ -73,6 +74,7 @@ def test_wire_fault_dies_by_its_check(
     _require_killed(message, fault.killed_by, fault.says)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mutant", _parameters(SERVED))
 def test_served_mutant_dies_by_its_check(expected: ExpectedValues, mutant: Mutant, tmp_path: Path) -> None:
     assert issubclass(mutant.engine, ReferenceRolloutBackend)

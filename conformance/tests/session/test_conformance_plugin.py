@@ -407,6 +407,7 @@ def test_a_report_is_written(pytester: pytest.Pytester, installed: str) -> None:
 WITHOUT_AIOHTTP = "import sys, pytest; sys.modules['aiohttp'] = None; sys.exit(pytest.main(sys.argv[1:]))"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "status", "text"),
     [

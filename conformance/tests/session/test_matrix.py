@@ -17,7 +17,7 @@ from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
 from core_rl_conformance.session.items import Plan
-from core_rl_conformance.session.matrix import Selection, cases, select, three_rank_cases
+from core_rl_conformance.session.matrix import Selection, cases, quick_sample, select, three_rank_cases
 from core_rl_conformance.session.summary import Summary
 
 DP1, DP2, DP4 = (ParallelLayout(dp=degree) for degree in (1, 2, 4))
@@ -394,3 +394,14 @@ def test_results_survive_the_way_through_a_report() -> None:
     assert CaseRecord.from_properties([("other", 1), result.to_property()]) == result
     assert CaseRecord.from_properties([("other", 1)]) is None
     assert result.worst == measurements[1]
+
+
+def test_quick_sample_spreads_checks_over_engines() -> None:
+    selection = Selection(quick=True, sample_every=3)
+    quick = [case for one in CHECKS.values() for case in cases(one, WIDE, selection) if not case.not_run]
+    samples = [[quick_sample(case, number, selection) for case in quick] for number in range(3)]
+    run = [[case for case in sample if not case.not_run] for sample in samples]
+    assert min(len(sample) for sample in run) > len(quick) / 5
+    assert sorted(case.check.identifier for sample in run for case in sample) == sorted(
+        case.check.identifier for case in quick
+    )

@@ -75,7 +75,7 @@ def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.Captu
             assert "options.bucket_bytes" in [field["name"] for field in listed["fields"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_new_engines_own_tests_pass(tmp_path: Path) -> None:
     """The suite among them is left to the example, which equals the command's output."""
     project = tmp_path / "project"

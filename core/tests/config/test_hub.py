@@ -192,6 +192,7 @@ def test_the_hub_serves_weights_config_and_tokenizer(tmp_path: Path, hub: FakeHu
     assert "the Hub has no model 'org/other' that you may read; check the name" in model
 
 
+@pytest.mark.nightly
 def test_the_driver_downloads_once_for_all_ranks(tmp_path: Path, hub: FakeHub) -> None:
     *paths, seed = lines_of(PATHS_IN_RANKS, ["org/tiny"], tmp_path, HF_ENDPOINT=hub.url)
     assert paths == [str(tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT)] * 2

@@ -15,8 +15,6 @@ from typing import Any
 import group_support as support
 import pytest
 
-pytestmark = pytest.mark.slow  # each test starts an interpreter and a fork server
-
 HEADER = """
 import os, signal, sys, time
 from core_rl.launch import process
@@ -115,6 +113,7 @@ def test_ranks_end_with_a_killed_driver(drive: Drive, how: Any) -> None:
     assert driver.process.wait(60) == -how
 
 
+@pytest.mark.nightly
 def test_children_of_ranks_end_with_a_killed_driver(drive: Drive) -> None:
     driver = drive("group = start()\nprint(*group.run(support.start_child), flush=True)\ntime.sleep(300)")
     children = [int(word) for word in driver.line().split()]
@@ -124,6 +123,7 @@ def test_children_of_ranks_end_with_a_killed_driver(drive: Drive) -> None:
     assert not support.survivors(driver.pids + children)
 
 
+@pytest.mark.nightly
 def test_forked_driver_child_keeps_no_rank_alive(drive: Drive) -> None:
     body = """
 group = start()
@@ -143,6 +143,7 @@ time.sleep(300)
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("body", "code"),
     [
@@ -183,6 +184,7 @@ def test_ctrl_c_inside_a_call_ends_everything(drive: Drive, tmp_path: Path) -> N
     assert not support.survivors(driver.pids)
 
 
+@pytest.mark.nightly
 def test_a_driver_may_handle_ctrl_c_itself(drive: Drive, tmp_path: Path) -> None:
     body = f"""
 signal.signal(signal.SIGINT, lambda *_: os.write(1, b"seen\\n"))
@@ -200,6 +202,7 @@ with start() as group:
     assert driver.process.returncode == 0
 
 
+@pytest.mark.nightly
 def test_ctrl_c_while_the_fork_server_imports(drive: Drive) -> None:
     """The server must live through it, and the driver's next group must work."""
     body = """
@@ -217,6 +220,7 @@ with start() as group:
     assert "KeyboardInterrupt" not in output
 
 
+@pytest.mark.nightly
 def test_the_end_of_the_fork_server_is_noticed(drive: Drive) -> None:
     body = """
 group = start()
@@ -239,6 +243,7 @@ group.close()
     assert "left []\n[(0,), (1,)]\n" in output
 
 
+@pytest.mark.nightly
 def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(HEADER + "\nwith start() as group:\n    pass\n")
@@ -281,6 +286,7 @@ if __name__ == '__main__':
 UNKNOWN = "GroupError the function or its arguments cannot be restored in the rank: Can't get attribute 'own'"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "stdin", "answer"),
     [

@@ -44,7 +44,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("moment", ["importing", pytest.param("ready", marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("moment", ["importing", pytest.param("ready", marks=pytest.mark.nightly)])
 def test_fork_server_ends_with_its_parent(moment: str) -> None:
     assert hasattr(forkserver._forkserver, "_forkserver_pid")
     command = [sys.executable, "-c", PARENT, moment]
@@ -67,6 +68,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_ranks_inherit_modules_of_spec() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import sys" + INHERITED], capture_output=True, text=True, check=False
@@ -89,6 +91,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_order_lost_by_a_killed_server_is_repeated() -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ def test_gradients_on_two_ranks_equal_the_plain_model() -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_conformance_suite_passes(tmp_path: Path) -> None:
     arguments = ["--engine=ddp", "--quick", "-p", "no:cacheprovider", "--pyargs", "core_rl_conformance"]
     result = subprocess.run(

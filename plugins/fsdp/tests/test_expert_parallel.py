@@ -101,6 +101,7 @@ def in_turn(cases: Sequence[str]) -> list[Any]:
     return [case if case in SHORT else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("case", in_turn(SPREAD))
 def test_gradients_equal_the_plain_model(
@@ -182,6 +183,7 @@ def state(group: EngineGroup) -> dict[str, Tensor]:
     return {f"{kind} {name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", ["sharded", pytest.param("portable", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_checkpoint_moves_between_degrees(

@@ -77,6 +77,7 @@ def plain_logprobs(model: Any, batch: SequenceBatch) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("targets", ["all-linear", "one layer"])
 def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: str, targets: str) -> None:
@@ -119,6 +120,7 @@ def group_without(group: EngineGroup, path: Path, batch: SequenceBatch) -> torch
     return off
 
 
+@pytest.mark.nightly
 def test_peft_adapter_initializes_training(group: EngineGroup, base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = PeftConfig(r=4, lora_alpha=9, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -159,6 +161,7 @@ def test_a_critics_adapter_holds_its_head(group: EngineGroup, base: Path, tmp_pa
     torch.testing.assert_close(local, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dp", [1, 2])
 def test_gradient_checkpointing_changes_no_gradient(group: EngineGroup, base: Path, dp: int) -> None:
     actual = []

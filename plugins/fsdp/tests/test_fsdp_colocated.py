@@ -45,6 +45,7 @@ def groups_and_threads(engine: TrainEngine) -> tuple[int, int]:
     return len(torch.distributed.distributed_c10d._world.pg_map), len(list(Path("/proc/self/task").iterdir()))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [pytest.param(DP2, marks=pytest.mark.nightly), TP2], ids=str)
 def test_colocated_engines_compute_as_if_alone(layout: ParallelLayout) -> None:
     """Next to an engine of the same layout, and to an engine of another layout in the same world."""

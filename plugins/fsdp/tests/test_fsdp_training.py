@@ -33,6 +33,7 @@ def curve(name: str, engine: str, start: Path, output: Path, *more: str) -> Curv
     return curve_of(arithmetic.recipe_of(name), overrides, output)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "more"),
     [("grpo", []), pytest.param("ppo", OWN_RANK, marks=pytest.mark.nightly)],

@@ -81,6 +81,7 @@ def expected() -> Expected:
     return actual
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("head", LOSSES)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_the_plain_model(
@@ -198,6 +199,7 @@ def state(group: EngineGroup) -> dict[str, Tensor]:
     return {f"{kind} {name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", ["sharded", "portable"])
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_checkpoint_moves_between_layouts(
@@ -260,6 +262,7 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", [name for name in CASES if "tp" in name or "hybrid" in name])
 def test_each_rank_knows_where_its_parts_lie(group: EngineGroup, case: str) -> None:
     """Against torch's own gathering, also of dimensions that are cut twice, into parts of different sizes."""
@@ -277,6 +280,7 @@ def held_bytes(engine: TrainEngine) -> tuple[int, int]:
     return sum(weight.nbytes for weight in parameters), sum(value.nbytes for value in states)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ["hybrid", "replicated", "dp2cp2", "uneven-dp2tp2"])
 def test_plan_lists_local_weights(group: EngineGroup, case: str) -> None:
     """Within a tenth: every tensor parallel rank has the norms, and tiny tensors do not divide."""

@@ -96,6 +96,7 @@ def config(path: Path) -> FSDPConfig:
     )
 
 
+@pytest.mark.nightly
 def test_loading_and_exporting_bound_memory(
     group: EngineGroup, directory: Path, full: int, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_loading_and_exporting_bound_memory(
     assert all(torch.equal(saved.read(name), original.read(name)) for name in original.names())
 
 
+@pytest.mark.nightly
 def test_the_probe_sees_a_full_copy(group: EngineGroup, full: int) -> None:
     """Weights that no file gives are drawn in full on every rank."""
     drawn = FSDPConfig(

@@ -54,6 +54,7 @@ def plain(group: EngineGroup) -> dict[bool, dict[str, Tensor]]:
     return {on: trained(group, support.fsdp_config(2, gradient_checkpointing=on)) for on in (False, True)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_on_the_host_change_no_bit(
     group: EngineGroup, plain: dict[bool, dict[str, Tensor]], checkpointing: bool
@@ -127,6 +128,7 @@ def packed_tensors(engine: TrainEngine, seed: int) -> dict[str, int]:
 LAYOUTS = (ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, sequence_parallel=True))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_activations_move_and_weights_stay(group: EngineGroup, layout: ParallelLayout) -> None:
     seen: dict[bool, dict[str, int]] = {}

@@ -36,7 +36,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("per_rank", "layout"),

@@ -53,7 +53,7 @@ def kept(engine: TrainEngine) -> int:
     return sum(int(tensor.nbytes) for part in parts for tensor in engine.backend.memory(part))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_loading_bounds_peak_memory(directory: Path) -> None:
     first = support.config(layout={"tp": 2}).model_copy(update={"dtype": "bfloat16"})
     model = first.model.model_copy(update={"path": str(directory), "config": None})

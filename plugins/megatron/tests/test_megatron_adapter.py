@@ -74,6 +74,7 @@ def plain_logprobs(model: Any, batch: SequenceBatch) -> Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "lora"), [({"tp": 2}, LORA), (TP_SP, LORA), ({"pp": 2}, LAST_LAYER)], ids=["tp", "sp", "pp"]
 )
@@ -101,6 +102,7 @@ def test_peft_loads_adapter_of_any_layout(
     assert torch.equal(off, group.forward(batch, CUT)["logprobs"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [{"tp": 2}, TP_SP], ids=["tp", "sp"])
 def test_recomputation_draws_the_dropout_of_the_adapter_again(
     group: EngineGroup, base: Path, layout: dict[str, Any]

@@ -37,6 +37,7 @@ def weights(group: EngineGroup) -> dict[str, Tensor]:
     return group.named_tensors("master")
 
 
+@pytest.mark.nightly
 def test_engines_of_the_same_degrees_share_the_groups() -> None:
     """Each computes the same as alone, with dropout from Megatron's one tracker, also after the other has gone."""
     settings = (config(0, {"tp": 2}), config(1, {"tp": 2}))

@@ -51,6 +51,7 @@ def _train(group: EngineGroup, steps: range) -> list[float]:
     return losses
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "second", "form"),
     [*MOVES, *(pytest.param(*move, marks=pytest.mark.nightly) for move in MORE_MOVES)],
@@ -82,6 +83,7 @@ def test_layouts_change_in_a_running_group(tmp_path: Path) -> None:
         assert group.run(support.receives_tensors) == [False, True]  # the last stage writes
 
 
+@pytest.mark.nightly
 def test_recomputation_changes_nothing() -> None:
     results = []
     for choice in ("none", "selective", "full"):
@@ -90,6 +92,7 @@ def test_recomputation_changes_nothing() -> None:
     torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "layout", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=["one", "tp", "pp"]
 )
@@ -106,6 +109,7 @@ def test_padding_token_gets_no_gradient(layout: dict[str, Any]) -> None:
     torch.testing.assert_close(actual[1], actual[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_replicas_save_equal_parts(tmp_path: Path) -> None:
     """Without the distributed optimizer, each data parallel rank has everything."""
     with _start(("megatron", {"dp": 2}, None)) as group:

@@ -104,6 +104,7 @@ sys.exit(torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork())
 """
 
 
+@pytest.mark.nightly
 def test_preloading_initialises_no_cuda() -> None:
     assert (
         subprocess.run([sys.executable, "-c", PRELOADED], env=dict(os.environ), check=False).returncode == 0

@@ -69,7 +69,7 @@ BY_DAY = ["reduce", "fused", "experts-tp"]
 """Each of the options in one case."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in BY_DAY else pytest.mark.nightly) for case in CASES]
 )

@@ -20,7 +20,7 @@ from core_rl.servers.weights import require_shared_memory_with
 from core_rl_cluster.attach import RehearsalHosts
 from core_rl_sglang.config import SglangConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 META = {
     "finish_reason": {"type": "length"},

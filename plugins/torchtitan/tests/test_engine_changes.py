@@ -64,7 +64,7 @@ def continued(start: Path, directory: Path) -> Curve:
     return curve
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recipe_changes_engines_within_rounding(tmp_path: Path) -> None:
     """GRPO under fsdp, torchtitan and megatron, with the curve of a run that is never broken."""
     start = arithmetic.make_start(tmp_path / "start")

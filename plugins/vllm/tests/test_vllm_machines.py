@@ -11,7 +11,7 @@ from vllm_support import backend_of, build, complete, request, tiny_model, wait_
 from core_rl.launch.machines import server_processes
 from core_rl_cluster.attach import RehearsalHosts
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 CHOICE = {
     "token_ids": [7, 7],

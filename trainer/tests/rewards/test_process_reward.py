@@ -168,6 +168,7 @@ def test_close_kills_working_processes(tmp_path: Path) -> None:
         asyncio.run(reward([], [], {}))
 
 
+@pytest.mark.nightly
 def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; sys.path += sys.argv[2:]; import test_process_reward as t\n"

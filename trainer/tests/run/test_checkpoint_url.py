@@ -25,7 +25,7 @@ def copied(store: Path) -> list[str]:
     return sorted(entry.name for entry in store.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_without_directory_resumes_from_url(start: Path, tmp_path: Path) -> None:
     store, out = tmp_path / "store", tmp_path / "out"
     values = support.supervised_values(start, out, "sft", steps=3, save_every=1, keep=2)

@@ -19,7 +19,7 @@ from core_rl_trainer.callbacks import Event, StepEnd
 from core_rl_trainer.export import export_checkpoint
 from core_rl_trainer.run import online
 
-pytestmark = [pytest.mark.slow]
+pytestmark = pytest.mark.nightly
 
 
 def run(values: dict[str, Any], *callbacks: Callable[[Event], None]) -> str:
@@ -33,7 +33,6 @@ def run(values: dict[str, Any], *callbacks: Callable[[Event], None]) -> str:
 FSDP = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("come_back", [True, False], ids=["comes back", "gone"])
 def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
     """One of two machines is powered off: the run continues when it is back, or with the layout for one machine."""
@@ -58,7 +57,6 @@ def test_a_lost_machine(start: Path, tmp_path: Path, come_back: bool) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("sync", ["distributed", "disk"])
 def test_rollouts_on_two_machines_leave_curve_equal(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str

@@ -21,7 +21,6 @@ from core_rl_trainer.callbacks import CheckpointSaved, Event, StepEnd
 from core_rl_trainer.errors import CallbackError
 from core_rl_trainer.run import engines
 
-pytestmark = [pytest.mark.slow]
 Groups = list[EngineGroup]
 
 
@@ -71,10 +70,11 @@ def unbroken(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 RESTART = {"restarts": 1}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("step", "kind", "start_from"),
-    [(3, StepEnd, 2), (1, StepEnd, 0), (2, CheckpointSaved, 2)],
-    ids=["after a checkpoint", "before the first", "at a checkpoint"],
+    [(2, CheckpointSaved, 2), (3, StepEnd, 2), (1, StepEnd, 0)],
+    ids=["at a checkpoint", "after a checkpoint", "before the first"],
 )
 def test_a_killed_rank_changes_no_metric(
     unbroken: Path,
@@ -102,6 +102,7 @@ def test_a_killed_rank_changes_no_metric(
     assert [row["step"] for row in rows] == [start_from]
 
 
+@pytest.mark.nightly
 def test_a_supervised_run_restarts_too(start: Path, tmp_path: Path, groups: Groups) -> None:
     outputs = [tmp_path / name for name in ("unbroken", "killed")]
     run(support.supervised_values(start, outputs[0], "sft"))
@@ -109,6 +110,7 @@ def test_a_supervised_run_restarts_too(start: Path, tmp_path: Path, groups: Grou
     assert support.curve(outputs[0]) == support.curve(outputs[1])
 
 
+@pytest.mark.nightly
 def test_each_restart_counts(start: Path, tmp_path: Path, groups: Groups) -> None:
     values = support.supervised_values(start, tmp_path / "out", "sft", cluster={"restarts": 2})
     with pytest.raises(RankDied) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 import training_support as support
 from rich.console import Console
 from traced_files import listed_files, start_trace, stop_trace, traced_files
@@ -17,6 +18,7 @@ WAY = 40
 """Upper bound on the files of the table in order."""
 
 
+@pytest.mark.nightly
 def test_page_lists_files_of_a_run(start: Path, tmp_path: Path) -> None:
     """Files of the trainer between `train` and the end of the first step, after all modules are imported."""
     before_first_step: set[str] = set()

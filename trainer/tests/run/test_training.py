@@ -213,7 +213,7 @@ def test_interrupted_run_resumes_exactly(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_evaluations_do_not_disturb_the_training(unbroken: Path, start: Path, tmp_path: Path) -> None:
     recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
     run(recipe, "eval_every=1", "eval_samples=2", "save_every=3")

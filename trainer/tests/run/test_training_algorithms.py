@@ -70,6 +70,7 @@ def test_ppo_trains_actor_and_critic(ppo: Path) -> None:
     assert coefficients[1] == pytest.approx(0.05 * (1 - 0.2 * 18 / 100))
 
 
+@pytest.mark.nightly
 def test_interrupted_ppo_run_resumes_exactly(
     ppo: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_killed_ppo_run_resumes_exactly(ppo: Path, start: Path, tmp_path: Path) 
     assert support.curve(tmp_path / "out") == support.curve(ppo)
 
 
+@pytest.mark.nightly
 def test_taking_turns_in_the_same_processes_changes_nothing(
     ppo: Path, start: Path, tmp_path: Path, memory_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def offloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return moved
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("placement", "moved"),
     [
@@ -172,6 +175,7 @@ def test_separate_devices_leave_curve_equal(
     assert bool(memory_calls) == ("lm" in moved), "rollouts keep memory that nobody else uses"
 
 
+@pytest.mark.nightly
 def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Path, tmp_path: Path) -> None:
     """In evaluations too, which use the training prompts here."""
     section = {"path": str(reward_model / "model"), "weight": 2.0}
@@ -214,7 +218,7 @@ def test_adapter_reference_is_base_model(start: Path, tmp_path: Path, sync: str)
     assert all(row["mismatch_max"] < 1e-4 for row in rows)
 
 
-@pytest.mark.parametrize("sync", ["disk", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sync", ["disk", pytest.param("tensor", marks=pytest.mark.nightly)])
 def test_delta_sync_has_the_actors_weights(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str
 ) -> None:
@@ -237,7 +241,7 @@ def test_delta_sync_has_the_actors_weights(
     "algorithm",
     [
         "remax",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("reinforce_plus_plus", "dapo", "gspo")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("reinforce_plus_plus", "dapo", "gspo")),
     ],
 )
 def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> None:

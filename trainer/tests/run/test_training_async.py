@@ -104,6 +104,7 @@ def test_a_synchronous_run_has_no_lag(recipe: Path, trained: list[tuple[int, lis
     assert all(names | {f"{name}_lag0" for name in names} <= row.keys() for row in rows)
 
 
+@pytest.mark.nightly
 def test_sync_methods_give_equal_runs(recipe: Path, tmp_path: Path) -> None:
     runs = [run(recipe, f"rollout.sync={sync}", "fresh=true") for sync in ("disk", "tensor", "distributed")]
     timeless = [[{name: row[name] for name in row if "_s" not in name} for row in rows] for rows in runs]

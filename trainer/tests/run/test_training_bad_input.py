@@ -90,6 +90,7 @@ def test_equal_rewards_warn_once_or_end_run(
     assert "stop_on.no_signal" in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.nightly
 def test_filter_rejecting_everything_ends_run(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(
         start, tmp_path / "out", reward=f"{start}/rewards.py:constant", algorithm=GRPO

@@ -135,6 +135,7 @@ def short_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_recipe_runs_to_its_end_in_short(short_start: Path, tmp_path: Path, name: str) -> None:
     train, held_out, smaller = RECIPES[name]
