@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from mutants.rollouts import ReportsWithoutTemperature
 from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
@@ -18,6 +20,7 @@ from server_stub import running
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.servers import routes
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.servers.routes import read_routes
 from core_rl_conformance.servers.target import load_server
@@ -171,6 +174,21 @@ def test_sglang_completions_need_a_tokenizer(model_dir: str) -> None:
         pytest.raises(ConfigError, match="the SGLang at .* runs with --skip-tokenizer-init.*--wire=sglang"),
     ):
         read_routes(server.address, None, "openai")
+
+
+class SlowAboutItself(ReferenceServer):
+    """A server that collects its description for seconds, as vLLM does at the first request."""
+
+    async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/server_info":
+            await asyncio.sleep(2.5)
+        return await super().usual(request, body)
+
+
+def test_slow_descriptions_are_awaited(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "TIMEOUT_S", 2.0)
+    with running([SlowAboutItself(model_dir)]) as (server,):
+        assert read_routes(server.address, None, "vllm").product == "vLLM"
 
 
 def test_unsuited_servers_name_the_fix(pytester: pytest.Pytester, model_dir: str, tmp_path: Path) -> None:
