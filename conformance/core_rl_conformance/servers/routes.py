@@ -109,6 +109,16 @@ class Routes:
     tokenizer: bool
     """Whether it has one, as far as it describes that."""
 
+    @property
+    def release(self) -> str:
+        """Product and version."""
+        return f"{self.product} {self.version}"
+
+    @property
+    def stock(self) -> bool:
+        """Whether it is vLLM without core-rl-vllm-server."""
+        return self.disabled.get(Capability.SYNC_TENSOR) == NO_TRANSFER
+
     def missing(self, routes: Iterable[str]) -> str:
         """The absent ``routes`` as a reason; empty where it has all."""
         absent = [route for route in routes if route not in self.paths]

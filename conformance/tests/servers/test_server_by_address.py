@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from mutants.rollouts import ReportsWithoutTemperature
+from mutants.rollouts import ReportsAfterTheCut, ReportsWithoutTemperature
 from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
 from server_stub import running
 
 from core_rl.errors import ConfigError
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.servers import routes
 from core_rl_conformance.servers.options import ServerArguments
@@ -128,6 +129,24 @@ def test_raw_logprobs_are_named(pytester: pytest.Pytester, model_dir: str) -> No
         result, outcomes = judge(pytester, made, ["I8.rollout-temperature"], "--wire=openai")
     assert outcomes["I8.rollout-temperature"][0] == "failed"
     result.stdout.fnmatch_lines(["*reports raw log-probs; start it with --logprobs-mode processed_logprobs*"])
+
+
+class KnownVersion(ReferenceServer):
+    """A server of the version whose failures are known."""
+
+    def _descriptions(self) -> dict[str, Any]:
+        return {**super()._descriptions(), "/version": {"version": "0.32.0"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [(ReportsAfterTheCut, "waived"), (ReferenceRolloutBackend, "failed")]
+)
+def test_known_failures_of_a_version_are_strict(
+    pytester: pytest.Pytester, model_dir: str, kind: type[ReferenceRolloutBackend], outcome: str
+) -> None:
+    with running([KnownVersion(model_dir, kind)]) as (made,):
+        _, outcomes = judge(pytester, made, ["I8.rollout-cut"], "--wire=openai")
+    assert outcomes["I8.rollout-cut"][0] == outcome
 
 
 def test_report_has_product_and_no_key(
