@@ -368,7 +368,8 @@ class EngineUnderTest:
                 explain_tokens, got, expected.values, expected.tolerance, expected.mistakes, again
             ),
         )
-        self.verify(reproduced_tokens(self.case, finding, got, expected))
+        of, tolerance = expected.computation, expected.tolerance
+        self.verify(reproduced_tokens(self.case, finding, of, got, expected.values, tolerance))
 
     def verify_logprobs(
         self, label: str, group: EngineGroup, model: TinyModel, data: Ragged, cut: MicroBatchSpec = ONE_PASS

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl_conformance.case import Case
-from core_rl_conformance.expected_values import ExpectedGradients, ExpectedOutputs
+from core_rl_conformance.expected_values import ExpectedGradients
 from core_rl_conformance.hints.diagnose import Explain, Finding, compare_scalar
 from core_rl_conformance.reproduction.computation import Computation, Weights
 from core_rl_conformance.reproduction.script import reproduction
@@ -41,13 +41,18 @@ def reproduced(
 
 
 def reproduced_tokens(
-    case: Case, finding: Finding, got: Sequence[Tensor], expected: ExpectedOutputs, note: str = ""
+    case: Case,
+    finding: Finding,
+    computation: Computation | None,
+    got: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    tolerance: Tolerance,
+    note: str = "",
 ) -> Finding:
     """The same of an output of each sequence."""
     names = [f"sequence {number}" for number in range(len(got))]
-    left, right = (dict(zip(names, values, strict=True)) for values in (got, expected.values))
-    tolerances = dict.fromkeys(names, expected.tolerance)
-    return reproduced(case, finding, expected.computation, left, right, tolerances, note)
+    left, right = (dict(zip(names, values, strict=True)) for values in (got, expected))
+    return reproduced(case, finding, computation, left, right, dict.fromkeys(names, tolerance), note)
 
 
 def weights_finding(

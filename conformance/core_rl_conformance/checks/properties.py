@@ -227,7 +227,8 @@ class _Trial:
         label = "log-probs of a drawn batch"
         finding = compare_tokens(label, got, logprobs.values, logprobs.tolerance, subject.places(data))
         note = f", cut by {drawn.cut}"
-        yield reproduced_tokens(subject.case, finding, got, logprobs, note)
+        truth, tolerance = logprobs.values, logprobs.tolerance
+        yield reproduced_tokens(subject.case, finding, logprobs.computation, got, truth, tolerance, note)
         if not bool(data.batch().loss_mask.any()):
             return
         expected = subject.gradients(self._model, data, LOSS)

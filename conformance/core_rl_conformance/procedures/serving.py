@@ -19,12 +19,12 @@ from core_rl.errors import EngineStateError, RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
-from core_rl_conformance.findings import reproduced
-from core_rl_conformance.hints.diagnose import Finding, compare_tokens
+from core_rl_conformance.findings import reproduced_tokens
+from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.pools import CALL_TIMEOUT_S
-from core_rl_conformance.reproduction.computation import Output, computation_of
+from core_rl_conformance.reproduction.computation import Computation
 from core_rl_oracle.tolerance import Tolerance
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]
@@ -117,6 +117,8 @@ class Expected:
 
     values: list[Tensor]
     tolerance: Tolerance
+    computation: Computation | None = None
+    """For a script that computes prompts and answers again."""
 
 
 def sequences_of(
@@ -155,7 +157,8 @@ def expected_of(
     """The oracle's log-probs of the generated tokens of ``responses``, with the images of ``prompts``."""
     sequences = sequences_of(responses, prompts=prompts)
     outputs = subject.outputs(weights, sequences, "logprobs", temperature)
-    return Expected(values=generated(outputs.values, responses), tolerance=outputs.tolerance)
+    values = generated(outputs.values, responses)
+    return Expected(values=values, tolerance=outputs.tolerance, computation=outputs.computation)
 
 
 def distributions(
@@ -241,28 +244,15 @@ def verify_logprobs(
     finding = compare_tokens(
         label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain
     )
-    if prompts is None:
-        finding = _reproduced(subject, finding, weights, responses, temperature, expected)
-    subject.verify(finding)
+    left, right = _after_prompts(got, responses), _after_prompts(expected.values, responses)
+    of, tolerance = expected.computation, expected.tolerance
+    subject.verify(reproduced_tokens(subject.case, finding, of, left, right, tolerance))
 
 
-def _reproduced(
-    subject: EngineUnderTest,
-    finding: Finding,
-    weights: Judged,
-    responses: Sequence[LLMResponse],
-    temperature: float,
-    expected: Expected,
-) -> Finding:
-    """``finding`` with a script for prompts and generated tokens, of which only the latter are compared."""
-    computation = computation_of(weights, Output("logprobs", temperature), sequences_of(responses))
-    left, right, allowed = {}, {}, {}
-    for number, (response, truth) in enumerate(zip(responses, expected.values, strict=True)):
-        name, prompt = f"sequence {number}", torch.zeros(len(response.input_ids))
-        left[name] = torch.cat([prompt, torch.tensor(response.logprobs)])
-        right[name] = torch.cat([prompt, truth])
-        allowed[name] = expected.tolerance
-    return reproduced(subject.case, finding, computation, left, right, allowed)
+def _after_prompts(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
+    """``values`` of generated tokens after zeros for the tokens of prompts, which are not compared."""
+    pairs = zip(values, responses, strict=True)
+    return [torch.cat([torch.zeros(len(response.input_ids)), value]) for value, response in pairs]
 
 
 def verify_served(

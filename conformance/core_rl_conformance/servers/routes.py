@@ -86,6 +86,7 @@ BUCKETS = (Capability.SYNC_TENSOR, Capability.SYNC_DISTRIBUTED)
 """Weight sync by buckets of core-rl."""
 TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 120.0
+"""Also for ``/server_info``: vLLM describes its environment there, by commands that it runs at the first request."""
 LONGEST = 64
 """Tokens of the longest sequence that checks score."""
 
@@ -107,6 +108,16 @@ class Routes:
     """Capabilities that its own settings disable, each with the reason."""
     tokenizer: bool
     """Whether it has one, as far as it describes that."""
+
+    @property
+    def release(self) -> str:
+        """Product and version."""
+        return f"{self.product} {self.version}"
+
+    @property
+    def stock(self) -> bool:
+        """Whether it is vLLM without core-rl-vllm-server."""
+        return self.disabled.get(Capability.SYNC_TENSOR) == NO_TRANSFER
 
     def missing(self, routes: Iterable[str]) -> str:
         """The absent ``routes`` as a reason; empty where it has all."""
@@ -158,7 +169,10 @@ async def _read(address: str, key: str | None) -> Routes:
 async def _product(api: Api, paths: Collection[str]) -> tuple[str, dict[str, Any]]:
     """The product, and its description with the version. SGLang's has secrets, which nothing reads."""
     for product, path in PRODUCTS:
-        if path in paths and isinstance(about := await api.get(path, TIMEOUT_S), dict) and "version" in about:
+        if path not in paths:
+            continue
+        about = await api.get(path, REQUEST_TIMEOUT_S)
+        if isinstance(about, dict) and "version" in about:
             return product, about
     return "server", {}
 
@@ -173,7 +187,7 @@ async def _disabled_in_vllm(api: Api, paths: Collection[str]) -> dict[Capability
     if "/server_info" not in paths:
         return {}
     with readable(None, f"{api.address}/server_info is something"):
-        config = (await api.get("/server_info?config_format=json", TIMEOUT_S))["vllm_config"]
+        config = (await api.get("/server_info?config_format=json", REQUEST_TIMEOUT_S))["vllm_config"]
         transfer = config.get("weight_transfer_config") or {}
         disabled = {} if config.get("lora_config") else {Capability.SYNC_LORA: NO_LORA}
         return (

@@ -34,6 +34,7 @@ from core_rl_conformance.servers.routes import (
     read_routes,
     scoring_problem,
 )
+from core_rl_conformance.servers.stock import KNOWN_FAILURES
 
 __all__ = ["launched_server", "load_server"]
 
@@ -120,7 +121,7 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
     special |= {Capability.CUDA} if arguments.device == "cuda" else set()
     special |= {Capability.LAUNCH_SERVER, Capability.MOE} if launches else set()
     capabilities = frozenset((_capabilities(arguments.wire) | special) - missing.keys() - withheld.keys())
-    description = f"{routes.product} {routes.version} at {place} (wire {arguments.wire})"
+    description = f"{routes.release} at {place} (wire {arguments.wire})"
     if layers := _quantized(routes.directory, arguments.model_dir):
         description += f"; layers in another precision than the trainer's {arguments.served_dtype}: {layers}"
     spec = _spec(capabilities, description)
@@ -137,11 +138,17 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
         "api_key": None if variable is None else f"${{env:{variable}}}",
     }
     families = () if launches else (arguments.model_type,)
+    profile = Profile(
+        families=families,
+        dtypes=(arguments.served_dtype,),
+        options={"options": options},
+        waivers=KNOWN_FAILURES.get(routes.release, ()) if routes.stock else (),
+    )
     return Target(
         spec=spec,
-        profile=Profile(families=families, dtypes=(arguments.served_dtype,), options={"options": options}),
+        profile=profile,
         model_dir=arguments.model_dir,
-        version=f"{routes.product} {routes.version}",
+        version=routes.release,
         missing_routes=MappingProxyType(missing),
         withheld=MappingProxyType(withheld),
         raw_logprobs=RAW.get(routes.product, ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import shutil
@@ -11,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mutants.rollouts import ReportsWithoutTemperature
+from aiohttp import web
+from mutants.rollouts import ReportsAfterTheCut, ReportsWithoutTemperature
 from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
 from server_stub import running
 
 from core_rl.errors import ConfigError
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
+from core_rl_conformance.servers import routes
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.servers.routes import read_routes
 from core_rl_conformance.servers.target import load_server
@@ -129,6 +133,24 @@ def test_raw_logprobs_are_named(pytester: pytest.Pytester, model_dir: str) -> No
     result.stdout.fnmatch_lines(["*reports raw log-probs; start it with --logprobs-mode processed_logprobs*"])
 
 
+class KnownVersion(ReferenceServer):
+    """A server of the version whose failures are known."""
+
+    def _descriptions(self) -> dict[str, Any]:
+        return {**super()._descriptions(), "/version": {"version": "0.32.0"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [(ReportsAfterTheCut, "waived"), (ReferenceRolloutBackend, "failed")]
+)
+def test_known_failures_of_a_version_are_strict(
+    pytester: pytest.Pytester, model_dir: str, kind: type[ReferenceRolloutBackend], outcome: str
+) -> None:
+    with running([KnownVersion(model_dir, kind)]) as (made,):
+        _, outcomes = judge(pytester, made, ["I8.rollout-cut"], "--wire=openai")
+    assert outcomes["I8.rollout-cut"][0] == outcome
+
+
 def test_report_has_product_and_no_key(
     pytester: pytest.Pytester, server: ReferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +195,21 @@ def test_sglang_completions_need_a_tokenizer(model_dir: str) -> None:
         pytest.raises(ConfigError, match="the SGLang at .* runs with --skip-tokenizer-init.*--wire=sglang"),
     ):
         read_routes(server.address, None, "openai")
+
+
+class SlowAboutItself(ReferenceServer):
+    """A server that collects its description for seconds, as vLLM does at the first request."""
+
+    async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if request.path == "/server_info":
+            await asyncio.sleep(2.5)
+        return await super().usual(request, body)
+
+
+def test_slow_descriptions_are_awaited(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "TIMEOUT_S", 2.0)
+    with running([SlowAboutItself(model_dir)]) as (server,):
+        assert read_routes(server.address, None, "vllm").product == "vLLM"
 
 
 def test_unsuited_servers_name_the_fix(pytester: pytest.Pytester, model_dir: str, tmp_path: Path) -> None:
