@@ -27,9 +27,11 @@ class PrefixOrder:
     def of(keys: Sequence[NDArray[np.int64]]) -> PrefixOrder:
         """The order of sequences with these keys, ``[L, n]`` each; equal keys are computed once."""
         texts = [key.tobytes() for key in keys]
-        order = np.array(sorted(range(len(keys)), key=texts.__getitem__), dtype=np.int64)
+        order = sorted(range(len(keys)), key=texts.__getitem__)
+        places = np.empty(len(order), dtype=np.int64)
+        places[order] = np.arange(len(order))
         common = [0, *(_common(keys[first], keys[second]) for first, second in pairwise(order))]
-        return PrefixOrder(np.array([len(key) for key in keys]), np.argsort(order), np.array(common))
+        return PrefixOrder(np.array([len(key) for key in keys]), places, np.array(common))
 
     def shared(self, first: int, second: int) -> int:
         """Tokens that two sequences have in common: the fewest between any neighbours from one to the other."""
