@@ -1,6 +1,7 @@
 """Bytes and CPU seconds of the driver in a GRPO step of up to 1,024 ranks.
 
     python benchmarks/driver_traffic.py --ranks 8 64 --tokens 1000000
+    python benchmarks/driver_traffic.py --ranks 64 --tokens 16000000 --share-prefixes
 
 `EngineGroup` plans, splits, pickles, sends and collects as in a run. Each rank is a TCP connection to a single process,
 which answers for all ranks. Seconds are CPU seconds of the driver; the bandwidth and the FLOP/s of a rank are assumed.
@@ -17,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +44,9 @@ from core_rl_trainer.algorithms.objectives import PolicyLoss
 PER_MACHINE = 8
 FORWARD_PASSES, SMALL_CALLS = 2, 4
 """Log-probs of policy and reference; `lr_scheduler_step`, `set_version`, `upload_weights` and `progress`."""
-BUDGET, LOSS = MicroBatchSpec(max_tokens=32_768), PolicyLoss(kl_coef=0.01).spec(temperature=1.0)
+PROMPT = 1024
+"""Tokens that a group of sequences shares."""
+LOSS = PolicyLoss(kl_coef=0.01).spec(temperature=1.0)
 MODELS = {"8B": (8e9, 1), "70B": (70e9, 8)}
 """Parameters, and tensor-parallel ranks that share a shard of the batch."""
 COLUMNS = ("model", "ranks", "tokens", "sent, MB", "received, MB", "CPU s: prepare", "send", "collect",
@@ -154,7 +159,11 @@ def fake_group(ranks: int, tp: int) -> Iterator[tuple[EngineGroup, Clock]]:
 
     places = [Slot(n // PER_MACHINE, n % PER_MACHINE) for n in range(ranks)]
     hosts: Any = SimpleNamespace(
-        slots=lambda *_: places, cores=lambda _: PER_MACHINE, start=start, address_of=lambda _: "127.0.0.1"
+        slots=lambda *_: places,
+        cores=lambda _: PER_MACHINE,
+        start=start,
+        address_of=lambda _: "127.0.0.1",
+        driver_address="127.0.0.1",
     )
     layout = {"dp": ranks // tp, "tp": tp}
     config = load_config("megatron")(model={"config": {}}, layout=layout, optimizer=None)
@@ -176,28 +185,33 @@ def make_batch(tokens: int) -> SequenceBatch:
     lengths = (weights / weights.sum() * tokens).clamp(min=16).to(torch.int32)
     total = int(lengths.sum())
     floats = ("logprobs", "prox_logprobs", "ref_logprobs", "token_rewards", "advantages")
+    prompts = torch.arange(count // 8).repeat_interleave(8)
+    rows = [torch.randint(2**17, (length,), generator=random) for length in lengths.tolist()]
+    for row, prompt in zip(rows, prompts.tolist(), strict=True):
+        row[:PROMPT] = prompt
     return SequenceBatch(
-        input_ids=torch.zeros(total, dtype=torch.long),
+        input_ids=torch.cat(rows),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)]),
         tokens={
             "loss_mask": torch.ones(total, dtype=torch.bool),
             "versions": torch.zeros(total, dtype=torch.long),
             **{name: torch.zeros(total) for name in floats},
         },
-        sequences={"rewards": torch.zeros(count), "group": torch.arange(count) // 8},
+        sequences={"rewards": torch.zeros(count), "group": prompts},
         meta={"stop_reason": ["stop"] * count},
     )
 
 
-def measure(batch: SequenceBatch, ranks: int, tp: int, repeats: int) -> Clock:
+def measure(batch: SequenceBatch, ranks: int, tp: int, budget: MicroBatchSpec, repeats: int) -> Clock:
     """The cheapest of ``repeats`` steps, after a step for warming up."""
     clocks = list[Clock]()
     with fake_group(ranks, tp) as (group, clock):
         for _ in range(1 + repeats):
             vars(clock).clear()
+            fresh = replace(batch)
             for _ in range(FORWARD_PASSES):
-                clock.measure(lambda: group.forward(batch, BUDGET))
-            clock.measure(lambda: group.train_batch(batch, LOSS, BUDGET))
+                clock.measure(partial(group.forward, fresh, budget))
+            clock.measure(partial(group.train_batch, fresh, LOSS, budget))
             for _ in range(SMALL_CALLS):
                 clock.measure(lambda: group.progress)
             clocks.append(copy(clock))
@@ -211,6 +225,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=(1_000_000, 16_000_000))
     parser.add_argument("--flops", type=float, default=400e12, help="model FLOP/s of a rank")
     parser.add_argument("--gbits", type=float, default=25.0, help="bandwidth of the driver, in Gbit/s")
+    parser.add_argument(
+        "--share-prefixes", action="store_true", help="plan for engines that compute prompts once"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -218,10 +235,11 @@ def main() -> None:
     table = Table(title=f"driver of a GRPO step, {assumed}")
     for column in COLUMNS:
         table.add_column(column, justify="right")
+    budget = MicroBatchSpec(max_tokens=32_768, share_prefixes=arguments.share_prefixes)
     batches = {tokens: make_batch(tokens) for tokens in arguments.tokens}
     cases = list(product(arguments.tokens, arguments.ranks, MODELS.items()))
     for tokens, ranks, (model, (parameters, tp)) in track(cases, description="measuring"):
-        clock = measure(batches[tokens], ranks, tp, arguments.repeats)
+        clock = measure(batches[tokens], ranks, tp, budget, arguments.repeats)
         # 6 FLOPs for a parameter and token to train, 2 for each forward pass.
         step_s = (6 + 2 * FORWARD_PASSES) * parameters * tokens / (ranks * arguments.flops)
         driver_s = clock.seconds(arguments.gbits * 1e9 / 8)

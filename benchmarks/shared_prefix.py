@@ -32,7 +32,7 @@ from common.workload import MODEL, token_nll
 from core_rl import LossSpec, MicroBatchSpec
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import shard_plan
-from core_rl.data.prefixes import PrefixOrder, PrefixTree
+from core_rl.data.prefixes import PrefixTree
 from core_rl.distributed.process_group import RankAddress
 
 LENGTHS = {"4:1": (512, 128), "1:1": (256, 256), "1:4": (128, 512)}
@@ -63,7 +63,7 @@ def spread_over_ranks(arguments: argparse.Namespace) -> None:
         table.add_column(column, justify="right")
     for ratio, group in product(arguments.ratios, arguments.group):
         batch = rollouts(*LENGTHS[ratio], group, arguments.prompts, ragged=True)
-        order = PrefixOrder.of(batch)
+        order = batch.prefix_order
         for ranks, shares in product(arguments.ranks, (False, True)):
             computed = [order.computed(part) for part in shard_plan(batch, ranks, shares)]
             figures = f"{max(computed):,}", f"{sum(computed):,}", f"{sum(computed) / batch.num_tokens:.3f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from core_rl.data.media import NO_MEDIA, Media, count_patches, media_violations
 from core_rl.data.pinned import to_device
+from core_rl.data.prefix_order import PrefixOrder
 from core_rl.errors import BatchError, raise_all
 
 __all__ = ["LOSS_MASK", "SequenceBatch"]
@@ -158,6 +160,20 @@ class SequenceBatch:
         """The batch on the CPU that this one is a copy of by `to`, or itself."""
         return self._original or self
 
+    @cached_property
+    def prefix_order(self) -> PrefixOrder:
+        """The sequences by prefixes that they share: equal ids with equal replayed experts.
+
+        Sorted once: copies with the same ids and experts have the same order.
+        """
+        if self._original is not None:
+            return self._original.prefix_order
+        routing, keys = self.tokens.get("routing"), self.input_ids[:, None]
+        if routing is not None:
+            keys = torch.cat([keys, routing.flatten(1).long()], dim=1)
+        rows = keys.cpu().numpy()
+        return PrefixOrder.of([rows[first:end] for first, end in pairwise(self.cu_seqlens.tolist())])
+
     def predicted(self, *, trained_only: bool) -> Tensor:
         """Positions where `not_first`, or with ``trained_only`` `loss_mask`, is true: int64 ``[N]``, on the CPU."""
         batch = self.original
@@ -284,6 +300,9 @@ class SequenceBatch:
         derived = copy(self)
         for name, value in {"_original": None, "_copied": {}, **fields}.items():
             object.__setattr__(derived, name, value)
+        same_routing = derived.tokens.get("routing") is self.tokens.get("routing")
+        if derived.input_ids is not self.input_ids or not same_routing:
+            vars(derived).pop("prefix_order", None)
         return derived
 
     # --------------------------------------------------------------- building

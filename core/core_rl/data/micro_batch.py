@@ -136,8 +136,8 @@ def shard_plan(batch: SequenceBatch, parts: int, share_prefixes: bool = False) -
 
 
 def shard(batch: SequenceBatch, parts: int) -> list[SequenceBatch]:
-    """One batch for each of ``parts`` ranks, by `shard_plan`."""
-    return batch.split(shard_plan(batch, parts))
+    """One batch for each of ``parts`` ranks, by `shard_plan`; a single part is the batch itself."""
+    return [batch] if parts == 1 else batch.split(shard_plan(batch, parts))
 
 
 def unshard_output(

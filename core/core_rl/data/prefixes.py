@@ -1,4 +1,4 @@
-"""Prefixes that sequences share: an order in which neighbours share the most, and cuts of it that share much."""
+"""Prefixes that sequences share: cuts of a batch that share much, and trees with each prefix once."""
 
 from __future__ import annotations
 
@@ -8,80 +8,15 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.prefix_order import PrefixOrder
 
-__all__ = ["PrefixOrder", "PrefixTree", "SharedUnits"]
+__all__ = ["PrefixTree", "SharedUnits"]
 
 LEAST_SAVED = 0.05
 """The part of the tokens that sharing has to save: gathered keys and gathered outputs cost a little."""
-
-
-def _keys(batch: SequenceBatch) -> tuple[Tensor, ...]:
-    """Numbers that have to be equal for tokens to be computed once: the id and replayed experts.
-
-    Int64 ``[L, n]`` for each sequence.
-    """
-    batch = batch.original
-    routing = batch.tokens.get("routing")
-    columns = [batch.input_ids[:, None]] + ([] if routing is None else [routing.flatten(1).long()])
-    keys: tuple[Tensor, ...] = torch.cat([column.cpu() for column in columns], dim=1).split(batch.lengths)
-    return keys
-
-
-def _sorted(keys: Sequence[Tensor]) -> list[int]:
-    """Indices of sequences in an order in which those with a common prefix are neighbours, and a prefix comes first."""
-    texts = [key.numpy().tobytes() for key in keys]
-    return sorted(range(len(keys)), key=texts.__getitem__)
-
-
-def _shared_with_previous(keys: Sequence[Tensor]) -> list[int]:
-    """The tokens that each sequence has in common with the one before it; 0 for the first."""
-    return [0, *(_common(first, second) for first, second in pairwise(keys))]
-
-
-def _common(first: Tensor, second: Tensor) -> int:
-    length = min(len(first), len(second))
-    differs = (first[:length] != second[:length]).any(dim=1)
-    return int(differs.int().argmax()) if bool(differs.any()) else length
-
-
-@dataclass(frozen=True)
-class PrefixOrder:
-    """Sequences in an order in which neighbours share the most."""
-
-    lengths: NDArray[np.int64]
-    """Tokens of each sequence."""
-    places: NDArray[np.int64]
-    """The place of each sequence in the order."""
-    common: NDArray[np.int64]
-    """At each place, the tokens in common with the sequence before; 0 at the first."""
-
-    @staticmethod
-    def of(batch: SequenceBatch) -> PrefixOrder:
-        """The order of all sequences of ``batch``."""
-        keys = _keys(batch)
-        order = _sorted(keys)
-        places = np.empty(len(order), dtype=np.int64)
-        places[order] = np.arange(len(order))
-        common = _shared_with_previous([keys[index] for index in order])
-        return PrefixOrder(np.array(batch.lengths), places, np.array(common))
-
-    def shared(self, first: int, second: int) -> int:
-        """Tokens that two sequences have in common: the fewest between any neighbours from one to the other."""
-        low, high = sorted((self.places[first], self.places[second]))
-        return int(self.common[low + 1 : high + 1].min())
-
-    def computed(self, sequences: Sequence[int]) -> int:
-        """Tokens of ``sequences`` with each shared prefix counted once."""
-        if not sequences:
-            return 0
-        places = np.sort(self.places[list(sequences)])
-        between = self.common[: places[-1] + 1]
-        shared = np.minimum.reduceat(between, places[:-1] + 1).sum() if len(places) > 1 else 0
-        return int(self.lengths[list(sequences)].sum() - shared)
 
 
 @dataclass(frozen=True)
@@ -99,7 +34,7 @@ class SharedUnits:
     @staticmethod
     def of(batch: SequenceBatch, units: Sequence[Sequence[int]]) -> SharedUnits | None:
         """Order ``units``, lists of sequences; None where sharing saves too little to change the cut for it."""
-        order = PrefixOrder.of(batch)
+        order = batch.prefix_order
         rank = order.places.tolist()
         groups = sorted(
             (sorted(unit, key=rank.__getitem__) for unit in units), key=lambda unit: rank[unit[0]]
@@ -199,9 +134,8 @@ class PrefixTree:
     @staticmethod
     def of(batch: SequenceBatch) -> PrefixTree | None:
         """The tree of all sequences of ``batch``; None where it would save too few tokens."""
-        keys, starts = _keys(batch), batch.cu_seqlens.tolist()
-        order = _sorted(keys)
-        shared = _shared_with_previous([keys[index] for index in order])
+        order, shared = np.argsort(batch.prefix_order.places).tolist(), batch.prefix_order.common.tolist()
+        starts = batch.cu_seqlens.tolist()
         if sum(shared) < max(1, LEAST_SAVED * batch.num_tokens):
             return None
         rows, kept = torch.empty(batch.num_tokens, dtype=torch.long), []

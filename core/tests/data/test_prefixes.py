@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
-from core_rl.data.prefixes import PrefixOrder, PrefixTree
+from core_rl.data.prefixes import PrefixTree
 from core_rl.errors import BatchError
 
 # Two ids, so that prefixes are shared often.
@@ -82,7 +82,7 @@ def slowest(rows: list[list[int]], plan: list[list[int]]) -> int:
 @settings(deadline=None)
 def test_order_counts_tokens_of_any_part(rows: list[list[int]], drawn: set[int]) -> None:
     part = [index for index in sorted(drawn) if index < len(rows)]
-    order = PrefixOrder.of(SequenceBatch.from_sequences(rows))
+    order = SequenceBatch.from_sequences(rows).prefix_order
     assert order.computed(part) == len(prefixes([rows[index] for index in part]))
 
 
@@ -127,6 +127,20 @@ def test_other_experts_are_not_shared() -> None:
     tree = PrefixTree.of(batch)
     assert tree is not None
     assert len(tree.kept) == 5
+
+
+def test_copies_of_the_same_tokens_are_sorted_once() -> None:
+    batch = SequenceBatch.from_sequences([[5, 6, 7], [5, 6, 8]])
+    order = batch.prefix_order
+    zeros = torch.zeros(6)
+    assert batch.with_tokens(advantages=zeros).only(["advantages"]).prefix_order is order
+    assert batch.with_sequences(rewards=zeros[:2]).prefix_order is order
+    for other, common in [
+        (batch.select([1]), [0]),
+        (batch.split([[0], [1]])[1], [0]),
+        (batch.with_tokens(routing=torch.arange(6).view(6, 1, 1)), [0, 0]),
+    ]:
+        assert other.prefix_order.common.tolist() == common
 
 
 def test_nothing_shared_is_cut_as_before() -> None:

@@ -1,0 +1,55 @@
+"""`PrefixOrder`: sequences in an order in which neighbours share the most tokens at their beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PrefixOrder"]
+
+
+@dataclass(frozen=True)
+class PrefixOrder:
+    """Sequences in an order in which neighbours share the most."""
+
+    lengths: NDArray[np.int64]
+    """Tokens of each sequence."""
+    places: NDArray[np.int64]
+    """The place of each sequence in the order; a prefix of a sequence comes before it."""
+    common: NDArray[np.int64]
+    """At each place, the tokens in common with the sequence before; 0 at the first."""
+
+    @staticmethod
+    def of(keys: Sequence[NDArray[np.int64]]) -> PrefixOrder:
+        """The order of sequences with these keys, ``[L, n]`` each; equal keys are computed once."""
+        texts = [key.tobytes() for key in keys]
+        order = sorted(range(len(keys)), key=texts.__getitem__)
+        places = np.empty(len(order), dtype=np.int64)
+        places[order] = np.arange(len(order))
+        common = [0, *(_common(keys[first], keys[second]) for first, second in pairwise(order))]
+        return PrefixOrder(np.array([len(key) for key in keys]), places, np.array(common))
+
+    def shared(self, first: int, second: int) -> int:
+        """Tokens that two sequences have in common: the fewest between any neighbours from one to the other."""
+        low, high = sorted((self.places[first], self.places[second]))
+        return int(self.common[low + 1 : high + 1].min())
+
+    def computed(self, sequences: Sequence[int]) -> int:
+        """Tokens of ``sequences`` with each shared prefix counted once."""
+        if not sequences:
+            return 0
+        places = np.sort(self.places[list(sequences)])
+        between = self.common[: places[-1] + 1]
+        shared = np.minimum.reduceat(between, places[:-1] + 1).sum() if len(places) > 1 else 0
+        return int(self.lengths[list(sequences)].sum() - shared)
+
+
+def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """Equal keys at the beginning of both."""
+    length = min(len(first), len(second))
+    differs = (first[:length] != second[:length]).ravel()
+    return int(differs.argmax()) // first.shape[1] if differs.any() else length
