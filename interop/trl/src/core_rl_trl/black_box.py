@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
@@ -135,6 +135,18 @@ class BlackBox(ABC):
         trainer = self.trainer
         trainer._load_from_checkpoint(path)
         trainer._load_optimizer_and_scheduler(path)
+
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        """The first pass of the trainer's data loader over ``count`` indices in place of rows."""
+        trainer = copy(self.trainer)
+        self._resize(trainer, batch_size)
+        trainer.train_dataset, trainer.data_collator = range(count), list
+        set_seed(trainer.args.seed)  # the loader shuffles by the seed that the constructor sets
+        return list(trainer.get_train_dataloader())
+
+    def _resize(self, trainer: Any, batch_size: int) -> None:
+        """Let the data loader of ``trainer`` make batches of so many rows."""
+        trainer._train_batch_size = batch_size
 
     def close(self) -> None:
         """Remove the trainers' files."""
