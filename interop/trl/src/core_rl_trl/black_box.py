@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -24,6 +25,8 @@ from core_rl_oracle.policy_losses import PolicyLoss
 __all__ = ["BlackBox", "changed", "make_tokenizer"]
 
 NO_CLIPPING = 1e9
+ADAPTER = ".default"
+"""The adapter's name in names of its parameters, but not in its file."""
 
 
 class BlackBox(ABC):
@@ -57,7 +60,7 @@ class BlackBox(ABC):
                 f"the trainer takes no options, and was given {sorted(setup.options)}; remove these"
             )
         arguments = {**_arguments(setup), **self._loss_arguments(setup.loss), **self._plain_arguments()}
-        self._build(self.config_class(**arguments), setup.model_dir)
+        self._build(self.config_class(**arguments), setup.model_dir, setup.adapter_dir)
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """The config in a Python file, as its variable ``args``; output, devices and logging are set for a check."""
@@ -81,8 +84,10 @@ class BlackBox(ABC):
             "disable_tqdm": True,
         }
 
-    def _build(self, config: Any, model_dir: str) -> None:
-        model = self.model_class.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    def _build(self, config: Any, model_dir: str, adapter_dir: str | None = None) -> None:
+        model: Any = self.model_class.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+        if adapter_dir is not None:
+            model = PeftModel.from_pretrained(model, adapter_dir, is_trainable=True)
         self._trainer = self._make(model, config)
         self._trainer.create_optimizer_and_scheduler(config.max_steps)
 
@@ -112,9 +117,12 @@ class BlackBox(ABC):
         return {}
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters."""
-        parameters = self.trainer.model.named_parameters()
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters}
+        """Of all parameters that are trained."""
+        trained = [(name, p) for name, p in self.trainer.model.named_parameters() if p.requires_grad]
+        return {
+            name.replace(ADAPTER, ""): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in trained
+        }
 
     def weights(self) -> Mapping[str, Tensor]:
         """Float32."""

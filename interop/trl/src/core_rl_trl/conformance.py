@@ -18,11 +18,12 @@ FEATURES = frozenset(
         Feature.MASK_HOLES,
         Feature.CLIPPING,
         Feature.RESUME,
+        Feature.LORA,
         Feature.EPOCHS,
         Feature.RECIPES,
     }
 )
-OF_PAIRS = FEATURES - {Feature.MASK_HOLES, Feature.RECIPES}
+OF_PAIRS = FEATURES - {Feature.MASK_HOLES, Feature.LORA, Feature.RECIPES}
 PROFILE = Profile(layouts=(ParallelLayout(),))
 
 OWNER = "TRL"
