@@ -326,7 +326,7 @@ def verl(session: nox.Session) -> None:
     """Judge verl's FSDP engine with its losses, and run core-rl's engines inside verl, with an older transformers."""
     _install_verl(session)
     session.run("pytest", "interop/verl/tests", env=ENV)
-    trainers = [f"--trainer=verl-{name}" for name in ("sft", "ppo", "gspo", "ppo-default")]
+    trainers = [f"--trainer=verl-{name}" for name in ("sft", "ppo", "gspo", "ppo-default", "offload")]
     session.run("pytest", *trainers, "--pyargs", "core_rl_conformance", *session.posargs, env=ENV)
 
 

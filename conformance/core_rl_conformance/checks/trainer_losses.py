@@ -13,6 +13,7 @@ import torch
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.rollouts import Rollouts
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.outcomes import NotSupported
 from core_rl_conformance.procedures.trainers import (
     WHOLE,
@@ -27,6 +28,7 @@ from core_rl_conformance.procedures.trainers import (
     spec_of,
     token_loss,
     train,
+    verify_adapter_gradients,
     verify_gradients,
 )
 from core_rl_conformance.trainers.spec import Feature
@@ -122,6 +124,19 @@ def every_aggregation_is_independent_of_the_cut(subject: EngineUnderTest) -> Non
         loss = replace(token_loss(subject), aggregation=aggregation)
         rollouts = draw(subject, loss, seed=1)
         verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss, cuts_of(subject, loss))
+
+
+@check("T1.lora", kind="trainer", each="layout")
+def adapters_have_their_gradients(subject: EngineUnderTest) -> None:
+    """A given adapter is trained with the float64 gradients of its factors, at every cut, and nothing else is.
+
+    Why: a scale that is left out, or has rank and alpha the wrong way round, trains another adapter than is served.
+    Look at: ``alpha / rank``, parameters with ``requires_grad``, and a new adapter in place of the given one.
+    """
+    need(subject, Feature.LORA, Feature.GRADIENTS)
+    loss = token_loss(subject)
+    adapter = TinyAdapter(model=subject.model(), seed=1)
+    verify_adapter_gradients(subject, draw(subject, loss, seed=10), loss, adapter)
 
 
 @check("T2.kl", kind="trainer", each="layout")

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.expected_values import ExpectedGradients, GradientRuns, run_gradients
+from core_rl_conformance.expected_values import ExpectedGradients, GradientRuns, Judged, run_gradients
 from core_rl_conformance.hints.explanations import Mistakes, explain_loss, explain_named
 from core_rl_conformance.inputs.rollouts import LENGTHS, PAIR, Rollouts, draw_rollouts, with_shared_prompts
+from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import NotSupported
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, Trainer, TrainerSetup
@@ -39,6 +40,7 @@ __all__ = [
     "spec_of",
     "token_loss",
     "train",
+    "verify_adapter_gradients",
     "verify_gradients",
 ]
 
@@ -144,6 +146,7 @@ def build(
     rule: AdvantageRule | None = None,
     optimizer: AdamW | SGD | None = None,
     schedule: Schedule | None = None,
+    adapter: TinyAdapter | None = None,
 ) -> Trainer:
     """The trainer with the case's model, freshly built."""
     case, spec = subject.case, spec_of(subject)
@@ -156,6 +159,7 @@ def build(
         dtype=case.dtype,
         ranks=case.layout.dp,
         seed=case.seed,
+        adapter_dir=str(adapter.write(subject.directory("adapter"))) if adapter else None,
         options=case.setting.over(spec.profile.options),
     )
     return subject.expected.trainers.build(spec, setup)
@@ -182,9 +186,11 @@ def train(
     return dict(metrics)
 
 
-def expected_of(subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss) -> ExpectedGradients:
-    """Loss, gradients and norm of the float64 loss over the whole batch."""
-    expected, model = subject.expected, model_of(subject, loss)
+def expected_of(
+    subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss, of: Judged | None = None
+) -> ExpectedGradients:
+    """Loss, gradients and norm of the float64 loss over the whole batch, of the case's model or ``of``."""
+    expected, model = subject.expected, of or model_of(subject, loss)
 
     def run() -> GradientRuns:
         plain = expected.plain(model, subject.dtype, subject.case.device)
@@ -260,6 +266,24 @@ def _mistakes(subject: EngineUnderTest, mistaken: Mistaken) -> Iterator[tuple[st
     for sentence, rollouts, loss in mistaken():
         oracle = subject.expected.oracle(model_of(subject, loss))
         yield sentence, oracle.gradients(rollouts.for_oracle(), loss.of_sequence, loss.temperature)
+
+
+def verify_adapter_gradients(
+    subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss, adapter: TinyAdapter
+) -> None:
+    """Gradients of the factors, loss and norm equal the float64 ones at every cut."""
+    __tracebackhide__ = True
+    expected = expected_of(subject, rollouts, loss, adapter)
+    factors = {name for name in expected.oracle.grads if ".lora_" in name}
+    truth = {PREFIX + name: expected.oracle.grads[name] for name in factors}
+    tolerances = {PREFIX + name: expected.tolerances[name] for name in factors}
+    trainer = build(subject, loss, adapter=adapter)
+    for cut in cuts_of(subject, loss):
+        metrics = train(subject, trainer, rollouts, cut, apply=False)
+        subject.verify_named(f"gradients of the factors ({cut})", trainer.gradients(), truth, tolerances)
+        subject.verify_scalar(
+            f"the loss with an adapter ({cut})", metrics["loss"], expected.oracle.loss, expected.loss
+        )
 
 
 def _gradients(

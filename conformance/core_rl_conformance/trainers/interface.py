@@ -41,6 +41,8 @@ class TrainerSetup:
     ranks: int
     """Data-parallel ranks."""
     seed: int
+    adapter_dir: str | None = None
+    """A low-rank adapter in ``peft`` format, which is trained in place of the model."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """From the spec's profile; refuse unknown ones."""
 
@@ -105,7 +107,10 @@ class Trainer(Protocol):
         ...
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Gradients of the last ``train_batch(apply=False)``, before clipping, full tensors by checkpoint names."""
+        """Gradients of the last ``train_batch(apply=False)``, before clipping, full tensors by checkpoint names.
+
+        With an adapter, gradients of its factors alone, by their names in its file.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -42,6 +42,8 @@ class Feature(StrEnum):
     """Gradients are clipped by their norm."""
     RESUME = "resume"
     """`Trainer.save` and `Trainer.load`."""
+    LORA = "lora"
+    """Training of a low-rank adapter: ``TrainerSetup.adapter_dir``."""
     EPOCHS = "epochs"
     """`Trainer.epoch`."""
     RECIPES = "recipes"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
@@ -316,6 +317,24 @@ class AgreementOfLastMicroBatch(PlainTrainer):
         return super().clipped_fraction(last, cut)
 
 
+class LeavesOutScale(PlainTrainer):
+    """An adapter without ``alpha / rank``."""
+
+    def adapted(self, model: Any, path: str) -> Any:
+        adapted = super().adapted(model, path)
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling["default"] = 1.0
+        return adapted
+
+
+class TrainsBase(PlainTrainer):
+    """The model is trained with its adapter."""
+
+    def adapted(self, model: Any, path: str) -> Any:
+        return super().adapted(model, path).requires_grad_(True)
+
+
 class NoLoss(PlainTrainer):
     """Metrics without the loss."""
 
@@ -335,6 +354,8 @@ MUTANTS = [
     (WeightsWithGradient, "T1.cispo", "differ"),
     (MeanOfMicroBatchMeans, "T1.aggregations", "right at whole batch: it depends on the cut"),
     (LongestOfMicroBatch, "T1.aggregations", "differ"),
+    (LeavesOutScale, "T1.lora", "differ"),
+    (TrainsBase, "T1.lora", "unexpected"),
     (ExchangedArguments, "T2.kl", "differ"),
     (EntropyWithoutGradient, "T2.entropy", "the entropy is left out, or has no gradient"),
     (EntropyOfMicroBatch, "T2.entropy", "differ"),

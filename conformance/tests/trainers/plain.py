@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -28,6 +30,8 @@ class PlainTrainer(PairLosses):
         self.model = kind.from_pretrained(
             setup.model_dir, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         ).eval()
+        if setup.adapter_dir is not None:
+            self.model = self.adapted(self.model, setup.adapter_dir).eval()
         given = setup.optimizer
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.SGD(self.model.parameters(), lr=given.lr)
@@ -38,6 +42,9 @@ class PlainTrainer(PairLosses):
         )
         self.max_norm = getattr(given, "max_grad_norm", None) or NO_CLIPPING
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
+
+    def adapted(self, model: Any, path: str) -> Any:
+        return PeftModel.from_pretrained(model, path, is_trainable=True)
 
     def factor(self, step: int) -> float:
         schedule = self.setup.schedule
@@ -242,8 +249,11 @@ class PlainTrainer(PairLosses):
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        parameters = self.model.named_parameters()
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters}
+        parameters = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        return {
+            name.replace(".default", ""): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in parameters
+        }
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}

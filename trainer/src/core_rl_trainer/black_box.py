@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +74,8 @@ class BlackBoxTrainer:
         rule = setup.advantages is not None
         self._build(spec, _config(spec, setup), interface, rule=rule, steps=None)
         self._seed = setup.seed
+        if setup.adapter_dir is not None:
+            self.group.load(SaveLoadMeta(path=setup.adapter_dir, format="adapter"))
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """The engine, the algorithm, the optimizer and its schedule of a recipe, without its data and its model.
@@ -182,7 +186,7 @@ def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:
     assert isinstance(optimizer, AdamW), "the spec names no SGD"
     head = "reward" if setup.loss.objective == "bradley_terry" else "lm"
     values = {
-        "model": {"path": setup.model_dir, "head": head},
+        "model": {"path": setup.model_dir, "head": head, "lora": _lora(setup.adapter_dir)},
         "layout": {"dp": setup.ranks},
         "dtype": setup.dtype,
         "optimizer": {**asdict(optimizer), "schedule": asdict(setup.schedule)},
@@ -190,6 +194,14 @@ def _config(spec: EngineSpec, setup: TrainerSetup) -> TrainEngineConfig:
     config = parse_config(load_config(spec), values, "the setup of the trainer")
     assert isinstance(config, TrainEngineConfig)
     return config
+
+
+def _lora(path: str | None) -> dict[str, Any] | None:
+    """The section ``model.lora`` for an adapter in ``path``."""
+    if path is None:
+        return None
+    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    return {"rank": config["r"], "alpha": config["lora_alpha"], "target_modules": config["target_modules"]}
 
 
 def _cut(cut: MicroBatches, count: int) -> MicroBatchSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -20,10 +21,11 @@ from areal.api.cli_args import (
     TrainEngineConfig,
 )
 from areal.engine.fsdp_engine import FSDPLMEngine, FSDPPPOActor
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedTokenizerFast
 
 from core_rl.errors import ConfigError
@@ -41,6 +43,8 @@ NORMALIZATIONS: Mapping[AdvantageRule, Mapping[str, Any]] = {
     "rloo": {"mean_level": "group", "std_level": None, "mean_leave1out": True},
 }
 """Fields of `NormConfig` by rule."""
+ADAPTER = ".default"
+"""The adapter's name in names of its parameters, but not in its file."""
 GROUP = 4
 """Completions of a prompt, which AReaL takes from its configuration."""
 
@@ -99,6 +103,8 @@ class _BlackBox(ABC):
         engine.create_process_group()
         steps = setup.schedule.total_steps or max(1, setup.schedule.warmup_steps)
         engine.initialize(None, FinetuneSpec(total_train_epochs=1, dataset_size=steps, train_batch_size=1))
+        if setup.adapter_dir is not None:
+            _load_adapter(engine.model, setup.adapter_dir)
         self._engine = engine
 
     def train_batch(
@@ -120,10 +126,11 @@ class _BlackBox(ABC):
         return metrics
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters."""
+        """Of all parameters that are trained."""
         return {
-            name: torch.zeros_like(p) if p.grad is None else _full(p.grad)
+            name.replace(ADAPTER, ""): torch.zeros_like(p) if p.grad is None else _full(p.grad)
             for name, p in self.engine.model.named_parameters()
+            if p.requires_grad
         }
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -171,7 +178,32 @@ def _config(setup: TrainerSetup, path: Path) -> dict[str, Any]:
         "optimizer_dtype": "float32",
         "temperature": setup.loss.temperature,
         "optimizer": _optimizer(setup),
+        **_lora(setup.adapter_dir),
     }
+
+
+def _lora(path: str | None) -> dict[str, Any]:
+    """Fields of `TrainEngineConfig` for an adapter of the size of the adapter in ``path``."""
+    if path is None:
+        return {}
+    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    return {
+        "use_lora": True,
+        "lora_rank": config["r"],
+        "lora_alpha": config["lora_alpha"],
+        "target_modules": config["target_modules"],
+    }
+
+
+def _load_adapter(model: nn.Module, path: str) -> None:
+    """Fill the factors, which AReaL draws and has no call to load."""
+    factors = load_file(Path(path) / "adapter_model.safetensors")
+    parameter: Any  # it is sharded
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            value = factors[name.replace(ADAPTER, "")].to(parameter.dtype)
+            sharded = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(sharded)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -18,6 +18,7 @@ FEATURES = frozenset(
         Feature.MASK_HOLES,
         Feature.CLIPPING,
         Feature.RESUME,
+        Feature.LORA,
     }
 )
 OWNER = "AReaL"

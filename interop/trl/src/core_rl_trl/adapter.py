@@ -93,6 +93,19 @@ class GRPOBlackBox(BlackBox):
         tokens = sum(int(row.loss_mask[1:].sum()) for batch in batches for row in batch)
         return [{**_padded(batch), "num_items_in_batch": torch.tensor(tokens)} for batch in batches]
 
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        """Prompts, each once: the sampler repeats them for their completions, and batches for their reuse."""
+        batches = super().epoch(count, batch_size)
+        trainer = self.trainer
+        return [batch[:: trainer.num_generations] for batch in batches[:: trainer.num_iterations]]
+
+    def _resize(self, trainer: Any, batch_size: int) -> None:
+        completions = batch_size * trainer.num_generations
+        trainer.args = changed(
+            trainer.args, {"generation_batch_size": completions, "steps_per_generation": 1}
+        )
+        super()._resize(trainer, completions)
+
 
 def _no_reward(completions: Sequence[str], **_: Any) -> list[float]:
     raise AssertionError(f"{len(completions)} completions were generated, and all are given")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
@@ -24,6 +25,8 @@ from core_rl_oracle.policy_losses import PolicyLoss
 __all__ = ["BlackBox", "changed", "make_tokenizer"]
 
 NO_CLIPPING = 1e9
+ADAPTER = ".default"
+"""The adapter's name in names of its parameters, but not in its file."""
 
 
 class BlackBox(ABC):
@@ -57,7 +60,7 @@ class BlackBox(ABC):
                 f"the trainer takes no options, and was given {sorted(setup.options)}; remove these"
             )
         arguments = {**_arguments(setup), **self._loss_arguments(setup.loss), **self._plain_arguments()}
-        self._build(self.config_class(**arguments), setup.model_dir)
+        self._build(self.config_class(**arguments), setup.model_dir, setup.adapter_dir)
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """The config in a Python file, as its variable ``args``; output, devices and logging are set for a check."""
@@ -81,8 +84,10 @@ class BlackBox(ABC):
             "disable_tqdm": True,
         }
 
-    def _build(self, config: Any, model_dir: str) -> None:
-        model = self.model_class.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    def _build(self, config: Any, model_dir: str, adapter_dir: str | None = None) -> None:
+        model: Any = self.model_class.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+        if adapter_dir is not None:
+            model = PeftModel.from_pretrained(model, adapter_dir, is_trainable=True)
         self._trainer = self._make(model, config)
         self._trainer.create_optimizer_and_scheduler(config.max_steps)
 
@@ -112,9 +117,12 @@ class BlackBox(ABC):
         return {}
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters."""
-        parameters = self.trainer.model.named_parameters()
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters}
+        """Of all parameters that are trained."""
+        trained = [(name, p) for name, p in self.trainer.model.named_parameters() if p.requires_grad]
+        return {
+            name.replace(ADAPTER, ""): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in trained
+        }
 
     def weights(self) -> Mapping[str, Tensor]:
         """Float32."""
@@ -135,6 +143,18 @@ class BlackBox(ABC):
         trainer = self.trainer
         trainer._load_from_checkpoint(path)
         trainer._load_optimizer_and_scheduler(path)
+
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        """The first pass of the trainer's data loader over ``count`` indices in place of rows."""
+        trainer = copy(self.trainer)
+        self._resize(trainer, batch_size)
+        trainer.train_dataset, trainer.data_collator = range(count), list
+        set_seed(trainer.args.seed)  # the loader shuffles by the seed that the constructor sets
+        return list(trainer.get_train_dataloader())
+
+    def _resize(self, trainer: Any, batch_size: int) -> None:
+        """Let the data loader of ``trainer`` make batches of so many rows."""
+        trainer._train_batch_size = batch_size
 
     def close(self) -> None:
         """Remove the trainers' files."""

@@ -18,10 +18,12 @@ FEATURES = frozenset(
         Feature.MASK_HOLES,
         Feature.CLIPPING,
         Feature.RESUME,
+        Feature.LORA,
+        Feature.EPOCHS,
         Feature.RECIPES,
     }
 )
-OF_PAIRS = FEATURES - {Feature.MASK_HOLES, Feature.RECIPES}
+OF_PAIRS = FEATURES - {Feature.MASK_HOLES, Feature.LORA, Feature.RECIPES}
 PROFILE = Profile(layouts=(ParallelLayout(),))
 
 OWNER = "TRL"
@@ -37,6 +39,13 @@ WAIVERS = (
         check="T4.untrained",
         reason="loss types 'grpo' and 'dr_grpo' divide by all completions, also by completions with an empty mask "
         "(https://github.com/huggingface/trl/issues/6369 mended it for 'dapo')",
+        owner=OWNER,
+        raises=AssertionError,
+    ),
+    Waiver(
+        check="T8.epochs",
+        reason="RepeatSampler leaves out the prompts that do not fill a last generation batch, 1 of 25 in batches of 8 "
+        "(https://github.com/huggingface/trl/pull/5652 tests it so)",
         owner=OWNER,
         raises=AssertionError,
     ),

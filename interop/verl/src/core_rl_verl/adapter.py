@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,11 @@ NO_LIMIT = 1e9
 """Of a norm or a dual clip that is off."""
 DEFAULT_FACTOR = "default_scale_factor"
 """Option that leaves ``loss_scale_factor`` at null, verl's default."""
+OFFLOAD = "offload"
+"""Option that turns ``param_offload`` and ``optimizer_offload`` on."""
+OPTIONS = {DEFAULT_FACTOR, OFFLOAD}
+ADAPTER = ".default"
+"""The adapter's name in names of its parameters, but not in its file."""
 UNJUDGED = ("perf/", "lr", "mfu")
 
 
@@ -74,10 +81,8 @@ class _BlackBox(ABC):
 
     def build(self, setup: TrainerSetup) -> None:
         """A fresh worker; the process group stays."""
-        if unknown := sorted(setup.options.keys() - {DEFAULT_FACTOR}):
-            raise ConfigError(
-                f"the trainer takes the option {DEFAULT_FACTOR!r} alone, and was given {unknown}; remove these"
-            )
+        if unknown := sorted(setup.options.keys() - OPTIONS):
+            raise ConfigError(f"unknown options {unknown}; the trainer takes {sorted(OPTIONS)}")
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self._setup = setup
@@ -112,9 +117,11 @@ class _BlackBox(ABC):
         return _reduced(worker.train_batch(data) if apply else _passes(worker, data))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters."""
+        """Of all parameters that are trained."""
         return {
-            name: _full(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in self._parameters()
+            name.replace(ADAPTER, ""): _full(torch.zeros_like(p) if p.grad is None else p.grad)
+            for name, p in self._parameters()
+            if p.requires_grad
         }
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -226,7 +233,7 @@ def _config(setup: TrainerSetup) -> TrainingWorkerConfig:
     optimizer, schedule = setup.optimizer, setup.schedule
     if isinstance(optimizer, SGD):
         raise ConfigError("the trainer has AdamW alone, and was given SGD; declare no 'sgd'")
-    dtype = DTYPES[setup.dtype]
+    dtype, offload = DTYPES[setup.dtype], bool(setup.options.get(OFFLOAD))
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -235,11 +242,14 @@ def _config(setup: TrainerSetup) -> TrainingWorkerConfig:
             enable_gradient_checkpointing=False,
             # The only attention on a CPU that has Gemma's soft cap; packed rows are masked by their positions.
             override_config={"attn_implementation": "eager"},
+            **_lora(setup.adapter_dir),
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
             mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             use_torch_compile=False,
+            param_offload=offload,
+            optimizer_offload=offload,
         ),
         optimizer_config=FSDPOptimizerConfig(
             lr=optimizer.lr,
@@ -253,6 +263,14 @@ def _config(setup: TrainerSetup) -> TrainingWorkerConfig:
         ),
         checkpoint_config=CheckpointConfig(),
     )
+
+
+def _lora(path: str | None) -> dict[str, Any]:
+    """Fields of `HFModelConfig` for the adapter in ``path``; the rank alone turns adapters on."""
+    if path is None:
+        return {}
+    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    return {"lora_adapter_path": path, "lora_rank": config["r"], "lora_alpha": config["lora_alpha"]}
 
 
 def _passes(worker: TrainingWorker, data: TensorDict) -> TensorDict:

@@ -8,7 +8,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
-__all__ = ["GSPO", "PPO", "PPO_DEFAULT", "SFT"]
+__all__ = ["GSPO", "OFFLOAD", "PPO", "PPO_DEFAULT", "SFT"]
 
 FEATURES = frozenset(
     {
@@ -18,6 +18,7 @@ FEATURES = frozenset(
         Feature.MASK_HOLES,
         Feature.CLIPPING,
         Feature.RESUME,
+        Feature.LORA,
     }
 )
 POLICY_FEATURES = FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE}
@@ -116,4 +117,10 @@ PPO_DEFAULT = TrainerSpec(
         layouts=LAYOUTS, families=FAMILIES, options={"default_scale_factor": True}, waivers=PADDED_LENGTH
     ),
     package="verl",
+)
+OFFLOAD = replace(
+    SFT,
+    name="verl-offload",
+    description="sft_loss with param_offload and optimizer_offload, whose moves on a CPU copy nothing",
+    profile=replace(SFT.profile, families=("qwen3",), options={"offload": True}),
 )
