@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,16 +67,34 @@ class BalanceOfEachRank(_Scaled):
         return float(self.context.world.size)
 
 
-class BalanceOfTheBatch(Packed):
-    """A micro-batch is taken for one sequence, so that its balance depends on the company."""
+class _Balanced(Packed, ABC):
+    """Has a balance loss of its own."""
+
+    @abstractmethod
+    def balance(self, micro_batch: SequenceBatch, routings: Sequence[Routing]) -> Tensor:
+        """The balance of a micro-batch, in which ``routings`` are the routers' outputs."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
         if "aux_loss" not in step.outputs:
             return super().outputs(micro_batch, step)
         with self.packed.routers.watch() as routings:
             outputs = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
-        full = torch.tensor([0, micro_batch.num_tokens])
-        return ModelOutput(**outputs, aux_loss=balance_loss(routings, full))
+        return ModelOutput(**outputs, aux_loss=self.balance(micro_batch, routings))
+
+
+class BalanceOfTheBatch(_Balanced):
+    """A micro-batch is taken for one sequence, so that its balance depends on the company."""
+
+    def balance(self, micro_batch: SequenceBatch, routings: Sequence[Routing]) -> Tensor:
+        return balance_loss(routings, torch.tensor([0, micro_batch.num_tokens]))
+
+
+class BalanceOfProbabilities(_Balanced):
+    """Probabilities are taken for logits: their softmax is nearly even, whatever routers choose."""
+
+    def balance(self, micro_batch: SequenceBatch, routings: Sequence[Routing]) -> Tensor:
+        twice = [Routing(routing.logits.softmax(-1), routing.experts) for routing in routings]
+        return balance_loss(twice, micro_batch.cu_seqlens)
 
 
 class BalanceOfPadding(ReferenceBackend):
@@ -89,19 +108,16 @@ class BalanceOfPadding(ReferenceBackend):
         }
 
 
-class BalanceOfTrainedTokens(Packed):
+class BalanceOfTrainedTokens(_Balanced):
     """Only tokens that are trained are balanced."""
 
-    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        if "aux_loss" not in step.outputs:
-            return super().outputs(micro_batch, step)
-        with self.packed.routers.watch() as routings:
-            outputs = self.packed(micro_batch, [n for n in step.outputs if n != "aux_loss"], step.temperature)
+    def balance(self, micro_batch: SequenceBatch, routings: Sequence[Routing]) -> Tensor:
         mask = micro_batch.loss_mask
         counts = [int(part.sum()) for part in mask.split(micro_batch.lengths)]
         bounds = torch.tensor([0, *(count for count in counts if count)]).cumsum(0)
-        keep_mask = [Routing(routing.logits[mask], routing.experts[mask]) for routing in routings]
-        return ModelOutput(**outputs, aux_loss=balance_loss(keep_mask, bounds))
+        return balance_loss(
+            [Routing(routing.logits[mask], routing.experts[mask]) for routing in routings], bounds
+        )
 
 
 class BalanceWithoutGradient(ReferenceBackend):
@@ -168,6 +184,13 @@ MUTANTS = (
         engine=BalanceOfTheBatch,
         killed_by=ALONE,
         issue="a balance that depends on packing (I18)",
+        says="aux_loss",
+        family=MOE,
+    ),
+    Mutant(
+        engine=BalanceOfProbabilities,
+        killed_by=ALONE,
+        issue="softmax twice, in transformers before 5.6 (transformers #45120)",
         says="aux_loss",
         family=MOE,
     ),
