@@ -35,6 +35,10 @@ SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON
 SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
 SERVER_PLUGINS = [place for places in SERVER_SIDE.values() for place in places]
 MUTANTS = "conformance/tests/checks/test_mutants.py"
+OTHER_MUTANTS = [
+    "conformance/tests/checks/test_trainer_mutants.py",
+    "conformance/tests/servers/test_server_mutants.py",
+]
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORDS_STRICT = True
 """Whether a measure of tools/words.py over its limit fails `lint`; False prints the table only."""
@@ -170,7 +174,7 @@ def quickstart(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all that CPUs can check; `-- --quick` is the short form, other arguments go to pytest."""
+    """Run the daily tests; `-- --quick` is the short form, other arguments go to pytest."""
     quick, arguments = _quick(session)
     _install(session, "dev")
     _lint(session)
@@ -292,9 +296,9 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Prove the suite with three seeds and print the kill matrix; `-- --full` adds every check that kills."""
+    """Prove the suite, engines with three seeds, and print the kill matrix; `-- --full` adds every check that kills."""
     _install(session, "conformance")
-    session.run("pytest", MUTANTS, "--seeds=3", *STEALING, *session.posargs, env=ENV)
+    session.run("pytest", MUTANTS, *OTHER_MUTANTS, "--seeds=3", *STEALING, *session.posargs, env=ENV)
 
 
 @nox.session

@@ -42,7 +42,7 @@ TITLES = {
 HEAD = """# Recall
 
 Bugs that projects of this field have shipped, each replayed as a mutant from its report. A mutant is an engine, a
-server or a trainer with that fault, and `nox -s tests` fails unless the named check kills it. The list is
+server or a trainer with that fault, and `nox -s mutants` fails unless the named check kills it. The list is
 [recall.toml](recall.toml); this page is written by `python conformance/tests/recall.py docs/recall.md`. Most mutants
 were written after their report was read: the share is no estimate for bugs that nobody has reported.
 """
