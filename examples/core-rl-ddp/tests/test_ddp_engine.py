@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from core_rl_ddp import SPEC
 from core_rl_ddp.config import DDPConfig
@@ -75,7 +74,6 @@ def test_gradients_on_two_ranks_equal_the_plain_model() -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.nightly
 def test_the_conformance_suite_passes(tmp_path: Path) -> None:
     arguments = ["--engine=ddp", "--quick", "-p", "no:cacheprovider", "--pyargs", "core_rl_conformance"]
     result = subprocess.run(
