@@ -157,7 +157,7 @@ MUTANTS = (
         engine=WakesWithTheUpdateBefore,
         killed_by=ORDERS,
         issue="a wake that restores a copy from before the update (I15)",
-        says=r"(?s)of greedy tokens after these calls.*sleep_or_wake",
+        says=r"(?s)of greedy tokens after these calls.*(sleep_or_wake|change_before_sleep)",
     ),
     Mutant(
         engine=LosesTheUpdateAfterAnAbort,
