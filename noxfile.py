@@ -39,6 +39,7 @@ OTHER_MUTANTS = [
     "conformance/tests/checks/test_trainer_mutants.py",
     "conformance/tests/servers/test_server_mutants.py",
 ]
+DAILY = ["-m", "not nightly"]
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
 WORDS_STRICT = True
 """Whether a measure of tools/words.py over its limit fails `lint`; False prints the table only."""
@@ -181,9 +182,8 @@ def tests(session: nox.Session) -> None:
     # Its packages do not go with the constraints of the others, so it is read and not installed.
     session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
     session.run("mypy")
-    chosen = ["-m", "not nightly", f"--deselect={EXAMPLE_SUITE}"]
-    session.run("pytest", *STEALING, *chosen, *arguments, env=ENV)
-    # Each check on an engine that suits, and a few on other layouts: `-s conformance` runs all on all of them.
+    session.run("pytest", *STEALING, *DAILY, f"--deselect={EXAMPLE_SUITE}", *arguments, env=ENV)
+    # A third of the checks for each engine, and a few on other layouts: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--quick", "--sample-every=3")
     session.run(
         "pytest",
@@ -201,7 +201,7 @@ def tests(session: nox.Session) -> None:
     # Both wait much: for agents to miss a lease, and for servers to start.
     with ThreadPoolExecutor() as pool:
         parts = [
-            pool.submit(_cluster, session, *chosen[:2]),
+            pool.submit(_cluster, session, *DAILY),
             pool.submit(
                 _served,
                 session,
@@ -209,7 +209,7 @@ def tests(session: nox.Session) -> None:
                 "--quick",
                 "--layout=dp1",
                 "--sample-every=6",
-                chosen=["-m", "not nightly"],
+                chosen=DAILY,
             ),
         ]
     for part in parts:
@@ -297,7 +297,7 @@ def wheels(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Prove the suite, engines with three seeds, and print the kill matrix; `-- --full` adds every check that kills."""
-    _install(session, "conformance")
+    _install(session, "conformance", "train")
     session.run("pytest", MUTANTS, *OTHER_MUTANTS, "--seeds=3", *STEALING, *session.posargs, env=ENV)
 
 

@@ -208,7 +208,7 @@ def measure(batch: SequenceBatch, ranks: int, tp: int, budget: MicroBatchSpec, r
     with fake_group(ranks, tp) as (group, clock):
         for _ in range(1 + repeats):
             vars(clock).clear()
-            fresh = replace(batch)
+            fresh = replace(batch)  # its order of prefixes is not sorted yet
             for _ in range(FORWARD_PASSES):
                 clock.measure(partial(group.forward, fresh, budget))
             clock.measure(partial(group.train_batch, fresh, LOSS, budget))
