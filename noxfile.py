@@ -183,7 +183,7 @@ def tests(session: nox.Session) -> None:
     session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
     session.run("mypy")
     session.run("pytest", *STEALING, *DAILY, f"--deselect={EXAMPLE_SUITE}", *arguments, env=ENV)
-    # A third of the checks for each engine, and a few on other layouts: `-s conformance` runs all on all of them.
+    # Each check of train engines on one of them, and a few on other layouts: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--quick", "--sample-every=3")
     session.run(
         "pytest",
@@ -197,7 +197,7 @@ def tests(session: nox.Session) -> None:
     )
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
-        _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=6", *checks)
+        _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=8", *checks)
     # Both wait much: for agents to miss a lease, and for servers to start.
     with ThreadPoolExecutor() as pool:
         parts = [

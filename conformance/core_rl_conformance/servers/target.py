@@ -58,9 +58,10 @@ OF_THE_DRIVER = frozenset(
         Capability.LAUNCH_SERVER,
         Capability.CUDA,
         Capability.BFLOAT16,
+        Capability.VISION,
     }
 )
-"""Capabilities that engines with servers of their own show, or that the arguments name."""
+"""Capabilities that engines with servers of their own show, or that the arguments name; images have no common form."""
 SETS_VERSIONS = "contract.rollout-versions"
 """The check that changes a server without a capability."""
 NO_TAKE_OVER = "it would change the server; give --take-over to allow it"

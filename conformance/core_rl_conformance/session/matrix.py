@@ -173,11 +173,12 @@ def three_rank_cases(check: Check, target: Target, selection: Selection) -> Iter
         yield from _at(check, target, selection, place, [place], "", "")
 
 
-def quick_sample(case: Case, number: int, selection: Selection) -> Case:
-    """``case`` of the engine ``number``, not run in a quick session unless it is its turn in the sample.
+def quick_sample(case: Case, targets: Sequence[Target], selection: Selection) -> Case:
+    """``case``, not run in a quick session of ``targets`` unless it is its turn in the sample.
 
-    Every engine runs an N-th of the checks, and the next engine other checks.
+    Every engine runs an N-th of the checks, and the next engine of its kind other checks.
     """
+    number = [target for target in targets if target.spec.kind == case.target.spec.kind].index(case.target)
     if (
         selection.quick
         and not case.not_run

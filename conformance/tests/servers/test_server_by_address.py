@@ -18,6 +18,7 @@ from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
 from server_stub import running
 
+from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
@@ -195,6 +196,22 @@ def test_sglang_completions_need_a_tokenizer(model_dir: str) -> None:
         pytest.raises(ConfigError, match="the SGLang at .* runs with --skip-tokenizer-init.*--wire=sglang"),
     ):
         read_routes(server.address, None, "openai")
+
+
+def test_images_are_left_to_engines(model_dir: str) -> None:
+    with running([WithoutTokenizer(model_dir, routes=["/generate"])]) as (server,):
+        arguments = ServerArguments(
+            url=f"http://{server.address}",
+            command="",
+            wire="sglang",
+            model_dir=model_dir,
+            take_over=True,
+            key_variable=None,
+            dtype=None,
+            device="cpu",
+        )
+        # A session that declares them and runs no check of them is no success.
+        assert Capability.VISION not in load_server(arguments).spec.capabilities
 
 
 class SlowAboutItself(ReferenceServer):

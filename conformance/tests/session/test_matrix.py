@@ -398,8 +398,17 @@ def test_results_survive_the_way_through_a_report() -> None:
 
 def test_quick_sample_spreads_checks_over_engines() -> None:
     selection = Selection(quick=True, sample_every=3)
-    quick = [case for one in CHECKS.values() for case in cases(one, WIDE, selection) if not case.not_run]
-    samples = [[quick_sample(case, number, selection) for case in quick] for number in range(3)]
+    served = replace(WIDE, spec=replace(SPEC_DP, name="served", kind="inference"))
+    engines = [replace(WIDE, spec=replace(SPEC_DP, name=name)) for name in ("first", "second", "third")]
+    # An engine of another kind takes no turn of theirs.
+    targets = [engines[0], served, *engines[1:]]
+    quick = [
+        case for one in CHECKS.values() for case in cases(one, engines[0], selection) if not case.not_run
+    ]
+    samples = [
+        [quick_sample(replace(case, target=engine), targets, selection) for case in quick]
+        for engine in engines
+    ]
     run = [[case for case in sample if not case.not_run] for sample in samples]
     assert min(len(sample) for sample in run) > len(quick) / 5
     assert sorted(case.check.identifier for sample in run for case in sample) == sorted(

@@ -37,7 +37,7 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
         """Run ``work`` on the loop; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(_observed(work), self._loop)
 
     def wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """The result of ``work``, which runs on the loop; for other threads."""
@@ -73,6 +73,14 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _observed(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Await ``work``; its error is read even if the caller has cancelled the future, or asyncio would log it."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return await work
 
 
 def being_cancelled() -> bool:
