@@ -10,12 +10,14 @@ from typing import Any
 
 from core_rl.backend.inference_backend import InferenceContext, ModelLimits
 from core_rl.backend.meta import FinetuneSpec
+from core_rl.config.engine import DType, ModelConfig
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.servers.adapters import ServedAdapter, ServedModel
+from core_rl.servers.api import Api
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
-from core_rl.servers.facts import ServerFacts
+from core_rl.servers.facts import ServerFacts, misfits
 from core_rl.servers.labels import FRESH
 from core_rl.servers.limits import NO_LIMITS
 from core_rl.servers.process import RunningServer, ServerProcess
@@ -23,7 +25,7 @@ from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, StreamReader, Wire
 from core_rl_conformance.servers.openai import OpenAIWire
 
-__all__ = ["ServerUnderTest", "ServerUnderTestConfig", "wire_of"]
+__all__ = ["ServerUnderTest", "ServerUnderTestConfig", "misfits_of", "wire_of"]
 
 
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -122,6 +124,12 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
 def wire_of(name: str, model: str) -> Wire:
     """The wire ``name`` for requests to ``model``; raises `EngineError` for an engine that is not installed."""
     return OpenAIWire(model) if name == "openai" else _backend_of(name).wire
+
+
+async def misfits_of(wire: str, api: Api, timeout_s: float, model: ModelConfig, dtype: DType) -> list[str]:
+    """The reasons for which the server of ``api`` cannot serve ``model`` in ``dtype``; nothing of it changes."""
+    server = _backend_of(wire).server_class(api, timeout_s, steered=False)
+    return list(misfits(await server.facts(), ServedModel.of(model, "server"), dtype))
 
 
 def _backend_of(engine: str) -> ServerBackend[Any]:

@@ -11,24 +11,29 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+import aiohttp
+
 from core_rl.checkpoint.precisions import quantized_layers, shown_layers
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
+from core_rl.config.engine import ModelConfig
 from core_rl.config.secret import SecretReference
 from core_rl.engine.loading import load_backend, load_engine
-from core_rl.errors import ConfigError, RolloutError
+from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.registry.engines import get_spec
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
+from core_rl.servers.api import Api
 from core_rl_conformance.case import Target
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, ModelStore, TinyModel
 from core_rl_conformance.profile import FAMILIES, Profile
-from core_rl_conformance.servers.backend import ServerUnderTestConfig, wire_of
+from core_rl_conformance.servers.backend import ServerUnderTestConfig, misfits_of, wire_of
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.servers.routes import (
     CONTROL,
     GENERATE,
     NEEDS,
+    REQUEST_TIMEOUT_S,
     WHOLE,
     Routes,
     read_routes,
@@ -125,9 +130,13 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
     description = f"{routes.release} at {place} (wire {arguments.wire})"
     if layers := _quantized(routes.directory, arguments.model_dir):
         description += f"; layers in another precision than the trainer's {arguments.served_dtype}: {layers}"
-    spec = _spec(capabilities, description)
+    # Reports of servers of two products are of two targets.
+    product = routes.product.lower()
+    spec = _spec(capabilities, description, NAME if product == NAME else f"{product}-{NAME}")
     load_backend(spec)
     changes = SETS_VERSIONS not in missing.keys() | withheld.keys()
+    if changes and not launches:
+        asyncio.run(_require_fit(arguments, key))
     options = {
         "addresses": [] if launches else [address],
         "command": arguments.command,
@@ -156,6 +165,16 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
     )
 
 
+async def _require_fit(arguments: ServerArguments, key: str | None) -> None:
+    """Raise one `ConfigError` for a server to which no check of the session could connect."""
+    model = ModelConfig(path=arguments.model_dir)
+    async with aiohttp.ClientSession() as session:
+        api = Api(arguments.address, session, key, "the")
+        problems = await misfits_of(arguments.wire, api, REQUEST_TIMEOUT_S, model, arguments.served_dtype)
+    prefix = f"--server={arguments.url} with --model-dir={arguments.model_dir}"
+    raise_all(ConfigError, prefix, problems)
+
+
 def _quantized(directory: str, model_dir: str) -> str:
     """The quantized layers of the server, by precision; empty where its directory is not on this machine."""
     config = Path(directory, "config.json")
@@ -168,9 +187,9 @@ def _quantized(directory: str, model_dir: str) -> str:
     return shown_layers(quantized_layers(quantization, {name: files.shape(name) for name in files.names()}))
 
 
-def _spec(capabilities: frozenset[Capability], description: str) -> EngineSpec:
+def _spec(capabilities: frozenset[Capability], description: str, name: str = NAME) -> EngineSpec:
     return EngineSpec(
-        name=NAME,
+        name=name,
         kind="inference",
         protocol=PROTOCOL_VERSION,
         factory="core_rl_conformance.servers.backend:ServerUnderTest",

@@ -159,7 +159,7 @@ def test_report_has_product_and_no_key(
     judge(pytester, server, ["I19.bos"], "--wire=openai", "--server-key=KEY_OF_SERVER")
     text = (pytester.path / "report.json").read_text()
     (engine,) = json.loads(text)["engines"]
-    assert engine["version"] == "vLLM 9.9"
+    assert (engine["name"], engine["version"]) == ("vllm-server", "vLLM 9.9")
     assert engine["description"] == f"vLLM 9.9 at http://{server.address} (wire openai)"
     assert "do-not-write" not in text
 
@@ -240,6 +240,19 @@ def test_unsuited_servers_name_the_fix(pytester: pytest.Pytester, model_dir: str
         )
     result = run(pytester, f"--server={made.address}", *arguments)
     result.stderr.fnmatch_lines(["*--server: *; start the server first, and give its address*"])
+
+
+def test_another_model_ends_the_session_at_once(
+    pytester: pytest.Pytester, server: ReferenceServer, tmp_path: Path
+) -> None:
+    other = ModelStore(tmp_path).directory(TinyModel(family="qwen3"))
+    before = len(server.bodies)
+    arguments = (f"--model-dir={other}", "--wire=vllm", "--take-over", "--pyargs", "core_rl_conformance")
+    result = run(pytester, f"--server={server.address}", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--model-dir={other}: its config has model_type = 'llama'*"])
+    # The probe of scores alone has a body.
+    assert {path for path, body in server.bodies[before:] if body} == {GENERATE}
 
 
 def test_server_option_of_other_projects_is_left_alone(pytester: pytest.Pytester) -> None:
