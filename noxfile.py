@@ -61,7 +61,8 @@ def _install(session: nox.Session, *extras: str) -> None:
     cluster = [CLUSTER] if {"dev", "cluster"} & set(extras) else []
     examples = EXAMPLES if "dev" in extras else []
     parts = [argument for part in trainer + cluster + PLUGINS + examples for argument in ("-e", part)]
-    session.install("-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *parts)
+    # Uncompiled: of thousands of modules a session imports a part, which Python compiles then.
+    session.install("--no-compile", "-c", str(CONSTRAINTS), "-e", f".[{','.join(extras)}]", *parts)
 
 
 def _install_core(session: nox.Session) -> None:
@@ -184,17 +185,7 @@ def tests(session: nox.Session) -> None:
     session.run("mypy")
     session.run("pytest", *STEALING, *DAILY, f"--deselect={EXAMPLE_SUITE}", *arguments, env=ENV)
     # Each check of train engines on one of them, and a few on other layouts: `-s conformance` runs all on all of them.
-    _conformance(session, ENGINES, "--quick", "--sample-every=3")
-    session.run(
-        "pytest",
-        "--trainer=core-rl",
-        "--pyargs",
-        "core_rl_conformance",
-        *WORKERS,
-        "--quick",
-        "--sample-every=2",
-        env=ENV,
-    )
+    _conformance(session, ENGINES, "--trainer=core-rl", "--quick", "--sample-every=3")
     if not quick:
         checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
         _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=8", *checks)

@@ -134,6 +134,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batching_does_not_change_draws(

@@ -52,7 +52,7 @@ def expected_values(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expect
         yield made
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", _parameters())
 def test_correct_engine_passes(expected_values: ExpectedValues, case: Case, tmp_path: Path) -> None:
     case.check.function(EngineUnderTest(case, expected_values, tmp_path))

@@ -36,6 +36,7 @@ SAYS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", SAYS, ids=lambda kind: kind.__name__)
 def test_failing_check_does_not_stop_session(
     pytester: pytest.Pytester, engine: Callable[..., EngineSpec], kind: type[ReferenceBackend]

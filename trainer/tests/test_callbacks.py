@@ -94,6 +94,7 @@ def test_callbacks_get_all_events_in_order(start: Path, tmp_path: Path) -> None:
     assert isinstance(events[-2], CheckpointSaved) and events[-2].path.is_dir()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "step", "last"),
     [

@@ -114,6 +114,7 @@ def test_unknown_tensor_names_blame_sender(subject: EngineUnderTest) -> None:
 # ------------------------------------------------------------- whole checks
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("broken", "identifier", "message"),
     [

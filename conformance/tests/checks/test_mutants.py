@@ -55,7 +55,7 @@ def _kill(mutant: Mutant, check: str, seed: int, message: str | None, intended: 
     )
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_dies_by_its_check(
     expected_values: ExpectedValues,

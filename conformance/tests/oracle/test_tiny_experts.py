@@ -33,6 +33,7 @@ def _choices(model: torch.nn.Module, ids: list[list[int]]) -> list[Choice]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 1, 2, 100])
 def test_no_rounding_changes_a_choice(tmp_path: Path, seed: int) -> None:
     model = TinyModel(family=MOE, seed=seed)

@@ -53,6 +53,7 @@ def test_session_writes_report_page_and_junit(tmp_path: Path, workers: list[str]
     assert {record.check for record in read if record} == {"I7.values", "contract.version"}
 
 
+@pytest.mark.nightly
 def test_a_bad_destination_ends_the_session_at_once(tmp_path: Path) -> None:
     result = _pytest(tmp_path, "--report=a.xml")
     assert result.returncode == pytest.ExitCode.USAGE_ERROR

@@ -61,7 +61,7 @@ def _require_killed(message: str | None, killed_by: str, says: str) -> None:
     assert re.search(says, message), f"the message misses the cause:\n{message}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", _parameters(WIRE_FAULTS))
 def test_wire_fault_dies_by_its_check(
     expected: ExpectedValues, server: ReferenceServer, fault: WireFault, tmp_path: Path

@@ -226,6 +226,7 @@ def test_a_death_between_calls(group: EngineGroup) -> None:
     assert_ended(group, pids, "rank 0 was killed by SIGKILL")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "by_name"), [((0, 1), r"\[0, 1\]"), ((1,), r"\[1\]")])
 def test_hanging_rank_times_out_with_stack(
     group: EngineGroup, ranks: tuple[int, ...], by_name: str, monkeypatch: pytest.MonkeyPatch
@@ -241,6 +242,7 @@ def test_hanging_rank_times_out_with_stack(
     assert_ended(group, pids, "hang failed with RankTimeout")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fn", [support.stop_self, support.hold_interpreter_lock])
 def test_unresponsive_rank_is_killed(group: EngineGroup, fn: Callable[..., Any]) -> None:
     pids = group.pids

@@ -17,6 +17,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], Cut]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_the_writer_receives_and_each_byte_once(layout: str) -> None:
     """Padding parts to one size, or sending all copies, received up to 60 times the model on each rank."""

@@ -149,6 +149,7 @@ def test_all_linear_adapter_is_readable(name: str) -> None:
     assert header_bytes(shapes, 4) < HEADER_LIMIT
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EACH)
 def test_a_memory_plan_counts_the_whole_model(name: str) -> None:
     actual = footprint_of(ModelConfig(config=MODELS[name].config))

@@ -42,6 +42,7 @@ def save_and_train(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         engine.train_batch(engine.shard_data(support.make_batch(seed)), LOSS, BUDGET)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_files_hold_the_state_at_save(group: EngineGroup, tmp_path: Path, layout: ParallelLayout) -> None:
     group.initialize(config=support.fsdp_config(layout, dtype="bfloat16"))
@@ -64,6 +65,7 @@ def test_files_hold_the_state_at_save(group: EngineGroup, tmp_path: Path, layout
         assert not [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("seed", "victim"), [(0, 0), (1, 1), (2, 0)])
 def test_killed_rank_leaves_complete_checkpoint(tmp_path: Path, seed: int, victim: int) -> None:
     path = str(tmp_path / "a")

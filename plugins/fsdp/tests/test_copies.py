@@ -87,6 +87,7 @@ def test_single_rank_divides_no_gradient() -> None:
     assert ("div", layer) not in actual, actual
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_frozen_weights_are_stored_as_in_their_files(half_files: Path, dp: int) -> None:
     files = TensorFiles(half_files, "model")

@@ -168,6 +168,7 @@ def _copies(engine: TrainEngine) -> int:
     return int(config.options.replicas) * 4 // int(config.layout.world_size)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", in_turn(SPREAD))
 def test_experts_are_sharded_evenly(group: EngineGroup, case: str) -> None:
     """And knows where it lies, against torch's own gathering; also where their number does not divide."""
@@ -183,7 +184,7 @@ def state(group: EngineGroup) -> dict[str, Tensor]:
     return {f"{kind} {name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("form", ["sharded", pytest.param("portable", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_a_checkpoint_moves_between_degrees(

@@ -109,6 +109,7 @@ def break_pass(engine: TrainEngine, where: str, forward_only: bool) -> None:
     hook.remove()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduce_scatter", ["each", "last"])
 @pytest.mark.parametrize("reshard", [True, False])

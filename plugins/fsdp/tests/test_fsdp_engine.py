@@ -63,6 +63,7 @@ def train(group: EngineGroup, first: int, last: int) -> list[float]:
     return losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "reshard_after_forward": False}])
 def test_gradients_equal_the_plain_model(
@@ -127,6 +128,7 @@ def test_resume_is_bitwise_on_the_same_layout(group: EngineGroup, tmp_path: Path
     assert equal(state(group), after)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 4)])
 @pytest.mark.parametrize("form", ["sharded", "portable"])
 def test_checkpoint_loads_at_different_world_size(

@@ -81,7 +81,7 @@ def expected() -> Expected:
     return actual
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("head", LOSSES)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_the_plain_model(

@@ -74,7 +74,7 @@ def plain_logprobs(model: Any, batch: SequenceBatch) -> Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "lora"), [({"tp": 2}, LORA), (TP_SP, LORA), ({"pp": 2}, LAST_LAYER)], ids=["tp", "sp", "pp"]
 )

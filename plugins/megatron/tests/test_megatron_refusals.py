@@ -131,6 +131,7 @@ REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fields", "error", "says"), REFUSED_BY_THE_ENGINE)
 def test_the_engine_refuses(fields: dict[str, Any], error: type[CoreRLError], says: str) -> None:
     with pytest.raises(error, match=says):

@@ -54,6 +54,7 @@ def stage_of(model: PreTrainedModel, config: MegatronConfig, rank: int) -> Packe
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("apart", [False, True], ids=["grouped", "apart"])
 def test_only_the_writer_receives_and_each_byte_once(layout: str, apart: bool) -> None:

@@ -69,6 +69,7 @@ def test_trained_weights_are_served(
     require_each_once(trained, GROUP)
 
 
+@pytest.mark.nightly
 def test_adapter_is_served_as_trained(
     adapted: InferenceEngine, start: Path, tmp_path: Path, published: Published
 ) -> None:

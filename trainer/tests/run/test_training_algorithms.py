@@ -205,6 +205,7 @@ def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Pat
     assert result["before"]["eval_reward_greedy"] != 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sync", ["disk", "lora"])
 def test_adapter_reference_is_base_model(start: Path, tmp_path: Path, sync: str) -> None:
     """And answers are drawn by both, whether the adapter is merged into weights that are sent or sent alone."""
@@ -416,6 +417,7 @@ def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) 
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.nightly), "dpo"])
 def test_interrupted_supervised_run_resumes_exactly(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str

@@ -79,6 +79,7 @@ def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
     return support.curve(recipe.parent / "out")[1:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["reference-rollout", "stepwise-rollout"])
 def test_async_run_bounds_staleness_of_each_prompt(
     recipe: Path, trained: list[tuple[int, list[int]]], engine: str
@@ -314,6 +315,7 @@ class Scored:
 '''
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "overrides"), [("echo", []), ("Scored", ["reward=null", *ASYNC])], ids=["tool", "own rewards"]
 )
