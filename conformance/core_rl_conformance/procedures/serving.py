@@ -34,6 +34,8 @@ FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 MOST_AT_ONCE = 256
 """Requests in flight."""
+TOKEN_S = 2.0
+"""Further seconds for each token of the longest answer: servers have large models and busy machines, too."""
 
 
 # ------------------------------------------------------------------- asking
@@ -66,14 +68,14 @@ def versions_of(responses: Sequence[LLMResponse]) -> set[int]:
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-    """All answers, asked for at one time; `RolloutError` if they take longer than any tiny model should."""
+    """All answers, asked for at one time; `RolloutError` if they take longer than answers of their lengths should."""
+    longest = max((request.sampling.max_new_tokens for request in requests), default=0)
+    timeout_s = CALL_TIMEOUT_S + longest * TOKEN_S
     try:
         gathered = asyncio.gather(*map(engine.agenerate, requests))
-        return list(await asyncio.wait_for(gathered, CALL_TIMEOUT_S))
+        return list(await asyncio.wait_for(gathered, timeout_s))
     except TimeoutError as error:
-        raise RolloutError(
-            f"{len(requests)} requests were not answered within {CALL_TIMEOUT_S:g} s"
-        ) from error
+        raise RolloutError(f"{len(requests)} requests were not answered within {timeout_s:g} s") from error
 
 
 def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
