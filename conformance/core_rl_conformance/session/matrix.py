@@ -178,7 +178,7 @@ def quick_sample(case: Case, targets: Sequence[Target], selection: Selection) ->
 
     Every engine runs an N-th of the checks, and the next engine of its kind other checks.
     """
-    number = [target for target in targets if target.spec.kind == case.target.spec.kind].index(case.target)
+    number = [target for target in targets if target.kind == case.target.kind].index(case.target)
     if (
         selection.quick
         and not case.not_run
@@ -308,7 +308,7 @@ def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) ->
     """
     for target in targets:
         for partner in targets:
-            suited = check.kind == target.kind and check.partner == partner.spec.kind
+            suited = check.kind == target.kind and check.partner == partner.kind
             if suited and target is not partner:
                 yield from _cases_of_pair(check, target, partner, selection)
 

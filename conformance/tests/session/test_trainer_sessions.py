@@ -17,7 +17,7 @@ from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.report.files import read_report
-from core_rl_conformance.session.matrix import Selection, three_rank_cases
+from core_rl_conformance.session.matrix import Selection, load_target, pair_cases, three_rank_cases
 from core_rl_conformance.session.trainers import load_trainer
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
@@ -93,6 +93,14 @@ def test_unknown_trainer_lists_installed_ones() -> None:
         ConfigError, match="--trainer=nobody: no installed trainer is called so; installed: .*core-rl"
     ):
         load_trainer("nobody", {})
+
+
+def test_trainers_are_no_partners_of_engines() -> None:
+    checks, selection = load_checks(), Selection()
+    trainer = load_trainer(f"{__name__}:SPEC", checks)
+    engine = load_target("reference", checks)
+    paired = [case for check in checks.values() for case in pair_cases(check, [engine, trainer], selection)]
+    assert paired == []
 
 
 def test_session_reports_the_trainer(pytester: pytest.Pytester, tmp_path: Path) -> None:
