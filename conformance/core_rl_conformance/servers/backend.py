@@ -126,9 +126,9 @@ def wire_of(name: str, model: str) -> Wire:
     return OpenAIWire(model) if name == "openai" else _backend_of(name).wire
 
 
-async def misfits_of(wire: str, api: Api, timeout_s: float, model: ModelConfig, dtype: DType) -> list[str]:
+async def misfits_of(wire: str, api: Api, model: ModelConfig, dtype: DType) -> list[str]:
     """The reasons for which the server of ``api`` cannot serve ``model`` in ``dtype``; nothing of it changes."""
-    server = _backend_of(wire).server_class(api, timeout_s, steered=False)
+    server = _backend_of(wire).server_class(api, ServerOptions().update_timeout_s, steered=False)
     return list(misfits(await server.facts(), ServedModel.of(model, "server"), dtype))
 
 

@@ -33,7 +33,6 @@ from core_rl_conformance.servers.routes import (
     CONTROL,
     GENERATE,
     NEEDS,
-    REQUEST_TIMEOUT_S,
     WHOLE,
     Routes,
     read_routes,
@@ -170,7 +169,7 @@ async def _require_fit(arguments: ServerArguments, key: str | None) -> None:
     model = ModelConfig(path=arguments.model_dir)
     async with aiohttp.ClientSession() as session:
         api = Api(arguments.address, session, key, "the")
-        problems = await misfits_of(arguments.wire, api, REQUEST_TIMEOUT_S, model, arguments.served_dtype)
+        problems = await misfits_of(arguments.wire, api, model, arguments.served_dtype)
     prefix = f"--server={arguments.url} with --model-dir={arguments.model_dir}"
     raise_all(ConfigError, prefix, problems)
 

@@ -60,6 +60,20 @@ def judge(
     return result, {case["check"]: (case["outcome"], case["reason"]) for case in cases}
 
 
+def arguments_for(server: ReferenceServer, wire: str, *, take_over: bool = False) -> ServerArguments:
+    """The command line of a session that judges ``server``."""
+    return ServerArguments(
+        url=f"http://{server.address}",
+        command="",
+        wire=wire,
+        model_dir=str(server.model),
+        take_over=take_over,
+        key_variable=None,
+        dtype=None,
+        device="cpu",
+    )
+
+
 VERSIONS, PREFIX = "contract.rollout-versions", "I13.prefix-cache"
 
 
@@ -200,17 +214,8 @@ def test_sglang_completions_need_a_tokenizer(model_dir: str) -> None:
 
 def test_images_are_left_to_engines(model_dir: str) -> None:
     with running([WithoutTokenizer(model_dir, routes=["/generate"])]) as (server,):
-        arguments = ServerArguments(
-            url=f"http://{server.address}",
-            command="",
-            wire="sglang",
-            model_dir=model_dir,
-            take_over=True,
-            key_variable=None,
-            dtype=None,
-            device="cpu",
-        )
         # A session that declares them and runs no check of them is no success.
+        arguments = arguments_for(server, "sglang", take_over=True)
         assert Capability.VISION not in load_server(arguments).spec.capabilities
 
 
@@ -286,15 +291,5 @@ def test_report_lists_quantized_layers(
     file.write_text(json.dumps(config))
     with running([ReferenceServer(model_dir)]) as (made,):
         made.model_path = str(tmp_path / "served")
-        arguments = ServerArguments(
-            url=f"http://{made.address}",
-            command="",
-            wire="openai",
-            model_dir=model_dir,
-            take_over=False,
-            key_variable=None,
-            dtype=None,
-            device="cpu",
-        )
-        description = load_server(arguments).spec.description
+        description = load_server(arguments_for(made, "openai")).spec.description
     assert layers in description and ("another precision" in description) == bool(quantization)
