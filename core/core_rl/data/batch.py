@@ -10,9 +10,9 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from core_rl.data.gather import bounds_of, gather_sequences, token_index
 from core_rl.data.media import NO_MEDIA, Media, count_patches, media_violations
 from core_rl.data.pinned import to_device
 from core_rl.data.prefix_order import PrefixOrder
@@ -234,17 +234,16 @@ class SequenceBatch:
 
     def select(self, indices: Sequence[int]) -> SequenceBatch:
         """The sequences ``indices``, in that order; `BatchError` names an index that is out of range."""
-        wrong = [i for i in indices if not 0 <= i < self.num_sequences]
+        count = self.num_sequences
+        wrong = [i for i in indices if not 0 <= i < count]
         if wrong:
-            raise BatchError(f"cannot select sequence {wrong[0]} of a batch with {self.num_sequences}")
+            raise BatchError(f"cannot select sequence {wrong[0]} of a batch with {count}")
         rows = torch.tensor(list(indices), dtype=torch.long)
-        positions = self.token_index(indices).to(self.device)
+        input_ids, *tokens = gather_sequences([self.input_ids, *self.tokens.values()], self.cu_seqlens, rows)
         return self._derived(
-            input_ids=self.input_ids[positions],
-            cu_seqlens=self._bounds_of(rows),
-            tokens={
-                name: value.index_select(0, positions.to(value.device)) for name, value in self.tokens.items()
-            },
+            input_ids=input_ids,
+            cu_seqlens=bounds_of(self.cu_seqlens[rows + 1] - self.cu_seqlens[rows]),
+            tokens=dict(zip(self.tokens, tokens, strict=True)),
             sequences={
                 name: value.index_select(0, rows.to(value.device)) for name, value in self.sequences.items()
             },
@@ -255,14 +254,7 @@ class SequenceBatch:
 
     def token_index(self, indices: Sequence[int]) -> Tensor:
         """Positions in the token dimension of the sequences ``indices``, int64, on the CPU."""
-        rows = torch.tensor(list(indices), dtype=torch.long)
-        bounds = self._bounds_of(rows)
-        shifts = self.cu_seqlens[rows].long() - bounds[:-1]
-        return torch.arange(int(bounds[-1])) + torch.repeat_interleave(shifts, bounds.diff())
-
-    def _bounds_of(self, rows: Tensor) -> Tensor:
-        """``cu_seqlens`` of the sequences ``rows [N]``, laid end to end."""
-        return _bounds(self.cu_seqlens[rows + 1] - self.cu_seqlens[rows])
+        return token_index(self.cu_seqlens, torch.tensor(list(indices), dtype=torch.long))
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[SequenceBatch]:
         """One batch for each list of sequence indices. Their tensors are slices of one copy: gathering costs more for
@@ -323,7 +315,7 @@ class SequenceBatch:
         raise_all(BatchError, "from_sequences", _ragged_violations(rows, fields))
         return SequenceBatch(
             input_ids=torch.cat(rows) if rows else torch.zeros(0, dtype=torch.long),
-            cu_seqlens=_bounds(torch.tensor([len(row) for row in rows], dtype=torch.int32)),
+            cu_seqlens=bounds_of(torch.tensor([len(row) for row in rows], dtype=torch.int32)),
             tokens={name: torch.cat(values) if values else torch.zeros(0) for name, values in fields.items()},
             sequences=dict(sequences or {}),
             meta=dict(meta or {}),
@@ -349,7 +341,7 @@ class SequenceBatch:
         first = batches[0]
         return SequenceBatch(
             input_ids=torch.cat([b.input_ids for b in batches]),
-            cu_seqlens=_bounds(torch.cat([b.cu_seqlens.diff() for b in batches])),
+            cu_seqlens=bounds_of(torch.cat([b.cu_seqlens.diff() for b in batches])),
             tokens={name: torch.cat([b.tokens[name] for b in batches]) for name in first.tokens},
             sequences={name: torch.cat([b.sequences[name] for b in batches]) for name in first.sequences},
             meta={name: [entry for b in batches for entry in b.meta[name]] for name in first.meta},
@@ -401,11 +393,6 @@ def _slices(fields: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str
     """Consecutive slices of all ``fields``, one for each of ``sizes``."""
     sliced = {name: value.split(list(sizes)) for name, value in fields.items()}
     return [{name: parts[number] for name, parts in sliced.items()} for number in range(len(sizes))]
-
-
-def _bounds(lengths: Tensor) -> Tensor:
-    """``cu_seqlens`` of sequences of these lengths."""
-    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _with_bool_mask(tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.gather import bounds_of, gather_sequences
 from core_rl.data.outputs import SEQUENCE_OUTPUTS, ModelOutput
 from core_rl.data.prefixes import SharedUnits
 from core_rl.errors import BatchError, raise_all
@@ -147,15 +148,16 @@ def unshard_output(
     pairs = [(output, part) for output, part in zip(outputs, plan, strict=True) if part]
     if not pairs:
         return outputs[0] if outputs else ModelOutput()
+    # Outputs lie end to end as their sequences do in `order`; `places` finds each sequence of `batch` in it.
+    order = torch.tensor([index for _, part in pairs for index in part], dtype=torch.long)
+    places, bounds = order.argsort(), bounds_of(batch.cu_seqlens.diff()[order])
     values: dict[str, Tensor] = {}
-    for output, part in pairs:
-        tokens, sequences = batch.token_index(part), torch.tensor(part, dtype=torch.long)
-        for name, value in output.items():
-            is_sequence = name in SEQUENCE_OUTPUTS
-            length, index = (batch.num_sequences, sequences) if is_sequence else (batch.num_tokens, tokens)
-            if name not in values:
-                values[name] = value.new_empty((length, *value.shape[1:]))
-            values[name].index_copy_(0, index.to(value.device), value)
+    for name in dict(pairs[0][0].items()):
+        joined = torch.cat([output[name] for output, _ in pairs])
+        if name in SEQUENCE_OUTPUTS:
+            values[name] = joined[places.to(joined.device)]
+        else:
+            (values[name],) = gather_sequences([joined], bounds, places)
     return ModelOutput(**values)
 
 

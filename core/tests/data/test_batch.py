@@ -22,6 +22,7 @@ from core_rl.data.adapters import (
     to_padded_dict,
 )
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.gather import WHOLE_FROM
 from core_rl.data.outputs import masked_mean, masked_sum, segment_sum
 from core_rl.errors import BatchError
 
@@ -140,7 +141,9 @@ def test_concat_keeps_units_and_refuses_differing_fields() -> None:
         SequenceBatch.concat([left, make_batch([1])])
 
 
-LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8)
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8) | st.lists(
+    st.integers(WHOLE_FROM, WHOLE_FROM + 9), min_size=1, max_size=4
+)
 
 
 @given(LENGTHS, st.randoms(use_true_random=False))

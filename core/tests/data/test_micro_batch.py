@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.gather import WHOLE_FROM
 from core_rl.data.micro_batch import (
     MicroBatchSpec,
     best_fit,
@@ -67,7 +68,7 @@ def test_units_are_never_separated(items: list[tuple[int, int]], parts: int) -> 
         assert sum(map(len, homes)) == len(set(units))
 
 
-@given(LENGTHS, st.integers(1, 5))
+@given(LENGTHS | st.lists(st.integers(WHOLE_FROM, WHOLE_FROM + 9), max_size=4), st.integers(1, 5))
 @settings(deadline=None)
 def test_outputs_of_shards_come_back_in_order(lengths: list[int], parts: int) -> None:
     batch = ragged(lengths)
