@@ -124,7 +124,7 @@ def _server_python(session: nox.Session, engine: str) -> str:
     python, stamp = str(home / "bin" / "python"), home / "complete"
     if not stamp.exists():
         session.run("python", "-m", "venv", "--clear", str(home))
-        pip = (python, "-m", "pip", "install", "-q")
+        pip = (python, "-m", "pip", "install", "-q", "--no-compile")
         requirements, unresolved = map(str, files)
         session.run(*pip, "-r", requirements, external=True)
         session.run(
@@ -178,30 +178,29 @@ def quickstart(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the daily tests; `-- --quick` is the short form, other arguments go to pytest."""
     quick, arguments = _quick(session)
-    _install(session, "dev")
-    _lint(session)
-    # Its packages do not go with the constraints of the others, so it is read and not installed.
-    session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
-    session.run("mypy")
+    with ThreadPoolExecutor() as pool:
+        # A gigabyte of packages arrives while other packages are installed and types are checked on a single core.
+        server = None if quick else pool.submit(_server_python, session, "sglang")
+        _install(session, "dev")
+        _lint(session)
+        # Its packages do not go with the constraints of the others, so it is read and not installed.
+        session.run("lint-imports", env={"PYTHONPATH": "plugins/torchtitan/src"})
+        session.run("mypy")
+    if server is not None:
+        server.result()
     session.run("pytest", *STEALING, *DAILY, f"--deselect={EXAMPLE_SUITE}", *arguments, env=ENV)
     # Each check of train engines on one of them, and a few on other layouts: `-s conformance` runs all on all of them.
     _conformance(session, ENGINES, "--trainer=core-rl", "--quick", "--sample-every=3")
-    if not quick:
-        checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
-        _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=8", *checks)
+    if quick:
+        return
+    checks = [f"--check={name}" for name in ON_ALL_LAYOUTS]
+    _conformance(session, DISTRIBUTED_ENGINES + EXAMPLE_ENGINES, "--sample-every=8", *checks)
     # Both wait much: for agents to miss a lease, and for servers to start.
+    options = ["--quick", "--layout=dp1", "--sample-every=6"]
     with ThreadPoolExecutor() as pool:
         parts = [
             pool.submit(_cluster, session, *DAILY),
-            pool.submit(
-                _served,
-                session,
-                "sglang",
-                "--quick",
-                "--layout=dp1",
-                "--sample-every=6",
-                chosen=DAILY,
-            ),
+            pool.submit(_served, session, "sglang", *options, chosen=DAILY),
         ]
     for part in parts:
         part.result()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -69,18 +70,26 @@ class SharedUnits:
 
         No unit may be heavier than the budget.
         """
+        # A run from `start` to `end` computes `ends[end] - ends[start] + saved[start]` tokens.
+        ends = [
+            0,
+            *accumulate(weight - saved for weight, saved in zip(self.weights, self.saved, strict=True)),
+        ]
         best: list[tuple[int, int, int]] = [(0, 0, 0)]
         """Tokens, runs, and the start of the last run, for the first n units."""
+        options: deque[tuple[int, int, int]] = deque()
+        """Starts of the last run, the best one first; each later one is worse, and serves heavier ends."""
         for end in range(1, len(self.groups) + 1):
-            options, start, weight = [], end - 1, self.weights[end - 1]
-            while weight <= budget:
-                tokens, runs, _ = best[start]
-                options.append((tokens + weight, runs + 1, start))
-                if start == 0:
-                    break
-                weight += self.weights[start - 1] - self.saved[start]
-                start -= 1
-            best.append(min(options))
+            start = end - 1
+            tokens, runs, _ = best[start]
+            option = (tokens - ends[start] + self.saved[start], runs + 1, start)
+            while options and options[-1] > option:
+                options.pop()
+            options.append(option)
+            while ends[end] - ends[options[0][2]] + self.saved[options[0][2]] > budget:
+                options.popleft()
+            tokens, runs, start = options[0]
+            best.append((tokens + ends[end], runs, start))
         cut: list[range] = []
         end = len(self.groups)
         while end:

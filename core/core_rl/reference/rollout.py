@@ -74,6 +74,7 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         self.config = context.config
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="reference-rollout")
         self._queue: deque[tuple[LLMRequest, Future[LLMResponse]]] = deque()
+        self._will_drain = False
         self._unseeded = 0
         self._served_version = 0
         self._received = DeltaDecoder()
@@ -90,6 +91,8 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         model.generation_config = GenerationConfig()
         torch.nn.Module.to(model, self._device())
         self._model = model
+        # Where rotary frequencies depend on the length, a batch has the frequencies of its longest prompt.
+        self._batch_size = 1 if rotary_modules(model) else self.config.max_batch_size
 
     def _device(self) -> torch.device:
         return chosen_device(self.config.device, self.config.devices[0] if self.config.devices else None)
@@ -120,8 +123,9 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
         try:
             # Whatever else is ready to run queues its requests first, so that they share a batch.
             await asyncio.sleep(0)
-            if not future.done():
+            if not future.done() and not self._will_drain:
                 assert self._worker is not None
+                self._will_drain = True
                 self._worker.submit(self._drain)
             return await asyncio.wrap_future(future)
         finally:
@@ -129,13 +133,13 @@ class ReferenceRolloutBackend(InferenceBackend[ReferenceRolloutConfig]):
 
     def _drain(self) -> None:
         """On the worker: complete all queued requests."""
+        self._will_drain = False  # a request that is queued from now on may come too late for this call
         groups: dict[SamplingParams, list[tuple[LLMRequest, Future[LLMResponse]]]] = {}
         for _ in range(len(self._queue)):
             request, future = self._queue.popleft()
             if future.set_running_or_notify_cancel():
                 groups.setdefault(replace(request.sampling, seed=None), []).append((request, future))
-        # Where rotary frequencies depend on the length, a batch has the frequencies of its longest prompt.
-        size = 1 if rotary_modules(self._model) else self.config.max_batch_size
+        size = self._batch_size
         for entries in groups.values():
             for start in range(0, len(entries), size):
                 self._complete(entries[start : start + size])

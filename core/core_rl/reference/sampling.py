@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -121,9 +120,7 @@ def generate(
 
     ``tokenizer`` is for ``sampling.stop``. ``media`` are the images of each prompt; their placeholders are never drawn.
     """
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    # Positions follow from the mask.
-    ids, mask = _left_padded(rows), _left_padded([torch.ones_like(row) for row in rows])
+    ids, mask = _left_padded(prompts)
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
@@ -170,8 +167,12 @@ def generate(
     return [_cut(row, values, stops, at_text) for row, values in rows_and_values]
 
 
-def _left_padded(rows: Sequence[Tensor]) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True, padding_side="left")
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask, int64 ``[B, L]``; positions follow from the mask."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    missing = torch.tensor([longest - len(prompt) for prompt in prompts])
+    return ids, (torch.arange(longest) >= missing[:, None]).long()
 
 
 def _cut(

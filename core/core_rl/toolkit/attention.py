@@ -35,6 +35,10 @@ __all__ = [
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
 
+SCORES_AT_ONCE = 2**14
+"""Scores of each head in a call of a kernel for several sequences of equal shape: with more, copies cost more time than
+calls on a CPU."""
+
 KERNEL_MULTIPLE, KERNEL_WIDEST = 8, 256
 """Head dimensions that FlashAttention takes are multiples of the one, up to the other."""
 
@@ -228,6 +232,48 @@ class _Call:
     softcap: float | None
     sinks: Tensor | None
 
+    @property
+    def widest_square(self) -> int:
+        """Visible tokens up to which a mask may be left to the kernel."""
+        if self.softcap is not None or self.sinks is not None:
+            return 0
+        return self.segments.longest if self.window is None else self.window
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Stretches of equal shape, which share calls of a kernel: where they are short, calls cost more than tokens."""
+
+    stretches: list[int]
+    length: int
+    """Tokens of each stretch."""
+    queries: list[tuple[int, ...]]
+    """For each stretch, the stretches whose queries are computed, itself last."""
+    paths: list[tuple[int, ...]]
+    """For each stretch, the stretches that it sees, itself last."""
+    blocks: Blocks
+    at_once: int
+
+
+def _alike(segments: Segments, widest_square: int) -> list[_Alike]:
+    """All stretches of ``segments``, or sequences, by their shapes."""
+    lengths = segments.lengths
+    paths = segments.paths or [(sequence,) for sequence in range(len(lengths))]
+    groups: dict[tuple[int, int, Blocks], _Alike] = {}
+    for stretch, path in enumerate(paths):
+        length, visible = lengths[stretch], sum(lengths[part] for part in path)
+        blocks = segments.blocks[stretch] if segments.blocks else ()
+        # Causal kernels leave out half of a square, and no part of a masked rectangle.
+        square = visible <= widest_square and 2 * length > visible
+        group = groups.setdefault(
+            (length, visible, blocks),
+            _Alike([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
+        )
+        group.stretches.append(stretch)
+        group.queries.append(path if square else path[-1:])
+        group.paths.append(path)
+    return list(groups.values())
+
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``, contiguous as of transformers' own functions."""
@@ -235,31 +281,33 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
         return _varlen(query, key, value, call)
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
-    if call.segments.paths is None:
-        blocks = call.segments.blocks or ((),) * len(queries)
-        attended = [
-            _segment(q, k, v, call, both) for q, k, v, both in zip(queries, keys, values, blocks, strict=True)
-        ]
-    else:
-        attended = [_stretch(queries, keys, values, path, call) for path in call.segments.paths]
-    return torch.cat([part.transpose(1, 2) for part in attended], dim=1)
+    attended: dict[int, Tensor] = {}
+    for alike in _alike(call.segments, call.widest_square):
+        attended |= zip(alike.stretches, _calls(queries, keys, values, alike, call), strict=True)
+    return torch.cat([attended[stretch] for stretch in range(len(queries))], dim=1)
 
 
-def _stretch(
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    path: Sequence[int],
-    call: _Call,
-) -> Tensor:
-    """The last stretch of ``path``, which attends to the others and to itself."""
-    key, value = (torch.cat([parts[stretch] for stretch in path], dim=2) for parts in (keys, values))
-    length, visible = queries[path[-1]].shape[2], key.shape[2]
-    plain = call.softcap is None and call.sinks is None and (call.window is None or visible <= call.window)
-    # Causal kernels leave out half of a square, and no part of a masked rectangle.
-    square = plain and 2 * length > visible
-    query = torch.cat([queries[stretch] for stretch in (path if square else path[-1:])], dim=2)
-    return _segment(query, key, value, call)[:, :, -length:]
+def _calls(
+    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], alike: _Alike, call: _Call
+) -> Iterator[Tensor]:
+    """Each of the ``alike`` stretches, ``[1, L, heads, D]``."""
+    for number in range(0, len(alike.stretches), alike.at_once):
+        rows = slice(number, number + alike.at_once)
+        query = _stacked(queries, alike.queries[rows])
+        key, value = (_stacked(parts, alike.paths[rows]) for parts in (keys, values))
+        computed = _segment(query, key, value, call, alike.blocks)
+        yield from computed[:, :, -alike.length :].transpose(1, 2).split(1)
+
+
+def _stacked(parts: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Tensor:
+    """The stretches of each path, ``[paths, heads, L, D]``, from ``[1, heads, L, D]`` each."""
+    stretches = [parts[stretch] for path in paths for stretch in path]
+    if len(stretches) == 1:
+        return stretches[0]
+    if len(stretches) == len(paths):
+        return torch.cat(stretches)
+    joined = torch.cat(stretches, dim=2)[0]
+    return joined.view(joined.shape[0], len(paths), -1, joined.shape[2]).transpose(0, 1)
 
 
 def _kernel_computes(query: Tensor, call: _Call) -> bool:
@@ -329,7 +377,7 @@ def _with_sinks(
 
     So no kernel needs to know of it, and ``[heads, L, L]`` is never kept.
     """
-    scores = (sinks.to(query.dtype) / call.scaling)[None, :, None, None].expand(-1, -1, query.shape[2], 1)
+    scores = (sinks.to(query.dtype) / call.scaling)[:, None, None].expand(len(query), -1, query.shape[2], 1)
     sink = F.pad(torch.ones_like(key[:, :, :1, :1]), (query.shape[-1], 0))
     return F.scaled_dot_product_attention(
         torch.cat([query, scores], dim=3),

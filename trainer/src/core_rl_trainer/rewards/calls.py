@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from core_rl.distributed.loop_thread import LoopThread, being_cancelled
 from core_rl.errors import RolloutError
+from core_rl_trainer.rewards.threads import CallThreads
 
 __all__ = [
     "ENDINGS",
@@ -32,6 +32,8 @@ __all__ = [
 
 _Value = TypeVar("_Value")
 
+USER_THREADS = CallThreads("core-rl-user-code")
+"""For plain functions of all runs; the threads hold nothing between two calls."""
 OWN = Path(__file__).parent
 ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 """Exceptions that end a program or an event loop unless caught, such as from ``exit()`` in a function."""
@@ -145,7 +147,7 @@ def is_coroutine_function(function: object) -> bool:
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run ``function`` in a daemon thread: a pool's thread that hangs would keep the process from ending."""
+    """Run ``function`` in a daemon thread."""
     outcome = _pending()
 
     def work() -> None:
@@ -154,13 +156,15 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
         except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
             outcome.set_result(partial(_raised, error))
 
-    thread = threading.Thread(target=work, name="core-rl-user-code", daemon=True)
-    thread.start()
+    thread = USER_THREADS.run(work)
     try:
         return (await asyncio.wrap_future(outcome))()
     except asyncio.CancelledError as cancelled:
         frame = sys._current_frames().get(thread.ident or 0)
-        _note_place(cancelled, function, [] if frame is None else [*traceback.walk_stack(frame)][::-1])
+        lines = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
+        _note_place(
+            cancelled, function, [] if outcome.done() else lines
+        )  # by then the thread may have another call
         raise
 
 
