@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard_plan
-from core_rl.data.prefixes import PrefixTree
+from core_rl.data.prefixes import PrefixTree, SharedUnits
 from core_rl.errors import BatchError
 
 # Two ids, so that prefixes are shared often.
@@ -155,3 +155,27 @@ def test_sequence_beyond_budget_is_named() -> None:
     batch = SequenceBatch.from_sequences([[5] * 6 + [1], [5] * 6 + [2], [5] * 9])
     with pytest.raises(BatchError, match="sequence 2 has 9 tokens, and max_tokens is 8"):
         count_micro_batches(batch, MicroBatchSpec(max_tokens=8, share_prefixes=True))
+
+
+def all_cuts(count: int) -> list[list[range]]:
+    """All ways to cut ``count`` units into runs of neighbours."""
+    inner = chain.from_iterable(combinations(range(1, count), size) for size in range(count))
+    return [[range(first, end) for first, end in pairwise([0, *starts, count])] for starts in inner]
+
+
+@given(ROWS, st.integers(0, 20))
+@settings(deadline=None)
+def test_cut_within_a_budget_is_the_best(rows: list[list[int]], more: int) -> None:
+    batch = SequenceBatch.from_sequences(rows)
+    shared = SharedUnits.of(batch, [[index] for index in range(len(rows))])
+    if shared is None:
+        return
+    budget = max(shared.weights) + more
+
+    def cost(cut: list[range]) -> tuple[int, int]:
+        return sum(map(shared.weight, cut)), len(cut)
+
+    allowed = [cut for cut in all_cuts(len(rows)) if all(shared.weight(run) <= budget for run in cut)]
+    cut = shared.within(budget)
+    assert cut in allowed
+    assert cost(cut) == min(map(cost, allowed))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core_rl.errors import UnsupportedCapability
+from core_rl.toolkit import attention
 from core_rl.toolkit.attention import Segments, packed_attention
 
 SEGMENTS = Segments((0, 4, 11))
@@ -73,3 +74,24 @@ def test_unsupported_attention_is_refused(keywords: dict[str, Any], message: str
     arguments = {"attention_mask": None, "segments": SEGMENTS, **keywords}
     with pytest.raises(UnsupportedCapability, match=message):
         packed_attention(nn.Module(), query, key, value, **arguments)
+
+
+TREE = ((0,), (0, 1), (0, 2), (0, 3), (0, 3, 4), (0, 3, 5))
+
+
+@pytest.mark.parametrize("paths", [None, TREE])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 3}, {"softcap": 2.0}, {"s_aux": True}])
+def test_equal_shapes_share_calls(
+    paths: tuple[tuple[int, ...], ...] | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value, sinks = inputs()
+    segments = Segments((0, 3, 5, 7, 9, 10, 11), paths=paths)
+    if "s_aux" in options:
+        options = {"s_aux": sinks}
+    results = []
+    for scores in (1, 8, attention.SCORES_AT_ONCE):  # one, some, and all of equal shape in a call
+        monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores)
+        attended, _ = packed_attention(nn.Module(), query, key, value, None, segments=segments, **options)
+        results.append((attended, *torch.autograd.grad(attended.square().sum(), [query, key, value])))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
