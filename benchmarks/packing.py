@@ -35,7 +35,8 @@ from core_rl.data.micro_batch import (
     unshard_rows,
 )
 from core_rl.data.outputs import ModelOutput
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
+from core_rl.toolkit.segments import Segments
 
 HEADS, WIDTH = 14, 64
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
+from core_rl.toolkit.segments import Segments
 from core_rl.toolkit.token_logprobs import token_logprobs
 
 FACTOR = 4.0

@@ -14,9 +14,9 @@ from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import join_media
 from core_rl.data.outputs import ModelOutput
-from core_rl.toolkit.attention import Segments
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.parallel_context import WHOLE, TokenSlice
+from core_rl.toolkit.segments import Segments
 from core_rl.toolkit.vision import PackedVision
 from core_rl_conformance.profile import VISION as FAMILIES
 from mutants.bases import Packed, Replicated, TrainContext

@@ -29,9 +29,10 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError, UnsupportedCapability
-from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
+from core_rl.toolkit.segments import Segments
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from core_rl.data.pinned import to_device
 from core_rl.distributed.collectives import all_to_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.seeds import derive_seed
 from core_rl.toolkit import cuda
+from core_rl.toolkit.segments import Alike, Blocks, Segments, alike_stretches
 
 __all__ = [
     "PACKED_ATTENTION",
-    "Blocks",
-    "Segments",
     "check_heads",
     "packed_attention",
     "register_packed_attention",
@@ -35,87 +32,12 @@ __all__ = [
 PACKED_ATTENTION = "core_rl_packed"
 """The ``attn_implementation`` of packed models. Unknown to transformers' mask interface, so no mask is built."""
 
-SCORES_AT_ONCE = 2**14
-"""Scores of each head in a call of a kernel for several sequences of equal shape: with more, copies cost more time than
-calls on a CPU."""
-
 KERNEL_MULTIPLE, KERNEL_WIDEST = 8, 256
 """Head dimensions that FlashAttention takes are multiples of the one, up to the other."""
 
 UNKNOWN = ("position_bias", "sinks", "block_indices")
 """Keywords of attention that change its result and are not computed here: biases of scores, sinks that depend on the
 query, and keys that the model chooses."""
-
-
-Blocks = tuple[tuple[int, int], ...]
-"""Stretches ``start, end`` of a sequence."""
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Bounds of the sequences of a packed batch, or of the stretches of a `PrefixTree`.
-
-    An object, so that compiled code does not depend on their number.
-    """
-
-    bounds: tuple[int, ...]
-    """``cu_seqlens`` of the whole batch as ``B + 1`` integers, or the bounds of stretches."""
-    context: Comm | None = None
-    """The ranks over which the tokens of the batch are spread, if they are."""
-    tensor: Comm | None = None
-    """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
-    paths: tuple[tuple[int, ...], ...] | None = None
-    """For each stretch of a tree, the stretches whose tokens it sees, itself last; None where all are sequences."""
-    blocks: tuple[Blocks, ...] = ()
-    """For each sequence, its stretches ``start, end`` of tokens that see each other in both directions; empty without
-    any."""
-    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence or stretch."""
-        return [end - start for start, end in pairwise(self.bounds)]
-
-    @cached_property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, or of the longest path."""
-        if self.paths is None:
-            return max(self.lengths)
-        return max(sum(self.lengths[part] for part in path) for path in self.paths)
-
-    def starts(self, device: torch.device) -> Tensor:
-        """``bounds`` on ``device``, int32 ``[B + 1]``: copied once, for all layers and for blocks that are computed
-        again. Models ask for it before their blocks, in which no copy should break the queue of an accelerator.
-        """
-        return self._copied("starts", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
-
-    def seen(self, device: torch.device) -> Tensor | None:
-        """The rows of all paths, one after the other, int64; None where all are sequences."""
-        if self.paths is None:
-            return None
-        rows = [torch.arange(start, end) for start, end in pairwise(self.bounds)]
-        stretches = [rows[stretch] for path in self.paths for stretch in path]
-        return self._copied("seen", device, lambda: torch.cat(stretches))
-
-    def visible_starts(self, device: torch.device) -> Tensor:
-        """Bounds of the paths in `seen`, int32 ``[B + 1]``; without paths, `starts`."""
-        if self.paths is None:
-            return self.starts(device)
-        lengths = [sum(self.lengths[part] for part in path) for path in self.paths]
-        return self._copied(
-            "visible_starts", device, lambda: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        )
-
-    def prepare(self, device: torch.device) -> None:
-        """Copy to ``device`` before the blocks."""
-        self.starts(device)
-        self.seen(device)
-        self.visible_starts(device)
-
-    def _copied(self, name: str, device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
-        if (name, device) not in self._copies:
-            self._copies[name, device] = to_device(compute(), device)
-        return self._copies[name, device]
 
 
 def register_packed_attention(*, compiled: bool = False) -> None:
@@ -240,41 +162,6 @@ class _Call:
         return self.segments.longest if self.window is None else self.window
 
 
-@dataclass(frozen=True)
-class _Alike:
-    """Stretches of equal shape, which share calls of a kernel: where they are short, calls cost more than tokens."""
-
-    stretches: list[int]
-    length: int
-    """Tokens of each stretch."""
-    queries: list[tuple[int, ...]]
-    """For each stretch, the stretches whose queries are computed, itself last."""
-    paths: list[tuple[int, ...]]
-    """For each stretch, the stretches that it sees, itself last."""
-    blocks: Blocks
-    at_once: int
-
-
-def _alike(segments: Segments, widest_square: int) -> list[_Alike]:
-    """All stretches of ``segments``, or sequences, by their shapes."""
-    lengths = segments.lengths
-    paths = segments.paths or [(sequence,) for sequence in range(len(lengths))]
-    groups: dict[tuple[int, int, Blocks], _Alike] = {}
-    for stretch, path in enumerate(paths):
-        length, visible = lengths[stretch], sum(lengths[part] for part in path)
-        blocks = segments.blocks[stretch] if segments.blocks else ()
-        # Causal kernels leave out half of a square, and no part of a masked rectangle.
-        square = visible <= widest_square and 2 * length > visible
-        group = groups.setdefault(
-            (length, visible, blocks),
-            _Alike([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
-        )
-        group.stretches.append(stretch)
-        group.queries.append(path if square else path[-1:])
-        group.paths.append(path)
-    return list(groups.values())
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``, contiguous as of transformers' own functions."""
     if _kernel_computes(query, call):
@@ -282,13 +169,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
     attended: dict[int, Tensor] = {}
-    for alike in _alike(call.segments, call.widest_square):
+    for alike in alike_stretches(call.segments, call.widest_square):
         attended |= zip(alike.stretches, _calls(queries, keys, values, alike, call), strict=True)
     return torch.cat([attended[stretch] for stretch in range(len(queries))], dim=1)
 
 
 def _calls(
-    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], alike: _Alike, call: _Call
+    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], alike: Alike, call: _Call
 ) -> Iterator[Tensor]:
     """Each of the ``alike`` stretches, ``[1, L, heads, D]``."""
     for number in range(0, len(alike.stretches), alike.at_once):

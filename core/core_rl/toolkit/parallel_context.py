@@ -14,7 +14,7 @@ from core_rl.data.pinned import to_device
 from core_rl.data.prefixes import PrefixTree
 from core_rl.distributed.collectives import all_gather_single
 from core_rl.distributed.comm import Comm
-from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.segments import Segments
 
 __all__ = ["WHOLE", "ModelShards", "TokenSlice", "VocabularyShard"]
 

@@ -21,7 +21,7 @@ from core_rl.data.pinned import to_device
 from core_rl.distributed.collectives import gather
 from core_rl.distributed.comm import Comm
 from core_rl.errors import UnsupportedCapability
-from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.segments import Segments
 
 __all__ = ["StatefulLayers", "stateful_layers"]
 

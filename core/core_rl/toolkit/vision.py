@@ -22,8 +22,8 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import GRID, PIXELS, Media, join_media
 from core_rl.data.pinned import to_device
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.toolkit.attention import Blocks, Segments
 from core_rl.toolkit.parallel_context import TokenSlice
+from core_rl.toolkit.segments import Blocks, Segments
 
 __all__ = [
     "ImageFeatures",

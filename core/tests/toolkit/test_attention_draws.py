@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from core_rl.distributed.comm import Comm
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
+from core_rl.toolkit.segments import Segments
 
 HEADS = 64
 

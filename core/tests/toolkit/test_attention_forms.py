@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from core_rl.errors import UnsupportedCapability
-from core_rl.toolkit import attention
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit import segments as segments_module
+from core_rl.toolkit.attention import packed_attention
+from core_rl.toolkit.segments import Segments
 
 SEGMENTS = Segments((0, 4, 11))
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 6, 3
@@ -89,8 +90,8 @@ def test_equal_shapes_share_calls(
     if "s_aux" in options:
         options = {"s_aux": sinks}
     results = []
-    for scores in (1, 8, attention.SCORES_AT_ONCE):  # one, some, and all of equal shape in a call
-        monkeypatch.setattr(attention, "SCORES_AT_ONCE", scores)
+    for scores in (1, 8, segments_module.SCORES_AT_ONCE):  # one, some, and all of equal shape in a call
+        monkeypatch.setattr(segments_module, "SCORES_AT_ONCE", scores)
         attended, _ = packed_attention(nn.Module(), query, key, value, None, segments=segments, **options)
         results.append((attended, *torch.autograd.grad(attended.square().sum(), [query, key, value])))
     for result in results[1:]:

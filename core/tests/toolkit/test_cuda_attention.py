@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core_rl.errors import MissingPackage
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
 from core_rl.toolkit.cuda import use_flash_attention
+from core_rl.toolkit.segments import Segments
 
 BOUNDS = (0, 4, 11, 12)
 PATHS = ((0,), (0, 1), (0, 1, 2))

@@ -9,7 +9,8 @@ import torch
 from cost_support import CountedOperations
 from torch import nn
 
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
+from core_rl.toolkit.segments import Segments
 
 TOKENS = 256
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.errors import UnsupportedCapability
-from core_rl.toolkit.attention import PACKED_ATTENTION, Segments, register_packed_attention
+from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.packed import PackedModel
+from core_rl.toolkit.segments import Segments
 from core_rl.toolkit.sequence_layers import StatefulLayers, stateful_layers
 
 LENGTHS = (6, 1, 9, 2)

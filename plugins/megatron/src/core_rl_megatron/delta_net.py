@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from core_rl.errors import MissingPackage
-from core_rl.toolkit.attention import Segments
+from core_rl.toolkit.segments import Segments
 from core_rl_megatron import cpu_shim
 
 __all__ = ["PackedDeltaNet", "causal_conv1d", "delta_net_spec", "gated_delta_rule", "l2norm"]

@@ -26,8 +26,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from core_rl.config.engine import Head
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
 from core_rl.toolkit.parallel_context import TokenSlice
+from core_rl.toolkit.segments import Segments
 from core_rl.toolkit.vision import is_vision_model
 from core_rl_megatron.experts import GroupedExperts, PackedRouter, SharedExpert
 from core_rl_megatron.images import StageImages, level_adder, level_count

@@ -18,11 +18,12 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import OutputName
 from core_rl.data.prefixes import PrefixTree
 from core_rl.errors import BatchError
-from core_rl.toolkit.attention import Segments, packed_attention
+from core_rl.toolkit.attention import packed_attention
 from core_rl.toolkit.build import ALIGNMENT
 from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.toolkit.parallel_context import ModelShards
+from core_rl.toolkit.segments import Segments
 
 __all__ = ["Experts", "OutputHead", "PackedAttention", "PackedDecoder", "PackedEmbedding"]
 
