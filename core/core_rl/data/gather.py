@@ -27,7 +27,9 @@ def token_index(cu_seqlens: Tensor, rows: Tensor) -> Tensor:
 def gather_sequences(fields: Sequence[Tensor], cu_seqlens: Tensor, rows: Tensor) -> list[Tensor]:
     """The sequences ``rows [N]`` of each of ``fields``, ``[T, ...]``, end to end."""
     count = len(cu_seqlens) - 1
-    if len(rows) and cu_seqlens[-1] >= WHOLE_FROM * count:
+    # A split has a view for each sequence, the others included.
+    most = len(rows) > 0 and 2 * len(rows) >= count
+    if most and cu_seqlens[-1] >= WHOLE_FROM * count:
         lengths, order = cu_seqlens.diff().tolist(), rows.tolist()
         sequences = [value.split(lengths) for value in fields]
         return [torch.cat([of_field[row] for row in order]) for of_field in sequences]

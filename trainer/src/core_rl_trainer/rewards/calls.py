@@ -162,9 +162,9 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
     except asyncio.CancelledError as cancelled:
         frame = sys._current_frames().get(thread.ident or 0)
         lines = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
-        _note_place(
-            cancelled, function, [] if outcome.done() else lines
-        )  # by then the thread may have another call
+        if outcome.done():  # the thread may have another call by now
+            lines = []
+        _note_place(cancelled, function, lines)
         raise
 
 
