@@ -109,8 +109,7 @@ class Alike:
 def alike_stretches(segments: Segments, widest_square: int) -> list[Alike]:
     """All stretches of ``segments``, or sequences, by their shapes.
 
-    Up to ``widest_square`` visible tokens, a stretch that is longer than what it sees before itself is computed with all
-    of its path.
+    Up to ``widest_square`` visible tokens, a stretch that is longer than those before it is computed with its path.
     """
     lengths = segments.lengths
     paths = segments.paths or [(sequence,) for sequence in range(len(lengths))]
