@@ -151,8 +151,9 @@ def unshard_output(
     # Outputs lie end to end as their sequences do in `order`; `places` finds each sequence of `batch` in it.
     order = torch.tensor([index for _, part in pairs for index in part], dtype=torch.long)
     places, bounds = order.argsort(), bounds_of(batch.cu_seqlens.diff()[order])
+    names = [name for name, _ in pairs[0][0].items()]
     values: dict[str, Tensor] = {}
-    for name in dict(pairs[0][0].items()):
+    for name in names:
         joined = torch.cat([output[name] for output, _ in pairs])
         if name in SEQUENCE_OUTPUTS:
             values[name] = joined[places.to(joined.device)]

@@ -19,7 +19,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.seeds import derive_seed
 from core_rl.toolkit import cuda
-from core_rl.toolkit.segments import Alike, Blocks, Segments, alike_stretches
+from core_rl.toolkit.segments import Blocks, Segments, ShapeGroup, group_by_shape
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -169,21 +169,25 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
     attended: dict[int, Tensor] = {}
-    for alike in alike_stretches(call.segments, call.widest_square):
-        attended |= zip(alike.stretches, _calls(queries, keys, values, alike, call), strict=True)
+    for group in group_by_shape(call.segments, call.widest_square):
+        attended |= zip(group.stretches, _calls(queries, keys, values, group, call), strict=True)
     return torch.cat([attended[stretch] for stretch in range(len(queries))], dim=1)
 
 
 def _calls(
-    queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], alike: Alike, call: _Call
+    queries: Sequence[Tensor],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    group: ShapeGroup,
+    call: _Call,
 ) -> Iterator[Tensor]:
-    """Each of the ``alike`` stretches, ``[1, L, heads, D]``."""
-    for number in range(0, len(alike.stretches), alike.at_once):
-        rows = slice(number, number + alike.at_once)
-        query = _stacked(queries, alike.queries[rows])
-        key, value = (_stacked(parts, alike.paths[rows]) for parts in (keys, values))
-        computed = _segment(query, key, value, call, alike.blocks)
-        yield from computed[:, :, -alike.length :].transpose(1, 2).split(1)
+    """Each stretch of ``group``, ``[1, L, heads, D]``."""
+    for number in range(0, len(group.stretches), group.at_once):
+        rows = slice(number, number + group.at_once)
+        query = _stacked(queries, group.queries[rows])
+        key, value = (_stacked(parts, group.paths[rows]) for parts in (keys, values))
+        computed = _segment(query, key, value, call, group.blocks)
+        yield from computed[:, :, -group.length :].transpose(1, 2).split(1)
 
 
 def _stacked(parts: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from core_rl.data.pinned import to_device
 from core_rl.distributed.comm import Comm
 
-__all__ = ["Alike", "Blocks", "Segments", "alike_stretches"]
+__all__ = ["Blocks", "Segments", "ShapeGroup", "group_by_shape"]
 
 SCORES_AT_ONCE = 2**14
 """Scores of each head in a call of a kernel for several sequences of equal shape: with more, copies cost more time than
@@ -91,7 +91,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Alike:
+class ShapeGroup:
     """Stretches of equal shape, which share calls of a kernel: where they are short, calls cost more than tokens."""
 
     stretches: list[int]
@@ -106,14 +106,14 @@ class Alike:
     """Stretches of a call."""
 
 
-def alike_stretches(segments: Segments, widest_square: int) -> list[Alike]:
+def group_by_shape(segments: Segments, widest_square: int) -> list[ShapeGroup]:
     """All stretches of ``segments``, or sequences, by their shapes.
 
     Up to ``widest_square`` visible tokens, a stretch that is longer than those before it is computed with its path.
     """
     lengths = segments.lengths
     paths = segments.paths or [(sequence,) for sequence in range(len(lengths))]
-    groups: dict[tuple[int, int, Blocks], Alike] = {}
+    groups: dict[tuple[int, int, Blocks], ShapeGroup] = {}
     for stretch, path in enumerate(paths):
         length, visible = lengths[stretch], sum(lengths[part] for part in path)
         blocks = segments.blocks[stretch] if segments.blocks else ()
@@ -121,7 +121,7 @@ def alike_stretches(segments: Segments, widest_square: int) -> list[Alike]:
         square = visible <= widest_square and 2 * length > visible
         group = groups.setdefault(
             (length, visible, blocks),
-            Alike([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
+            ShapeGroup([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
         )
         group.stretches.append(stretch)
         group.queries.append(path if square else path[-1:])
