@@ -40,9 +40,22 @@ OTHER_MUTANTS = [
     "conformance/tests/servers/test_server_mutants.py",
 ]
 DAILY = ["-m", "not nightly"]
+NIGHTLY = [
+    *(
+        "lint",
+        "types",
+        "pytest",
+        "conformance",
+        "mutants",
+        "families",
+        "torchao",
+        "wheels",
+        "docs",
+        "cluster",
+    ),
+    *("sglang", "vllm", "torchtitan", "trl", "areal", "verl"),
+]
 ON_ALL_LAYOUTS = ["I7.logprobs", "I1.gradients", "I11.other-layout"]
-WORDS_STRICT = True
-"""Whether a measure of tools/words.py over its limit fails `lint`; False prints the table only."""
 WORKERS = ["-n", "2"]
 # Each begins with a half of the files, whose fixtures start groups of ranks, and helps the other at the end.
 STEALING = [*WORKERS, "--dist", "worksteal"]
@@ -104,7 +117,6 @@ def _quick(session: nox.Session) -> tuple[bool, list[str]]:
 def _lint(session: nox.Session) -> None:
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    session.run("python", "tools/words.py", *(["--strict"] if WORDS_STRICT else []))
 
 
 def _conformance(session: nox.Session, engines: list[str], *arguments: str) -> None:
@@ -246,7 +258,7 @@ def cluster(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff, rules and formatting, and count words that docs/vocabulary.md replaces."""
+    """Run ruff, rules and formatting."""
     session.install("-c", str(CONSTRAINTS), "ruff")
     _lint(session)
 
@@ -406,5 +418,6 @@ def versions(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """Run all there is at the last commit, in a worktree, or `-- PART ...`; passed parts run only after changes."""
-    session.run(sys.executable, "tools/nightly.py", *session.posargs, external=True)
+    """Run every session that needs no GPU, with nightly tests; hours."""
+    for name in NIGHTLY:
+        session.notify(name)

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from environments import layer, run_suite
 from packaging.version import Version
 from version_matrix import MATRIX, ROOT
 
 from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report.files import read_report, report_text
 from core_rl_conformance.report.model import EngineRecord, Report
-from core_rl_conformance.versions.environments import layer, run_suite
 
 ENVIRONMENTS = ROOT / ".nox" / "versions"
 REPORTS = ROOT / "docs" / "results" / "versions"

@@ -12,7 +12,7 @@ import typer
 
 from core_rl.cli import PASSED_ON
 
-__all__ = ["bisect", "certify", "checks", "diff", "new_engine", "report"]
+__all__ = ["certify", "checks", "diff", "new_engine", "report"]
 
 
 def checks(
@@ -69,12 +69,6 @@ def report(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a web page here.", show_default=False)
     ] = None,
-    history: Annotated[
-        Path | None,
-        typer.Option(
-            "--history", help="Write every check by target and version here, as Markdown.", show_default=False
-        ),
-    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check each report as a submission, and print nothing else.")
     ] = False,
@@ -86,9 +80,6 @@ def report(
         str,
         typer.Option("--profile", help="The profile of the badge: sft, rl-sync, rl-async, moe, lora or vlm."),
     ] = "sft",
-    annotations: Annotated[
-        bool, typer.Option("--annotations", help="Print failures as annotations of a GitHub workflow.")
-    ] = False,
     _schema: Annotated[
         bool,
         typer.Option(
@@ -115,12 +106,6 @@ def report(
 
         verify_reports({str(path): loaded_report for path, loaded_report in loaded.items()})
         return
-    if annotations:
-        from core_rl_conformance.report.annotations import annotations_of
-
-        for line in annotations_of(loaded.values()):
-            typer.echo(line)
-        return
     if badge is not None:
         from core_rl_conformance.report.badge import badge_of
 
@@ -131,11 +116,7 @@ def report(
         write_text(markdown, scoreboard.markdown(board))
     if html is not None:
         write_text(html, scoreboard.scoreboard_page(board))
-    if history is not None:
-        from core_rl_conformance.report.history import history_markdown
-
-        write_text(history, history_markdown(board))
-    if markdown is None and html is None and history is None:
+    if markdown is None and html is None:
         typer.echo(scoreboard.markdown(board), nl=False)
 
 
@@ -173,66 +154,6 @@ def new_engine(
         f"      core-rl engines show {name}\n"
         f"      pytest --engine={name} --pyargs core_rl_conformance --quick"
     )
-
-
-def bisect(
-    check: Annotated[
-        str,
-        typer.Option("--check", help="The check, such as I7.logprobs.", metavar="CHECK", show_default=False),
-    ],
-    good: Annotated[
-        str, typer.Option("--good", help="A version that passes.", metavar="PACKAGE==A", show_default=False)
-    ],
-    bad: Annotated[
-        str,
-        typer.Option(
-            "--bad", help="A version that fails, newer or older.", metavar="PACKAGE==B", show_default=False
-        ),
-    ],
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            help="Default: the engine that needs PACKAGE.",
-            metavar="NAME",
-            show_default=False,
-        ),
-    ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--directory", help="Keep the environments and their reports here.", show_default=False),
-    ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Options of the suite after --, in place of --quick.", metavar="OPTION", show_default=False
-        ),
-    ] = None,
-) -> None:
-    """Find the version of a package from which a check fails, with one environment for each version that is tried.
-
-    Each environment has one version of the package, and all other packages of this Python.
-
-    Example: core-rl bisect --check I7.logprobs --good transformers==5.13.0 --bad transformers==5.23.0 --engine fsdp
-    """
-    from core_rl_conformance.versions import bisect as search
-    from core_rl_conformance.versions.environments import kept_directory
-
-    package, first, last = search.span(good, bad)
-    name = engine or search.engine_of(package)
-    arguments = [f"--engine={name}", f"--check={check}", *(options or ["--quick"]), *search.SUITE]
-    versions = search.versions_between(package, first, last)
-    typer.echo(f"{check} of {name} with {len(versions)} versions of {package}, {first} to {last}")
-
-    with kept_directory(directory) as place:
-
-        def attempt(version: str) -> search.Trial:
-            trial = search.trial_of(package, version, arguments, place)
-            typer.echo(f"{package} {version}: {trial.verdict}: {trial.reason}")
-            return trial
-
-        result = search.bisect(versions, attempt)
-    typer.echo(search.summary(check, package, result))
 
 
 def certify(

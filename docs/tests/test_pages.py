@@ -38,7 +38,6 @@ NOT_RUN = {
     "needs an SGLang environment": 3,
     "needs a server": 1,
     "needs reports": 2,
-    "downloads packages": 1,
     "downloads a processor": 1,
     "takes minutes": 9,
     "needs a run": 2,

@@ -9,14 +9,12 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from report_support import CHECKS, EVERYTHING, NOON, case, measured, report
+from report_support import CHECKS, EVERYTHING, NOON, case, report
 from typer.testing import CliRunner
 
 from core_rl.cli import build_app
 from core_rl.errors import ConfigError
-from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report import verify
-from core_rl_conformance.report.annotations import annotations_of
 from core_rl_conformance.report.badge import PROFILES, badge, badge_of, lacking
 from core_rl_conformance.report.files import ReportError, write_report
 from core_rl_conformance.report.model import Report
@@ -124,11 +122,3 @@ def test_badge_shows_state_version_and_date(days: int, certified: bool, color: s
 def test_unknown_profile_or_engine_has_no_badge(reports: list[Report], profile: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         badge_of(reports, profile)
-
-
-def test_failures_are_annotated_in_one_line() -> None:
-    failed = case("I10.value", Outcome.FAILED, message="100% off:\n  by 1", measurements=(measured(1),))
-    lines = list(annotations_of([report(failed, case(), problems=("a gap",))]))
-    assert lines[0] == "::error title=engine mine::a gap"
-    assert lines[1] == "::error title=I10.value of mine on dp1-qwen3-float32::100%25 off:%0A  by 1"
-    assert len(lines) == 2

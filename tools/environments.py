@@ -6,17 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from core_rl.errors import ConfigError
 from core_rl_conformance.report.files import ReportError, read_report
 from core_rl_conformance.report.model import Report
 
-__all__ = ["SuiteRun", "available_versions", "kept_directory", "layer", "run_suite"]
+__all__ = ["SuiteRun", "layer", "run_suite"]
 
 SITES = (
     "import json, sysconfig; print(json.dumps([sysconfig.get_path(name) for name in ('purelib', 'platlib')]))"
@@ -33,32 +30,6 @@ class SuiteRun:
     """None where the session ended before there was a report."""
     tail: str
     """The last lines of its output."""
-
-
-def available_versions(package: str) -> list[str]:
-    """All versions of ``package`` that pip would install here, newest first.
-
-    Raises `ConfigError` where pip knows none.
-    """
-    result = _pip(sys.executable, "index", "versions", package)
-    for line in result.stdout.splitlines():
-        if line.startswith("Available versions:"):
-            return [version.strip() for version in line.partition(":")[2].split(",")]
-    raise ConfigError(
-        f"pip knows no version of {package!r}: {_tail(result.stderr)}; name it as PyPI does, and set PIP_INDEX_URL or "
-        "PIP_FIND_LINKS for an index of your own"
-    )
-
-
-@contextmanager
-def kept_directory(path: Path | None) -> Iterator[Path]:
-    """``path``, made where it is missing, or a temporary directory that is removed in the end."""
-    if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
-        yield path.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="core-rl-bisect-") as name:
-        yield Path(name)
 
 
 def layer(home: Path, requirements: Sequence[str], python: str = sys.executable) -> str | None:

@@ -1,1 +1,0 @@
-"""The suite with several versions of a package, in environments that share all other packages."""
