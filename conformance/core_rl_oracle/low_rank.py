@@ -18,10 +18,10 @@ __all__ = ["LowRank", "linear_layers"]
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 EXPERT_PARTS = ("gate", "gate_proj", "up_proj", "down_proj")
-SPLIT_EXPERTS = frozenset(
+SPLIT_EXPERTS = (
     "Dots3NoteTextModel UnlimitedOcrTextModel afmoe beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 "
     "ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash "
-    "mellum olmoe qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_text qwen3_omni_moe_thinker solar_open".split()
+    "mellum olmoe qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_text qwen3_omni_moe_thinker solar_open"
 )
 """Model types in which `EXPERT_PARTS` were layers of each expert, and routers, before transformers 5 fused them."""
 
@@ -89,7 +89,7 @@ def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, in
     the fused weights alone.
     """
     inside = {id(module) for module in trunk.modules()}
-    skipped = EXPERT_PARTS if model.config.model_type in SPLIT_EXPERTS else ()
+    skipped = EXPERT_PARTS if model.config.model_type in SPLIT_EXPERTS.split() else ()
     result = {}
     for name, module in model.named_modules():
         transposed = type(module).__name__ == "Conv1D"  # GPT-2's
