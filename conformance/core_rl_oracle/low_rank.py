@@ -89,7 +89,7 @@ def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, in
     the fused weights alone.
     """
     inside = {id(module) for module in trunk.modules()}
-    skipped = EXPERT_PARTS if model.config.model_type in SPLIT_EXPERTS.split() else ()
+    skipped = EXPERT_PARTS if getattr(model.config, "model_type", "") in SPLIT_EXPERTS.split() else ()
     result = {}
     for name, module in model.named_modules():
         transposed = type(module).__name__ == "Conv1D"  # GPT-2's

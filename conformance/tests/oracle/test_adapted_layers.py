@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from core_rl.config.engine import Head, LoraConfig
 from core_rl.toolkit.lora import add_adapter, low_rank_products
-from core_rl_conformance.inputs.tiny_models import CONFIGS, OTHER_LAYERS, VISION, TinyModel, build
+from core_rl_conformance.inputs.tiny_models import CONFIGS, OTHER_LAYERS, TinyModel, build
+from core_rl_conformance.profile import VISION
 from core_rl_oracle.low_rank import linear_layers
 
 CASES: list[tuple[str, Head]] = [

@@ -204,8 +204,8 @@ def _text_model(model: PreTrainedModel) -> nn.Module:
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Linear layers of the trunk that can have an adapter, as ``peft`` finds them.
 
-    Not the head, whose weight may be the embedding's as well (peft #2018), and no layer that is called as experts
-    or routers of its family are: ``peft`` takes such a name for their parameters, also in dense layers.
+    Not the head, whose weight may be the embedding's as well (peft #2018), and no layer with a name of experts or
+    routers of its family: ``peft`` takes it for their parameters, also in dense layers.
     """
     trunk = {id(module) for module in model.base_model.modules()}
     head = model.get_output_embeddings()  # a few models are their own trunk
@@ -220,17 +220,14 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def _names_parameters(model: PreTrainedModel, name: str) -> bool:
-    """Whether ``peft`` takes the last part ``name`` of a layer's name for fused parameters in a ``model`` of its type.
-
-    Such names are those of layers in transformers 4.
-    """
+    """Whether ``peft`` takes ``name``, of layers in transformers 4, for fused parameters of ``model``."""
     config = _import_peft().LoraConfig(target_modules=[name])
     conversion = import_extra(
         "peft.utils.transformers_weight_conversion", "model.lora needs peft 0.19 or later"
     )
     try:
         conversion.convert_peft_config_for_transformers(config, model, None)
-    except ValueError:  # one of two that are fused into one
+    except ValueError:  # a half of fused weights
         return True
     return bool(config.target_parameters)
 
