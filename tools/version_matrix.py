@@ -49,7 +49,7 @@ MATRIX = {
             "importlib-metadata": "8.0.0",
             "jinja2": "3.1.0",
             "numpy": "1.26.0",
-            "peft": "0.18.0",
+            "peft": "0.19.0",
             "pydantic": "2.11.0",
             "pydantic-core": "2.33.0",
             "rich": "13.8.0",

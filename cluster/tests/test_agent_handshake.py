@@ -18,6 +18,7 @@ import pytest
 from core_rl.distributed.authentication import WrongKey, admit, present_key
 from core_rl.distributed.channel import FRAME_HEADER, Channel, MessageTooLarge
 from core_rl.errors import ClusterError, ConfigError
+from core_rl.servers.process import bound
 from core_rl_cluster import hello, network
 from core_rl_cluster.agent import run_agent
 from core_rl_cluster.attach import AttachHosts
@@ -230,10 +231,10 @@ def test_missing_machines_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_drivers_are_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(ClusterError, match=f"no driver at 127.0.0.1, port {port} within 0.2 s"):
-        run_agent(f"127.0.0.1:{port}", KEY, None, 0.2)
+    with bound("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(ClusterError, match=f"no driver at 127.0.0.1, port {port} within 0.2 s"):
+            run_agent(f"127.0.0.1:{port}", KEY, None, 0.2)
 
 
 # --------------------------------------------------------------------- messages

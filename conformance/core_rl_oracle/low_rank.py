@@ -17,7 +17,13 @@ from torch import Tensor, nn
 __all__ = ["LowRank", "linear_layers"]
 
 A, B = ".lora_A.weight", ".lora_B.weight"
-EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_PARTS = ("gate", "gate_proj", "up_proj", "down_proj")
+SPLIT_EXPERTS = (
+    "Dots3NoteTextModel UnlimitedOcrTextModel afmoe beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 "
+    "ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash "
+    "mellum olmoe qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_text qwen3_omni_moe_thinker solar_open"
+)
+"""Model types in which `EXPERT_PARTS` were layers of each expert, and routers, before transformers 5 fused them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,16 +85,16 @@ class LowRank:
 def linear_layers(model: nn.Module, trunk: nn.Module) -> dict[str, tuple[int, int, bool]]:
     """Linear layers of the ``trunk`` of ``model``: sizes of output and input, and whether one stores ``[in, out]``.
 
-    In a mixture of experts, without names of an expert's matrices.
+    Of `SPLIT_EXPERTS`, without `EXPERT_PARTS`, also in dense layers and shared experts: ``peft`` takes these names for
+    the fused weights alone.
     """
     inside = {id(module) for module in trunk.modules()}
-    mixture = any(".experts." in name for name, _ in model.named_parameters())
+    skipped = EXPERT_PARTS if getattr(model.config, "model_type", "") in SPLIT_EXPERTS.split() else ()
     result = {}
     for name, module in model.named_modules():
-        if mixture and name.rpartition(".")[2] in EXPERT_PARTS:
-            continue
         transposed = type(module).__name__ == "Conv1D"  # GPT-2's
-        if id(module) in inside and (transposed or isinstance(module, nn.Linear)):
+        linear = transposed or isinstance(module, nn.Linear)
+        if linear and id(module) in inside and name.rpartition(".")[2] not in skipped:
             sizes = module.get_parameter("weight").shape
             result[name] = (sizes[transposed], sizes[not transposed], transposed)
     return result

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from group_support import survivors
 from mutants import unruly
 from mutants.zoo import CAPABILITIES
 from plugin_support import children, engine, run, run_checks
@@ -68,24 +68,11 @@ def test_hanging_engine_is_left_out(pytester: pytest.Pytester, engine: Callable[
 
 def test_children_end_with_dead_engine(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:
     spec = engine(unruly.LeavesAChild)
-    run_checks(pytester, spec.name, "I7.logprobs and llama").assert_outcomes(failed=1, deselected=None)
-    end = time.monotonic() + 20
-    while (left := _living(unruly.CHILD)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not left
-
-
-def _living(words: str) -> list[str]:
-    """Command lines of processes that hold ``words`` and are no zombies."""
-    children = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if words in line:
-            children.append(line)
-    return children
+    result = run_checks(pytester, spec.name, "I7.logprobs and llama")
+    result.assert_outcomes(failed=1, deselected=None)
+    pids = {int(pid) for pid in re.findall(rf"{unruly.CHILD} (\d+)", result.stdout.str())}
+    assert len(pids) == 1
+    assert not survivors([*pids])
 
 
 @pytest.mark.nightly

@@ -23,6 +23,7 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import WeightsError
 from core_rl.servers.backend import ServerBackend
+from core_rl.servers.process import bound
 from core_rl_conformance.procedures.streaming import tensors_of
 
 Handler = Callable[[web.Request, dict[str, Any]], Any]
@@ -44,7 +45,9 @@ class ServerStub(ABC):
         self.faults: dict[str, Handler] = {}
         self.label = "default"
         self.paused = self.hold = False
-        self.port = 0
+        self._reserved = bound("127.0.0.1", 0)
+        """Its port, until `close`: while it is stopped, nobody answers there."""
+        self.port: int = self._reserved.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -76,7 +79,6 @@ class ServerStub(ABC):
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
-        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     def stop(self) -> None:
         """Close the port and all connections, as if the process had been killed; a new one knows nothing."""
@@ -88,6 +90,7 @@ class ServerStub(ABC):
         self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._reserved.close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else {}
@@ -167,6 +170,12 @@ def connected_to(
         engine.destroy()
 
 
+def shorten_wait(backend: ServerBackend[Any]) -> None:
+    """Have the connected ``backend`` wait half a second for lost servers."""
+    pool = backend.fleet.pool
+    pool.options = pool.options.model_copy(update={"start_timeout_s": 0.5})
+
+
 def request(*ids: int, **sampling: Any) -> LLMRequest:
     return LLMRequest(
         input_ids=ids or (1, 2, 3),
@@ -216,7 +225,7 @@ def dying_stream(model: str) -> Iterator[tuple[str, Tensor]]:
     raise WeightsError("the trainer died")
 
 
-def wait_for(condition: Any, timeout_s: float = 5.0) -> None:
+def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"

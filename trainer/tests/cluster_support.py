@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-
-def free_port() -> int:
-    """Below the ports of outgoing connections, among which an agent that tries again would find itself."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
+from core_rl.servers.process import bound
 
 
 class Agents:
@@ -32,7 +22,9 @@ class Agents:
         self.key_file = directory / "key"
         self.key_file.write_text(secrets.token_hex(32))
         self.key_file.chmod(0o600)
-        self.port = free_port()
+        self._reserved = bound("127.0.0.1", 0)
+        """The driver's port, also while no driver listens there."""
+        self.port: int = self._reserved.getsockname()[1]
         self._directory = directory
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._gone: set[int] = set()
@@ -54,6 +46,7 @@ class Agents:
             self.kill(machine)
         for thread in self._threads:
             thread.join(30)
+        self._reserved.close()
 
     def section(self, **changes: Any) -> dict[str, Any]:
         """The section ``cluster`` of a recipe for them."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,6 +20,7 @@ from core_rl.errors import GroupError, RankDied, RankTimeout
 from core_rl.launch.failures import Failure
 from core_rl.launch.process import start_process
 from core_rl.registry.objects import load_object
+from core_rl.servers.process import bound
 from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
 
 __all__ = ["RankTrainers"]
@@ -41,6 +41,8 @@ class RankTrainers:
         self._factory = factory
         self._timeout_s = timeout_s
         self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._reserved = ExitStack()
+        """The port on which the first rank listens, for as long as there are ranks."""
 
     def build(self, setup: TrainerSetup) -> None:
         """Start the processes, where their number is another, and build in each."""
@@ -107,6 +109,7 @@ class RankTrainers:
             if process.is_alive():
                 process.kill()
         self._ranks = []
+        self._reserved.close()
 
     def _tensors(self, method: str) -> Mapping[str, Tensor]:
         answers = self._all(method)
@@ -161,8 +164,7 @@ class RankTrainers:
             raise RankDied(f"rank {rank} ended during {method}()", rank) from error
 
     def _start(self, count: int) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as server:
-            port = server.getsockname()[1]
+        port = self._reserved.enter_context(bound("127.0.0.1", 0)).getsockname()[1]
         for rank in range(count):
             ours, theirs = Pipe()
             variables = {

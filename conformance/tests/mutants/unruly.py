@@ -68,11 +68,12 @@ class LeavesAChild(DiesInEvaluation):
     """Starts a process of its own and dies without ending it."""
 
     def build(self, context: TrainContext) -> None:
-        subprocess.Popen([sys.executable, "-c", f"import signal; signal.pause()  # {CHILD}"])
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        sys.stderr.write(f"{CHILD} {child.pid}\n")
         super().build(context)
 
 
-CHILD = "the child of an engine"
+CHILD = "a child, process"
 
 
 class _Changed(ReferenceBackend):

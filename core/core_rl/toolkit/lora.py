@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import Head, LoraConfig
 from core_rl.errors import ConfigError
-from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.extras import import_extra
 
 __all__ = [
@@ -53,10 +52,12 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, head: Head, seed: in
     peft = _import_peft()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     targets = _targets(model, config)
+    settings = _peft_config(model, config, head, _short(model, targets))
     with torch.random.fork_rng(devices=[]):
-        peft.inject_adapter_in_model(
-            _peft_config(model, config, head, _short(model, targets)), model, NAME, low_cpu_mem_usage=True
-        )
+        try:
+            peft.inject_adapter_in_model(settings, model, NAME, low_cpu_mem_usage=True)
+        except ValueError as error:  # layers whose weight a kernel reads by itself (Mamba)
+            raise ConfigError(f"model.lora.target_modules: peft refuses them: {error}") from error
     device = next(model.base_model.parameters()).device
     fresh = fresh_adapter(model, seed)
     for name, parameter in [*model.named_parameters()]:
@@ -201,31 +202,34 @@ def _text_model(model: PreTrainedModel) -> nn.Module:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Linear layers of the trunk that can have an adapter.
+    """Linear layers of the trunk that can have an adapter, as ``peft`` finds them.
 
-    Not the head, whose weight may be the embedding's as well (peft #2018). In a mixture of experts, not what
-    is called as an expert's matrices are: ``peft`` takes such a name for the fused weights of the experts.
+    Not the head, whose weight may be the embedding's as well (peft #2018), and no layer with a name of experts or
+    routers of its family: ``peft`` takes it for their parameters, also in dense layers.
     """
     trunk = {id(module) for module in model.base_model.modules()}
-    experts = _expert_parts(model)
-    return [
+    head = model.get_output_embeddings()  # a few models are their own trunk
+    names = [
         name
         for name, module in model.named_modules()
-        if id(module) in trunk
-        and isinstance(module, nn.Linear | Conv1D)
-        and name.rpartition(".")[2] not in experts
+        if id(module) in trunk and module is not head and isinstance(module, nn.Linear | Conv1D)
     ]
+    last = {name.rpartition(".")[2] for name in names}
+    layers = {name for name in last if not _names_parameters(model, name)}
+    return [name for name in names if name.rpartition(".")[2] in layers]
 
 
-def _expert_parts(model: PreTrainedModel) -> set[str]:
-    """Last parts of the names of matrices that are fused in memory and written one by one: ``down_proj``."""
-    form = CheckpointLayout.of(model)
-    return {
-        name.rsplit(".", 2)[-2]
-        for parameter, _ in model.named_parameters()
-        for name in form.names(parameter)
-        if name.rpartition(".")[2] != parameter.rpartition(".")[2]
-    }
+def _names_parameters(model: PreTrainedModel, name: str) -> bool:
+    """Whether ``peft`` takes ``name``, of layers in transformers 4, for fused parameters of ``model``."""
+    config = _import_peft().LoraConfig(target_modules=[name])
+    conversion = import_extra(
+        "peft.utils.transformers_weight_conversion", "model.lora needs peft 0.19 or later"
+    )
+    try:
+        conversion.convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # a half of fused weights
+        return True
+    return bool(config.target_parameters)
 
 
 def _matches(name: str, target: str) -> bool:

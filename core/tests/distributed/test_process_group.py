@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from core_rl.distributed.process_group import Meeting, RankAddress, join, local_
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
 from core_rl.reference import SPEC
+from core_rl.servers.process import bound
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4"}
@@ -65,10 +65,8 @@ def test_launcher_processes_form_a_world(tmp_path: Path, launcher: str) -> None:
         "print(member.world.gather((member.world.rank, local_index(None))))\n"
         "member.leave()\n"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    reserved = bound("127.0.0.1", 0)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.getsockname()[1])}
     processes = []
     for rank in range(2):
         own = {
@@ -79,7 +77,9 @@ def test_launcher_processes_form_a_world(tmp_path: Path, launcher: str) -> None:
         processes.append(
             subprocess.Popen(command, env=os.environ | meeting | own, stdout=subprocess.PIPE, text=True)
         )
-    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["[(0, 0), (1, 1)]"] * 2
+    with reserved:
+        answers = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert answers == ["[(0, 0), (1, 1)]"] * 2
 
 
 @pytest.mark.parametrize(

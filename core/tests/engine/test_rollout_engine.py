@@ -390,7 +390,7 @@ def test_cancelled_request_keeps_paused_requests_waiting(
         )
         await asyncio.sleep(0.01)
         first.cancel()
-        await asyncio.sleep(0.01)
+        await asyncio.wait([first], timeout=60)
         assert first.cancelled()
         assert not second.done()
         engine.resume()

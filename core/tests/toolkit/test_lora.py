@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from tiny_families import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.loss import LossSpec
@@ -43,6 +44,7 @@ from core_rl.errors import (
 )
 from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.state.store import digest_of_parts
+from core_rl.toolkit.lora import add_adapter, low_rank_products
 
 ONE = MicroBatchSpec(count=1)
 NLL = LossSpec(fn=support.weighted_nll)
@@ -301,6 +303,17 @@ BAD_TARGETS: Mapping[str, tuple[str, ...]] = {
 def test_unmatched_targets_are_refused(message: str, build: Build) -> None:
     with pytest.raises(ConfigError, match=message):
         build(LoraConfig(target_modules=BAD_TARGETS[message]))
+
+
+def test_layers_that_peft_refuses_are_named() -> None:
+    with pytest.raises(ConfigError, match="target_modules: peft refuses them: .*'out_proj'.*mamba"):
+        add_adapter(tiny_model("mamba"), LORA, "lm", seed=0)
+
+
+def test_a_trunk_with_a_head_adapts_no_head() -> None:
+    model = tiny_model("llama4_text")
+    add_adapter(model, LORA, "lm", seed=0)
+    assert "lm_head.weight" not in low_rank_products(model)
 
 
 def load_merged(engine: TrainEngine, path: Path) -> None:

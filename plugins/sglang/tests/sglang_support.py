@@ -24,6 +24,7 @@ from server_stub import (
     first,
     request,
     running,
+    shorten_wait,
     wait_for,
 )
 from torch import Tensor
@@ -51,6 +52,7 @@ __all__ = [
     "first",
     "generations",
     "request",
+    "shorten_wait",
     "stubs",
     "tiny_model",
     "wait_for",

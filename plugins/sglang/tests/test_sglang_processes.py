@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from sglang_support import API_KEY, build, tiny_model, wait_for
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers import server_side
+from core_rl.servers.process import bound
 from core_rl.weight_sync.cuda import CudaEnvironment
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.process import served_model, start
@@ -26,14 +26,6 @@ def script(directory: Path, text: str) -> str:
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
     return str(file)
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = tuple(probe.getsockname()[1] for probe in probes)
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def test_server_log_in_error_hides_key(tmp_path: Path) -> None:
@@ -116,7 +108,8 @@ def test_server_port_is_reserved_until_listening(tmp_path: Path) -> None:
 
 
 def test_server_stops_with_failed_sibling(tmp_path: Path) -> None:
-    ports, pid = free_ports(2), tmp_path / "pid"
+    reserved, pid = [bound("127.0.0.1", 0) for _ in range(2)], tmp_path / "pid"
+    ports = tuple(port.getsockname()[1] for port in reserved)
     # The first ends as soon as the second is running.
     dies = f"while [ ! -s {pid} ]; do sleep 0.02; done; exit 3"
     python = script(
@@ -130,6 +123,8 @@ def test_server_stops_with_failed_sibling(tmp_path: Path) -> None:
         engine.destroy()
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
+    for port in reserved:
+        port.close()
 
 
 def test_server_environment_names_libraries_and_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

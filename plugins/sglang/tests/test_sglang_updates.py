@@ -181,7 +181,7 @@ def test_connection_lost_at_pause_resumes_servers(stub: Stub, tmp_path: Path) ->
 
     new = tiny_model(tmp_path, seed=1)
     stub.faults["/pause_generation"] = first(1, pause_and_drop)
-    with connected([stub], start_timeout_s=2.0) as engine:
+    with connected([stub], start_timeout_s=60.0) as engine:
         engine.pause()
         engine.update_weights(WeightUpdateMeta(version=2, path=new)).result(20)
         assert stub.paused
@@ -315,7 +315,7 @@ def test_receiving_server_ignores_resume(stub: Stub, tmp_path: Path) -> None:
         before = len(stub.bodies)
         stub.faults["/update_weights_from_disk"] = slow
         update = engine.update_weights(WeightUpdateMeta(version=3, path=tiny_model(tmp_path, seed=1)))
-        assert receiving.wait(10)
+        assert receiving.wait(60)
         engine.resume()
         assert paths(stub, before) == LOAD[:2]
         resumed.set()

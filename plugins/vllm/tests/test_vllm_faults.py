@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from vllm_support import (
     VllmStub,
+    backend_of,
     complete,
     connected,
     drop,
@@ -19,6 +20,7 @@ from vllm_support import (
     failing,
     first,
     request,
+    shorten_wait,
     stubs,
     tiny_model,
     wait_for,
@@ -42,7 +44,7 @@ def stub(tmp_path: Path) -> Iterator[VllmStub]:
 
 
 async def slow(_request: web.Request, _body: Any) -> None:
-    await asyncio.sleep(5)
+    await asyncio.sleep(600)
 
 
 @pytest.mark.parametrize("fault", [drop, failing(DEAD)], ids=["gone", "dead inside"])
@@ -84,7 +86,8 @@ def test_restarted_server_gets_weights_first(stub: VllmStub, tmp_path: Path) -> 
 
 
 def test_second_server_takes_over(tmp_path: Path) -> None:
-    with stubs(tmp_path, 2) as made, connected(made, start_timeout_s=1.0) as engine:
+    with stubs(tmp_path, 2) as made, connected(made) as engine:
+        shorten_wait(backend_of(engine))
         made[0].stop()
         actual = complete(engine, *(request(1, 2, number) for number in range(20)))
         assert [response.stop_reason for response in actual] == ["length"] * 20

@@ -21,6 +21,7 @@ from server_stub import (
     first,
     request,
     running,
+    shorten_wait,
     wait_for,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "failing",
     "first",
     "request",
+    "shorten_wait",
     "stubs",
     "tiny_model",
     "wait_for",

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from core_rl.errors import RolloutError
+from core_rl.servers.process import bound
 from core_rl_trainer.rewards import http
 from core_rl_trainer.rewards.http import HttpReward
 
@@ -27,17 +28,16 @@ async def asked(answer: Answer | None, completion: str | list[str] = "4", **samp
     app.router.add_post("/score", handle)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-    if answer is None:
-        await runner.cleanup()
-    reward = HttpReward(f"http://127.0.0.1:{port}/score", batched=isinstance(completion, list))
-    try:
-        return await reward(completion, sample)
-    finally:
-        await reward.close()
-        await runner.cleanup()
+    with bound("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
+        if answer is not None:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+        reward = HttpReward(f"http://127.0.0.1:{port}/score", batched=isinstance(completion, list))
+        try:
+            return await reward(completion, sample)
+        finally:
+            await reward.close()
+            await runner.cleanup()
 
 
 @pytest.fixture(autouse=True)
