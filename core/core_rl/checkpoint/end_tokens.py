@@ -73,16 +73,26 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
-def write_end_tokens(directory: Path, config: PretrainedConfig, ends: Collection[int]) -> None:
-    """Have the generation config of an export stop at all ``ends``; a file that does already stays as it is."""
+def write_end_tokens(
+    directory: Path, config: PretrainedConfig, ends: Collection[int], model_path: str | None
+) -> None:
+    """Have the generation config of an export stop at all ``ends``; a file that does already stays as it is.
+
+    Without a file, its fields are those that the ``config.json`` in ``model_path`` has, as models of 2023 do.
+    """
     path = directory / GENERATION
-    if path.is_file():
+    if written := path.is_file():
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     else:
-        fields = GenerationConfig.from_model_config(config).to_diff_dict()
-    if set(_listed(fields.get("eos_token_id"))) >= set(ends):
+        # A config that transformers has loaded is without them.
+        file = None if model_path is None else Path(model_path, "config.json")
+        source = config if file is None else json.loads(file.read_text(encoding="utf-8"))
+        fields = GenerationConfig.from_model_config(source).to_diff_dict()
+    complete = set(_listed(fields.get("eos_token_id"))) >= set(ends)
+    if written and complete:
         return
-    fields["eos_token_id"] = sorted(ends)
+    if not complete:
+        fields["eos_token_id"] = sorted(ends)
     fields.pop("_from_model_config", None)  # transformers may take the model's config instead of such a file
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
