@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TypeVar
@@ -9,7 +10,7 @@ from typing import TypeVar
 from core_rl.config.engine import EngineConfig
 from core_rl.errors import ConfigError
 
-__all__ = ["local_model_path", "with_local_model"]
+__all__ = ["HUB_ID", "hub_source", "local_model_path", "with_local_model"]
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
@@ -18,6 +19,8 @@ FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Weights, configs and tokenizers."""
 OTHER_FILES = ["*/*", "consolidated*"]
 """Other formats of the same weights, such as ``onnx/`` and ``consolidated.safetensors``."""
+SNAPSHOT = re.compile(r"(?:^|/)models--(?P<name>[\w.-]+)/snapshots/(?P<revision>[^/]+)/?$")
+"""The directory of a model in the cache of ``huggingface_hub``."""
 
 
 def with_local_model(config: ConfigT, local_files_only: bool = False) -> ConfigT:
@@ -26,6 +29,15 @@ def with_local_model(config: ConfigT, local_files_only: bool = False) -> ConfigT
         return config
     path = local_model_path(config.model.path, local_files_only)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def hub_source(path: str | None) -> tuple[str, str] | tuple[None, None]:
+    """Hub id and commit of the model in the directory ``path``; None twice for one that is not from the cache.
+
+    The ``_name_or_path`` in its config would be the model that its weights were trained from.
+    """
+    snapshot = SNAPSHOT.search(os.path.realpath(path)) if path else None
+    return (snapshot["name"].replace("--", "/", 1), snapshot["revision"]) if snapshot else (None, None)
 
 
 def local_model_path(path: str, local_files_only: bool = False, field: str = "model.path") -> str:

@@ -102,7 +102,9 @@ def test_unreadable_tokenizers_have_no_end_token(tmp_path: Path, text: str) -> N
 def test_unreadable_generation_configs_are_named(tmp_path: Path) -> None:
     directory = save_model(tmp_path, eos_token_id=END)
     (directory / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"generation_config\.json: its fields of generation cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: its fields of generation cannot be read"
+    ):
         end_tokens(AutoConfig.from_pretrained(directory), directory)
 
 
