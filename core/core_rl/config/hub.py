@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from core_rl.config.engine import EngineConfig
+from core_rl.config.paths import HUB_ID, absolute_path
 from core_rl.errors import ConfigError
 
-__all__ = ["HUB_ID", "hub_source", "local_model_path", "with_local_model"]
+__all__ = ["hub_source", "local_model_path", "with_local_model"]
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
-HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Weights, configs and tokenizers."""
 OTHER_FILES = ["*/*", "consolidated*"]
@@ -47,7 +47,7 @@ def local_model_path(path: str, local_files_only: bool = False, field: str = "mo
     and ``HF_HUB_OFFLINE`` count; with ``local_files_only`` it must be there. Raises `ConfigError` about
     ``field`` for a model that is not found.
     """
-    directory, hub_id = Path(path).expanduser(), HUB_ID.fullmatch(path)
+    directory, hub_id = Path(absolute_path(path)), HUB_ID.fullmatch(path)
     if not directory.is_dir():
         if hub_id is None:
             raise ConfigError(

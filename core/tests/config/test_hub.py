@@ -31,7 +31,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 PATHS_OF = """
 import sys
-from core_rl.config.hub import local_model_path, with_local_model
+from core_rl.config.hub import local_model_path
 from core_rl.errors import ConfigError
 for path in sys.argv[1:]:
     try:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.config.base import parse_config
+from core_rl.config.paths import absolute_path
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSection, DataSource
@@ -112,11 +114,18 @@ class RunIdentity:
 
     def refused_changes(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which resumes this run: field, both values, and the reason."""
-        return self._changes(now, lambda name: not _matches(name, CHANGEABLE))
+        then = self._moved_to(now.recipe["output_dir"])
+        return then._changes(now, lambda name: not _matches(name, CHANGEABLE))
 
     def refused_start(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which starts from a checkpoint of this run."""
         return self._changes(now, lambda name: _matches(name, SHARED))
+
+    def _moved_to(self, directory: str) -> RunIdentity:
+        """The identity with paths that stand to ``directory`` as they did to the ``output_dir``: a project may move."""
+        recipe = _with_defaults(self.recipe)
+        before = absolute_path(recipe["output_dir"])
+        return replace(self, recipe=recipe if before == directory else _moved(recipe, before, directory))
 
     def _changes(self, now: RunIdentity, counts: Callable[[str], bool]) -> list[str]:
         """Differences of the fields that count, and of files. A data file counts by its content, not by its name."""
@@ -133,6 +142,18 @@ class RunIdentity:
                 self.files, now.files, names, "the run would see other tokens, or another policy"
             )
         return changed
+
+
+def _moved(values: Any, before: str, after: str) -> Any:
+    """``values`` with absolute paths as they stand to the directory ``after``, where that exists."""
+    if isinstance(values, Mapping):
+        return {name: _moved(value, before, after) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_moved(value, before, after) for value in values]
+    if not (isinstance(values, str) and Path(values).is_absolute()):
+        return values
+    moved = os.path.normpath(Path(after, os.path.relpath(values, before)))
+    return moved if Path(moved.partition(".py:")[0]).parent.exists() else values
 
 
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
@@ -184,7 +205,7 @@ def _digests(field: str, sources: Sequence[DataSource]) -> Iterator[tuple[str, s
     """Name and digest of each of the ``sources`` of ``data.field`` that is a local file or directory."""
     for number, source in enumerate(sources):
         if files := list(data_files((source,))):
-            yield f"data.{field}.{number}", _digest(Path(source.path).expanduser(), files)
+            yield f"data.{field}.{number}", _digest(Path(source.path), files)
 
 
 def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:
