@@ -39,18 +39,13 @@ def short_socket_names() -> Iterator[None]:
 
     The environment belongs to the whole process: one thread at a time.
     """
-    directory = socket_directory()
-    if directory == os.environ.get("TMPDIR", directory) == tempfile.gettempdir():
+    usual, directory = tempfile.gettempdir(), socket_directory()
+    if directory == usual:
         yield
         return
     with _environment:
-        variable, cached = os.environ.get("TMPDIR"), tempfile.tempdir
         os.environ["TMPDIR"] = tempfile.tempdir = directory
         try:
             yield
         finally:
-            tempfile.tempdir = cached
-            if variable is None:
-                del os.environ["TMPDIR"]
-            else:
-                os.environ["TMPDIR"] = variable
+            os.environ["TMPDIR"] = tempfile.tempdir = usual

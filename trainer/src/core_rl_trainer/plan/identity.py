@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.config.base import parse_config
-from core_rl.config.paths import absolute_path
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSection, DataSource
@@ -114,18 +112,11 @@ class RunIdentity:
 
     def refused_changes(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which resumes this run: field, both values, and the reason."""
-        then = self._moved_to(now.recipe["output_dir"])
-        return then._changes(now, lambda name: not _matches(name, CHANGEABLE))
+        return self._changes(now, lambda name: not _matches(name, CHANGEABLE))
 
     def refused_start(self, now: RunIdentity) -> list[str]:
         """Forbidden differences of ``now``, which starts from a checkpoint of this run."""
         return self._changes(now, lambda name: _matches(name, SHARED))
-
-    def _moved_to(self, directory: str) -> RunIdentity:
-        """The identity with paths that stand to ``directory`` as they did to the ``output_dir``: a project may move."""
-        recipe = _with_defaults(self.recipe)
-        before = absolute_path(recipe["output_dir"])
-        return replace(self, recipe=recipe if before == directory else _moved(recipe, before, directory))
 
     def _changes(self, now: RunIdentity, counts: Callable[[str], bool]) -> list[str]:
         """Differences of the fields that count, and of files. A data file counts by its content, not by its name."""
@@ -144,24 +135,21 @@ class RunIdentity:
         return changed
 
 
-def _moved(values: Any, before: str, after: str) -> Any:
-    """``values`` with absolute paths as they stand to the directory ``after``, where that exists."""
-    if isinstance(values, Mapping):
-        return {name: _moved(value, before, after) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_moved(value, before, after) for value in values]
-    if not (isinstance(values, str) and Path(values).is_absolute()):
-        return values
-    moved = os.path.normpath(Path(after, os.path.relpath(values, before)))
-    return moved if Path(moved.partition(".py:")[0]).parent.exists() else values
-
-
 def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
     """The dotted fields in which two recipes, as plain values, differ, each with a text that has both values."""
     return {
         field: f"{field}: {_shown(field, left)} then, {_shown(field, right)} now"
         for field, (left, right) in differing_values(old, new).items()
+        if not _moved(left, right)
     }
+
+
+def _moved(left: Any, right: Any) -> bool:
+    """Whether the path ``left`` is that of a file which is gone, and ``right`` one with its name: a project may move."""
+    if not (isinstance(left, str) and isinstance(right, str) and Path(left).is_absolute()):
+        return False
+    file = left.rpartition(":")[0] if ".py:" in left else left
+    return Path(left).name == Path(right).name and not Path(file).exists()
 
 
 def _changed_files(
