@@ -39,7 +39,8 @@ def short_socket_names() -> Iterator[None]:
 
     The environment belongs to the whole process: one thread at a time.
     """
-    usual, directory = tempfile.gettempdir(), socket_directory()
+    with _environment:
+        usual, directory = tempfile.gettempdir(), socket_directory()
     if directory == usual:
         yield
         return

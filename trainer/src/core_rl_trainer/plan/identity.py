@@ -145,7 +145,7 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
 
 
 def _moved(left: Any, right: Any) -> bool:
-    """Whether the path ``left`` is that of a file which is gone, and ``right`` one with its name: a project may move."""
+    """Whether the path ``left`` is of a file that is gone, and ``right`` of one with its name: a project may move."""
     if not (isinstance(left, str) and isinstance(right, str) and Path(left).is_absolute()):
         return False
     file = left.rpartition(":")[0] if ".py:" in left else left
