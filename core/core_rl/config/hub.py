@@ -32,7 +32,7 @@ def with_local_model(config: ConfigT, local_files_only: bool = False) -> ConfigT
 
 
 def hub_source(path: str | None) -> tuple[str, str] | tuple[None, None]:
-    """Hub id and commit of the model in the directory ``path``; None twice for one that is not from the cache.
+    """Hub id and commit of the model in the directory ``path``; None twice for other directories.
 
     The ``_name_or_path`` in its config would be the model that its weights were trained from.
     """
