@@ -47,9 +47,28 @@ class ModelLimits:
         text = config.get_text_config()
         return ModelLimits(
             vocab_size=text.vocab_size,
-            context_length=getattr(text, "max_position_embeddings", None),
+            context_length=_context(text),
             image_model=config if vision else None,
         )
+
+
+def _context(text: PretrainedConfig) -> int | None:
+    """The tokens that the rotary scaling of ``text`` makes room for, as vLLM reads the same fields.
+
+    ``max_position_embeddings`` is the length before ``linear`` and ``dynamic``, but not where layer types have
+    scalings of their own (Gemma 3). With ``llama3`` and ``longrope`` it is the length after scaling, and ``yarn`` names
+    the original.
+    """
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    for part in (by_layer_type or [rope]) if limit is not None else ():
+        kind, factor = part.get("rope_type"), part.get("factor")
+        if factor is not None and kind == "yarn":
+            return int(factor * part["original_max_position_embeddings"])
+        if factor is not None and kind in ("linear", "dynamic") and not by_layer_type:
+            return int(factor * limit)
+    return limit
 
 
 @dataclass(frozen=True, kw_only=True)

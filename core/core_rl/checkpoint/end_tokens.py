@@ -73,16 +73,25 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
-def write_end_tokens(directory: Path, config: PretrainedConfig, ends: Collection[int]) -> None:
-    """Have the generation config of an export stop at all ``ends``; a file that does already stays as it is."""
+def write_end_tokens(
+    directory: Path, config: PretrainedConfig, ends: Collection[int], model_path: str | None
+) -> None:
+    """Have the generation config of an export stop at all ``ends``; a file that does already stays as it is.
+
+    Without one, its fields are those of the model in ``model_path``, whose ``config.json`` may have them.
+    """
     path = directory / GENERATION
-    if path.is_file():
+    if written := path.is_file():
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     else:
-        fields = GenerationConfig.from_model_config(config).to_diff_dict()
-    if set(_listed(fields.get("eos_token_id"))) >= set(ends):
+        # The `config` that transformers has loaded is without them.
+        loaded = model_path is not None and _generation_config(Path(model_path))
+        fields = (loaded or GenerationConfig.from_model_config(config)).to_diff_dict()
+    complete = set(_listed(fields.get("eos_token_id"))) >= set(ends)
+    if written and complete:
         return
-    fields["eos_token_id"] = sorted(ends)
+    if not complete:
+        fields["eos_token_id"] = sorted(ends)
     fields.pop("_from_model_config", None)  # transformers may take the model's config instead of such a file
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
@@ -101,12 +110,20 @@ def _names_end(directory: Path) -> bool:
 
 
 def _generation_ids(directory: Path) -> set[int]:
-    if not (directory / GENERATION).is_file():
-        return set()
+    config = _generation_config(directory)
+    return set(_ids(config)) if (directory / GENERATION).is_file() else set()
+
+
+def _generation_config(directory: Path) -> GenerationConfig:
+    """The generation config of a model: in its file, or else in its ``config.json``, as models of 2023 have it."""
+    own = (directory / GENERATION).is_file()
+    name = GENERATION if own else "config.json"
     try:
-        return set(_ids(GenerationConfig.from_pretrained(directory, local_files_only=True)))
+        return GenerationConfig.from_pretrained(
+            directory, name, local_files_only=True, _from_model_config=not own
+        )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory / GENERATION} cannot be read: {error}") from error
+        raise ConfigError(f"{directory / name}: its fields of generation cannot be read: {error}") from error
 
 
 def _tokenizer_ends(directory: Path) -> _Ends:

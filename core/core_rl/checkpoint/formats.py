@@ -162,7 +162,7 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
         copy_tokenizer(meta.tokenizer_path, model.path, directory)
         ends = end_tokens(config, model.path, meta.tokenizer_path)
         if model.head == "lm":
-            write_end_tokens(directory, config, ends)
+            write_end_tokens(directory, config, ends, model.path)
         else:
             set_padding(directory, config, ends)
             config.save_pretrained(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -72,6 +72,8 @@ def _type_name(annotation: Any) -> str:
     if len(parts) > 1:
         return " | ".join(_type_name(part) for part in parts)
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
     if origin is Literal:
         return " | ".join(repr(argument) for argument in arguments)
     if origin in (list, tuple):

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
+from core_rl.config.paths import HubPath, ImportPath, LocalPath
 
 __all__ = ["MOMENT_BYTES", "MuonConfig", "ParameterRule", "UpdateType"]
 
@@ -73,7 +74,7 @@ class LoraConfig(Config):
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Names or last parts of names of linear layers, such as ``q_proj``; by default all of the trunk, and of the
     text model next to a vision tower. Names reach its tower as well, where layers are called so."""
-    path: str | None = None
+    path: LocalPath | None = None
     """An adapter to start from, as ``peft`` or ``format="adapter"`` saved it; its rank, alpha and target
     modules equal the fields above. Without one, ``A`` is drawn from the seed and ``B`` is 0."""
 
@@ -81,7 +82,7 @@ class LoraConfig(Config):
 class ModelConfig(Config):
     """A model and its head."""
 
-    path: str | None = None
+    path: HubPath | None = None
     """A directory in Hugging Face format, or a model of the Hub as ``organization/name[@revision]``: its
     weights, config and tokenizer."""
     config: dict[str, Any] | None = None
@@ -123,7 +124,7 @@ class ScheduleConfig(Config):
     """The same as ``schedule_steps`` of the optimizer, which is the shorter name."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """The factor at and after the end of the decay."""
-    function: str | None = None
+    function: ImportPath | None = None
     """``module:function`` or ``file.py:function``, which replaces all of the above. It takes the number of schedule
     steps so far and the total number (None without one), and returns the factor. ``schedule: "module:function"`` is
     short for this."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TypeVar
 
 from core_rl.config.engine import EngineConfig
+from core_rl.config.paths import HUB_ID, absolute_path
 from core_rl.errors import ConfigError
 
-__all__ = ["local_model_path", "with_local_model"]
+__all__ = ["hub_source", "local_model_path", "with_local_model"]
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
-HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 """Weights, configs and tokenizers."""
 OTHER_FILES = ["*/*", "consolidated*"]
 """Other formats of the same weights, such as ``onnx/`` and ``consolidated.safetensors``."""
+SNAPSHOT = re.compile(r"(?:^|/)models--(?P<name>[\w.-]+)/snapshots/(?P<revision>[^/]+)/?$")
+"""The directory of a model in the cache of ``huggingface_hub``."""
 
 
 def with_local_model(config: ConfigT, local_files_only: bool = False) -> ConfigT:
@@ -28,6 +31,15 @@ def with_local_model(config: ConfigT, local_files_only: bool = False) -> ConfigT
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
 
+def hub_source(path: str | None) -> tuple[str, str] | tuple[None, None]:
+    """Hub id and commit of the model in the directory ``path``; None twice for other directories.
+
+    The ``_name_or_path`` in its config would be the model that its weights were trained from.
+    """
+    snapshot = SNAPSHOT.search(os.path.realpath(path)) if path else None
+    return (snapshot["name"].replace("--", "/", 1), snapshot["revision"]) if snapshot else (None, None)
+
+
 def local_model_path(path: str, local_files_only: bool = False, field: str = "model.path") -> str:
     """The directory of a model, which ``path`` names itself or by a Hub id ``organization/name[@revision]``.
 
@@ -35,7 +47,7 @@ def local_model_path(path: str, local_files_only: bool = False, field: str = "mo
     and ``HF_HUB_OFFLINE`` count; with ``local_files_only`` it must be there. Raises `ConfigError` about
     ``field`` for a model that is not found.
     """
-    directory, hub_id = Path(path).expanduser(), HUB_ID.fullmatch(path)
+    directory, hub_id = Path(absolute_path(path)), HUB_ID.fullmatch(path)
     if not directory.is_dir():
         if hub_id is None:
             raise ConfigError(

@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+from core_rl.distributed.sockets import short_socket_names
 from core_rl.errors import GroupError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main
@@ -52,6 +53,8 @@ def start_fork_server(modules: Iterable[str] = ()) -> None:
         resource_tracker.ensure_running()
     os.environ[FURTHER] = ",".join(modules)
     try:
+        with short_socket_names():
+            util.get_temp_dir()  # its sockets', and those of all children
         with signals_for_driver():
             forkserver.ensure_running()
     finally:

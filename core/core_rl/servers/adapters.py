@@ -61,7 +61,7 @@ class ServedModel:
                 f"the engine {engine!r} serves a model directory; set model.path instead of model.config"
             )
         config = read_config(model)
-        path = Path(model.path).expanduser().resolve()
+        path = Path(model.path).resolve()
         return ServedModel(
             path=path,
             limits=ModelLimits.of(config, model.vision),

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig
+from core_rl.config.paths import LocalPath
 from core_rl.config.secret import SecretReference
 from core_rl.errors import ConfigError
 
@@ -68,7 +69,7 @@ class ServerOptions(Config):
     """Requests that one launched server computes at one time; by default the server decides."""
     extra_args: tuple[str, ...] = ()
     """Further arguments of a launched server's command line; arguments with a field are refused."""
-    log_path: str | None = None
+    log_path: LocalPath | None = None
     """A directory for the logs of launched servers; by default they are kept until the engine is destroyed."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Time limit for a server to become ready, also after it was lost."""

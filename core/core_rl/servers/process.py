@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from core_rl.config.secret import HIDDEN
+from core_rl.distributed.sockets import socket_directory
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
@@ -37,7 +38,7 @@ HAS_MODULE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.
 
 def server_environment(added: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of a server's process: this process's and ``added``, without paths of this environment."""
-    environment = {**os.environ, **added}
+    environment = {**os.environ, "TMPDIR": socket_directory(), **added}
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         environment.pop(name, None)
     return environment

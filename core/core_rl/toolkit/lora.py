@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import Head, LoraConfig
+from core_rl.config.hub import hub_source
 from core_rl.errors import ConfigError
 from core_rl.toolkit.extras import import_extra
 
@@ -87,11 +88,14 @@ def fresh_adapter(model: PreTrainedModel, seed: int) -> dict[str, Tensor]:
 def adapter_config(
     model: PreTrainedModel, config: LoraConfig, head: Head, base: str | None
 ) -> dict[str, Any]:
-    """The ``adapter_config.json`` with which ``peft`` and servers read the adapter of ``model``, over ``base``."""
+    """The ``adapter_config.json`` with which ``peft`` and servers read the adapter of ``model``.
+
+    It names the model in ``base`` by its Hub id, and no directory of this machine.
+    """
     products = low_rank_products(model).values()
     layers = [product.a.removeprefix(ADAPTER_PREFIX).removesuffix(".lora_A.weight") for product in products]
     peft_config = _peft_config(model, config, head, _short(model, layers))
-    peft_config.base_model_name_or_path = base
+    peft_config.base_model_name_or_path, peft_config.revision = hub_source(base)
     peft_config.inference_mode = True
     peft_config.modules_to_save = None if head == "lm" else ["score"]
     values: dict[str, Any] = peft_config.to_dict()

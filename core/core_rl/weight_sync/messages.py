@@ -21,6 +21,7 @@ from torch.multiprocessing import get_sharing_strategy, set_sharing_strategy
 from core_rl.config.engine import LoraConfig
 from core_rl.distributed.agreement import describe
 from core_rl.distributed.channel import LIMIT_BYTES, Channel
+from core_rl.distributed.sockets import short_socket_names
 from core_rl.errors import WeightsError, raise_all
 from core_rl.weight_sync.cuda import CudaEnvironment
 
@@ -139,7 +140,7 @@ def shared_by_name() -> Iterator[None]:
 
     The strategy belongs to the whole process: of two threads inside, the first to leave would end it for the other.
     """
-    with _sharing_strategy:
+    with _sharing_strategy, short_socket_names():
         before = get_sharing_strategy()
         set_sharing_strategy("file_system")
         try:
@@ -157,7 +158,8 @@ def receive_message(channel: Channel, peer: str) -> tuple[Any, ...]:
     """The next message of the ``peer``, a sender or receiver; raises `WeightsError` where it failed or is gone."""
     try:
         payload = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
-        message: tuple[Any, ...] = pickle.loads(payload)  # noqa: S301  # from a rank of the same run
+        with short_socket_names():  # of torch's manager of shared memory
+            message: tuple[Any, ...] = pickle.loads(payload)  # noqa: S301  # from a rank of the same run
     except (EOFError, TimeoutError, ConnectionError) as error:
         raise WeightsError(f"the {peer} of the weights is gone: {describe(error)}") from error
     except RuntimeError as error:  # torch's: a bucket lives as long as its sender, until it is opened

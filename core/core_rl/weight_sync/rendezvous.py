@@ -24,6 +24,7 @@ from core_rl.distributed.agreement import describe
 from core_rl.distributed.authentication import WrongKey, admit, new_key, present_key
 from core_rl.distributed.channel import LIMIT_BYTES, Channel, set_lease
 from core_rl.distributed.process_group import listen_on
+from core_rl.distributed.sockets import socket_directory
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync.messages import RemoteChannel
 
@@ -100,10 +101,12 @@ def _listening(meta: WeightUpdateMeta) -> Iterator[tuple[socket.socket, _Record]
             yield listener, _Record(version=meta.version, port=port, key=key)
         return
     with (
-        tempfile.TemporaryDirectory(prefix="core-rl-", ignore_cleanup_errors=True) as directory,
+        tempfile.TemporaryDirectory(
+            prefix="core-rl-", dir=socket_directory(), ignore_cleanup_errors=True
+        ) as directory,
         socket.socket(socket.AF_UNIX) as listener,
     ):
-        name = f"{directory}/weights"  # a socket's name must be short
+        name = f"{directory}/weights"
         listener.bind(name)
         listener.listen(1)
         yield listener, _Record(version=meta.version, socket=name)

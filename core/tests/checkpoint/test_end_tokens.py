@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
@@ -99,14 +102,16 @@ def test_unreadable_tokenizers_have_no_end_token(tmp_path: Path, text: str) -> N
 def test_unreadable_generation_configs_are_named(tmp_path: Path) -> None:
     directory = save_model(tmp_path, eos_token_id=END)
     (directory / "generation_config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"generation_config\.json cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: its fields of generation cannot be read"
+    ):
         end_tokens(AutoConfig.from_pretrained(directory), directory)
 
 
 @pytest.mark.parametrize(
     ("generation", "ends", "written"),
     [
-        (None, (END,), None),
+        (None, (END,), END),
         (None, (END, EOT), [END, EOT]),
         ({"temperature": 0.5, "eos_token_id": 4, "_from_model_config": True}, (4, EOT), [4, EOT]),
         ({"eos_token_id": [EOT, 4]}, (4, EOT), [EOT, 4]),
@@ -114,14 +119,55 @@ def test_unreadable_generation_configs_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_exports_stop_at_all_end_tokens(
-    tmp_path: Path, generation: dict[str, Any] | None, ends: tuple[int, ...], written: list[int] | None
+    tmp_path: Path, generation: dict[str, Any] | None, ends: tuple[int, ...], written: list[int] | int
 ) -> None:
     path = tmp_path / "generation_config.json"
     if generation is not None:
         path.write_text(json.dumps(generation))
     config = AutoConfig.for_model("qwen2", eos_token_id=END)
-    write_end_tokens(tmp_path, config, ends)
-    saved = json.loads(path.read_text()) if path.is_file() else {}
+    write_end_tokens(tmp_path, config, ends, None)
+    saved = json.loads(path.read_text())
     assert saved.get("eos_token_id") == written
     assert "_from_model_config" not in saved
     assert saved.get("temperature") == (generation or {}).get("temperature")
+
+
+@pytest.mark.parametrize("generation", [None, {"temperature": 0.25, "do_sample": True}])
+@given(
+    older=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": st.sampled_from([0.5, 1.0]),
+            "do_sample": st.booleans(),
+            "top_p": st.just(0.9),
+            "top_k": st.just(5),
+            "max_length": st.just(33),
+            "repetition_penalty": st.just(1.2),
+            "forced_bos_token_id": st.just(2),
+            "suppress_tokens": st.just([1, 3]),
+            "eos_token_id": st.sampled_from([END, [4, END]]),
+        },
+    )
+)
+@settings(max_examples=25, deadline=None)
+def test_older_generation_fields_survive_an_export(
+    generation: dict[str, Any] | None, older: dict[str, Any]
+) -> None:
+    with TemporaryDirectory() as name:
+        model, export = save_model(Path(name, "model")), Path(name, "export")
+        export.mkdir()
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | older))
+        if generation is not None:
+            for directory in (model, export):
+                (directory / "generation_config.json").write_text(json.dumps(generation))
+        config = AutoConfig.from_pretrained(model)
+        config.save_pretrained(export)
+        write_end_tokens(export, config, end_tokens(config, model), str(model))
+        sources = ("generation_config.json", "config.json")
+        expected = GenerationConfig.from_pretrained(
+            model, sources[generation is None], _from_model_config=generation is None
+        )
+        exported = GenerationConfig.from_pretrained(export)
+        names = {*older, *(generation or {})} - {"eos_token_id"}
+        assert {n: getattr(exported, n) for n in names} == {n: getattr(expected, n) for n in names}

@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from core_rl.config.hub import hub_source
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
@@ -198,3 +200,25 @@ def test_the_driver_downloads_once_for_all_ranks(tmp_path: Path, hub: FakeHub) -
     assert paths == [str(tmp_path / "hub" / "models--org--tiny" / "snapshots" / COMMIT)] * 2
     assert sorted(hub.downloads) == WANTED
     assert seed == "3"
+
+
+@pytest.mark.parametrize(
+    ("directory", "source"),
+    [
+        ("hub/models--acme--tiny/snapshots/abc", ("acme/tiny", "abc")),
+        ("hub/models--acme--a.b_c-d/snapshots/abc/", ("acme/a.b_c-d", "abc")),
+        ("hub/models--gpt2/snapshots/abc", ("gpt2", "abc")),
+        ("link", ("acme/linked", "abc")),
+        ("hub/models--acme--tiny/snapshots", (None, None)),
+        ("hub/models--acme--tiny/snapshots/abc/onnx", (None, None)),
+        ("models/acme/tiny", (None, None)),
+        (None, (None, None)),
+    ],
+)
+def test_cached_models_are_named_by_id(
+    tmp_path: Path, directory: str | None, source: tuple[str | None, str | None]
+) -> None:
+    linked = tmp_path / "hub/models--acme--linked/snapshots/abc"
+    linked.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(linked)
+    assert hub_source(directory and f"{tmp_path}/{directory}") == source

@@ -92,7 +92,7 @@ def test_peft_loads_saved_adapter(group: EngineGroup, tmp_path: Path, family: st
     local = group.forward(batch, BUDGET)["logprobs"]
     group.save(meta(tmp_path / "adapter"))
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert written["base_model_name_or_path"] == str(path)
+    assert written["base_model_name_or_path"] is None  # a directory of this machine
     if targets == "all-linear":
         assert set(written["target_modules"]) == (
             {"c_attn", "c_fc", "c_proj"}

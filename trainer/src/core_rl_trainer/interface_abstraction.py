@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from core_rl.config.paths import ImportPath
+
 __all__ = ["ModelInterfaceAbstraction"]
 
 
@@ -14,7 +16,7 @@ __all__ = ["ModelInterfaceAbstraction"]
 class ModelInterfaceAbstraction:
     """The name of an interface, and its settings."""
 
-    type_: str
+    type_: ImportPath
     """A registered name, or ``"module:Class"``."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Fields of the interface's config."""

@@ -308,3 +308,22 @@ def test_fresh_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     started = support.make_directory(_recipe(tmp_path, steps=9, fresh=True))
     assert started.result() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["identity.json", "notes.txt", "recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"reward": "rewards.py:score"}, {"rollout": {"environment": "env.py:make"}}]
+)
+def test_project_that_moves_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any
+) -> None:
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    for name in ("rewards.py", "env.py"):
+        (tmp_path / "old" / name).touch()
+    monkeypatch.chdir(tmp_path / "old")
+    before = RunIdentity.of(_recipe(Path("out"), model={"path": "model"}, **fields))
+    (tmp_path / "old").rename(tmp_path / "new")
+    monkeypatch.chdir(tmp_path / "new")
+    now = RunIdentity.of(_recipe(Path("out"), model={"path": "model"}, **fields))
+    assert before.refused_changes(now) == []
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    assert before.refused_changes(now) != [], "another model of that name"

@@ -219,6 +219,27 @@ def test_complete_run_uploads_once_with_card(
     assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["data"]["batch_size"] == 6
 
 
+def test_cards_name_no_path_of_this_machine(tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub/models--acme--tiny/snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    recipe = {
+        "model": {"path": str(snapshot), "lora": {"path": str(tmp_path / "adapter")}},
+        "data": {"train": [str(tmp_path / "train.jsonl"), {"path": "org/data", "weight": 1.0}]},
+        "rollout": {"stop": ["/end", "</s>", "/ no"]},
+        "algorithm": {"type_": "grpo", "args": {}},
+        "reward": f"{tmp_path}/rewards.py:score",
+        "output_dir": str(tmp_path / "out"),
+        "engine": "fsdp",
+        "steps": 1,
+    }
+    card = model_card(recipe, [], HubSection(repo_id="acme/sums"), {})
+    assert str(tmp_path) not in card and "base_model: acme/tiny" in card
+    written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert written["model"] == {"path": f"acme/tiny@{'a' * 40}", "lora": {"path": "adapter"}}
+    assert written["data"]["train"] == ["train.jsonl", {"path": "org/data", "weight": 1.0}]
+    assert written["reward"] == "rewards.py:score" and written["rollout"] == recipe["rollout"]
+
+
 def test_a_failed_upload_is_named_and_tried_again(
     start: Path, tmp_path: Path, hub: tuple[HfApi, type[FakeHub]]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 
 from core_rl.config.base import Config
+from core_rl.config.paths import HubPath
 
 __all__ = ["DataSection", "DataSource", "Sources"]
 
@@ -16,7 +17,7 @@ __all__ = ["DataSection", "DataSource", "Sources"]
 class DataSource(Config):
     """A file, a directory, or a dataset of the Hugging Face Hub."""
 
-    path: str
+    path: HubPath
     """A file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), a directory that ``datasets.save_to_disk`` wrote, or a
     Hub id ``organization/name[@revision]``."""
     config: str | None = None

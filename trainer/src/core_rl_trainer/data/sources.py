@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from core_rl.config.hub import HUB_ID
+from core_rl.config.paths import HUB_ID
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.examples import Examples
@@ -24,7 +24,7 @@ def open_source(source: DataSource, default_split: str | None = None) -> Example
 
     Raises `ConfigError` for a missing source or an unknown type.
     """
-    path, hub = Path(source.path).expanduser(), _hub_id(source)
+    path, hub = Path(source.path), _hub_id(source)
     if hub is not None:
         return read_hub(hub["name"], hub["revision"], source.config, source.split, default_split)
     if path.is_dir():
@@ -45,13 +45,13 @@ def is_hub_dataset(source: DataSource) -> bool:
 
 def is_missing(source: DataSource) -> bool:
     """Whether ``source`` is neither on the disk nor named like a dataset of the Hub."""
-    return _hub_id(source) is None and not Path(source.path).expanduser().exists()
+    return _hub_id(source) is None and not Path(source.path).exists()
 
 
 def data_files(sources: tuple[DataSource, ...]) -> Iterator[Path]:
     """The local files that ``sources`` are read from; none for datasets of the Hub, which have revisions."""
     for source in sources:
-        path = Path(source.path).expanduser()
+        path = Path(source.path)
         if path.is_dir():
             yield from sorted(file for file in path.rglob("*") if file.is_file())
         elif path.is_file():
@@ -59,7 +59,7 @@ def data_files(sources: tuple[DataSource, ...]) -> Iterator[Path]:
 
 
 def _hub_id(source: DataSource) -> re.Match[str] | None:
-    if Path(source.path).expanduser().exists() or DATA_FILE.search(source.path):
+    if Path(source.path).exists() or DATA_FILE.search(source.path):
         return None
     return HUB_ID.fullmatch(source.path)
 

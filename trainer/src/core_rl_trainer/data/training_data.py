@@ -108,7 +108,7 @@ def _encoded(parts: Sequence[Examples], encode: Encode) -> tuple[SampleDataset, 
 
 def _open(section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None) -> Examples:
     examples = mapped(open_source(source, default_split), section.columns | source.columns, kind)
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     return located(examples, path if path.is_dir() else path.parent)
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from core_rl.checkpoint.manifest import MANIFEST
 from core_rl.config.base import Config
+from core_rl.config.hub import hub_source
 from core_rl.errors import CheckpointError, ConfigError
 from core_rl_trainer.outputs.run_files import read_json, replace_text
 
@@ -103,8 +104,7 @@ def _files(folder: Path) -> dict[str, Path | bytes]:
     }
 
 
-SNAPSHOT = re.compile(r"models--(?P<organization>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/")
-"""The directory of a model from the Hub."""
+PATH = re.compile(r"(~|/[^/\s]+)/\S.*")
 CARD = """\
 ---
 {head}---
@@ -126,7 +126,7 @@ def model_card(
 ) -> str:
     """The text of ``README.md``, for a run of ``recipe`` on ``datasets`` of the Hub with this ``result``."""
     adapter, algorithm = section.upload == "adapter", recipe["algorithm"]["type_"]
-    base = _base_model(recipe["model"]["path"])
+    base, _ = hub_source(recipe["model"]["path"])
     fields = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-classification" if algorithm == "reward_model" else "text-generation",
@@ -143,14 +143,20 @@ def model_card(
         steps=recipe["steps"],
         engine=recipe["engine"],
         scores="" if section.upload == "best_model" else _scores(result),
-        recipe=yaml.safe_dump(recipe, sort_keys=False),
+        recipe=yaml.safe_dump(_portable(recipe), sort_keys=False),
     )
 
 
-def _base_model(path: str) -> str | None:
-    """The Hub id of the model that the run began with; None for a local one."""
-    snapshot = SNAPSHOT.search(path)
-    return f"{snapshot['organization']}/{snapshot['name']}" if snapshot else None
+def _portable(values: Any) -> Any:
+    """``values`` with models by Hub id and revision, and other paths of this machine by their last part."""
+    if isinstance(values, Mapping):
+        return {name: _portable(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_portable(value) for value in values]
+    if not isinstance(values, str) or not PATH.fullmatch(values):
+        return values
+    name, revision = hub_source(values)
+    return Path(values).name if name is None else f"{name}@{revision}"
 
 
 def _scores(result: Mapping[str, Any]) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core_rl.checkpoint.adapter_config import adapter_problems
 from core_rl.config.base import Config
 from core_rl.config.capability import Capability
-from core_rl.config.engine import InferenceEngineConfig, TrainEngineConfig
+from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
 from core_rl.engine.schedule import schedule_length
-from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
+from core_rl.errors import CheckpointError, ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import machine_problems
@@ -87,6 +89,7 @@ class PlanBuilder:
         )
         self._check_sections()
         trainer = trained_engine(trained, self._interface)
+        check_adapter(trainer[1].model)
         trainers, rollout = self._roles(self._engines, trainer, recipe.cluster, recipe.placement)
         fewer = self._fewer_roles()
         code = self._user_code() if online else None
@@ -254,6 +257,18 @@ class PlanBuilder:
         paths = {field: section.path for field, section in models.items() if section is not None}
         check_same_tokens(tokenizer, paths)
         check_token_ids(recipe.rollout, vocabulary_size(recipe.model.path))
+
+
+def check_adapter(model: ModelConfig) -> None:
+    """Raise one `ConfigError` with the fields of the adapter to start from that do not fit."""
+    if model.lora is None or model.lora.path is None:
+        return
+    subject = f"model.lora.path = {model.lora.path!r}"
+    try:
+        problems = [*adapter_problems(model.lora, model.head, Path(model.lora.path))]
+    except CheckpointError as error:
+        raise ConfigError(f"{subject}: {error}") from error
+    raise_all(ConfigError, subject, problems)
 
 
 def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:

@@ -140,7 +140,16 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     return {
         field: f"{field}: {_shown(field, left)} then, {_shown(field, right)} now"
         for field, (left, right) in differing_values(old, new).items()
+        if not _moved(left, right)
     }
+
+
+def _moved(left: Any, right: Any) -> bool:
+    """Whether the path ``left`` is of a file that is gone, and ``right`` of one with its name: a project may move."""
+    if not (isinstance(left, str) and isinstance(right, str) and Path(left).is_absolute()):
+        return False
+    file = left.rpartition(":")[0] if ".py:" in left else left
+    return Path(left).name == Path(right).name and not Path(file).exists()
 
 
 def _changed_files(
@@ -184,7 +193,7 @@ def _digests(field: str, sources: Sequence[DataSource]) -> Iterator[tuple[str, s
     """Name and digest of each of the ``sources`` of ``data.field`` that is a local file or directory."""
     for number, source in enumerate(sources):
         if files := list(data_files((source,))):
-            yield f"data.{field}.{number}", _digest(Path(source.path).expanduser(), files)
+            yield f"data.{field}.{number}", _digest(Path(source.path), files)
 
 
 def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
+from core_rl.config.paths import LocalPath
 
 __all__ = ["ClusterSection", "ClusterType", "SchedulingSection"]
 
@@ -93,7 +94,7 @@ class ClusterSection(Config):
     """After so many seconds without a sign of life a machine counts as lost, and its ranks end by themselves."""
     environment: tuple[VariableName, ...] = ()
     """Environment variables, by name, that ranks get from this machine, besides the usual ones."""
-    key_file: Line | None = None
+    key_file: LocalPath | None = None
     """For ``attach``: the file with the key of the agents; null reads the variable ``CORE_RL_CLUSTER_KEY``."""
     restarts: int = Field(default=0, ge=0)
     """Number of restarts from the last checkpoint after lost ranks or machines."""

@@ -17,6 +17,7 @@ from core_rl.config.base import Config, parse_config
 from core_rl.config.engine import DType, OptimizerConfig
 from core_rl.config.hub import local_model_path
 from core_rl.config.loading import apply_overrides, load_yaml
+from core_rl.config.paths import ImportPath, LocalPath, absolute_path
 from core_rl.config.secret import SecretReference, literal_secrets
 from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.data.config import DataSection
@@ -79,7 +80,7 @@ class Recipe(Config):
     """The model interface, and its settings in ``args``."""
     data: DataSection
     """The data."""
-    reward: str | None = "core_rl_trainer.rewards.text:text_match"
+    reward: ImportPath | None = "core_rl_trainer.rewards.text:text_match"
     """``module:function`` or ``file.py:function``, called with the completion's text and the line of the JSONL file; or
     the ``http://`` address of an endpoint. With an environment, the last completion is scored, and null leaves the
     rewards to the environment; null also where a reward model alone decides."""
@@ -127,7 +128,7 @@ class Recipe(Config):
     push_to_hub: HubSection | None = None
     """Upload the result of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
     run is uploaded then."""
-    callbacks: tuple[str, ...] = ()
+    callbacks: tuple[ImportPath, ...] = ()
     """Functions of the events of the run (`core_rl_trainer.callbacks`), or classes of them: each a name that an
     installed distribution declares, ``module:name`` or ``file.py:name``."""
     eval_every: int = Field(default=0, ge=0)
@@ -139,7 +140,7 @@ class Recipe(Config):
     output_dir: str
     """The directory of all files of the run; ``{engine}`` and ``{seed}`` stand for the values of those fields, and
     ``{here}`` for the directory of the recipe."""
-    resume_from: str | None = None
+    resume_from: LocalPath | None = None
     """Start from a checkpoint of another run: the directory of that run, whose last checkpoint it is, or of one
     checkpoint. Engine, layout and optimizer may be others; model, data and seed are the same."""
     stop_on: StopSection = StopSection()
@@ -248,14 +249,15 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
     raise_all(ConfigError, str(path), literal_secrets(values))
     recipe = parse_config(Recipe, values, str(path))
     try:
-        here = path.parent if path.parent.name else path.parent.resolve()
-        directory = recipe.output_dir.format(engine=recipe.engine, seed=recipe.seed, here=here)
+        directory = recipe.output_dir.format(
+            engine=recipe.engine, seed=recipe.seed, here=path.parent.absolute()
+        )
     except (KeyError, IndexError, ValueError) as error:
         raise ConfigError(
             f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, and {{here}} for the "
             "directory of the recipe, can stand in braces"
         ) from error
-    recipe = recipe.model_copy(update={"output_dir": directory})
+    recipe = recipe.model_copy(update={"output_dir": absolute_path(directory)})
     missing = [
         f"field 'data.{name}' = {source.path!r}: there is no such file; {RELATIVE}"
         for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval or ()))

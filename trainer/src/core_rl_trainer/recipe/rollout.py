@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from core_rl.backend.meta import SyncMethod
 from core_rl.config.base import Config
+from core_rl.config.paths import ImportPath
 from core_rl.data.requests import SamplingParams
 
 __all__ = ["RolloutSection"]
@@ -60,7 +61,7 @@ class RolloutSection(Config):
     completions are generated meanwhile, from weights that are at most this many versions older."""
     max_concurrent_rollouts: int = Field(default=256, ge=1)
     """Prompts that are completed at one time."""
-    should_accept: str | None = None
+    should_accept: ImportPath | None = None
     """``module:function`` or ``file.py:function``, called with the batch of one prompt's completions, before the scores
     of a reward model. False replaces them by completions of another prompt.
     ``core_rl_trainer.rewards.functions:rewards_differ`` leaves out groups without a signal, as DAPO (arXiv:2503.14476)
@@ -73,7 +74,7 @@ class RolloutSection(Config):
     skip_special_tokens: bool = True
     """Leave special tokens out of the text of completions that rewards get. False keeps them, such as a ``<think>``
     that is a special token; an end token at the end of a completion is left out in any case."""
-    environment: str | None = None
+    environment: ImportPath | None = None
     """``module:function`` or ``file.py:function``, called with the tokenizer for each episode: makes the
     `Environment` that replies to the model between its turns, such as a `ToolEnvironment`. Null: one turn."""
     max_turns: int = Field(default=4, ge=1)

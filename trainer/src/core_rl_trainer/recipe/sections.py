@@ -9,6 +9,7 @@ from pydantic import Field
 from core_rl.config.base import Config
 from core_rl.config.engine import LoraConfig, OptimizerConfig
 from core_rl.config.layout import ParallelLayout
+from core_rl.config.paths import HubPath
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 
 __all__ = [
@@ -24,7 +25,7 @@ __all__ = [
 class ModelSection(Config):
     """The model that is trained."""
 
-    path: str
+    path: HubPath
     """A directory in Hugging Face format with its tokenizer, or a Hub id ``organization/name[@revision]``."""
     vision: bool = False
     """Train the whole of a vision-language model; examples may have ``images``, and ``<image>`` in their texts."""
@@ -37,7 +38,7 @@ class ModelSection(Config):
 class CriticSection(Config):
     """The critic of PPO: an engine of the same kind as the actor's, with a value head."""
 
-    path: str | None = None
+    path: HubPath | None = None
     """The directory that it starts from, by default the actor's; a value head that is missing there is drawn."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Settings of the interface ``ppo_critic``."""
@@ -58,7 +59,7 @@ class RewardModelSection(Config):
     Its scores are added to the rewards of training and evaluations, and logged as ``reward/reward_model``.
     """
 
-    path: str
+    path: HubPath
     """A local directory of a model with a reward head, as a ``reward_model`` run writes it."""
     weight: float = 1.0
     """Factor of the scores."""

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from core_rl.config.base import Config
+from core_rl.config.paths import ImportPath
 
 __all__ = [
     "ENVIRONMENT",
@@ -27,7 +28,7 @@ ENVIRONMENT = "environment"
 class RewardSection(Config):
     """One of several rewards, whose weighted sum is trained on."""
 
-    function: str
+    function: ImportPath
     """``module:function``, ``file.py:function``, or the ``http://`` address of an endpoint."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """The factor in the sum; 0 only logs it."""

@@ -1,0 +1,45 @@
+"""Texts of configs that name files: `~` is expanded and they are made absolute where a config is read.
+
+Ranks may start in another directory, and a recipe is read again by another command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from pydantic import AfterValidator
+
+__all__ = ["HubPath", "ImportPath", "LocalPath", "absolute_path"]
+
+HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
+FILE_REFERENCE = re.compile(r"(?P<file>.*\.py)(?P<attribute>:[\w.]+)", re.DOTALL)
+
+
+def absolute_path(text: str) -> str:
+    """``text`` with the home directory for ``~``, from the root of the file system on; URLs and nothing stay."""
+    if not text or "://" in text:
+        return text
+    # pathlib would take "./~", a file of that name, for the home directory.
+    return str(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
+
+
+def _hub_path(text: str) -> str:
+    """An existing directory comes before a model or dataset of the Hub with its name."""
+    path = absolute_path(text)
+    return text if HUB_ID.fullmatch(text) and not Path(path).exists() else path
+
+
+def _import_path(text: str) -> str:
+    match = FILE_REFERENCE.fullmatch(text)
+    return text if match is None else absolute_path(match["file"]) + match["attribute"]
+
+
+LocalPath: TypeAlias = Annotated[str, AfterValidator(absolute_path)]
+"""A file or a directory."""
+HubPath: TypeAlias = Annotated[str, AfterValidator(_hub_path)]
+"""A file, a directory, or an id of the Hugging Face Hub."""
+ImportPath: TypeAlias = Annotated[str, AfterValidator(_import_path)]
+"""``module:attribute``, ``file.py:attribute``, or another name."""
