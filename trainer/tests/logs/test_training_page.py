@@ -277,14 +277,16 @@ def test_images_of_samples_are_in_the_page(tmp_path: Path) -> None:
     broken = tmp_path / "b.png"
     broken.write_bytes(picture.read_bytes()[:60])
     images = [str(picture), missing, uri, uri[:60], str(broken)]
-    text = page(tmp_path).render(ROWS, [sample("<|image_pad|> ×16") | {"images": images}], status="complete")
+    text = page(tmp_path).render(
+        ROWS, [sample("<|image_pad|> \N{MULTIPLICATION SIGN}16") | {"images": images}], status="complete"
+    )
     copies = re.findall(r'src="data:image/png;base64,([^"]+)" alt="([^"]+)"', text)
     assert [name for _, name in copies] == [str(picture), "embedded image 3"]
     for copy, _ in copies:
         with Image.open(BytesIO(base64.b64decode(copy))) as image:
             assert (image.size, image.getpixel((3, 3))) == ((160, 80), (255, 0, 0))
     assert f"<code>{missing}</code>" in text and f"<code>{broken}</code>" in text
-    assert "<code>embedded image 4</code>" in text and "&lt;|image_pad|&gt; ×16" in text
+    assert "<code>embedded image 4</code>" in text and "&lt;|image_pad|&gt; \N{MULTIPLICATION SIGN}16" in text
     assert blocked_sources(text) == []
     assert len(blocked_sources(text.replace("img-src data:", ""))) == len(copies)
 
