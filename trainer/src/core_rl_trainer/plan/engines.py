@@ -73,7 +73,7 @@ def checked_trainer(configured: ConfiguredEngine) -> Trainer:
     frozen = config.model.frozen
     if config.optimizer is not None and frozen and not footprint_of(config.model).trained:
         raise ConfigError(
-            f"model.frozen = {list(frozen)} matches all parameters, so that nothing is left to train; name fewer of them"
+            f"model.frozen = {list(frozen)} matches all parameters, so that nothing is left to train; leave some out"
         )
     return spec, config
 

@@ -75,11 +75,11 @@ def resume_hint(directory: Path, fresh: bool) -> str:
 
 
 @contextmanager
-def failures_with_hint(files: RunFiles) -> Iterator[None]:
+def failures_with_hint(directory: Path, fresh: bool) -> Iterator[None]:
     """Add `resume_hint` to an error that ends a run which had begun."""
     try:
         yield
     except CoreRLError as error:
         if error.exit_code == ExitCode.FAILED and not isinstance(error, RunStopped):
-            error.add_note(resume_hint(files.directory, files.fresh))
+            error.add_note(resume_hint(directory, fresh))
         raise

@@ -60,7 +60,7 @@ def run_plan(
         log.open(directory.log)
         result = directory.result()
         if result is None or _has_more(plan, result, directory):
-            with callbacks, failures_with_hint(plan.files):
+            with callbacks, failures_with_hint(directory.path, plan.files.fresh):
                 result = _train_with_restarts(plan, directory, console, signals, callbacks)
         else:
             text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
