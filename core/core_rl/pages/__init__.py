@@ -192,11 +192,8 @@ def _buckets(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, flo
 
 
 def _finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
-    return [
-        (step, min(max(value, -LARGEST), LARGEST))
-        for step, value in points
-        if value is not None and math.isfinite(value)
-    ]
+    finite = ((step, value) for step, value in points if value is not None and math.isfinite(value))
+    return [(step, min(max(value, -LARGEST), LARGEST)) for step, value in finite]
 
 
 def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]:

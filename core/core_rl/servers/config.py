@@ -102,11 +102,9 @@ class ServerOptions(Config):
     @field_validator("addresses")
     @classmethod
     def _host_and_port(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        wrong = [address for address in addresses if not ADDRESS.fullmatch(address)]
-        if wrong:
+        if wrong := ", ".join(repr(address) for address in addresses if not ADDRESS.fullmatch(address)):
             raise ValueError(
-                f"{', '.join(map(repr, wrong))} is not host:port; leave scheme and path out, servers are called over "
-                "http"
+                f"{wrong} is not host:port; leave scheme and path out, servers are called over http"
             )
         return addresses
 

@@ -27,18 +27,18 @@ async def facts_of_running(servers: Sequence[Server]) -> dict[Server, ServerFact
     """
     answers = await asyncio.gather(*map(_facts_or_problem, servers))
     raise_all(ConfigError, "options.addresses", [answer for answer in answers if isinstance(answer, str)])
-    pairs = zip(servers, answers, strict=True)
-    return {server: answer for server, answer in pairs if not isinstance(answer, str)}
+    return {
+        server: answer for server, answer in zip(servers, answers, strict=True) if not isinstance(answer, str)
+    }
 
 
 async def _facts_or_problem(server: Server) -> ServerFacts | str:
     product = server.api.product
     try:
         async with asyncio.timeout(CONNECT_S):
-            port = int(server.address.rpartition(":")[2])
-            _, writer = await asyncio.open_connection(server.host, port)
-    except (TimeoutError, OSError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) and str(error) else f"{CONNECT_S:g} s"
+            _, writer = await asyncio.open_connection(server.host, server.address.rpartition(":")[2])
+    except OSError as error:
+        reason = error.strerror or str(error) or f"no connection within {CONNECT_S:g} s"
         return f"nothing answers at {server.address} ({reason}); start a {product} server there, or correct the address"
     writer.close()
     try:

@@ -211,9 +211,10 @@ NOTHING = "matches all parameters, so that nothing is left to train"
 def test_frozen_patterns_leave_something_to_train(
     start: Path, tmp_path: Path, algorithm: str, model: dict[str, Any], message: str | None
 ) -> None:
-    changes = {"critic": {}} if algorithm == "ppo" else {}
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm}, **changes)
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
     values["model"] |= model
+    if algorithm == "ppo":
+        values["critic"] = {}
     if algorithm == "reward_model":
         values["data"] = {"train": str(start / "pairs.jsonl")}
         del values["eval_every"]

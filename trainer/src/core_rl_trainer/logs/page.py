@@ -71,16 +71,12 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Charts:
-    """The charts of a run, in the order of the page."""
+    """Charts of reward and KL (else loss), of related metrics, and of each further one; legends by metric drawn."""
 
     first: list[Chart]
-    """Reward and KL, or the loss of a run without rewards."""
     main: list[Chart]
-    """Related metrics in one chart."""
     further: list[Chart]
-    """One for each further metric."""
     labels: dict[str, str]
-    """The legend of each metric that is drawn."""
 
 
 class RunPage:
@@ -151,12 +147,8 @@ def charts_of(rows: Sequence[Row]) -> Charts:
     last = max((row["step"] or 0.0 for row in rows), default=0.0)
 
     def drawn(groups: Sequence[tuple[str, list[str]]]) -> list[Chart]:
-        shown = [(title, [name for name in names if name in labels]) for title, names in groups]
-        return [
-            line_chart(title, {labels[name]: series[name] for name in names}, last)
-            for title, names in shown
-            if names
-        ]
+        shown = [(title, {labels[n]: series[n] for n in names if n in labels}) for title, names in groups]
+        return [line_chart(title, curves, last) for title, curves in shown if curves]
 
     return Charts(first=drawn(first), main=drawn(main), further=drawn(further), labels=labels)
 
@@ -196,19 +188,17 @@ def _labels(groups: Sequence[Sequence[str]], series: Mapping[str, Points]) -> di
     for names in groups:
         for name in names:
             points = series[name]
-            equal = (first for first in labels if series[first] == points)
-            related = (
-                first for first in equal if first in names or name.startswith(first) or _is_particular(points)
-            )
-            first = next(related, name)
-            labels[first] = name if first == name else f"{labels[first]} = {name}"
+            equal = [first for first in labels if series[first] == points]
+            same = [x for x in equal if x in names or name.startswith(x) or _is_particular(points)]
+            first = same[0] if same else name
+            labels[first] = f"{labels[first]} = {name}" if same else name
     return labels
 
 
 def _is_particular(points: Points) -> bool:
     """Whether another metric has the same values by no coincidence: they change, or have many digits."""
     values = {value for _, value in points}
-    return len(values) > 1 or not all(value is None or (1000 * value).is_integer() for value in values)
+    return len(values) > 1 or not all(value is None or float(1000 * value).is_integer() for value in values)
 
 
 def run_machine(engines: Collection[str]) -> Machine:
@@ -221,14 +211,11 @@ def _held_out(rows: Sequence[Row], labels: Mapping[str, str]) -> HeldOut | None:
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]
+    shown = {name: label for name, label in labels.items() if name.startswith("eval_") and name in last}
     return HeldOut(
         first=int(first["step"] or 0),
         last=int(last["step"] or 0),
-        rows=tuple(
-            (label, first.get(name), last[name])
-            for name, label in labels.items()
-            if name.startswith("eval_") and name in last
-        ),
+        rows=tuple((label, first.get(name), last[name]) for name, label in shown.items()),
     )
 
 
