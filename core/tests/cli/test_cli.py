@@ -73,7 +73,6 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.Capture
     assert "Usage: core-rl" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("alpha", "broken")
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
@@ -99,6 +98,7 @@ def test_an_error_fits_on_screen(
     assert max(map(len, printed)) < 1000
 
 
+@pytest.mark.usefixtures("alpha", "broken")
 def test_engines_lists_broken_engines_with_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("engines") == 0
     lines = capsys.readouterr().out.splitlines()
