@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from gpu_points import Figures, NotRun, Setting, run_point
+from page_policy import blocked_sources
 
 
 @pytest.mark.nightly
@@ -37,6 +38,7 @@ def test_report_lists_points(arguments: list[str], status: str, tmp_path: Path) 
     page = (tmp_path / "gpu-report.html").read_text()
     assert 'id="machine"' in page
     assert ("a rehearsal" in page) == (not arguments)
+    assert blocked_sources(page) == []
 
 
 def raises(setting: Setting) -> Figures:

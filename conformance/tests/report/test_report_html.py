@@ -7,6 +7,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from page_policy import blocked_sources
 from report_support import EVERYTHING, FAILED, case, measured, report
 
 from core_rl_conformance.report.html import error_plot, report_page, scatter_plots
@@ -76,6 +77,7 @@ def test_page_is_well_formed_and_standalone(page: str) -> None:
     assert parsed.open == []
     assert all(link.startswith("#") and link[1:] in parsed.ids for link in parsed.links)
     assert not re.search(r"<script|url\(|@import|https?:", page)
+    assert blocked_sources(page) == []
 
 
 def test_engine_text_is_escaped() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from page_policy import blocked_sources
 from report_support import EVERYTHING, case, measured, report
 
 from core_rl.cli import main
@@ -121,6 +122,7 @@ def test_markdown_is_a_single_table() -> None:
 
 def test_the_page_lists_engines_and_checks() -> None:
     page = scoreboard_page(merge([EVERYTHING]))
+    assert blocked_sources(page) == []
     assert all(
         part in page for part in ("mine 0.1.0", "I10.value", "An engine &amp; a half", "1 of 2 checks passed")
     )

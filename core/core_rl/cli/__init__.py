@@ -68,6 +68,8 @@ def _refuse_fields_as_options(arguments: Sequence[str], options: Collection[str]
 
 
 BUILT_IN = ("engines",)
+LINES, CHARACTERS = 24, 900
+"""Lines of an error, and characters of each, that are printed."""
 
 GROUP = "core_rl_commands"
 """The entry-point group that a distribution declares its commands in."""
@@ -149,5 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="core-rl")
     except CoreRLError as error:
         text = str(error) if isinstance(error, RunStopped) else f"error: {error}"
-        typer.secho(text, fg=typer.colors.RED, err=True)
+        # Notes of several lines are tracebacks of ranks, which a run has in its log.
+        notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+        typer.secho("\n".join([_on_screen(text), *notes]), fg=typer.colors.RED, err=True)
         sys.exit(error.exit_code)
+
+
+def _on_screen(text: str) -> str:
+    """``text`` without the middle of long lines, and without lines in the middle that a screen has no room for."""
+    lines = ["".join(_ends(line, CHARACTERS, " [… {} more characters …] ")) for line in text.splitlines()]
+    return "\n".join(_ends(lines, LINES, "[… {} more lines …]"))
+
+
+def _ends(parts: Sequence[str], most: int, gap: str) -> Sequence[str]:
+    if len(parts) <= most:
+        return parts
+    head, tail = most * 2 // 3, most // 3
+    return [*parts[:head], gap.format(len(parts) - head - tail), *parts[-tail:]]

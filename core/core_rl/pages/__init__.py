@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,10 @@ POINTS = 240
 """The most points of a curve: several values are drawn as their mean, inside the band of all of them."""
 FEW = 40
 """The most values of a curve that each get a dot."""
+FLAT = 1e-5
+"""Values that differ by a smaller share of them are a constant, whose differences are rounding."""
+LARGEST = 1e300
+"""Larger values are drawn at this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,7 @@ class Area:
         return round(self.bottom - (self.bottom - self.top) * share, 1)
 
 
-WIDE = Area(width=480, height=230, left=58, right=472, top=10, bottom=206)
+WIDE = Area(width=480, height=230, left=70, right=472, top=10, bottom=206)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +112,25 @@ class Chart:
     area: Area = WIDE
 
 
-def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], last: float) -> Chart:
-    """The curves of ``series``, each a sequence of (step, value), over the steps 0 to ``last``."""
-    area = WIDE
-    y_marks = _round_marks(value for points in series.values() for _, value in points)
-    low, high = y_marks[0], y_marks[-1]
+def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float | None]]], last: float) -> Chart:
+    """The curves of ``series``, each a sequence of (step, value), over the steps 0 to ``last``.
+
+    A constant is a line in the middle, with its value on the axis. The legend counts values that are not finite, which
+    are not drawn.
+    """
+    area, finite = WIDE, {name: _finite(points) for name, points in series.items()}
+    values = [value for points in finite.values() for _, value in points] or [0.0]
+    low, high = min(values), max(values)
+    is_flat = high - low <= max(FLAT * max(abs(low), abs(high)), sys.float_info.min)
+    y_marks = [low] if is_flat else _round_marks(low, high)
+    low, height = y_marks[0], y_marks[-1] - y_marks[0]
 
     def place(step: float, value: float) -> tuple[float, float]:
-        return area.x(step / (last or 1.0)), area.y((value - low) / (high - low))
+        return area.x(step / (last or 1.0)), area.y(0.5 if is_flat else (value - low) / height)
 
     def curve(number: int, name: str) -> Curve:
-        points = series[name]
+        points = finite[name]
+        unseen = len(series[name]) - len(points)
         parts = list(_buckets(points))
         places = [place(step, mean) for step, mean, _, _ in parts]
         upper = [place(step, most) for step, _, _, most in parts]
@@ -128,16 +141,17 @@ def line_chart(title: str, series: Mapping[str, Sequence[tuple[float, float]]], 
             line=_points(places),
             band=_points(upper + lower[::-1]) if len(parts) < len(points) else "",
             dots=tuple(places) if len(points) <= FEW else (),
-            first=f"{points[0][1]:.4g}",
-            last=f"{points[-1][1]:.4g}",
+            first=f"{points[0][1]:.4g}" if points else "-",
+            last=(f"{points[-1][1]:.4g}" if points else "-")
+            + (f" (not finite {unseen} of {len(series[name])} times)" if unseen else ""),
         )
 
-    x_marks = [mark for mark in _round_marks([0.0, last], whole=True) if mark <= last]
+    x_marks = [mark for mark in _round_marks(0.0, last, whole=True) if mark <= last]
     return Chart(
         title=title,
         curves=tuple(curve(number, name) for number, name in enumerate(series)),
         x_ticks=tuple(Tick(at=area.x(mark / (last or 1.0)), label=f"{mark:g}") for mark in x_marks),
-        y_ticks=tuple(Tick(at=place(0.0, mark)[1], label=f"{mark:.6g}") for mark in y_marks),
+        y_ticks=tuple(Tick(at=place(0.0, mark)[1], label=f"{mark:.7g}") for mark in y_marks),
     )
 
 
@@ -170,22 +184,23 @@ def _points(places: Iterable[tuple[float, float]]) -> str:
 
 def _buckets(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float, float, float]]:
     """Step, mean, lowest and highest value of neighbours that are drawn as one point."""
-    size = math.ceil(len(points) / POINTS)
+    size = max(1, math.ceil(len(points) / POINTS))
     for start in range(0, len(points), size):
         part = points[start : start + size]
         values = [value for _, value in part]
         yield part[-1][0], math.fsum(values) / len(values), min(values), max(values)
 
 
-def _round_marks(values: Iterable[float], *, whole: bool = False) -> list[float]:
-    """Round numbers, evenly spaced, that enclose ``values``: steps of 1, 2 or 5 times a power of ten."""
-    numbers = list(values)
-    low, high = min(numbers), max(numbers)
-    if low == high:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+def _finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    finite = ((step, value) for step, value in points if value is not None and math.isfinite(value))
+    return [(step, min(max(value, -LARGEST), LARGEST)) for step, value in finite]
+
+
+def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Round numbers, evenly spaced, that enclose both: steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(max((high - low) / 4, sys.float_info.min)))
     step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 5)
     if whole:
-        step, low = max(step, 1.0), 0.0
+        step = max(step, 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [number * step for number in range(first, last + 1)]

@@ -14,6 +14,7 @@ from core_rl.errors import RolloutError
 from core_rl.machine import most_open_files
 
 __all__ = [
+    "DENIED",
     "SPARE_FILES",
     "Api",
     "Hung",
@@ -27,8 +28,10 @@ __all__ = [
 
 SHOWN = 300
 """Bytes of a response that are repeated in an error."""
-FINAL = (401, 403, 404, 405)
-"""Statuses of a server that is up."""
+DENIED = (401, 403)
+"""Statuses of a server that requires another key."""
+FINAL = (200, *DENIED, 404, 405)
+"""Statuses of a server that is up: no JSON, no right, no route."""
 RESPONSE_S = 10.0
 """Time limit for any response of a server that has exceeded another limit."""
 SPARE_FILES = 256
@@ -50,10 +53,12 @@ class ServerTimeout(RolloutError):
 class Refused(RolloutError):
     """The server responded with an error, or with something else than JSON."""
 
-    def __init__(self, message: str, *, is_final: bool = False) -> None:
+    def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
-        self.is_final = is_final
-        """Whether the server will respond in this way however long one waits: no route, no right, or no JSON."""
+        self.status = status
+        """The status of the response; 200 for one that is no JSON."""
+        self.is_final = status in FINAL
+        """Whether the server will respond in this way however long one waits."""
 
 
 class Api:
@@ -108,10 +113,9 @@ class Api:
             async with call as response:
                 if response.status != 200:
                     reason = _reason(await response.read())
-                    raise Refused(
-                        f"{subject} returned status {response.status}: {reason}",
-                        is_final=response.status in FINAL,
-                    )
+                    if response.status in DENIED:
+                        reason += "; set options.api_key to the key that the server requires"
+                    raise Refused(f"{subject} returned status {response.status}: {reason}", response.status)
                 yield response
         except TimeoutError as error:
             late = f"{subject} got no response within {timeout_s:g} s"
@@ -141,9 +145,7 @@ class Api:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise Refused(
-                f"{self.name}: {path} returned no JSON: {_shown(content)}", is_final=True
-            ) from error
+            raise Refused(f"{self.name}: {path} returned no JSON: {_shown(content)}", 200) from error
 
 
 async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:

@@ -26,6 +26,7 @@ from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api, requests_at_one_time
 from core_rl.servers.calls import Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.servers.connection import facts_of_running, require_servers
 from core_rl.servers.deltas import ReceivedChanges
 from core_rl.servers.fleet import Fleet
 from core_rl.servers.images import ImageFields
@@ -108,6 +109,16 @@ class ServerBackend(InferenceBackend[C]):
             self.loop.wait(server.wait_until_up(options.start_timeout_s))
         return tuple(server.address for server in launched)
 
+    def check_addresses(self, config: C) -> None:
+        """Raise one `ConfigError` for the servers at ``options.addresses`` that cannot serve the model, or are not up.
+
+        Nothing is changed on them.
+        """
+        options, model = config.options, self.served_model(config)
+        _require_count(options.addresses, config.layout.dp)
+        servers = [self._server(address, options, steered=options.take_over) for address in options.addresses]
+        require_servers(self.loop.wait(facts_of_running(servers)), model, config.dtype, str(model.path))
+
     def build(
         self, context: InferenceContext[C], addresses: tuple[str, ...], ft_spec: FinetuneSpec
     ) -> ModelLimits:
@@ -117,8 +128,7 @@ class ServerBackend(InferenceBackend[C]):
         # The caller launched the servers at ``addresses``; others started ``options.addresses``.
         steered = bool(addresses) or options.take_over
         addresses = addresses or options.addresses or self.launch_server(context, dp)
-        if len(addresses) != dp and dp > 1:
-            raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
+        _require_count(addresses, dp)
         launched = {server.address: server for server in self.servers}
         self.servers = tuple(
             launched.get(address) or self._server(address, options, steered=steered) for address in addresses
@@ -275,6 +285,11 @@ class ServerBackend(InferenceBackend[C]):
 
     def resume(self) -> None:
         self.loop.wait(self.fleet.resume())
+
+
+def _require_count(addresses: Sequence[str], dp: int) -> None:
+    if len(addresses) != dp and dp > 1:
+        raise LayoutError(f"layout.dp = {dp}, and there are {len(addresses)} servers; dp is their number")
 
 
 async def _session() -> aiohttp.ClientSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self, TypeAlias
@@ -20,6 +21,9 @@ __all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback"]
 
 Interrupt: TypeAlias = Literal["continue", "abort"]
 """Effect of a pause on requests in flight: they wait and continue, or end as they are."""
+
+
+ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@?#]+):\d{1,5}")
 
 
 def is_loopback(host: str) -> bool:
@@ -95,6 +99,15 @@ class ServerOptions(Config):
                 f"set {', '.join(cls.flags[flag] for flag in taken)} instead of {', '.join(taken)}"
             )
         return arguments
+
+    @field_validator("addresses")
+    @classmethod
+    def _host_and_port(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := ", ".join(repr(address) for address in addresses if not ADDRESS.fullmatch(address)):
+            raise ValueError(
+                f"{wrong} is not host:port; leave scheme and path out, servers are called over http"
+            )
+        return addresses
 
     @model_validator(mode="after")
     def _protected(self) -> Self:

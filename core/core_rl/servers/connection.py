@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 
 from core_rl.backend.meta import SyncMethod
 from core_rl.config.engine import DType
-from core_rl.errors import ConfigError, raise_all
+from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.servers.adapters import ServedModel
+from core_rl.servers.api import DENIED, Refused
 from core_rl.servers.facts import ServerFacts, is_directory, misfits, warn_if_untested
 from core_rl.servers.labels import FRESH, RUN, owner_of
 from core_rl.servers.server import Server
 
-__all__ = ["require_servers", "require_steered", "require_updatable"]
+__all__ = ["facts_of_running", "require_servers", "require_steered", "require_updatable"]
+
+CONNECT_S = 5.0
+"""Time limit for a connection to a server that is up."""
+
+
+async def facts_of_running(servers: Sequence[Server]) -> dict[Server, ServerFacts]:
+    """The facts of servers that have to be up, without a change to one.
+
+    Raises one `ConfigError` for all servers that cannot be reached, or are none of their product.
+    """
+    answers = await asyncio.gather(*map(_facts_or_problem, servers))
+    raise_all(ConfigError, "options.addresses", [answer for answer in answers if isinstance(answer, str)])
+    return {
+        server: answer for server, answer in zip(servers, answers, strict=True) if not isinstance(answer, str)
+    }
+
+
+async def _facts_or_problem(server: Server) -> ServerFacts | str:
+    product = server.api.product
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(server.host, server.address.rpartition(":")[2])
+    except OSError as error:
+        reason = error.strerror or str(error) or f"no connection within {CONNECT_S:g} s"
+        return f"nothing answers at {server.address} ({reason}); start a {product} server there, or correct the address"
+    writer.close()
+    try:
+        return await server.facts()
+    except ConfigError as error:
+        return str(error)
+    except RolloutError as error:
+        denied = isinstance(error, Refused) and error.status in DENIED
+        return str(error) if denied else f"{error}; name the address of a {product} server over HTTP"
 
 
 def require_servers(

@@ -13,6 +13,7 @@ import pytest
 from core_rl import __version__
 from core_rl.cli import main
 from core_rl.config.capability import Capability
+from core_rl.errors import ConfigError
 from core_rl.registry.engines import register_engine
 from core_rl.registry.spec import EngineSpec
 
@@ -70,6 +71,31 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(*arguments) == 2
     assert "Usage: core-rl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("short", 2),
+        ("x" * 1_000_000, 2),
+        ("\n".join(f"line {number}: {'y' * 2000}" for number in range(1000)), 26),
+    ],
+)
+def test_an_error_fits_on_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, lines: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        error = ConfigError(text)
+        error.add_note("the same command resumes")
+        error.add_note("Raised on rank 0:\n a traceback")
+        raise error
+
+    monkeypatch.setattr("core_rl.cli.build_app", lambda **_: fail)
+    assert _run("anything") == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == lines and printed[-1] == "the same command resumes"
+    assert printed[0].startswith(f"error: {text[:20]}".splitlines()[0])
+    assert max(map(len, printed)) < 1000
 
 
 @pytest.mark.usefixtures("alpha", "broken")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from core_rl.servers import facts
 from core_rl.servers.api import Refused
 from core_rl.servers.labels import label_of
 from core_rl_sglang.server import SGLangServer
-from core_rl_trainer import train
+from core_rl_trainer import dry_run, train
 
 ELSEWHERE = "core-rl:elsewhere:17:3"
 CONSTRAINT = Path(__file__).parents[3] / "constraints" / "sglang-server-unresolved.txt"
@@ -154,19 +156,65 @@ def test_server_of_others_only_draws(stub: Stub, tmp_path: Path, name: str) -> N
     assert stub.changes == {"/generate"}
 
 
-def test_training_needs_take_over(stub: Stub, tmp_path: Path) -> None:
-    start = training_support.make_start(tmp_path / "start")
+def recipe_with(tmp_path: Path, *addresses: str, **options: Any) -> Path:
+    """A recipe that trains with servers at ``addresses``."""
     values = training_support.recipe_values(
-        start,
+        training_support.make_start(tmp_path / "start"),
         tmp_path / "out",
         engine="reference",
-        engines={"sglang": {"options": {"addresses": [stub.address]}}},
+        engines={"sglang": {"options": {"addresses": list(addresses), **options}}},
         rollout={"engine": "sglang", "sync": "disk", "max_new_tokens": 4},
     )
-    recipe = training_support.write_recipe(tmp_path / "r.yaml", values)
+    return training_support.write_recipe(tmp_path / "r.yaml", values)
+
+
+def test_training_needs_take_over(stub: Stub, tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path, stub.address)
     with pytest.raises(ConfigError, match=rf"options.take_over = false: training pauses .*{stub.address}"):
         train(recipe, [], console=Console(file=io.StringIO()))
     assert not stub.calls
+
+
+def denied(_request: web.Request, _body: Any) -> web.Response:
+    return web.json_response({"error": "no such key"}, status=401)
+
+
+RUNNING: dict[str, tuple[Callable[..., Any], str]] = {
+    "key": (denied, "status 401: no such key; set options.api_key to the key that the server requires"),
+    "page": (
+        lambda *_: web.Response(text="<html>"),
+        "returned no JSON: '<html>'; name the address of a SGLang server",
+    ),
+    "product": (lambda *_: web.json_response({"name": "other"}), "is no SGLang server: it sent something"),
+    "route": (lambda *_: web.Response(status=404), "status 404.*; name the address of a SGLang server"),
+    "connection": (drop, "ServerDisconnectedError.*; name the address of a SGLang server over HTTP"),
+}
+
+
+@pytest.mark.parametrize("case", RUNNING)
+def test_dry_run_names_all_absent_servers(stub: Stub, tmp_path: Path, case: str) -> None:
+    fault, message = RUNNING[case]
+    stub.faults["/model_info"] = fault
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # nobody else gets the port, and nobody listens on it
+        closed = f"127.0.0.1:{bound.getsockname()[1]}"
+        recipe = recipe_with(tmp_path, closed, stub.address, f"[::1]:{closed[10:]}", take_over=True)
+        for start in (dry_run, train):
+            with pytest.raises(ConfigError) as caught:
+                start(recipe)
+            lines = str(caught.value).splitlines()
+            assert lines[0] == "engines.sglang: options.addresses: 3 problems:"
+            assert f"nothing answers at {closed} (" in lines[1]
+            assert re.search(f"{stub.address}.*{message}", lines[2])
+    assert not stub.changes and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "address", ["https://10.0.0.5:30000", "10.0.0.5", "10.0.0.5:30000/v1", "::1:80", ":80"]
+)
+def test_address_is_host_and_port(tmp_path: Path, address: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{address}' is not host:port; leave scheme and path out"):
+        dry_run(recipe_with(tmp_path, address, take_over=True))
 
 
 @pytest.mark.parametrize("take_over", [False, True])

@@ -75,3 +75,22 @@ def test_phases_have_names_and_times(terminal: bool) -> None:
     assert "building engines" in shown.getvalue()
     assert re.search(r"ready after \d+\.\d s", shown.getvalue())
     assert ("first evaluation …" in shown.getvalue()) is not terminal
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    ("total", "done", "steps"),
+    [
+        (4, 0, [1, 2, 3, 4]),
+        (35, 0, [*range(1, 11), *range(12, 35, 3), 35]),
+        (1000, 0, [*range(1, 11), *range(100, 1001, 100)]),
+        (1000, 250, [*range(251, 261), *range(300, 1001, 100)]),
+    ],
+)
+def test_first_steps_each_have_a_line(terminal: bool, total: int, done: int, steps: list[int]) -> None:
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=120)
+    with TrainingProgress(console, total=total, done=done) as progress:
+        for step in range(done + 1, total + 1):
+            progress.show(step, {"loss": 0.5, "tokens_per_s": 7.0})
+    assert [int(number) for number in re.findall(rf"step (\d+)/{total}  loss", shown.getvalue())] == steps

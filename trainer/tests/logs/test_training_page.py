@@ -15,6 +15,7 @@ import torch
 import training_support as support
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_policy import blocked_sources
 from PIL import Image
 
 from core_rl.config.base import parse_config
@@ -56,13 +57,83 @@ def recipe(output: Path, **changes: Any) -> Recipe:
 
 
 def test_related_metrics_share_chart() -> None:
-    main, further = charts_of(ROWS)
-    assert {chart.title: [curve.name for curve in chart.curves] for chart in main} == {
+    charts = charts_of(ROWS)
+    assert {chart.title: [curve.name for curve in chart.curves] for chart in charts.first + charts.main} == {
         "Reward": ["reward", "eval_reward", "eval_reward_greedy"],
         "Gradient norm": ["grad_norm"],
         "Seconds of each phase": ["time_update_s"],
     }
-    assert [chart.title for chart in further] == ["odd_<one>"]
+    assert [chart.title for chart in charts.further] == ["odd_<one>"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "first"),
+    [
+        (("grad_norm", "loss", "kl_k3", "reward"), ["Reward", "KL to the reference"]),
+        (
+            ("lr", "loss", "approx_kl", "reward/a", "reward"),
+            ["Reward", "Terms of the reward", "KL of the step's updates"],
+        ),
+        (("time_update_s", "accuracy", "loss"), ["Loss", "Accuracy"]),
+        (("time_update_s", "lr"), []),
+    ],
+)
+def test_reward_and_kl_come_first(metrics: tuple[str, ...], first: list[str]) -> None:
+    rows = [
+        {"step": step} | {name: step * index + 0.5 for index, name in enumerate(metrics, 1)}
+        for step in (1, 2)
+    ]
+    charts = charts_of(rows)
+    assert [chart.title for chart in charts.first] == first
+    assert {chart.title for chart in charts.main}.isdisjoint(first)
+
+
+@pytest.mark.parametrize(
+    ("series", "legends"),
+    [
+        ({"reward": (0.1, 0.2), "reward/f": (0.1, 0.2)}, ["reward = reward/f"]),
+        ({"reward": (0.0, 0.0), "reward/f": (0.0, 0.0)}, ["reward = reward/f"]),
+        ({"loss": (0.3, None), "nll": (0.3, None)}, ["loss = nll"]),
+        ({"loss": (6.358758334455819,), "nll": (6.358758334455819,)}, ["loss = nll"]),
+        ({"staleness_mean": (0.0, 0.0), "staleness_max": (0.0, 0.0)}, ["staleness_mean = staleness_max"]),
+        ({"reward": (0.5, 0.5), "truncated": (0.5, 0.5)}, ["reward", "truncated"]),
+        ({"a": (1, 2), "b": (1, 2), "c": (1, 2), "d": (2, 1)}, ["a = b = c", "d"]),
+    ],
+)
+def test_equal_series_are_drawn_once(series: dict[str, tuple[float, ...]], legends: list[str]) -> None:
+    steps = range(len(next(iter(series.values()))))
+    charts = charts_of(
+        [{"step": step} | {name: values[step] for name, values in series.items()} for step in steps]
+    )
+    drawn = [curve.name for chart in charts.first + charts.main + charts.further for curve in chart.curves]
+    assert drawn == legends
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ([0.001] * 5, "0.001"),
+        ([0.0, 0.0], "0"),
+        ([-7.25], "-7.25"),
+        ([0.1 + 0.2, 0.3, 0.3 + 1e-9], "0.3"),
+        ([0.0, 5e-324], "0"),
+        ([None, 4.0, None], "4"),
+    ],
+)
+def test_constant_is_flat_with_its_value(values: list[float | None], label: str) -> None:
+    chart = charts_of([{"step": step, "loss": value} for step, value in enumerate(values)]).first[0]
+    assert [tick.label for tick in chart.y_ticks] == [label]
+    middle = (chart.area.top + chart.area.bottom) / 2
+    assert {y for _, y in _places(chart.curves[0].line)} == {middle}
+
+
+def test_values_that_are_not_finite_are_counted() -> None:
+    (chart,) = charts_of(
+        [{"step": step, "loss": value} for step, value in enumerate([2.0, None, None])]
+    ).first
+    assert chart.curves[0].last == "2 (not finite 2 of 3 times)"
+    (chart,) = charts_of([{"step": 1, "loss": None}]).first
+    assert (chart.curves[0].line, chart.curves[0].last) == ("", "- (not finite 1 of 1 times)")
 
 
 def _places(points: str) -> list[tuple[float, float]]:
@@ -81,26 +152,26 @@ def _inside(chart: Chart) -> bool:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.one_of(st.none(), st.floats(-1e12, 1e12).filter(lambda x: x == 0 or abs(x) > 1e-12)),
+        st.one_of(st.none(), st.floats(), st.floats(-9, 9)),
         min_size=1,
         max_size=POINTS * 3,
     )
 )
 def test_every_value_is_inside_its_axes(values: list[float | None]) -> None:
     rows: list[Row] = [{"step": step, "reward": value} for step, value in enumerate(values)]
-    finite = [value for value in values if value is not None]
-    charts, _ = charts_of(rows)
-    assert len(charts) == bool(finite)
-    for chart in charts:
-        (curve,) = chart.curves
-        assert _inside(chart)
-        assert len(_places(curve.line)) == math.ceil(len(finite) / math.ceil(len(finite) / POINTS))
-        assert 2 <= len(chart.y_ticks) <= 8
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    (chart,) = charts_of(rows).first
+    (curve,) = chart.curves
+    assert _inside(chart)
+    assert len(_places(curve.line)) == math.ceil(len(finite) / max(1, math.ceil(len(finite) / POINTS)))
+    labels = [tick.label for tick in chart.y_ticks]
+    assert len(set(labels)) == len(labels) <= 8
+    assert len(labels) == 1 or max(finite) > min(finite)
 
 
 def test_spike_is_visible_in_long_runs() -> None:
     rows: list[Row] = [{"step": step, "grad_norm": 100.0 if step == 5003 else 1.0} for step in range(10_000)]
-    ((chart,), _) = charts_of(rows)
+    (chart,) = charts_of(rows).main
     top = min(y for _, y in _places(chart.curves[0].band))
     assert top == chart.area.top
 
@@ -191,6 +262,7 @@ def page(directory: Path) -> RunPage:
 def test_page_is_self_contained_and_escapes_text(tmp_path: Path, rows: list[Row]) -> None:
     text = page(tmp_path).render(rows, [sample(HOSTILE)] if rows else [], status="running", problem=HOSTILE)
     assert not re.search(r"<script|https?://|\bsrc=|<link|url\(", text)
+    assert blocked_sources(text) == []
     assert (text.count("&lt;script&gt;alert") == 4) == bool(rows)
     assert 'http-equiv="refresh"' in text
     assert "core-rl train" in text and "torch" in text and "kl_coef: 0.05" in text
@@ -201,12 +273,22 @@ def test_page_is_self_contained_and_escapes_text(tmp_path: Path, rows: list[Row]
 def test_images_of_samples_are_in_the_page(tmp_path: Path) -> None:
     picture, missing = tmp_path / "a.png", str(tmp_path / "gone.png")
     Image.new("RGB", (640, 320), "red").save(picture)
-    row = sample("<image>Which colour?") | {"images": [str(picture), missing]}
-    text = page(tmp_path).render(ROWS, [row], status="complete")
-    (embedded,) = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
-    with Image.open(BytesIO(base64.b64decode(embedded))) as image:
-        assert (image.size, image.getpixel((3, 3))) == ((160, 80), (255, 0, 0))
-    assert f"<code>{missing}</code>" in text
+    uri = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    broken = tmp_path / "b.png"
+    broken.write_bytes(picture.read_bytes()[:60])
+    images = [str(picture), missing, uri, uri[:60], str(broken)]
+    text = page(tmp_path).render(
+        ROWS, [sample("<|image_pad|> \N{MULTIPLICATION SIGN}16") | {"images": images}], status="complete"
+    )
+    copies = re.findall(r'src="data:image/png;base64,([^"]+)" alt="([^"]+)"', text)
+    assert [name for _, name in copies] == [str(picture), "embedded image 3"]
+    for copy, _ in copies:
+        with Image.open(BytesIO(base64.b64decode(copy))) as image:
+            assert (image.size, image.getpixel((3, 3))) == ((160, 80), (255, 0, 0))
+    assert f"<code>{missing}</code>" in text and f"<code>{broken}</code>" in text
+    assert "<code>embedded image 4</code>" in text and "&lt;|image_pad|&gt; \N{MULTIPLICATION SIGN}16" in text
+    assert blocked_sources(text) == []
+    assert len(blocked_sources(text.replace("img-src data:", ""))) == len(copies)
 
 
 def test_finished_page_is_static_with_best_model(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import BertConfig
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.data.tokenizers import check_same_tokens, load_tokenizer
+from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import load_recipe
 
 
@@ -182,3 +183,42 @@ def test_schedule_ending_before_warm_up(start: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="warmup_steps = 7, and the schedule ends after 4 steps"):
         dry_run(load_recipe(recipe, ["optimizer.schedule.warmup_steps=7"]))
     assert not (tmp_path / "out").exists()
+
+
+NOTHING = "matches all parameters, so that nothing is left to train"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "message"),
+    [
+        ("sft", {"frozen": ["*"]}, NOTHING),
+        ("sft", {"frozen": ["model.*", "lm_head*"]}, NOTHING),
+        ("grpo", {"frozen": ["*"]}, NOTHING),
+        (
+            "sft",
+            {"frozen": ["model.layers.77.*"]},
+            r"model.frozen = \['model.layers.77.\*'\] match no parameter",
+        ),
+        ("grpo", {"frozen": ["visual.*", "model.*"]}, r"model.frozen = \['visual.\*'\] match no parameter"),
+        ("sft", {"frozen": ["*layers.9*"], "lora": {"rank": 2}}, "match no parameter; names look like"),
+        ("sft", {"frozen": ["model.layers.*"]}, None),
+        ("reward_model", {"frozen": ["model.*"]}, None),
+        ("reward_model", {"frozen": ["*"]}, NOTHING),
+        ("sft", {"frozen": ["*"], "lora": {"rank": 2}}, None),
+        ("ppo", {"frozen": ["*"]}, NOTHING),
+    ],
+)
+def test_frozen_patterns_leave_something_to_train(
+    start: Path, tmp_path: Path, algorithm: str, model: dict[str, Any], message: str | None
+) -> None:
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
+    values["model"] |= model
+    if algorithm == "ppo":
+        values["critic"] = {}
+    if algorithm == "reward_model":
+        values["data"] = {"train": str(start / "pairs.jsonl")}
+        del values["eval_every"]
+    recipe = load_recipe(values)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        remarks = "".join(resolve(recipe).remarks)
+        assert ("beside model.lora changes nothing" in remarks) == ("lora" in model)

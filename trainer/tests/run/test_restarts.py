@@ -115,7 +115,9 @@ def test_each_restart_counts(start: Path, tmp_path: Path, groups: Groups) -> Non
     values = support.supervised_values(start, tmp_path / "out", "sft", cluster={"restarts": 2})
     with pytest.raises(RankDied) as caught:
         run(values, kill_after(3, groups, times=3))
-    assert caught.value.__notes__ == ["cluster.restarts = 2, and all of them were used"]
+    used, hint = caught.value.__notes__
+    assert used == "cluster.restarts = 2, and all of them were used"
+    assert hint.startswith("the same command resumes from the checkpoint of step ")
     assert len((tmp_path / "out" / "restarts.jsonl").read_text().splitlines()) == 2
     assert "RankDied" in (tmp_path / "out" / "index.html").read_text()
     assert len(groups) == 3
@@ -132,6 +134,10 @@ def test_an_error_of_a_user_restarts_nothing(start: Path, tmp_path: Path, groups
 
 
 def test_without_restarts_a_killed_rank_ends_the_run(start: Path, tmp_path: Path, groups: Groups) -> None:
-    with pytest.raises(RankDied):
+    with pytest.raises(RankDied) as caught:
         run(support.supervised_values(start, tmp_path / "out", "sft"), kill_after(1, groups))
+    assert caught.value.__notes__ == [
+        "there is no checkpoint yet, and the same command starts from the beginning"
+    ]
+    assert caught.value.__notes__[0] in (tmp_path / "out" / "run.log").read_text()
     assert len(groups) == 1

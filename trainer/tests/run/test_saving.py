@@ -11,9 +11,19 @@ from typing import Any
 import pytest
 
 from core_rl.checkpoint.run import RunCheckpoints
-from core_rl.errors import CheckpointError, GroupError, RankFailed
+from core_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    CoreRLError,
+    GroupError,
+    OutOfDeviceMemory,
+    RankDied,
+    RankFailed,
+    RolloutError,
+)
+from core_rl_trainer.errors import CallbackError, StepError, StoppedBySignal
 from core_rl_trainer.run.saving import RunSaver
-from core_rl_trainer.run.source import resume_hint
+from core_rl_trainer.run.source import failures_with_hint, resume_hint
 
 
 class Engine:
@@ -171,9 +181,29 @@ def test_failed_parts_are_not_put_in_place(saver: RunSaver, engine: Engine, tmp_
 
 
 def test_hint_names_an_existing_checkpoint(engine: Engine, tmp_path: Path) -> None:
-    assert "starts from the beginning" in resume_hint(tmp_path / "none")
+    assert "starts from the beginning" in resume_hint(tmp_path / "none", fresh=False)
     saver = RunSaver(RunCheckpoints(tmp_path / "checkpoints", keep=1), engine.wait, lambda step, path: None)
     saver.begin(3, {"model": engine.begin}, {})
-    assert "no checkpoint yet" in resume_hint(tmp_path)
+    assert "no checkpoint yet" in resume_hint(tmp_path, fresh=False)
     saver.finish()
-    assert resume_hint(tmp_path) == "the same command resumes from the checkpoint of step 3"
+    hint = "the same command resumes from the checkpoint of step 3"
+    assert resume_hint(tmp_path, fresh=False) == hint
+    assert resume_hint(tmp_path, fresh=True) == hint.replace("command", "command without fresh=true")
+
+
+@pytest.mark.parametrize(
+    ("error", "has_hint"),
+    [
+        (RankDied("rank 0 was killed by SIGKILL"), True),
+        (RolloutError("the server is lost"), True),
+        (OutOfDeviceMemory("too few GiB"), True),
+        (CallbackError("a bug"), True),
+        (StepError("a row"), True),
+        (ConfigError("a field"), False),
+        (StoppedBySignal("the same command goes on"), False),
+    ],
+)
+def test_failures_of_begun_runs_have_hints(tmp_path: Path, error: CoreRLError, has_hint: bool) -> None:
+    with pytest.raises(type(error)) as caught, failures_with_hint(tmp_path, fresh=False):
+        raise error
+    assert getattr(caught.value, "__notes__", []) == [resume_hint(tmp_path, fresh=False)] * has_hint

@@ -53,7 +53,7 @@ class VllmServer(Server):
             weights = await self.api.get("/weight_info", PROBE_TIMEOUT_S)
             size = await self.api.get("/get_world_size?include_dp=false", PROBE_TIMEOUT_S)
         except Refused as error:
-            if "404" not in str(error):
+            if error.status != 404:
                 raise
             raise ConfigError(
                 f"{self.name} has no routes for weights; start it with VLLM_SERVER_DEV_MODE=1, and with "

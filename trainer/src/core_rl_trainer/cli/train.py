@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from core_rl_trainer.plan.report import PlanReport
+    from core_rl_trainer.recipe.recipe import Recipe
 
 
 def train(
@@ -58,19 +59,19 @@ def train(
     try:
         result = train_loaded(loaded)
     except EndedBySignal as ended:
-        _print_end(str(ended), loaded.directory)
+        _print_end(str(ended), loaded)
         raise typer.Exit(SIGNAL_BASE + ended.number) from None
     except KeyboardInterrupt:
-        _print_end("interrupted", loaded.directory)
+        _print_end("interrupted", loaded)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(result))
 
 
-def _print_end(reason: str, directory: Path) -> None:
+def _print_end(reason: str, recipe: Recipe) -> None:
     from core_rl_trainer.run.source import resume_hint
 
-    typer.secho(f"{reason}; {resume_hint(directory)}", err=True)
+    typer.secho(f"{reason}; {resume_hint(recipe.directory, recipe.fresh)}", err=True)
 
 
 def _print_plan(report: PlanReport, recipe: Mapping[str, Any], as_json: bool) -> None:

@@ -20,19 +20,25 @@ from core_rl.pages import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.logs.metrics_log import Row
 
-__all__ = ["RunPage", "Status", "charts_of", "main_chart", "run_machine"]
+__all__ = ["Charts", "RunPage", "Status", "charts_of", "main_chart", "run_machine"]
 
 Status = Literal["running", "stopped", "complete"]
+Points = tuple[tuple[float, float | None], ...]
 
 TEMPLATES = Path(__file__).parent / "templates"
 COLOURS = {"running": "not-run", "stopped": "failed", "complete": "passed"}
-CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+Groups = tuple[tuple[str, tuple[str, ...]], ...]
+FIRST_OF_ROLLOUTS: Groups = (
     ("Reward", ("reward", "eval_reward", "eval_reward_greedy")),
+    ("KL to the reference", ("kl_k1", "kl_k2", "kl_k3")),
     ("Terms of the reward", ("reward/*", "eval_reward/*")),
+    ("KL of the step's updates", ("approx_kl",)),
+)
+FIRST_OF_DATA: Groups = (
     ("Loss", ("loss", "eval_loss")),
     ("Accuracy", ("accuracy", "eval_accuracy")),
-    ("KL to the reference", ("kl_k1", "kl_k2", "kl_k3")),
-    ("KL of the step's updates", ("approx_kl",)),
+)
+MAIN: Groups = (
     ("Share of clipped tokens", ("clip_fraction",)),
     ("Entropy", ("entropy", "entropy_estimate")),
     ("Gradient norm", ("grad_norm", "critic_grad_norm")),
@@ -45,7 +51,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Seconds of each phase", ("time_*",)),
     ("Tokens per second", ("tokens_per_s",)),
 )
-"""The charts that come first, and the metrics in them; ``*`` stands for any ending."""
+"""Titles of charts, and the metrics in them; ``*`` stands for any ending."""
 EVALUATIONS = 12
 """The newest evaluations, of which samples are shown."""
 LARGEST_SIDE = 160
@@ -61,6 +67,16 @@ class HeldOut:
     first: int
     last: int
     rows: tuple[tuple[str, float | None, float | None], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Charts:
+    """Charts of reward and KL (else loss), of related metrics, and of each further one; legends by metric drawn."""
+
+    first: list[Chart]
+    main: list[Chart]
+    further: list[Chart]
+    labels: dict[str, str]
 
 
 class RunPage:
@@ -98,6 +114,7 @@ class RunPage:
 
         ``problem`` is why a run stopped, and ``restarts`` are those after ranks or machines were lost.
         """
+        charts = charts_of(rows)
         values = {
             **self._settled,
             "recipe_text": self._recipe_text,
@@ -108,44 +125,80 @@ class RunPage:
             "colours": COLOURS,
             "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
             "step": int(max((row["step"] or 0 for row in rows), default=0)),
-            "evaluations": _held_out(rows),
+            "evaluations": _held_out(rows, charts.labels),
             "best": best,
-            "charts": charts_of(rows),
+            "charts": charts,
             "samples": _by_step(samples),
             "restarts": restarts,
         }
         return self._environment.get_template("run.html.jinja").render(values)
 
 
-def charts_of(rows: Sequence[Row]) -> tuple[list[Chart], list[Chart]]:
-    """Charts of all metrics in ``rows``: the main charts of related metrics, and a chart of each further metric."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("step", "version")))
-    main = []
-    for title, patterns in CHARTS:
-        matching = [name for pattern in patterns for name in names if _matches(name, pattern)]
-        names = [name for name in names if name not in matching]
-        main.append(_chart(title, matching, rows))
-    further = [_chart(name, [name], rows) for name in sorted(names)]
-    return [chart for chart in main if chart], [chart for chart in further if chart]
+def charts_of(rows: Sequence[Row]) -> Charts:
+    """Charts of all metrics in ``rows``; a metric that equals an earlier one is named in the legend of that."""
+    series = _series(rows)
+    of_rollouts = _groups(FIRST_OF_ROLLOUTS, series)
+    of_data = _groups(FIRST_OF_DATA, series)
+    first, main = (of_rollouts, of_data) if of_rollouts else (of_data, [])
+    main = main + _groups(MAIN, series)
+    grouped = {name for _, names in first + main for name in names}
+    further = [(name, [name]) for name in sorted(series.keys() - grouped)]
+    labels = _labels([names for _, names in first + main + further], series)
+    last = max((row["step"] or 0.0 for row in rows), default=0.0)
+
+    def drawn(groups: Sequence[tuple[str, list[str]]]) -> list[Chart]:
+        shown = [(title, {labels[n]: series[n] for n in names if n in labels}) for title, names in groups]
+        return [line_chart(title, curves, last) for title, curves in shown if curves]
+
+    return Charts(first=drawn(first), main=drawn(main), further=drawn(further), labels=labels)
 
 
 def main_chart(rows: Sequence[Row]) -> Chart | None:
     """The chart of the reward, or of the loss where there is none."""
-    return next(iter(charts_of(rows)[0]), None)
+    charts = charts_of(rows)
+    return next(iter(charts.first + charts.main), None)
+
+
+def _series(rows: Sequence[Row]) -> dict[str, Points]:
+    """Step and value of each metric, None where the value is not finite."""
+    series: dict[str, list[tuple[float, float | None]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "version"):
+                series.setdefault(name, []).append((row["step"] or 0.0, value))
+    return {name: tuple(points) for name, points in series.items()}
+
+
+def _groups(groups: Groups, series: Mapping[str, Points]) -> list[tuple[str, list[str]]]:
+    """The ``groups`` of which ``series`` has metrics, with these."""
+    matching = [
+        (title, [name for pattern in patterns for name in series if _matches(name, pattern)])
+        for title, patterns in groups
+    ]
+    return [(title, names) for title, names in matching if names]
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-def _chart(title: str, names: Sequence[str], rows: Sequence[Row]) -> Chart | None:
-    series = {
-        name: [(row["step"] or 0.0, value) for row in rows if (value := row.get(name)) is not None]
-        for name in names
-    }
-    series = {name: points for name, points in series.items() if points}
-    last = max((row["step"] or 0.0 for row in rows), default=0.0)
-    return line_chart(title, series, last) if series else None
+def _labels(groups: Sequence[Sequence[str]], series: Mapping[str, Points]) -> dict[str, str]:
+    """Names of series that differ, with all names of each in its label."""
+    labels: dict[str, str] = {}
+    for names in groups:
+        for name in names:
+            points = series[name]
+            equal = [first for first in labels if series[first] == points]
+            same = [x for x in equal if x in names or name.startswith(x) or _is_particular(points)]
+            first = same[0] if same else name
+            labels[first] = f"{labels[first]} = {name}" if same else name
+    return labels
+
+
+def _is_particular(points: Points) -> bool:
+    """Whether another metric has the same values by no coincidence: they change, or have many digits."""
+    values = {value for _, value in points}
+    return len(values) > 1 or not all(value is None or float(1000 * value).is_integer() for value in values)
 
 
 def run_machine(engines: Collection[str]) -> Machine:
@@ -153,16 +206,16 @@ def run_machine(engines: Collection[str]) -> Machine:
     return describe_machine({entry.distribution for entry in list_engines() if entry.name in engines})
 
 
-def _held_out(rows: Sequence[Row]) -> HeldOut | None:
+def _held_out(rows: Sequence[Row], labels: Mapping[str, str]) -> HeldOut | None:
     evaluated = [row for row in rows if any(name.startswith("eval_") for name in row)]
     if not evaluated:
         return None
     first, last = evaluated[0], evaluated[-1]
-    names = [name for name in last if name.startswith("eval_")]
+    shown = {name: label for name, label in labels.items() if name.startswith("eval_") and name in last}
     return HeldOut(
         first=int(first["step"] or 0),
         last=int(last["step"] or 0),
-        rows=tuple((name, first.get(name), last[name]) for name in names),
+        rows=tuple((label, first.get(name), last[name]) for name, label in shown.items()),
     )
 
 
@@ -177,19 +230,24 @@ def _number(value: float | None) -> str:
 
 
 @lru_cache(maxsize=256)
-def _embedded(path: str) -> str | None:
-    """The image in the file ``path``, made small, as the URL of an ``img``; None where it can no longer be read."""
+def _embedded(image: str) -> str | None:
+    """A small copy of the image in the file, or the data URI, ``image`` as the URL of an ``img``.
+
+    None where it can no longer be read: that must not end a run.
+    """
     from PIL import Image
 
-    content = BytesIO()
+    small = BytesIO()
     try:
-        with Image.open(path) as image:
-            small = image.convert("RGB")
-    except OSError:
+        header, _, body = image.partition(",")
+        source = BytesIO(base64.b64decode(body)) if header.startswith("data:") else Path(image)
+        with Image.open(source) as opened:
+            picture = opened.convert("RGB")
+        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+        picture.save(small, format="PNG")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
-    small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-    small.save(content, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def _shortened(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on a terminal and in a notebook, lines elsewhere, and the log file with both."""
+"""The progress of a run: lines, a bar on a terminal and in a notebook, and the log file."""
 
 from __future__ import annotations
 
@@ -30,8 +30,12 @@ TERMINAL = logging.getLogger("core_rl_trainer.terminal")
 TERMINAL.propagate = False
 TERMINAL.setLevel(logging.INFO)
 
+FIRST = 10
+"""Steps from the start of the process that each have a line."""
 LINES = 10
-"""The approximate number of lines that a run prints where there is no terminal."""
+"""The approximate number of lines of later steps."""
+SILENCE_S = 60.0
+"""Seconds after which a later step has a line in any case."""
 
 SHORTEST = 0.05
 """The shortest phase, in seconds, whose time is printed."""
@@ -64,6 +68,8 @@ class TrainingProgress(Progress):
         self._total = total
         self._done = done
         self._seconds: dict[str, float] = {}
+        self._printed = 0.0
+        """The time of the last line of a step."""
         self._task = self.add_task("training", total=total, completed=done, headline="-")
 
     @contextmanager
@@ -87,12 +93,11 @@ class TrainingProgress(Progress):
         """Show the metrics of ``step``."""
         headline = f"{_headline(metrics)}  {metrics['tokens_per_s']:,.0f} tokens/s"
         self.update(self._task, completed=step, headline=headline)
-        if step % max(1, self._total // LINES) == 0:
-            line = f"step {step}/{self._total}  {headline}"
-            if self.disable:
-                print_line(self.console, line)
-            else:
-                TERMINAL.info(line)
+        is_first = step - self._done <= FIRST
+        is_late = time.monotonic() - self._printed >= SILENCE_S
+        if is_first or is_late or step == self._total or step % max(1, self._total // LINES) == 0:
+            self._printed = time.monotonic()
+            print_line(self.console, f"step {step}/{self._total}  {headline}")
 
 
 def print_line(console: Console, text: str) -> None:
@@ -167,7 +172,8 @@ class TerminalLog:
         try:
             yield
         except BaseException as error:
-            TERMINAL.error("%s", f"{type(error).__name__}: {error}".rstrip(": "))
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            TERMINAL.error("%s", "\n".join([text, *getattr(error, "__notes__", ())]))
             raise
         finally:
             TERMINAL.removeHandler(self._handler)

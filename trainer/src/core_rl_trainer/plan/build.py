@@ -12,6 +12,7 @@ from core_rl.checkpoint.adapter_config import adapter_problems
 from core_rl.config.base import Config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
+from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
 from core_rl.errors import CheckpointError, ConfigError, UnsupportedCapability, raise_all
 from core_rl.registry.spec import EngineSpec
@@ -307,6 +308,23 @@ def _require_servers(plan: RunPlan) -> None:
     if isinstance(rollout.config, ServerEngineConfig):
         problems = [*machine_problems(rollout.config), *_untouchable(rollout.config.options)]
         raise_all(ConfigError, f"engines.{rollout.spec.name}", problems)
+        if rollout.config.options.addresses:
+            _require_running(rollout.spec, rollout.config)
+
+
+def _require_running(spec: EngineSpec, config: ServerEngineConfig) -> None:
+    """Raise `ConfigError` for servers at ``options.addresses`` that cannot be reached, or cannot serve the model."""
+    from core_rl.servers.backend import ServerBackend  # aiohttp, which only engines over servers need
+
+    backend = load_backend(spec)()
+    if not isinstance(backend, ServerBackend):
+        return
+    try:
+        backend.check_addresses(config)
+    except ConfigError as error:
+        raise ConfigError(f"engines.{spec.name}: {error}") from error
+    finally:
+        backend.teardown()
 
 
 def _untouchable(options: ServerOptions) -> Iterator[str]:

@@ -16,6 +16,7 @@ from core_rl.engine.loading import load_backend
 from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
+from core_rl.toolkit.footprint import footprint_of
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
@@ -62,13 +63,18 @@ def trained_engine(configured: ConfiguredEngine, interface: ModelInterface[Any])
 
 
 def checked_trainer(configured: ConfiguredEngine) -> Trainer:
-    """Check the layout, dtype and model of a train engine against its capabilities."""
+    """Check the layout, dtype and model of a train engine against its capabilities, and ``model.frozen``."""
     spec, config = configured
     assert isinstance(config, TrainEngineConfig)
     guards.check_config(spec, config)
     backend = load_backend(spec)()
     assert isinstance(backend, TrainBackend)  # of a spec of this kind
     backend.check_model(config)
+    frozen = config.model.frozen
+    if config.optimizer is not None and frozen and not footprint_of(config.model).trained:
+        raise ConfigError(
+            f"model.frozen = {list(frozen)} matches all parameters, so that nothing is left to train; leave some out"
+        )
     return spec, config
 
 

@@ -10,6 +10,7 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.devices import device_type
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
+from core_rl_trainer.recipe.sections import ModelSection
 
 __all__ = ["plan_remarks"]
 
@@ -29,6 +30,7 @@ def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
         *_data(data, workload),
         *_passes(schedule.steps, workload),
         *_schedule(schedule, data.has_evaluation),
+        *_frozen(plan.recipe.model),
     )
 
 
@@ -88,3 +90,11 @@ def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
         yield "optimizer.lr = 0: the weights stay as they are"
     elif lr >= HIGH_LR:
         yield f"optimizer.lr = {lr:g} is very high; 1e-6 to 1e-3 are usual"
+
+
+def _frozen(model: ModelSection) -> Iterator[str]:
+    if model.frozen and model.lora is not None:
+        yield (
+            f"model.frozen = {list(model.frozen)} beside model.lora changes nothing: the adapter alone is trained, in "
+            "the layers of model.lora.target_modules"
+        )

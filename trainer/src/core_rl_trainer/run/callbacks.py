@@ -111,7 +111,7 @@ def _call(name: str, callback: Callback, event: Event) -> str | None:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise CallbackError(
             f"the callback {name!r} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno}), at "
-            f"{type(event).__name__} of step {event.step}; the same run resumes from its last checkpoint"
+            f"{type(event).__name__} of step {event.step}"
         ) from error
     return None
 

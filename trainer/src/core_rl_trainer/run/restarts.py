@@ -65,8 +65,7 @@ class Restarts:
         smaller = [count for count in self._cluster.layouts if count < self._machines]
         if not smaller:
             error.add_note(
-                f"not all {self._machines} machines are there, and cluster.layouts has no layout for fewer; the same "
-                "command goes on from the last checkpoint when they are back"
+                f"not all {self._machines} machines are there, and cluster.layouts has no layout for fewer"
             )
             raise error
         return max(smaller)

@@ -259,8 +259,7 @@ class RunDirectory:
             replace_text(self.path / name, text)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {self.path / name}: {error.strerror}; free space or make the directory writable, then "
-                "the same command resumes from the last checkpoint"
+                f"cannot write {self.path / name}: {error.strerror}; free space or make the directory writable"
             ) from error
 
     def _clear(self) -> None:

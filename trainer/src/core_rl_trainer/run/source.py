@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints, open_run_checkpoint
-from core_rl.errors import ConfigError, raise_all
+from core_rl.errors import ConfigError, CoreRLError, ExitCode, RunStopped, raise_all
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.plan.run_plan import RunFiles
 
-__all__ = ["find_source", "resume_hint"]
+__all__ = ["failures_with_hint", "find_source", "resume_hint"]
 
 
 def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]) -> RunCheckpoint | None:
@@ -64,9 +65,21 @@ def _open(path: Path, subject: str) -> RunCheckpoint:
     return checkpoint
 
 
-def resume_hint(directory: Path) -> str:
-    """The effect of the same command on the interrupted run in ``directory``."""
+def resume_hint(directory: Path, fresh: bool) -> str:
+    """The effect of the same command on the interrupted run in ``directory``; ``fresh`` would delete the run."""
     steps = RunCheckpoints(directory / "checkpoints", keep=1).steps()
     if not steps:
         return "there is no checkpoint yet, and the same command starts from the beginning"
-    return f"the same command resumes from the checkpoint of step {steps[-1]}"
+    command = "the same command without fresh=true" if fresh else "the same command"
+    return f"{command} resumes from the checkpoint of step {steps[-1]}"
+
+
+@contextmanager
+def failures_with_hint(directory: Path, fresh: bool) -> Iterator[None]:
+    """Add `resume_hint` to an error that ends a run which had begun."""
+    try:
+        yield
+    except CoreRLError as error:
+        if error.exit_code == ExitCode.FAILED and not isinstance(error, RunStopped):
+            error.add_note(resume_hint(directory, fresh))
+        raise

@@ -33,6 +33,7 @@ from core_rl_trainer.run.records import RunRecords
 from core_rl_trainer.run.restarts import Restarts
 from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.run.signals import StopSignals
+from core_rl_trainer.run.source import failures_with_hint
 from core_rl_trainer.run.supervised import SupervisedLearner, open_supervised
 from core_rl_trainer.run.watch import Watch
 
@@ -59,7 +60,7 @@ def run_plan(
         log.open(directory.log)
         result = directory.result()
         if result is None or _has_more(plan, result, directory):
-            with callbacks:
+            with callbacks, failures_with_hint(directory.path, plan.files.fresh):
                 result = _train_with_restarts(plan, directory, console, signals, callbacks)
         else:
             text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
