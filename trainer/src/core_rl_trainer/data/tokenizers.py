@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, raise_all
+from core_rl_trainer.data.pieces import decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,9 +166,11 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, sequence: tuple[Sequence[int
 def decoded_runs(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[bool]
 ) -> list[tuple[bool, str]]:
-    """The texts of consecutive tokens with the same value of ``mask``, with spaces as they are."""
-    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
-    return [
-        (trained, str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
-        for trained, run in runs
-    ]
+    """The parts of the decoded sequence whose tokens have the same value of ``mask``, with spaces as they are."""
+    text, begin, number, runs = decoded(tokenizer, ids), 0, 0, []
+    for trained, run in groupby(mask):
+        number += sum(1 for _ in run)
+        end = len(commonprefix([text, decoded(tokenizer, ids[:number])]))
+        runs.append((trained, text[begin:end]))
+        begin = end
+    return runs

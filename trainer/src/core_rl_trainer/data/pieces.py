@@ -1,0 +1,102 @@
+"""Pieces of a text as token ids: those of the joined text, split where a piece begins.
+
+A piece that is encoded alone may be another text: tokenizers write a blank before it (Llama 2), drop white space at its
+ends, or merge it with its neighbour.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from core_rl.errors import BatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["continuation_ids", "decoded", "leading_ids", "split_ids", "text_ids"]
+
+CONTEXTS = ("\n", "a", "0", ".")
+"""Texts of several kinds: a text merges with few of them."""
+SHOWN = 20
+"""Characters on each side of a boundary that are shown."""
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of ``text`` alone, without special tokens around it."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of ``ids`` with special tokens, and with spaces as they are."""
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer writes before any text."""
+    ids: list[int] = os.path.commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] != [tokenizer.bos_token_id] else ids
+
+
+def split_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> tuple[list[int], list[int]]:
+    """Token ids of ``before + text``, split where ``text`` begins.
+
+    Raises `BatchError` for a token that reaches over both.
+    """
+    start, ids = text_ids(tokenizer, before), text_ids(tokenizer, before + text)
+    extended = ids[: len(start)] == start
+    if extended and (tokenizer.unk_token_id is None or start[-1:] != [tokenizer.unk_token_id]):
+        return start, ids[len(start) :]
+    if not tokenizer.is_fast:  # it tells no positions
+        first = len(os.path.commonprefix([start, ids]))
+        token = tokenizer.convert_ids_to_tokens(ids[first - extended])
+        raise BatchError(f"has the token {token!r} over the end of a piece, {_sides(before, text)}")
+    at, begin, end = _token_over(tokenizer, before + text, len(before))
+    if begin == len(before) or (extended and at == len(start)):
+        return ids[:at], ids[at:]
+    head, tail = before[begin:], text[: end - len(before)]
+    raise BatchError(
+        f"has a token over the end of a piece, {_sides(before, text)}: {_short(head + tail)}; move {_short(head)} to "
+        f"the beginning of the text that follows, or remove {_short(tail)} from there"
+    )
+
+
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Token ids with which ``text`` continues ``before``, whose tokens stay as they are.
+
+    For the replies of environments: after the model's tokens and these ids, the decoded text is that of the completion
+    and ``text``. They are those of the joined text unless a token would reach over both, or blanks would be added.
+    """
+    start, first = text_ids(tokenizer, before), None
+    for context in (before, *CONTEXTS):
+        try:
+            _, ids = split_ids(tokenizer, context, text)
+        except BatchError:
+            continue
+        first = ids if first is None else first
+        if decoded(tokenizer, start + ids) == decoded(tokenizer, start) + text:
+            return ids
+    return text_ids(tokenizer, text) if first is None else first  # the tokenizer does not keep texts as they are
+
+
+def _token_over(tokenizer: PreTrainedTokenizerBase, text: str, boundary: int) -> tuple[int, int, int]:
+    """Number, begin and end of the first token that does not end before ``boundary``.
+
+    White space before it that no token has belongs to it: some tokenizers leave it out of positions.
+    """
+    reached = 0
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    for number, (begin, end) in enumerate(spans):
+        if begin >= boundary or end > boundary:
+            return number, min(begin, reached, boundary) if begin > reached else min(begin, boundary), end
+        reached = max(reached, end)
+    return len(spans), boundary, boundary
+
+
+def _sides(before: str, text: str) -> str:
+    return f"between …{before[-SHOWN:]!r} and {text[:SHOWN]!r}…"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}…{text[-SHOWN:]}")
