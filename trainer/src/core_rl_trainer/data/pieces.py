@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["continuation_ids", "decoded", "leading_ids", "split_ids", "text_ids"]
 
-CONTEXTS = ("\n", "a", "0", ".")
+CONTEXTS = ("a", "0", ".", "\n")
 """Texts of several kinds: a text merges with few of them."""
 SHOWN = 20
 """Characters on each side of a boundary that are shown."""
@@ -68,8 +68,9 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str)
     For the replies of environments: after the model's tokens and these ids, the decoded text is that of the completion
     and ``text``. They are those of the joined text unless a token would reach over both, or blanks would be added.
     """
-    start, first = text_ids(tokenizer, before), None
-    for context in (before, *CONTEXTS):
+    contexts = [before, *CONTEXTS] if before.strip() else CONTEXTS
+    start, first = text_ids(tokenizer, contexts[0]), None
+    for context in contexts:
         try:
             _, ids = split_ids(tokenizer, context, text)
         except BatchError:
@@ -89,7 +90,7 @@ def _token_over(tokenizer: PreTrainedTokenizerBase, text: str, boundary: int) ->
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     for number, (begin, end) in enumerate(spans):
         if begin >= boundary or end > boundary:
-            return number, min(begin, reached, boundary) if begin > reached else min(begin, boundary), end
+            return number, min(begin, reached, boundary), end
         reached = max(reached, end)
     return len(spans), boundary, boundary
 

@@ -170,7 +170,7 @@ def decoded_runs(
     text, begin, number, runs = decoded(tokenizer, ids), 0, 0, []
     for trained, run in groupby(mask):
         number += sum(1 for _ in run)
-        end = len(commonprefix([text, decoded(tokenizer, ids[:number])]))
+        end = max(begin, len(commonprefix([text, decoded(tokenizer, ids[:number])])))
         runs.append((trained, text[begin:end]))
         begin = end
     return runs
