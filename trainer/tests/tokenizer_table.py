@@ -49,8 +49,10 @@ def _trained(model: Any, trainer: type[Any], parts: dict[str, Any], **settings: 
     return tokenizer
 
 
-def _byte_level(*, prefix: bool = False, trim: bool = False, pattern: str = "", normalizer: Any = None) -> Tokenizer:
-    split = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern)
+def _byte_level(
+    *, prefix: bool = False, trim: bool = False, pattern: str = "", normalizer: Any = None
+) -> Tokenizer:
+    split: Any = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not pattern)
     if pattern:
         split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), split])
     parts = {
@@ -115,9 +117,17 @@ def _tokenizers() -> Iterator[tuple[str, Tokenizer, bool]]:
     cased = {"pre_tokenizer": pre_tokenizers.WhitespaceSplit(), "decoder": decoders.WordPiece(cleanup=False)}
     yield "bert-cased", _words(models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer, **cased), False
     words = pre_tokenizers.Whitespace()
-    yield "words", _words(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, pre_tokenizer=words), False
+    yield (
+        "words",
+        _words(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, pre_tokenizer=words),
+        False,
+    )
     spaced = {"pre_tokenizer": pre_tokenizers.Split("", "isolated"), "decoder": decoders.Fuse()}
-    yield "characters", _words(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, **spaced), False
+    yield (
+        "characters",
+        _words(models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer, **spaced),
+        False,
+    )
     accents = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
     yield "no-accents", _byte_level(normalizer=accents), False
     fused = models.BPE(unk_token="<unk>", fuse_unk=True)

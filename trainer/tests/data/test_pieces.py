@@ -16,10 +16,26 @@ from core_rl_trainer.data.chat import encode_chat
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_completion, encode_prompt, encode_text
 from core_rl_trainer.data.pieces import continuation_ids, leading_ids, split_ids, text_ids
-from core_rl_trainer.data.tokenizers import decoded_runs
+from core_rl_trainer.data.tokenizers import decoded_runs, marked_text
 
-WORDS = [*"ab 52.\n+=éA日", "hello", "ﬁ", "e\u0301", "\u0301", "  ", "\n\n", "Answer:", " yes", "=5", "123", "😀", "\t"]
-TEXTS = st.lists(st.sampled_from([*WORDS, "<|user|>", "<|end|>", "</s>"]), min_size=1, max_size=6).map("".join)
+WORDS = [
+    *"ab 52.\n+=éA日",
+    "hello",
+    "ﬁ",
+    "e\u0301",
+    "\u0301",
+    "  ",
+    "\n\n",
+    "Answer:",
+    " yes",
+    "=5",
+    "123",
+    "😀",
+    "\t",
+]
+TEXTS = st.lists(st.sampled_from([*WORDS, "<|user|>", "<|end|>", "</s>"]), min_size=1, max_size=6).map(
+    "".join
+)
 PLAIN = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map("".join)
 CASES = pytest.mark.parametrize("name", TOKENIZERS)
 TEMPLATE = (
@@ -42,16 +58,17 @@ def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 
 @CASES
 @settings(max_examples=25, deadline=None)
-@given(prompt=TEXTS, answer=TEXTS)
+@given(prompt=TEXTS.map(lambda text: text.removesuffix("</s>") + "."), answer=TEXTS)
 def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
     chat_format = ChatFormat(tokenizer=tokenizer)
     try:
         ((ids, mask),) = encode_completion(chat_format, prompt, answer)
     except BatchError as error:
-        (head,) = re.findall(r"move ('.*?'|\".*?\") to", str(error))
-        assert prompt.endswith(head := literal_eval(head))
+        (head,) = re.findall(r"; move (.*?) from the prompt", str(error))
+        head = literal_eval(head)
         assert head
+        assert prompt.endswith(head)
         prompt, answer = prompt.removesuffix(head), head + answer
         ((ids, mask),) = encode_completion(chat_format, prompt, answer)
     end = [tokenizer.eos_token_id]
@@ -118,12 +135,26 @@ def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None
     chat_format = ChatFormat(tokenizer=tokenizer, ends=frozenset({tokenizer.eos_token_id}))
     text = str(tokenizer.apply_chat_template(chat, tokenize=False))
     try:
-        sequences = encode_chat(chat_format, chat)
+        for number in range(1, len(chat), 2):
+            before = tokenizer.apply_chat_template(chat[:number], tokenize=False, add_generation_prompt=True)
+            split_ids(tokenizer, before, chat[number]["content"] + "</s>")
     except BatchError as error:
-        assert "has a token over the end" in str(error)
+        with pytest.raises(BatchError, match=re.escape(str(error).split(" (")[0])):
+            encode_chat(chat_format, chat)
         return
-    ids, mask = sequences[-1]
+    ids, mask = encode_chat(chat_format, chat)[-1]
     assert ids == [*joined(tokenizer, text), tokenizer.eos_token_id]
     if lossless:
         assert trained_text(tokenizer, ids, mask).endswith(turns[-1] + "</s>")
     assert encode_prompt(chat_format, chat[:-1])
+
+
+@CASES
+@settings(max_examples=15, deadline=None)
+@given(pieces=st.tuples(PLAIN, PLAIN))
+def test_ambiguous_text_is_shown_with_ids(name: str, pieces: tuple[str, str]) -> None:
+    tokenizer = TOKENIZERS[name].tokenizer
+    before, after = (text_ids(tokenizer, text) for text in pieces)
+    again = text_ids(tokenizer, str(tokenizer.decode(before + after)))
+    shown = marked_text(tokenizer, (before + after, [False] * len(before) + [True] * len(after)))
+    assert ("⟨ids " in shown) == (again != before + after)

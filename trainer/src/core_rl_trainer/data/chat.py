@@ -81,7 +81,9 @@ def encode_chat(
             before, completion = before + completion[:length], completion[length:]
         start, turn = split_ids(chat_format.tokenizer, before, completion)
         start = chat_format.opened(start)
-        turn, trained = _ended(chat_format.tokenizer, turn, message_text(messages[number]), chat_format.closing)
+        turn, trained = _ended(
+            chat_format.tokenizer, turn, message_text(messages[number]), chat_format.closing
+        )
         ids, mask = sequences[-1] if sequences else ([], [])
         ids, mask = sequences.pop() if ids and start[: len(ids)] == ids else ([], [])
         mask = [*mask, *[False] * (len(start) - len(ids)), *[n < trained for n in range(len(turn))]]
@@ -240,9 +242,7 @@ def _ended(
     return turn, end
 
 
-def _end_in(
-    tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]
-) -> int:
+def _end_in(tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]) -> int:
     """The number of tokens up to the last ``closing`` one that the template writes behind ``text``; 0 without one."""
     last = max((number + 1 for number, token in enumerate(turn) if token in closing), default=0)
     rest = squeezed(str(tokenizer.decode(turn[last:])))

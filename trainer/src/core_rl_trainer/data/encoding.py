@@ -40,7 +40,7 @@ def encode_prompt(
     if not isinstance(prompt, str):
         return prompt_ids(chat_format, prompt, example)
     _refuse_chat_fields(example)
-    return chat_format.opened(text_ids(chat_format.tokenizer, prompt))
+    return chat_format.opened(text_ids(chat_format.tokenizer, _without_eos(chat_format.tokenizer, prompt)))
 
 
 def encode_completion(
@@ -57,7 +57,7 @@ def encode_completion(
     if isinstance(prompt, str):
         assert isinstance(completion, str)  # turns come after a chat
         _refuse_chat_fields(example)
-        return [_continued(chat_format, prompt, completion)]
+        return [_continued(chat_format, _without_eos(chat_format.tokenizer, prompt), completion)]
     if not isinstance(completion, str):
         return encode_chat(chat_format, [*prompt, *completion], example, first=len(prompt))
     *before, last = prompt
@@ -116,3 +116,11 @@ def _refuse_chat_fields(example: Mapping[str, Any]) -> None:
             raise BatchError(
                 f"has {name!r} and a text; they need chat messages, which the chat template renders"
             )
+
+
+def _without_eos(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """``prompt`` without end-of-sequence tokens at its end, which would leave nothing to continue."""
+    eos = str(tokenizer.eos_token or "")
+    while eos and prompt != eos and prompt.endswith(eos):
+        prompt = prompt.removesuffix(eos)
+    return prompt

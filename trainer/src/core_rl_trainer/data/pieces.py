@@ -6,7 +6,6 @@ ends, or merge it with its neighbour.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from core_rl.errors import BatchError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["continuation_ids", "decoded", "leading_ids", "split_ids", "text_ids"]
+__all__ = ["continuation_ids", "decoded", "leading_ids", "shared_length", "split_ids", "text_ids"]
 
 CONTEXTS = ("a", "0", ".", "\n")
 """Texts of several kinds: a text merges with few of them."""
@@ -35,7 +34,8 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer writes before any text."""
-    ids: list[int] = os.path.commonprefix([tokenizer(text)["input_ids"] for text in ("", "a")])
+    around, ids = (list(tokenizer(text)["input_ids"]) for text in ("", "a"))
+    ids = ids[: shared_length(around, ids)]
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] != [tokenizer.bos_token_id] else ids
 
 
@@ -49,17 +49,16 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> tup
     if extended and (tokenizer.unk_token_id is None or start[-1:] != [tokenizer.unk_token_id]):
         return start, ids[len(start) :]
     if not tokenizer.is_fast:  # it tells no positions
-        first = len(os.path.commonprefix([start, ids]))
+        first = shared_length(start, ids)
         token = tokenizer.convert_ids_to_tokens(ids[first - extended])
-        raise BatchError(f"has the token {token!r} over the end of a piece, {_sides(before, text)}")
+        raise _reaching(before, text, str(token), "split the text elsewhere")
     at, begin, end = _token_over(tokenizer, before + text, len(before))
     if begin == len(before) or (extended and at == len(start)):
         return ids[:at], ids[at:]
     head, tail = before[begin:], text[: end - len(before)]
-    raise BatchError(
-        f"has a token over the end of a piece, {_sides(before, text)}: {_short(head + tail)}; move {_short(head)} to "
-        f"the beginning of the text that follows, or remove {_short(tail)} from there"
-    )
+    advice = f"move {_short(head)} from the prompt to the beginning of the answer"
+    advice += f", or remove {_short(tail)} from there" if tail.isspace() else ""
+    raise _reaching(before, text, head + tail, advice)
 
 
 def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
@@ -78,7 +77,15 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str)
         first = ids if first is None else first
         if decoded(tokenizer, start + ids) == decoded(tokenizer, start) + text:
             return ids
-    return text_ids(tokenizer, text) if first is None else first  # the tokenizer does not keep texts as they are
+    return (
+        text_ids(tokenizer, text) if first is None else first
+    )  # the tokenizer does not keep texts as they are
+
+
+def shared_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """The length of the longest common beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _token_over(tokenizer: PreTrainedTokenizerBase, text: str, boundary: int) -> tuple[int, int, int]:
@@ -95,8 +102,11 @@ def _token_over(tokenizer: PreTrainedTokenizerBase, text: str, boundary: int) ->
     return len(spans), boundary, boundary
 
 
-def _sides(before: str, text: str) -> str:
-    return f"between …{before[-SHOWN:]!r} and {text[:SHOWN]!r}…"
+def _reaching(before: str, text: str, token: str, advice: str) -> BatchError:
+    return BatchError(
+        f"has the token {_short(token)}, which reaches from the prompt (…{before[-SHOWN:]!r}) into the answer "
+        f"({text[:SHOWN]!r}…); {advice}"
+    )
 
 
 def _short(text: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, raise_all
-from core_rl_trainer.data.pieces import decoded
+from core_rl_trainer.data.pieces import decoded, leading_ids, shared_length, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,6 +41,8 @@ FILES = (
 """Files that name end tokens."""
 SHOWN = 1000
 """Characters at the beginning and at the end of a text that are shown."""
+SHOWN_IDS = 8
+"""Ids of a part that are shown."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -155,12 +156,39 @@ def describe_end_tokens(ends: Mapping[int, str]) -> str:
 
 
 def marked_text(tokenizer: PreTrainedTokenizerBase, sequence: tuple[Sequence[int], Sequence[bool]]) -> str:
-    """The decoded sequence with trained tokens in ⟦ ⟧; the middle of a long one is left out."""
-    runs = decoded_runs(tokenizer, *sequence)
-    text = "".join(f"⟦{part}⟧" if trained else part for trained, part in runs)
+    """The decoded sequence with trained tokens in ⟦ ⟧; the middle of a long one is left out.
+
+    A part whose text would be encoded as other tokens has the first of its ids in ⟨ ⟩.
+    """
+    ids, mask = sequence
+    begin, end = _ambiguous(tokenizer, ids)
+    text, number = "", 0
+    for trained, part in decoded_runs(tokenizer, ids, mask):
+        last = next((n for n in range(number, len(mask)) if mask[n] != trained), len(mask))
+        shown = ids[max(begin, number) : min(end, last)]
+        number = last
+        text += f"⟦{part}⟧" if trained else part
+        text += (
+            f"⟨ids {', '.join(map(str, shown[:SHOWN_IDS]))}{', …' * (len(shown) > SHOWN_IDS)}⟩"
+            if shown
+            else ""
+        )
     if len(text) <= 2 * SHOWN:
         return text
     return f"{text[:SHOWN]} … {len(text) - 2 * SHOWN:,} characters … {text[-SHOWN:]}"
+
+
+def _ambiguous(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, int]:
+    """Begin and end of the tokens that differ from those of the decoded text; equal where none does."""
+    leading = leading_ids(tokenizer)
+    first = len(leading) if list(ids[: len(leading)]) == leading else 0
+    body = list(ids[first:])
+    again = text_ids(tokenizer, decoded(tokenizer, body))
+    if again == body:
+        return 0, 0
+    begin = shared_length(body, again)
+    same = shared_length(body[begin:][::-1], again[begin:][::-1])
+    return first + begin, first + max(len(body) - same, begin + 1)
 
 
 def decoded_runs(
@@ -170,7 +198,7 @@ def decoded_runs(
     text, begin, number, runs = decoded(tokenizer, ids), 0, 0, []
     for trained, run in groupby(mask):
         number += sum(1 for _ in run)
-        end = max(begin, len(commonprefix([text, decoded(tokenizer, ids[:number])])))
+        end = max(begin, shared_length(text, decoded(tokenizer, ids[:number])))
         runs.append((trained, text[begin:end]))
         begin = end
     return runs
