@@ -57,7 +57,7 @@ def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 
 
 @CASES
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(prompt=TEXTS.map(lambda text: text.removesuffix("</s>") + "."), answer=TEXTS)
 def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -79,7 +79,7 @@ def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) 
 
 
 @CASES
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(before=PLAIN, text=PLAIN)
 def test_only_tokens_over_both_pieces_are_refused(name: str, before: str, text: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -93,7 +93,7 @@ def test_only_tokens_over_both_pieces_are_refused(name: str, before: str, text: 
 
 
 @CASES
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(before=PLAIN, text=PLAIN, ended=st.booleans())
 def test_replies_are_read_as_they_are_meant(name: str, before: str, text: str, ended: bool) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -105,7 +105,7 @@ def test_replies_are_read_as_they_are_meant(name: str, before: str, text: str, e
 
 
 @CASES
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(text=TEXTS, marks=st.lists(st.booleans(), min_size=40, max_size=40))
 def test_runs_are_parts_of_the_whole(name: str, text: str, marks: list[bool]) -> None:
     tokenizer = TOKENIZERS[name].tokenizer
@@ -115,7 +115,7 @@ def test_runs_are_parts_of_the_whole(name: str, text: str, marks: list[bool]) ->
 
 
 @CASES
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(text=TEXTS)
 def test_whole_texts_are_trained(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name].tokenizer
@@ -126,7 +126,7 @@ def test_whole_texts_are_trained(name: str, text: str) -> None:
 
 
 @CASES
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(turns=st.lists(PLAIN, min_size=2, max_size=4).filter(lambda turns: len(turns) % 2 == 0))
 def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -150,7 +150,7 @@ def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None
 
 
 @CASES
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(pieces=st.tuples(PLAIN, PLAIN))
 def test_ambiguous_text_is_shown_with_ids(name: str, pieces: tuple[str, str]) -> None:
     tokenizer = TOKENIZERS[name].tokenizer

@@ -91,14 +91,24 @@ def shared_length(left: Sequence[object], right: Sequence[object]) -> int:
 def _token_over(tokenizer: PreTrainedTokenizerBase, text: str, boundary: int) -> tuple[int, int, int]:
     """Number, begin and end of the first token that does not end before ``boundary``.
 
-    White space before it that no token has belongs to it: some tokenizers leave it out of positions.
+    Some tokenizers leave blanks out of the positions of their tokens, which begin with them all the same. Tokens of
+    single bytes share a character, and then the begin is that of all of them.
     """
-    reached = 0
-    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    encoded, reached = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), 0
+    spans = encoded["offset_mapping"]
     for number, (begin, end) in enumerate(spans):
-        if begin >= boundary or end > boundary:
-            return number, min(begin, reached, boundary), end
-        reached = max(reached, end)
+        if begin < boundary >= end:
+            reached = max(reached, end)
+            continue
+        shown = decoded(tokenizer, [encoded["input_ids"][number]])
+        blanks = min(len(shown) - len(shown.lstrip()), max(begin - reached, 0))
+        if begin == end == boundary and blanks:  # nothing but blanks
+            reached += blanks
+            continue
+        first = min(begin - blanks, boundary)
+        for earlier in reversed(spans[:number] if first < boundary else []):
+            first = min(first, earlier[0]) if earlier[1] > first else first
+        return number, first, end
     return len(spans), boundary, boundary
 
 
