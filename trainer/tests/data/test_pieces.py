@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizer_table import TOKENIZERS
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.chat import encode_chat
+from core_rl_trainer.data.chat import encode_chat, ended_ids
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_completion, encode_prompt, encode_text
 from core_rl_trainer.data.pieces import continuation_ids, leading_ids, split_ids, text_ids
@@ -133,11 +133,13 @@ def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None
     tokenizer.chat_template = TEMPLATE
     chat = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
     chat_format = ChatFormat(tokenizer=tokenizer, ends=frozenset({tokenizer.eos_token_id}))
+    ended = ended_ids(chat_format, chat, {})
+    assert encode_prompt(chat_format, [*chat, chat[0]])[: len(ended)] == ended
     text = str(tokenizer.apply_chat_template(chat, tokenize=False))
     try:
         for number in range(1, len(chat), 2):
             before = tokenizer.apply_chat_template(chat[:number], tokenize=False, add_generation_prompt=True)
-            split_ids(tokenizer, before, chat[number]["content"] + "</s>")
+            split_ids(tokenizer, str(before), chat[number]["content"] + "</s>")
     except BatchError as error:
         with pytest.raises(BatchError, match=re.escape(str(error).split(" (")[0])):
             encode_chat(chat_format, chat)

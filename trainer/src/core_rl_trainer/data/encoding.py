@@ -105,8 +105,7 @@ def _continued(chat_format: ChatFormat, before: str, text: str) -> Encoded:
     start, end = chat_format.opened(start), end_of(chat_format.tokenizer)
     while trained[-1:] == [end]:
         trained = trained[:-1]
-    trained = [*trained, end]
-    return start + trained, [False] * len(start) + [True] * len(trained)
+    return [*start, *trained, end], [False] * len(start) + [True] * (len(trained) + 1)
 
 
 def _refuse_chat_fields(example: Mapping[str, Any]) -> None:

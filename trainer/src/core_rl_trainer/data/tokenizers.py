@@ -168,11 +168,8 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, sequence: tuple[Sequence[int
         shown = ids[max(begin, number) : min(end, last)]
         number = last
         text += f"⟦{part}⟧" if trained else part
-        text += (
-            f"⟨ids {', '.join(map(str, shown[:SHOWN_IDS]))}{', …' * (len(shown) > SHOWN_IDS)}⟩"
-            if shown
-            else ""
-        )
+        if shown:
+            text += f"⟨ids {', '.join(map(str, shown[:SHOWN_IDS]))}{', …' * (len(shown) > SHOWN_IDS)}⟩"
     if len(text) <= 2 * SHOWN:
         return text
     return f"{text[:SHOWN]} … {len(text) - 2 * SHOWN:,} characters … {text[-SHOWN:]}"
