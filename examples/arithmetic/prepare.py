@@ -32,7 +32,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec
 from core_rl_trainer.algorithms import SFTConfig, SFTInterface
-from core_rl_trainer.environments import ToolEnvironment
+from core_rl_trainer.environments import ToolEnvironment, continuation_ids
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 CHARACTERS = "0123456789+="
@@ -165,9 +165,10 @@ def make_batch(
     ids, masks = [], []
     for problem, tool in zip(problems, tools or [False] * len(problems), strict=True):
         row: list[int] = list(tokenizer(problem.prompt)["input_ids"])
-        mask = [0] * len(row)
+        mask, before = [0] * len(row), problem.prompt
         for text, trained in problem.turns(tool):
-            turn = tokenizer(text, add_special_tokens=False)["input_ids"]
+            turn = continuation_ids(tokenizer, before, text)
+            before += text
             row, mask = row + turn, mask + [int(trained)] * len(turn)
         ids.append(row)
         masks.append(mask)

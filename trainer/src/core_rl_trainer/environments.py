@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import RolloutError
+from core_rl_trainer.data.pieces import continuation_ids, decoded
 from core_rl_trainer.rewards.calls import call_user, name_of
 from core_rl_trainer.rewards.text import completion_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Environment", "Observation", "Tool", "ToolEnvironment"]
+__all__ = ["Environment", "Observation", "Tool", "ToolEnvironment", "continuation_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Tool(Protocol):
 class ToolEnvironment:
     """The prompt of a sample, and a tool that replies until a completion does not call it.
 
-    Only the tool's replies are encoded, without special tokens; the model's tokens stay as they are. There are
+    Only the tool's replies are encoded, by `continuation_ids`; the model's tokens stay as they are. There are
     no rewards: those are for a reward function, which scores the last completion. With ``skip_special_tokens=False``
     the tool sees special tokens, such as ``<tool_call>``; see `core_rl_trainer.rewards.text.completion_text`.
     """
@@ -92,7 +93,8 @@ class ToolEnvironment:
             raise RolloutError(
                 f"the tool {name_of(self._tool)} returned {reply!r}, and neither text nor None"
             )
-        return Observation(ids=tuple(self._tokenizer.encode(reply, add_special_tokens=False)))
+        before = decoded(self._tokenizer, output_ids)
+        return Observation(ids=tuple(continuation_ids(self._tokenizer, before, reply)))
 
     async def close(self) -> None:
         """There are no resources to free."""

@@ -24,11 +24,12 @@ from core_rl_trainer.data.messages import (
     reasoning_of,
     squeezed,
 )
+from core_rl_trainer.data.pieces import continuation_ids, split_ids, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["NO_FIELDS", "Encoded", "encode_chat", "end_of", "one_bos", "prompt_ids"]
+__all__ = ["NO_FIELDS", "Encoded", "encode_chat", "end_of", "ended_ids", "prompt_ids"]
 
 Encoded = tuple[list[int], list[bool]]
 """Token ids of a sequence, and which of them are trained."""
@@ -42,15 +43,17 @@ CLOSED = re.compile(EMPTY + r"\Z")
 """The empty reasoning with which a generation prompt ends where an argument of the template turns reasoning off."""
 
 
-def prompt_ids(template: ChatTemplate, messages: Sequence[Message]) -> list[int]:
+def prompt_ids(
+    chat_format: ChatFormat, messages: Sequence[Message], example: Mapping[str, Any] = NO_FIELDS
+) -> list[int]:
     """Token ids of ``messages``, ready to be continued; a last turn of the assistant is continued itself."""
-    chat = _Chat.of(template, messages)
+    chat = _Chat.of(chat_format.template(example), messages)
     if messages[-1]["role"] != "assistant":
         prompt = chat.prompt(len(messages))
     else:
         before, completion = chat.turn(len(messages) - 1)
         prompt = before + completion[: _end_of_text(message_text(messages[-1]), completion)]
-    return _ids(template.tokenizer, prompt)
+    return chat_format.opened(text_ids(chat_format.tokenizer, prompt))
 
 
 def encode_chat(
@@ -66,23 +69,36 @@ def encode_chat(
     ``example`` has the tools, documents and template arguments. ``prefix`` begins the last turn and is not trained.
     Raises `BatchError` where a turn cannot be trained as it is written, or none is to be trained.
     """
-    template, closing = chat_format.template(example), chat_format.closing
     turns = [number for number in range(first, len(messages)) if is_trained(messages[number])]
     if not turns:
         raise BatchError("has no turn of the assistant to train: all are marked not to be trained")
-    chat = _Chat.of(template, messages[: turns[-1] + 1])
+    chat = _Chat.of(chat_format.template(example), messages[: turns[-1] + 1])
     sequences: list[Encoded] = []
     for number in turns:
         before, completion = chat.turn(number)
         if prefix and number == len(messages) - 1:
             length = _end_of_text(prefix, completion)
             before, completion = before + completion[:length], completion[length:]
-        start, turn = _split_ids(template.tokenizer, before, completion)
-        turn, trained = _ended(template.tokenizer, turn, message_text(messages[number]), closing)
-        ids, mask = sequences.pop() if sequences and _extends(start, sequences[-1][0]) else ([], [])
+        start, turn = split_ids(chat_format.tokenizer, before, completion)
+        start = chat_format.opened(start)
+        turn, trained = _ended(
+            chat_format.tokenizer, turn, message_text(messages[number]), chat_format.closing
+        )
+        ids, mask = sequences[-1] if sequences else ([], [])
+        ids, mask = sequences.pop() if ids and start[: len(ids)] == ids else ([], [])
         mask = [*mask, *[False] * (len(start) - len(ids)), *[n < trained for n in range(len(turn))]]
         sequences.append(([*start, *turn], mask))
     return [_without_tail(ids, mask) for ids, mask in sequences]
+
+
+def ended_ids(chat_format: ChatFormat, messages: Sequence[Message], example: Mapping[str, Any]) -> list[int]:
+    """Token ids of ``messages`` up to the end token of the last turn, which is the assistant's."""
+    tokenizer = chat_format.tokenizer
+    before, completion = _Chat.of(chat_format.template(example), messages).turn(len(messages) - 1)
+    turn = continuation_ids(tokenizer, before, completion)
+    end = _end_in(tokenizer, turn, message_text(messages[-1]), chat_format.closing)
+    ids = chat_format.opened(text_ids(tokenizer, before + completion))
+    return ids[: len(ids) + end - len(turn)] if end else [*ids, end_of(tokenizer)]
 
 
 # ------------------------------------------------------------------------ text
@@ -214,58 +230,29 @@ def _end_of_text(text: str, completion: str) -> int:
 # ---------------------------------------------------------------------- tokens
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return one_bos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _split_ids(
-    tokenizer: PreTrainedTokenizerBase, before: str, completion: str
-) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt as the model sees them, and of what follows."""
-    start, ids = _ids(tokenizer, before), _ids(tokenizer, before + completion)
-    if _extends(ids, start):
-        return start, ids[len(start) :]
-    # A token would reach over the end of the prompt.
-    return start, tokenizer(completion, add_special_tokens=False)["input_ids"]
-
-
 def _ended(
     tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]
 ) -> tuple[list[int], int]:
-    """A turn with a token that ends it, and the number of its trained tokens.
+    """A turn with a token that ends it, the end-of-sequence token where it has none; the number of trained tokens."""
+    end = _end_in(tokenizer, turn, text, closing)
+    if not end:
+        return [*turn, end_of(tokenizer)], len(turn) + 1
+    while turn[end - 2 : end - 1] == turn[end - 1 : end]:  # the text spells the end out as well
+        end -= 1
+    return turn, end
 
-    The end is the last of the ``closing`` tokens that the template writes behind ``text``; a line feed after it is not
-    trained. Without one, the end-of-sequence token follows.
-    """
+
+def _end_in(tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]) -> int:
+    """The number of tokens up to the last ``closing`` one that the template writes behind ``text``; 0 without one."""
     last = max((number + 1 for number, token in enumerate(turn) if token in closing), default=0)
     rest = squeezed(str(tokenizer.decode(turn[last:])))
-    if not last or (rest and squeezed(text).endswith(rest)):
-        return [*turn, end_of(tokenizer)], len(turn) + 1
-    while turn[last - 2 : last - 1] == turn[last - 1 : last]:  # the text spells the end out as well
-        last -= 1
-    return turn, last
-
-
-def _extends(ids: Sequence[int], start: Sequence[int]) -> bool:
-    return ids[: len(start)] == start
+    return 0 if rest and squeezed(text).endswith(rest) else last
 
 
 def _without_tail(ids: list[int], mask: list[bool]) -> Encoded:
     """A sequence up to its last trained token."""
     length = len(mask) - mask[::-1].index(True)
     return ids[:length], mask[:length]
-
-
-def one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """``ids`` with one beginning-of-sequence token where the tokenizer puts one."""
-    bos = tokenizer.bos_token_id
-    if bos is None:
-        return ids
-    while len(ids) > 1 and ids[0] == ids[1] == bos:
-        ids = ids[1:]
-    # The second question takes as long as to encode a short prompt.
-    missing = ids[:1] != [bos] and tokenizer("")["input_ids"][:1] == [bos]
-    return [bos, *ids] if missing else ids
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,6 +16,7 @@ from jinja2 import Environment, TemplateError
 
 from core_rl.errors import BatchError, ConfigError, CoreRLError
 from core_rl_trainer.data.messages import REASONING, Message, message_forms, missing_text
+from core_rl_trainer.data.pieces import leading_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,6 +52,19 @@ class ChatFormat:
         from core_rl.checkpoint.end_tokens import special_tokens
 
         return self.ends | special_tokens(self.tokenizer).keys()
+
+    @cached_property
+    def leading(self) -> list[int]:
+        """The special tokens with which each sequence begins."""
+        return leading_ids(self.tokenizer)
+
+    def opened(self, ids: list[int]) -> list[int]:
+        """``ids`` behind the leading tokens, once, also where a template or text spells them out."""
+        leading = self.leading or [self.tokenizer.bos_token_id]
+        size = len(leading)
+        while ids[: 2 * size] == 2 * leading:
+            ids = ids[size:]
+        return ids if ids[:size] == leading else self.leading + ids
 
     def template(self, example: Mapping[str, Any]) -> ChatTemplate:
         """The template for one example, with its tools, documents and arguments.

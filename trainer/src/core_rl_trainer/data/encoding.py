@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.chat import NO_FIELDS, Encoded, encode_chat, end_of, one_bos, prompt_ids
+from core_rl_trainer.data.chat import NO_FIELDS, Encoded, encode_chat, end_of, prompt_ids
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import answer_text
 from core_rl_trainer.data.messages import Message, message_text
+from core_rl_trainer.data.pieces import split_ids, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,10 +38,9 @@ def encode_prompt(
     turn of the assistant is continued. Raises what `ChatFormat.template` raises.
     """
     if not isinstance(prompt, str):
-        return prompt_ids(chat_format.template(example), prompt)
+        return prompt_ids(chat_format, prompt, example)
     _refuse_chat_fields(example)
-    tokenizer = chat_format.tokenizer
-    return _without_eos(tokenizer, one_bos(tokenizer, tokenizer(prompt)["input_ids"]))
+    return chat_format.opened(text_ids(chat_format.tokenizer, _without_eos(chat_format.tokenizer, prompt)))
 
 
 def encode_completion(
@@ -56,7 +56,8 @@ def encode_completion(
     """
     if isinstance(prompt, str):
         assert isinstance(completion, str)  # turns come after a chat
-        return [_continued(chat_format.tokenizer, encode_prompt(chat_format, prompt, example), completion)]
+        _refuse_chat_fields(example)
+        return [_continued(chat_format, _without_eos(chat_format.tokenizer, prompt), completion)]
     if not isinstance(completion, str):
         return encode_chat(chat_format, [*prompt, *completion], example, first=len(prompt))
     *before, last = prompt
@@ -70,9 +71,9 @@ def encode_completion(
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     """A whole text; all of it and an end-of-sequence token are trained, but for the beginning-of-sequence token."""
-    bos = tokenizer.bos_token_id
-    start = [bos] if encode_prompt(ChatFormat(tokenizer=tokenizer), text)[:1] == [bos] else []
-    return _continued(tokenizer, start, text.removeprefix(str(tokenizer.bos_token or "")))
+    bos = str(tokenizer.bos_token or "")
+    start = bos if text.startswith(bos) else ""
+    return _continued(ChatFormat(tokenizer=tokenizer), start, text.removeprefix(start))
 
 
 def demonstration_sequences(chat_format: ChatFormat, example: Mapping[str, Any]) -> list[Encoded]:
@@ -98,13 +99,13 @@ def encode_demonstration(tokenizer: PreTrainedTokenizerBase, example: Mapping[st
     return sequences[0]
 
 
-def _continued(tokenizer: PreTrainedTokenizerBase, start: list[int], text: str) -> Encoded:
-    """``start``, and ``text`` with an end-of-sequence token, which are trained."""
-    trained = _without_eos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
-    end = end_of(tokenizer)
-    if trained[-1:] != [end]:
-        trained = [*trained, end]
-    return start + trained, [False] * len(start) + [True] * len(trained)
+def _continued(chat_format: ChatFormat, before: str, text: str) -> Encoded:
+    """``before``, and ``text`` with an end-of-sequence token, which are trained."""
+    start, trained = split_ids(chat_format.tokenizer, before, text)
+    start, end = chat_format.opened(start), end_of(chat_format.tokenizer)
+    while trained[-1:] == [end]:
+        trained = trained[:-1]
+    return [*start, *trained, end], [False] * len(start) + [True] * (len(trained) + 1)
 
 
 def _refuse_chat_fields(example: Mapping[str, Any]) -> None:
@@ -116,8 +117,9 @@ def _refuse_chat_fields(example: Mapping[str, Any]) -> None:
             )
 
 
-def _without_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    eos = tokenizer.eos_token_id
-    while len(ids) > 1 and eos is not None and ids[-1] == eos:
-        ids = ids[:-1]
-    return ids
+def _without_eos(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """``prompt`` without end-of-sequence tokens at its end, which would leave nothing to continue."""
+    eos = str(tokenizer.eos_token or "")
+    while eos and prompt != eos and prompt.endswith(eos):
+        prompt = prompt.removesuffix(eos)
+    return prompt

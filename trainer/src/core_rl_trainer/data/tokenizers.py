@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, raise_all
+from core_rl_trainer.data.pieces import decoded, leading_ids, shared_length, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +41,8 @@ FILES = (
 """Files that name end tokens."""
 SHOWN = 1000
 """Characters at the beginning and at the end of a text that are shown."""
+SHOWN_IDS = 8
+"""Ids of a part that are shown."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -154,20 +156,46 @@ def describe_end_tokens(ends: Mapping[int, str]) -> str:
 
 
 def marked_text(tokenizer: PreTrainedTokenizerBase, sequence: tuple[Sequence[int], Sequence[bool]]) -> str:
-    """The decoded sequence with trained tokens in ⟦ ⟧; the middle of a long one is left out."""
-    runs = decoded_runs(tokenizer, *sequence)
-    text = "".join(f"⟦{part}⟧" if trained else part for trained, part in runs)
+    """The decoded sequence with trained tokens in ⟦ ⟧; the middle of a long one is left out.
+
+    A part whose text would be encoded as other tokens has the first of its ids in ⟨ ⟩.
+    """
+    ids, mask = sequence
+    begin, end = _ambiguous(tokenizer, ids)
+    text, number = "", 0
+    for trained, part in decoded_runs(tokenizer, ids, mask):
+        last = next((n for n in range(number, len(mask)) if mask[n] != trained), len(mask))
+        shown = ids[max(begin, number) : min(end, last)]
+        number = last
+        text += f"⟦{part}⟧" if trained else part
+        if shown:
+            text += f"⟨ids {', '.join(map(str, shown[:SHOWN_IDS]))}{', …' * (len(shown) > SHOWN_IDS)}⟩"
     if len(text) <= 2 * SHOWN:
         return text
     return f"{text[:SHOWN]} … {len(text) - 2 * SHOWN:,} characters … {text[-SHOWN:]}"
 
 
+def _ambiguous(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, int]:
+    """Begin and end of the tokens that differ from those of the decoded text; equal where none does."""
+    leading = leading_ids(tokenizer)
+    first = len(leading) if list(ids[: len(leading)]) == leading else 0
+    body = list(ids[first:])
+    again = text_ids(tokenizer, decoded(tokenizer, body))
+    if again == body:
+        return 0, 0
+    begin = shared_length(body, again)
+    same = shared_length(body[begin:][::-1], again[begin:][::-1])
+    return first + begin, first + max(len(body) - same, begin + 1)
+
+
 def decoded_runs(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[bool]
 ) -> list[tuple[bool, str]]:
-    """The texts of consecutive tokens with the same value of ``mask``, with spaces as they are."""
-    runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
-    return [
-        (trained, str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
-        for trained, run in runs
-    ]
+    """The parts of the decoded sequence whose tokens have the same value of ``mask``, with spaces as they are."""
+    text, begin, number, runs = decoded(tokenizer, ids), 0, 0, []
+    for trained, run in groupby(mask):
+        number += sum(1 for _ in run)
+        end = max(begin, shared_length(text, decoded(tokenizer, ids[:number])))
+        runs.append((trained, text[begin:end]))
+        begin = end
+    return runs

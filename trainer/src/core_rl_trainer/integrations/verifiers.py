@@ -12,9 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.chat import encode_chat
+from core_rl_trainer.data.chat import ended_ids
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.data.pieces import continuation_ids, decoded
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
@@ -112,7 +113,7 @@ class VerifiersEnvironment:
             return Observation(done=True, reward=await self._score())
         response = await call_user(self._environment.env_response, self._messages(), self._state)
         reply = [{"role": "user", "content": response}] if isinstance(response, str) else list(response)
-        ids = self._encoded(reply, ended=output_ids[-1] in self._chat_format.ends)
+        ids = self._encoded(reply, output_ids)
         self._state["completion"].extend(reply)
         if await call_user(self._environment.is_completed, self._state):
             return Observation(done=True, reward=await self._score())
@@ -121,20 +122,19 @@ class VerifiersEnvironment:
     def _messages(self) -> list[Message]:
         return [*self._state["prompt"], *self._state["completion"]]
 
-    def _encoded(self, reply: Sequence[Message], *, ended: bool) -> list[int]:
-        """The tokens between the model's last one and its next; an end token first, unless its turn has ``ended``."""
+    def _encoded(self, reply: Sequence[Message], output_ids: Sequence[int]) -> list[int]:
+        """The tokens between ``output_ids`` and the next turn of the model; an end token first if they have none."""
         if self._plain:
             text = "".join(str(message["content"]) for message in reply)
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-        example = self._state["input"]
-        messages = self._messages()
-        [(before, _)] = encode_chat(self._chat_format, messages, example, first=len(messages) - 1)
+            return continuation_ids(self._tokenizer, decoded(self._tokenizer, output_ids), text)
+        example, messages = self._state["input"], self._messages()
+        before = ended_ids(self._chat_format, messages, example)
         after = encode_prompt(self._chat_format, [*messages, *reply], example)
         if after[: len(before)] != before:
             raise BatchError(
                 "the chat template rewrites earlier turns; give the environment's prompts as texts"
             )
-        return after[len(before) - (not ended) :]
+        return after[len(before) - (output_ids[-1] not in self._chat_format.ends) :]
 
     async def _score(self) -> float:
         rubric = self._environment.rubric
