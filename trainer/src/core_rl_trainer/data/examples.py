@@ -41,6 +41,8 @@ class Examples:
     """Returns one example. Raises `BatchError` that names it when it is damaged."""
     label: Callable[[int], str]
     """Returns the name of an example, in messages."""
+    row: Callable[[int], int] = lambda index: index
+    """Returns the number of an example in its source."""
     format: str | None = None
     """The name of another system's format, where the examples have it."""
 

@@ -15,7 +15,7 @@ from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
-from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
+from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset
 from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.images import ImageEncoder, located, with_images, without_images
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
@@ -41,8 +41,6 @@ class TrainingData:
     train: SampleDataset
     held_out: SampleDataset | None
     """Samples for evaluation; None: there is no evaluation."""
-    streamed: bool = False
-    """Whether examples of ``train`` are encoded when they are drawn."""
 
 
 def load_training_data(
@@ -52,15 +50,14 @@ def load_training_data(
     seed: int,
     *,
     limit: int | None,
-    budget: int,
     vocabulary: int,
     vision_model: str | None = None,
 ) -> TrainingData:
     """Read and encode the examples of ``section``; ``seed`` draws the share ``eval_fraction``.
 
-    A sequence has at most ``limit`` tokens, None for any number, and a unit at most ``budget``. The model has
-    embeddings for ``vocabulary`` ids. Examples may have images for the model in the directory ``vision_model``. Raises
-    `ConfigError` and `BatchError` for data that is missing, of another type, or damaged.
+    A sequence has at most ``limit`` tokens, None for any number. The model has embeddings for ``vocabulary`` ids.
+    Examples may have images for the model in the directory ``vision_model``. Raises `ConfigError` and
+    `BatchError` for data that is missing, of another type, or damaged.
     """
     chat_format = ChatFormat(
         tokenizer=tokenizer,
@@ -74,27 +71,23 @@ def load_training_data(
     else:
         kind = with_images(kind, ImageEncoder.of(vision_model, tokenizer, section.max_image_pixels))
     sources = [_open(section, kind, source, "train") for source in section.train]
-    common = (within_vocabulary(kind, vocabulary), chat_format, section.too_long == "drop", limit)
+    common = (within_vocabulary(kind, vocabulary), chat_format, section.unusable == "drop", limit)
 
     def encode_all(examples: Examples, first: int) -> SampleDataset:
         return ExampleDataset(examples, *common, first)
-
-    def stream(examples: Examples, first: int) -> SampleDataset:
-        return StreamedDataset(examples, *common, first, budget)
 
     held_out, examples = [_open(section, kind, source, None) for source in section.eval or ()], sources
     if section.eval_fraction is not None:
         parts = [_split(part, section.eval_fraction, seed) for part in examples]
         examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
         _require_split(section.eval_fraction, examples, held_out, sources)
-    train = _encoded(examples, stream if section.streaming else encode_all)
+    train = _encoded(examples, encode_all)
     _require_chats(section, sources)
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
         kind=kind,
         train=_joined(train, weights or None),
         held_out=_joined(_encoded(held_out, encode_all), None) if held_out else None,
-        streamed=section.streaming,
     )
 
 
@@ -140,6 +133,7 @@ def _selected(examples: Examples, numbers: Tensor) -> Examples:
         count=len(numbers),
         read=lambda index: examples[int(numbers[index])],
         label=lambda index: examples.label(int(numbers[index])),
+        row=lambda index: examples.row(int(numbers[index])),
     )
 
 
