@@ -337,12 +337,6 @@ VERL = {
             "preference with whole conversations",
             {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
         ),
-        (
-            PREFERENCES,
-            {"prompt": "1=", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, GOOD, USER, BAD]},
-            "preference with whole conversations",
-            {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
-        ),
         (DEMONSTRATIONS, {"messages": json.dumps([USER, GOOD])}, None, {"messages": [USER, GOOD]}),
         (PROMPTS, {"prompt": json.dumps([USER]), "tools": ""}, None, {"prompt": [USER], "tools": None}),
         (PROMPTS, {"prompt": "[1, 2]="}, None, {"prompt": "[1, 2]="}),
@@ -374,6 +368,11 @@ def test_formats_are_recognised_and_mapped(
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
+        (
+            PREFERENCES,
+            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+            "has a 'chosen' that is the beginning of 'rejected'",
+        ),
         (
             PREFERENCES,
             {"prompt": "2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},

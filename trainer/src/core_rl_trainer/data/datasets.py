@@ -10,7 +10,8 @@ from itertools import accumulate
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.examples import Examples, place_in_parts
+from core_rl_trainer.data.columns import unused_columns
+from core_rl_trainer.data.examples import Example, Examples, place_in_parts
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
@@ -173,13 +174,18 @@ def _usable(
         raise BatchError(f"{examples.origin} has no {kind.noun}s; write one with {kind.needs} on each line")
     samples: dict[int, Sample] = {}
     problems: list[str] = []
+    unused: dict[str, None] = {}
     for index in range(len(examples)):
         try:
-            sample = _encode(kind, examples, index, chat_format)
+            example = examples[index]
+            unused |= dict.fromkeys(unused_columns(example, kind))
+            sample = _encode(kind, examples, index, example, chat_format)
             _check_length(kind, sample, limit, examples.label(index))
             samples[index] = sample
         except BatchError as error:
             problems.append(str(error))
+    if unused:
+        logger.warning("%s: columns not used: %s", examples.origin, ", ".join(map(repr, unused)))
     if not drop or not samples:
         raise_all(BatchError, examples.origin, _with_fix(problems, bool(samples)), most=SHOWN)
     elif problems:
@@ -217,9 +223,10 @@ def _check_length(kind: ExampleKind, sample: Sample, limit: int | None, label: s
         )
 
 
-def _encode(kind: ExampleKind, examples: Examples, index: int, chat_format: ChatFormat) -> Sample:
+def _encode(
+    kind: ExampleKind, examples: Examples, index: int, example: Example, chat_format: ChatFormat
+) -> Sample:
     """The sample of one example; `BatchError` with its label when it is damaged, `ConfigError` with its source."""
-    example = examples[index]
     if (problem := kind.check(example)) is not None:
         raise BatchError(f"{examples.label(index)} {problem}")
     try:

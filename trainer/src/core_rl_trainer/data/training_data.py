@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,8 +111,7 @@ def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
     settings = {"chat_template": section.chat_template, "template_args": section.template_args}
     if not any(settings.values()):
         return
-    first = [examples[0] for examples in sources if len(examples)]
-    if any(isinstance(example.get("messages") or example.get("prompt"), list) for example in first):
+    if any(_has_chat(examples) for examples in sources):
         return
     problems = [
         f"{name} = {value!r}: the data has texts, which no chat template renders; remove it, or write messages"
@@ -119,6 +119,15 @@ def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
         if value
     ]
     raise_all(ConfigError, "data", problems)
+
+
+def _has_chat(examples: Examples) -> bool:
+    for index in range(len(examples)):
+        with suppress(BatchError):  # of a row that is left out
+            example = examples[index]
+            if isinstance(example.get("messages") or example.get("prompt"), list):
+                return True
+    return False
 
 
 def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> SampleDataset:
