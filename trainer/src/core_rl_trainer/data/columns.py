@@ -87,7 +87,7 @@ def unused_columns(example: Example, kind: ExampleKind) -> list[str]:
         used = {"messages"}
     elif kind.name == "demonstrations" and example.get("prompt") is None:
         used = {"text"}
-    empty = (None, "", [], {})
+    empty: tuple[object, ...] = (None, "", [], {})
     return [
         name for name, value in example.items() if name not in used | {*CHAT_FIELDS} and value not in empty
     ]
@@ -206,7 +206,7 @@ def _replace_turns(result: Example) -> None:
         value = result.get(name)
         if name in ("chosen", "rejected") and isinstance(value, Mapping) and result.get("conversations"):
             value = [value]
-        if are_turns(value):
+        if isinstance(value, list) and are_turns(value):
             result[name] = as_turns(value)
 
 
