@@ -1,4 +1,4 @@
-"""Data sources: file types, columns, formats of other systems, mixtures, splits, streaming, and their statistics."""
+"""Data sources: file types, columns, formats of other systems, mixtures, splits, unusable rows, statistics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import csv
 import gzip
 import io
 import json
-import logging
 import lzma
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def load(
-    tokenizer: Any, kind: ExampleKind = PROMPTS, seed: int = 0, budget: int = 1000, **section: Any
-) -> TrainingData:
+def load(tokenizer: Any, kind: ExampleKind = PROMPTS, seed: int = 0, **section: Any) -> TrainingData:
     values = parse_config(DataSection, section, "data")
-    return load_training_data(
-        values, kind, tokenizer, seed, limit=LIMIT, budget=budget, vocabulary=len(tokenizer)
-    )
+    return load_training_data(values, kind, tokenizer, seed, limit=LIMIT, vocabulary=len(tokenizer))
 
 
 def answers(data: TrainingData, count: int) -> list[Any]:
@@ -147,7 +143,7 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
             b"prompt\n1\n2,3\n",
             "line 3 has 2 cells for 1 columns: '3' comes after the column 'prompt'",
         ),
-        ("data.csv", b"prompt\n1\n\xe9\n", "line 3 is not UTF-8: .* at byte 0"),
+        ("data.csv", b"prompt\n1\n\xe9\n", "line 3 is not UTF-8: at character 1"),
         ("data.csv", b'prompt,answer\n1,2\n"",3\n', "data.csv: line 3 needs a text 'prompt'; it has ''"),
     ],
 )
@@ -341,12 +337,6 @@ VERL = {
             "preference with whole conversations",
             {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
         ),
-        (
-            PREFERENCES,
-            {"prompt": "1=", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, GOOD, USER, BAD]},
-            "preference with whole conversations",
-            {"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
-        ),
         (DEMONSTRATIONS, {"messages": json.dumps([USER, GOOD])}, None, {"messages": [USER, GOOD]}),
         (PROMPTS, {"prompt": json.dumps([USER]), "tools": ""}, None, {"prompt": [USER], "tools": None}),
         (PROMPTS, {"prompt": "[1, 2]="}, None, {"prompt": "[1, 2]="}),
@@ -378,6 +368,11 @@ def test_formats_are_recognised_and_mapped(
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
+        (
+            PREFERENCES,
+            {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+            "has a 'chosen' that is the beginning of 'rejected'",
+        ),
         (
             PREFERENCES,
             {"prompt": "2=", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -419,28 +414,6 @@ def test_unclear_chats_name_their_line(
 ) -> None:
     with pytest.raises(BatchError, match=f"a.jsonl: line 1 .*{message}"):
         load(tokenizer, kind, train=write(tmp_path / "a.jsonl", [row]))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(
-    "tie",
-    [
-        {"prompt": "1=", "chosen": "2", "rejected": "2"},
-        {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD]},
-    ],
-)
-def test_equal_pairs_are_left_out(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture, tie: dict[str, Any], streaming: bool
-) -> None:
-    pairs = [tie | {"rejected": [USER, BAD] if isinstance(tie["rejected"], list) else "1"} for _ in range(4)]
-    path = write(tmp_path / "a.jsonl", [*pairs[:2], tie, *pairs[2:]])
-    data = load(tokenizer, PREFERENCES, train=path, streaming=streaming)
-    loader = NumberedBatches(data.train, 4, seed=1)
-    assert all(sample["chosen"] != sample["rejected"] for _ in range(3) for sample in next(loader))
-    assert "line 3" in caplog.text and "are left out" in caplog.text and data.train.left_out == 0
-    ties = write(tmp_path / "b.jsonl", [tie] * 3)
-    with pytest.raises(BatchError, match="nothing can be learned from them"):
-        next(load(tokenizer, PREFERENCES, train=ties, streaming=streaming).train.order(1))
 
 
 def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokenizer: Any) -> None:
@@ -519,42 +492,70 @@ def test_there_need_be_no_evaluation(tmp_path: Path, tokenizer: Any) -> None:
     assert load(tokenizer, train=write(tmp_path / "a.jsonl", rows_of(2))).held_out is None
 
 
-# ------------------------------------------------------------------- streaming
+# -------------------------------------------------------------- unusable rows
 
 
-def test_streamed_samples_equal_samples_in_memory(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path / "a.jsonl", rows_of(10))
-    in_memory, streamed = (load(tokenizer, train=path, streaming=streaming) for streaming in (False, True))
-    assert answers(streamed, 24) == answers(in_memory, 24)
-    assert dict(streamed.train[7]) == dict(in_memory.train[7])
+UNUSABLE: list[tuple[ExampleKind, dict[str, Any] | str, str]] = [
+    (PROMPTS, '{"prompt": ', "is not JSON"),
+    (PROMPTS, {"prompt": "1+" * 20 + "="}, r"has 42 tokens, longer than the 28 tokens"),
+    (PROMPTS, {"prompt": None}, "needs a text 'prompt'"),
+    (PROMPTS, '{"prompt": "1\\ud800"}', "half of a surrogate pair"),
+    (DEMONSTRATIONS, {"prompt": "1=", "answer": ""}, "needs an 'answer'"),
+    (PREFERENCES, {"prompt": "1=", "chosen": "2", "rejected": "2"}, "equal tokens"),
+    (PREFERENCES, {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "equal"),
+    (PREFERENCES, {"chosen": "1=2", "rejected": "1=2+3"}, "is the beginning of"),
+    (PREFERENCES, {"chosen": "2=", "rejected": "1="}, "begin with nothing that they share"),
+]
+"""A row that cannot be trained, and the reason."""
+USABLE = {"prompt": "1=", "answer": "1", "chosen": "2", "rejected": "3"}
 
 
-def test_streaming_skips_long_examples_and_resumes(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("kind", "row", "reason"), UNUSABLE)
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_unusable_rows_are_named_or_dropped(
+    tmp_path: Path,
+    tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+    kind: ExampleKind,
+    row: dict[str, Any] | str,
+    reason: str,
+    place: int,
 ) -> None:
-    rows = [*rows_of(10), {"prompt": "1+" * 20 + "=", "answer": -1}]
-    data = load(tokenizer, train=write(tmp_path / "a.jsonl", rows), streaming=True, too_long="drop")
-    with caplog.at_level(logging.WARNING):
-        batches = NumberedBatches(data.train, 4, seed=1)
-        drawn = [sample["answer"] for _ in range(5) for sample in next(batches)]
-    assert sorted(drawn) == sorted([*range(10)] * 2) and data.train.left_out == 1
-    assert "line 11 has 42 tokens, and 28 fit; 1 are left out so far" in caplog.text
-    resumed = NumberedBatches(data.train, 4, seed=1)
-    resumed.load_state_dict(json.loads(json.dumps(batches.state_dict())))
-    for _ in range(4):
-        assert next(resumed) == next(batches)
-
-
-def test_streaming_names_damaged_example_when_drawn(tmp_path: Path, tokenizer: Any) -> None:
+    lines = [json.dumps(USABLE)] * 4
+    lines.insert(place, row if isinstance(row, str) else json.dumps(row))
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "1="}\n{"prompt": \n')
-    data = load(tokenizer, train=str(path), streaming=True)
-    with pytest.raises(BatchError, match=r"a.jsonl: line 2 is not JSON"):
-        answers(data, 4)
-    long = write(tmp_path / "b.jsonl", [{"prompt": "1+" * 20 + "=", "answer": 1}])
-    for too_long in ("refuse", "drop"):
-        with pytest.raises(BatchError, match=r"b.jsonl: line 1 has 42 tokens, and 28 fit; shorten it"):
-            answers(load(tokenizer, train=long, streaming=True, too_long=too_long), 4)
+    path.write_text("\n".join(lines))
+    with pytest.raises(BatchError, match=rf"line {place + 1}.* {reason}.*data\.unusable=drop"):
+        load(tokenizer, kind, train=str(path))
+    train = load(tokenizer, kind, train=str(path), unusable="drop").train
+    assert (len(train), train.left_out) == (4, 1)
+    assert re.search(rf"1 of 5 .* line {place + 1}.* {reason}", caplog.text)
+    rows = [number for number in range(5) if number != place]
+    assert [train.row_of(index) for index in range(4)] == [(0, number) for number in rows]
+    assert [train.index_of(0, number) for number in rows] == list(range(4))
+    path.write_text(lines[place])
+    with pytest.raises(BatchError, match=reason):
+        load(tokenizer, kind, train=str(path), unusable="drop")
+
+
+def test_mixed_samples_know_their_rows(tmp_path: Path, tokenizer: Any) -> None:
+    paths = [write(tmp_path / f"{name}.jsonl", rows_of(8)) for name in "ab"]
+    train = load(tokenizer, train=paths, eval_fraction=0.5).train
+    places = [train.row_of(index) for index in range(len(train))]
+    assert [train[index]["answer"] for index in range(len(train))] == [row for _, row in places]
+    assert [train.index_of(*place) for place in places] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"streaming": True}, "take parquet"),
+        ({"too_long": "drop"}, "write data.unusable=error.*data.unusable=drop"),
+    ],
+)
+def test_retired_settings_are_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(DataSection, {"train": "a.jsonl", **setting}, "data")
 
 
 # ------------------------------------------------------------------- statistics
@@ -572,16 +573,16 @@ def test_statistics_count_lengths_shares_and_fill(tmp_path: Path, tokenizer: Any
     ]  # and three tokens of each example
     paths = [write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:1])]
     sources = [{"path": path, "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
-    data = load(tokenizer, DEMONSTRATIONS, train=sources, too_long="drop", budget=16)
+    data = load(tokenizer, DEMONSTRATIONS, train=sources, unusable="drop")
     statistics = describe_data(data, tokenizer, seed=0, batch_size=4, ranks=1, budget=16)
     first = statistics.sources[0]
-    assert (first.examples, first.too_long, first.tokens, first.share) == (3, 1, 21, 0.75)
-    assert (first.shortest, first.median, first.longest, first.measured) == (5, 7, 9, 3)
+    assert (first.examples, first.left_out, first.tokens, first.share) == (3, 1, 21, 0.75)
+    assert (first.shortest, first.median, first.longest) == (5, 7, 9)
     # Each step has three examples of the first source and one of the second: 26 tokens in two micro-batches.
     assert statistics.packing is not None
     assert statistics.packing.micro_batches == 2 and statistics.packing.fill == pytest.approx(26 / 32)
     assert (
-        "3 examples, 75% of the draws, 1 too long and left out, 21 tokens, 6 of them trained, 5 to 9 each, median 7"
+        "3 examples, 75% of the draws, 1 left out, 21 tokens, 6 of them trained, 5 to 9 each, median 7"
         in statistics.lines()[0]
     )
     assert statistics.lines()[0].endswith("micro-batches are 81% full")

@@ -295,6 +295,26 @@ def test_changed_tokenizer_or_adapter_is_refused(
     assert replace(before, files=None).refused_changes(now) == [], "a run of an earlier version"
 
 
+@pytest.mark.parametrize(
+    ("recorded", "now", "resumes"),
+    [
+        ({"streaming": False, "too_long": "refuse"}, {}, True),
+        ({"streaming": False, "too_long": "drop"}, {"unusable": "drop"}, True),
+        ({"too_long": "drop"}, {}, False),
+        ({"streaming": True}, {}, False),
+    ],
+)
+def test_recorded_retired_fields_are_translated(
+    tmp_path: Path, recorded: dict[str, Any], now: dict[str, Any], resumes: bool
+) -> None:
+    recipe = _recipe(tmp_path)
+    identity = RunIdentity.of(recipe)
+    old_data = {name: value for name, value in identity.recipe["data"].items() if name != "unusable"}
+    before = replace(identity, recipe={**identity.recipe, "data": {**old_data, **recorded}})
+    changes = before.refused_changes(RunIdentity.of(_recipe(tmp_path, data={**old_data, **now})))
+    assert (changes == []) is resumes
+
+
 def test_run_resumes_with_changed_timeout(tmp_path: Path) -> None:
     support.make_directory(_recipe(tmp_path))
     support.make_directory(_recipe(tmp_path, timeouts={"call_s": 7200}))

@@ -1,4 +1,4 @@
-"""Whole runs on data of several sources: without an evaluation, and streamed, killed and resumed."""
+"""Whole runs on data of several sources: without an evaluation, and killed and resumed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_needs_no_evaluation(start: Path, tmp_path: Path, algorithm: str) 
 
 
 @pytest.mark.nightly
-def test_killed_streamed_mixture_resumes_identically(start: Path, tmp_path: Path) -> None:
+def test_killed_mixture_resumes_identically(start: Path, tmp_path: Path) -> None:
     def recipe(name: str) -> Path:
         values = support.supervised_values(start, tmp_path / name, "sft")
         second = {
@@ -73,8 +73,7 @@ def test_killed_streamed_mixture_resumes_identically(start: Path, tmp_path: Path
         values["data"] = {
             "train": [{"path": f"{start}/train.jsonl", "weight": 2}, second],
             "eval_fraction": 0.2,
-            "streaming": True,
-            "too_long": "drop",
+            "unusable": "drop",
             "batch_size": 6,
         }
         return support.write_recipe(tmp_path / f"{name}.yaml", values)

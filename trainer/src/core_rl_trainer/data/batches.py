@@ -41,7 +41,6 @@ class NumberedBatches(Iterator[list[Sample]]):
     def __next__(self) -> list[Sample]:
         if self._limit is not None and self._drawn >= self._limit:
             raise StopIteration
-        # A streamed dataset keeps the samples that its order accepts until they are fetched.
         indices = [next(self._order) for _ in range(self._batch_size)]
         first, self._drawn = self._drawn, self._drawn + len(indices)
         return [{**self._dataset[index], NUMBER: number} for number, index in enumerate(indices, first)]

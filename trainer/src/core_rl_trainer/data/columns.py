@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.json_text import parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
+from core_rl_trainer.data.turns import are_turns, as_turns, with_implicit_prompt, with_system
 
-__all__ = ["mapped"]
+__all__ = ["mapped", "unused_columns"]
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input", "user"),
@@ -21,72 +24,90 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "rejected": ("dispreferred", "loser", "worse"),
 }
 """Columns that other data sets have for a field."""
-CHATS: Mapping[str, tuple[str, ...]] = {
-    "prompts": (),
-    "demonstrations": ("messages", "conversations", "completion"),
-    "preferences": (),
+CHATS = ("prompt", "answer", "completion", "messages", "conversations", "chosen", "rejected")
+"""Columns that may be chats."""
+TEXTS_OF_JSON = ("tools", "documents", "chat_template_kwargs", "history")
+"""Further columns that may be JSON in a text."""
+CONTINUED = ("input", "context")
+"""Columns of Alpaca and Dolly that come after the ``instruction``."""
+OUTPUTS = ("output", "response")
+CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs", "images")
+"""Fields that belong to the prompt of every kind."""
+REFUSED: Mapping[str, str] = {
+    "functions": "write data.columns.tools=functions where they are tools",
+    "margin": "no loss reads a margin; remove the column, or rename it",
+    "video": "no model is trained on videos; remove the column",
+    "videos": "no model is trained on videos; remove the column",
+    "audio": "no model is trained on audio; remove the column",
+    "audios": "no model is trained on audio; remove the column",
 }
-"""Further fields that may be chats, by kind of examples."""
+"""Columns with a meaning in other systems that nothing here has, and what to do."""
 
 
 def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> Examples:
-    """``examples`` in the fields of ``kind``, converted from another system's format.
+    """``examples`` in the fields of ``kind``; each row is converted from the format that it has.
 
-    The first example has the format. Raises `ConfigError` when needed columns are missing.
+    Raises `ConfigError` and `BatchError` when columns are missing that no row has.
     """
-    if not len(examples):
-        return examples
-    try:
-        first = examples[0]
-    except BatchError:
-        return _converted(examples, columns, kind, None)  # it is named with all damaged ones
-    _check_columns(examples.origin, first, columns, kind)
-    example_format = None
-    try:
-        example_format = _recognised_format(_with_chats(first, columns, kind, examples.label(0)), kind)
-        example = _converted(examples, columns, kind, example_format)[0]
-    except BatchError:
-        pass  # it is named with all damaged ones
-    else:
-        _check_fields(examples, example, first, kind)
-    return _converted(examples, columns, kind, example_format)
-
-
-def _converted(
-    examples: Examples, columns: Mapping[str, str], kind: ExampleKind, example_format: Format | None
-) -> Examples:
-    """``examples`` with fields from other ``columns``, of another system's ``example_format``, or of none."""
 
     def read(index: int) -> Example:
         label = examples.label(index)
-        example = _with_chats(examples[index], columns, kind, label)
-        if example_format is None or not example_format.recognises(example):
-            return example
+        example = _renamed(examples[index], columns, label, kind)
         try:
-            return {**example, **example_format.convert(example)}
+            return _converted(example, kind)[0]
         except BatchError as error:
             raise BatchError(f"{label} {error}") from error
 
-    return replace(examples, read=read, format=example_format.name if example_format else None)
+    converted = replace(examples, read=read)
+    _check_columns(examples, columns, kind)
+    _check_fields(examples, converted, kind)
+    return replace(converted, format=_first_format(examples, columns, kind))
 
 
-def _with_chats(example: Example, columns: Mapping[str, str], kind: ExampleKind, label: str) -> Example:
-    """``example`` in the fields of ``kind``; chats and tools that are JSON in a text are parsed."""
-    example = _renamed(example, columns, label)
-    try:
-        return {**example, **parsed_chats(example, (*kind.fields, *CHATS[kind.name], "tools"))}
-    except BatchError as error:
-        raise BatchError(f"{label} {error}") from error
+def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
+    for index in range(len(examples)):
+        with suppress(BatchError):  # it is named with all damaged ones
+            yield index, examples[index]
 
 
-def _renamed(example: Example, columns: Mapping[str, str], label: str) -> Example:
+def _first_format(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> str | None:
+    """The format of the first row that has one of another system."""
+    for _, example in islice(_readable(examples), 1):
+        with suppress(BatchError):
+            return _converted(_renamed(example, columns, "", kind), kind)[1]
+    return None
+
+
+def unused_columns(example: Example, kind: ExampleKind) -> list[str]:
+    """Columns of a converted example, with a value, that are not trained; none of prompts, which rewards read."""
+    if kind.name == "prompts":
+        return []
+    used = set(kind.fields)
+    if kind.name == "demonstrations" and example.get("messages") is not None:
+        used = {"messages"}
+    elif kind.name == "demonstrations" and example.get("prompt") is None:
+        used = {"text"}
+    empty: tuple[object, ...] = (None, "", [], {})
+    return [
+        name for name, value in example.items() if name not in used | {*CHAT_FIELDS} and value not in empty
+    ]
+
+
+def _renamed(example: Example, columns: Mapping[str, str], label: str, kind: ExampleKind) -> Example:
+    """``example`` with fields from other ``columns``; rewards of prompts still see the original ones."""
     if not columns:
         return example
     try:
         fields = {name: _value(example, column) for name, column in columns.items()}
     except KeyError as error:
         raise BatchError(f"{label} has no {error.args[0]!r}; it has {_names(example)}") from error
-    original = dict(example)
+    if columns.get("prompt") == "instruction":
+        fields["prompt"] = _continued({**example, **fields, "instruction": fields["prompt"]})
+    taken = {column if column in example else column.split(".")[0] for column in columns.values()}
+    taken |= {*CONTINUED} - columns.keys() if columns.get("prompt") == "instruction" else set()
+    original = (
+        dict(example) if kind.name == "prompts" else {n: v for n, v in example.items() if n not in taken}
+    )
     if "prompt" in columns and "messages" not in columns:
         original.pop("messages", None)  # which would be trained on instead of the prompt and its answer
     return {**original, **fields}
@@ -102,40 +123,49 @@ def _value(example: Example, column: str) -> Any:
     return value
 
 
-def _check_columns(origin: str, example: Example, columns: Mapping[str, str], kind: ExampleKind) -> None:
-    """Raise `ConfigError` for mapped columns that there are not."""
+def _check_columns(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> None:
+    """Raise `ConfigError` for mapped columns that no row has."""
     for name, column in columns.items():
-        try:
-            _value(example, column)
-        except KeyError as error:
+        first: Example | None = None
+        for _, example in _readable(examples):
+            try:
+                _value(example, column)
+            except KeyError:
+                first = first or example
+            else:
+                break
+        else:
+            if first is None:
+                return
             fix = "Name one of them"
-            if name in example:
-                turned = column in kind.fields
-                fix = (
-                    f"Write data.columns.{column}={name}"
-                    if turned
-                    else f"Leave it out: {name!r} is one of them"
-                )
+            if name in first:
+                turned = f"Write data.columns.{column}={name}"
+                fix = turned if column in kind.fields else f"Leave it out: {name!r} is one of them"
             raise ConfigError(
-                f"{origin}: data.columns takes {name!r} from the column {column!r}, and there is none; the columns "
-                f"are {_names(example)}. {fix}"
-            ) from error
+                f"{examples.origin}: data.columns takes {name!r} from the column {column!r}, and there is none; the "
+                f"columns are {_names(first)}. {fix}"
+            )
 
 
-def _check_fields(examples: Examples, example: Example, columns: Example, kind: ExampleKind) -> None:
-    """Raise `BatchError` when the first example lacks a column, which is not the fault of one example."""
-    problem = kind.check(example)
-    if problem is None or example.get("messages") is not None:
+def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) -> None:
+    """Raise `BatchError` with the settings that name columns, where no row has those that are needed."""
+    first: tuple[int, Example] | None = None
+    for index, example in _readable(converted):
+        if kind.check(example) is None or example.get("messages") is not None:
+            return
+        first = first or (index, example)
+    if first is None:
         return
-    if {"prompt", "completion", "label"} <= columns.keys() and kind.name == "demonstrations":
-        problem += (
-            " (and 'completion' with a 'label' is TRL's unpaired preference, which nothing here trains on)"
-        )
+    index, example = first
+    columns = examples[index]
+    chat = next((name for name in SYNONYMS["messages"] if are_turns(columns.get(name))), None)
     missing = [name for name in kind.fields if example.get(name) is None]
+    settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
+    if chat is not None and kind.name == "demonstrations":
+        settings = f"data.columns.messages={chat}"
     if missing:
-        settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
         raise BatchError(
-            f"{examples.origin}: {examples.label(0)} {problem}. Needed: {kind.needs}. Its columns are "
+            f"{examples.origin}: {examples.label(index)} {kind.check(example)}. Needed: {kind.needs}. Its columns are "
             f"{_names(columns)}; name those to take: {settings}"
         )
 
@@ -152,128 +182,141 @@ def _names(example: Example) -> str:
 # --------------------------------------------------------------------- formats
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
-    """A format of another system."""
+def _converted(example: Example, kind: ExampleKind) -> tuple[Example, str | None]:
+    """``example`` in the fields of ``kind``, and the name of the format that it has; without the converted columns.
 
-    name: str
-    recognises: Callable[[Example], bool]
-    convert: Callable[[Example], Example]
-    """Converted fields, which replace or extend the fields of the example. Raises `BatchError` without a subject."""
-
-
-def _has(*names: str, without: Sequence[str] = ()) -> Callable[[Example], bool]:
-    return lambda example: (
-        all(example.get(name) is not None for name in names)
-        and all(example.get(name) is None for name in without)
-    )
-
-
-def _is_verl(example: Example) -> bool:
-    rewarded = example.get("reward_model")
-    return "prompt" in example and isinstance(rewarded, Mapping) and "ground_truth" in rewarded
-
-
-def _from_verl(example: Example) -> Example:
-    """The answer to compare with, unless there is one; everything else is there for the reward function."""
-    return {"answer": example.get("answer", example["reward_model"]["ground_truth"])}
-
-
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
-
-
-def _from_sharegpt(example: Example) -> Example:
-    turns = [turn if isinstance(turn, Mapping) else {} for turn in example["conversations"]]
-    return {
-        "messages": [
-            {"role": ROLES.get(turn.get("from", ""), turn.get("from")), "content": turn.get("value")}
-            for turn in turns
-        ]
-    }
-
-
-def _with_implicit_prompt(example: Example) -> Example:
-    """The beginning that both completions share is the prompt, as in TRL's ``extract_prompt``.
-
-    Turns of the assistant at its end belong to the completions. Raises `BatchError` where there is no beginning, or
-    where a text ``prompt`` is no turn of it.
+    Raises `BatchError` without a subject.
     """
-    first, second, prompt = example["chosen"], example["rejected"], example.get("prompt")
-    same = _common_length(first, second)
-    if isinstance(first, str):
-        same -= bool(same) and (
-            first == second or first[same - 1] == " "
-        )  # the blank before a word belongs to it
-        return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
-    while same and isinstance(first[same - 1], Mapping) and first[same - 1].get("role") == "assistant":
-        same -= 1
-    if not same:
-        raise BatchError("has conversations as 'chosen' and 'rejected' that do not begin with the same turns")
-    if isinstance(prompt, str) and prompt.strip() not in _user_texts(first[:same]):
+    for name, fix in REFUSED.items():
+        if example.get(name) and (kind.name != "prompts" or name.startswith(("video", "audio"))):
+            raise BatchError(f"has a column {name!r}: {fix}")
+    result = {**example, **parsed_chats(example, (*CHATS, *TEXTS_OF_JSON))}
+    if result.get("image") is not None and not result.get("images"):
+        result["images"] = [result.pop("image")]
+    _replace_turns(result)
+    format_name = _convert(result, kind)
+    _put_context(result, kind)
+    if kind.name == "prompts":  # whose reward reads every column
+        result = {**example, **result}
+    return result, format_name
+
+
+def _replace_turns(result: Example) -> None:
+    for name in CHATS:
+        value = result.get(name)
+        if name in ("chosen", "rejected") and isinstance(value, Mapping) and result.get("conversations"):
+            value = [value]
+        if isinstance(value, list) and are_turns(value):
+            result[name] = as_turns(value)
+
+
+def _convert(result: Example, kind: ExampleKind) -> str | None:
+    """Replace the columns of another system's format in ``result`` by fields; the name of the format."""
+    if _lacks(result, "prompt", "messages"):
+        if isinstance(result.get("instruction"), str):
+            result["prompt"] = _continued(result)
+            for name in ("instruction", *CONTINUED):
+                result.pop(name, None)
+            _take_answer(result, OUTPUTS)
+            return "Alpaca"
+        if result.get("conversations") is not None:
+            field = "messages" if kind.name == "demonstrations" else "prompt"
+            result[field] = result.pop("conversations")
+            return "ShareGPT"
+    if kind.name == "prompts":
+        return "verl" if _take_verl_answer(result) else None
+    if kind.name == "demonstrations":
+        return _convert_demonstration(result)
+    return _convert_preference(result)
+
+
+def _convert_preference(result: Example) -> str | None:
+    completions = [result.get(name) for name in ("chosen", "rejected")]
+    whole = all(isinstance(turns, list) and turns for turns in completions)
+    prompt = result.get("prompt")
+    if prompt is None and all(completions):
+        result |= with_implicit_prompt(result)
+        return "TRL preference with an implicit prompt"
+    if whole and (
+        isinstance(prompt, str) or (prompt and all(c[: len(prompt)] == prompt for c in completions if c))
+    ):
+        result |= with_implicit_prompt(result)
+        return "preference with whole conversations"
+    return None
+
+
+def _convert_demonstration(result: Example) -> str | None:
+    if (
+        not _lacks(result, "label")
+        and not _lacks(result, "completion")
+        and _lacks(result, "messages", "answer")
+    ):
         raise BatchError(
-            f"has a 'prompt' that is no turn of the user at the beginning of 'chosen' and 'rejected': {prompt!r}; "
-            "correct it, or leave the column out"
+            "has a 'label' beside 'completion', which is TRL's unpaired preference, which nothing here trains on: "
+            "remove the column, with the rows that are not to be imitated"
         )
-    return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
+    if not _lacks(result, "prompt") and _lacks(result, "messages"):
+        return "TRL prompt-completion" if _take_answer(result, ("completion",)) else None
+    return "TRL language modeling" if not _lacks(result, "text") and _lacks(result, "messages") else None
 
 
-def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    pairs = zip(first, second, strict=False)
-    shorter = min(len(first), len(second))
-    return next((n for n, (left, right) in enumerate(pairs) if left != right), shorter)
-
-
-def _user_texts(turns: Sequence[object]) -> list[str]:
-    """The texts of the user's turns, without blanks around them."""
-    users = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
-    return [str(turn.get("content")).strip() for turn in users]
-
-
-def _are_whole_conversations(example: Example) -> bool:
-    """Whether ``chosen`` and ``rejected`` are lists of turns that contain the prompt, and not its continuations."""
-    prompt, completions = example.get("prompt"), [example.get("chosen"), example.get("rejected")]
-    if not all(isinstance(turns, list) and turns for turns in completions):
+def _take_answer(result: Example, names: Sequence[str]) -> bool:
+    """Whether the answer comes from one of the columns ``names``."""
+    name = next((name for name in names if not _lacks(result, name)), None)
+    if name is None or not _lacks(result, "answer"):
         return False
-    if isinstance(prompt, list):
-        return bool(prompt) and all(turns[: len(prompt)] == prompt for turns in completions if turns)
-    return isinstance(prompt, str)
+    result["answer"] = result.pop(name)
+    return True
 
 
-FORMATS: Mapping[str, tuple[Format, ...]] = {
-    "prompts": (Format(name="verl", recognises=_is_verl, convert=_from_verl),),
-    "demonstrations": (
-        Format(
-            name="TRL prompt-completion",
-            recognises=_has("prompt", "completion", without=("answer", "messages", "label")),
-            convert=lambda example: {"answer": example["completion"]},
-        ),
-        Format(
-            name="TRL language modeling",
-            recognises=_has("text", without=("prompt", "messages")),
-            convert=lambda _: {},
-        ),
-        Format(
-            name="ShareGPT",
-            recognises=_has("conversations", without=("prompt", "messages")),
-            convert=_from_sharegpt,
-        ),
-    ),
-    "preferences": (
-        Format(
-            name="TRL preference with an implicit prompt",
-            recognises=_has("chosen", "rejected", without=("prompt",)),
-            convert=_with_implicit_prompt,
-        ),
-        Format(
-            name="preference with whole conversations",
-            recognises=_are_whole_conversations,
-            convert=_with_implicit_prompt,
-        ),
-    ),
-}
-"""Formats of other systems, by kind of examples."""
+def _take_verl_answer(result: Example) -> bool:
+    """Whether there is verl's ``reward_model``; the answer is its ground truth, unless there is one."""
+    rewarded = result.get("reward_model")
+    if "prompt" not in result or not isinstance(rewarded, Mapping) or "ground_truth" not in rewarded:
+        return False
+    result.setdefault("answer", rewarded["ground_truth"])
+    return True
 
 
-def _recognised_format(example: Example, kind: ExampleKind) -> Format | None:
-    """The format of another system that ``example`` has; None for the format of core-rl."""
-    return next((candidate for candidate in FORMATS[kind.name] if candidate.recognises(example)), None)
+def _continued(example: Example) -> str:
+    """The instruction of Alpaca, and its input on the next line."""
+    parts = [example[name] for name in ("instruction", *CONTINUED) if example.get(name)]
+    if not all(isinstance(part, str) for part in parts):
+        raise BatchError(f"needs texts as 'instruction' and {' or '.join(map(repr, CONTINUED))}")
+    return "\n".join(parts)
+
+
+def _put_context(result: Example, kind: ExampleKind) -> None:
+    """Put the columns ``system`` and ``history`` of LLaMA-Factory before the chat; a text prompt becomes a turn."""
+    if not {"system", "history"} & result.keys() or _lacks(result, "prompt", "messages"):
+        return
+    system, history = result.pop("system", None), result.pop("history", None) or []
+    field = "prompt" if _lacks(result, "messages") else "messages"
+    turns = result[field]
+    if isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    if not isinstance(turns, list):
+        return
+    earlier = _earlier_turns(history)
+    if earlier and kind.name == "demonstrations" and field == "prompt":  # whose answers are trained, too
+        answer = result.pop("answer", None)
+        after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+        del result["prompt"]
+        field, turns = "messages", [*turns, *after]
+    turns = [*earlier, *turns]
+    result[field] = with_system(system, turns) if system else turns
+
+
+def _earlier_turns(history: object) -> list[dict[str, Any]]:
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in history
+    ):
+        raise BatchError("has a 'history' that is no list of pairs of a question and its answer")
+    roles = ("user", "assistant")
+    return [
+        {"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)
+    ]
+
+
+def _lacks(example: Example, *names: str) -> bool:
+    return all(example.get(name) is None for name in names)

@@ -48,6 +48,14 @@ Sources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), Field(min_
 """One source or several; a text is the path of one."""
 
 
+RETIRED = {
+    "streaming": "all examples are encoded before the start; remove it, and take parquet, which may exceed memory",
+    "too_long": "the field is data.unusable now; write data.unusable=error, which names the rows, or "
+    "data.unusable=drop, which leaves them out",
+}
+"""Fields of earlier versions, and what to write."""
+
+
 class DataSection(Config):
     """The data.
 
@@ -68,9 +76,10 @@ class DataSection(Config):
     ``{answer: reward_model.ground_truth}``."""
     batch_size: int = Field(default=16, ge=1)
     """Examples of one training step where nothing is rolled out."""
-    too_long: Literal["refuse", "drop"] = "refuse"
-    """The treatment of examples that are longer than the model's context, counting ``rollout.max_new_tokens`` where
-    there are rollouts: an error that names them, or a warning that counts them."""
+    unusable: Literal["error", "drop"] = "error"
+    """The treatment of rows that cannot be trained: damaged ones, pairs of equal completions, and sequences longer than
+    the model's context (with ``rollout.max_new_tokens`` where there are rollouts). ``error`` names them before the
+    start; ``drop`` leaves them out, and counts them in a warning."""
     chat_template: str | None = None
     """The name of the chat template, where the tokenizer has several; null: ``tool_use`` for examples with tools where
     there is such a template, else ``default``."""
@@ -81,9 +90,13 @@ class DataSection(Config):
     """The time that a chat template formats with ``strftime_now``. Null: when the run begins, also after it resumes."""
     max_image_pixels: int = Field(default=4096 * 4096, ge=1)
     """Larger images of examples are refused; the model's image processor scales smaller ones."""
-    streaming: bool = False
-    """Read and encode each example of ``train`` when it is drawn, for data that does not fit in memory. A damaged
-    example is then found when it is drawn, and not before the run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, values: Any) -> Any:
+        for name in RETIRED.keys() & values if isinstance(values, Mapping) else ():
+            raise ValueError(f"data.{name} = {values[name]!r}: {RETIRED[name]}")
+        return values
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

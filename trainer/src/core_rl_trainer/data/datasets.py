@@ -1,25 +1,28 @@
-"""Training data: encoded examples in memory, examples that are encoded when they are drawn, and mixtures of both."""
+"""Training data: encoded examples in memory, and mixtures of them."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.examples import Examples, place_in_parts
+from core_rl_trainer.data.columns import unused_columns
+from core_rl_trainer.data.examples import Example, Examples, place_in_parts
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
-__all__ = ["ExampleDataset", "MixedDataset", "SampleDataset", "StreamedDataset"]
+__all__ = ["ExampleDataset", "MixedDataset", "SampleDataset"]
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 10
-"""Damaged examples that an error lists."""
+"""Unusable examples that an error lists."""
+NAMED = 3
+"""Unusable examples that a warning names."""
 
 
 class SampleDataset(ABC):
@@ -35,10 +38,10 @@ class SampleDataset(ABC):
     """Tokens of the longest sequence, at most."""
     largest_unit: int
     """Tokens of the most that stays in one micro-batch: a sequence, or a pair."""
-    most_sequences: int = 1
-    """The most sequences of a sample, as far as they are known."""
+    most_sequences: int
+    """The most sequences of a sample."""
     left_out: int = 0
-    """Examples that are too long, so far."""
+    """Examples that cannot be trained and were left out."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -61,21 +64,21 @@ class SampleDataset(ABC):
         """The datasets of the sources."""
         return (self,)
 
-    def accepts(self, index: int) -> bool:
-        """Whether the sample is short enough to be drawn."""
-        return True
+    @abstractmethod
+    def row_of(self, index: int) -> tuple[int, int]:
+        """The number of the source of a sample, and of its row there, before others were dropped or held out."""
 
-    def measured(self, seed: int, most: int) -> list[Size]:
-        """The sizes of all samples, or of the first ``most`` in the order of ``seed`` where that is costly."""
-        return [self.size(index) for index in range(len(self))]
+    @abstractmethod
+    def index_of(self, source: int, row: int) -> int:
+        """The sample of this row. Raises `KeyError` where no sample has it."""
 
 
 class ExampleDataset(SampleDataset):
     """``examples``, checked and encoded at once and kept in memory.
 
-    ``limit`` is the most tokens of a sequence; longer ones are an error that names them, or, with ``drop``, left out.
-    Pairs of two equal sequences are left out. ``first`` is the number of the first sample. Raises one `BatchError` that
-    names every damaged example (the first ten), and one when there is none.
+    A sequence has at most ``limit`` tokens. Unusable examples are one `BatchError` that names them (the first ten), or,
+    with ``drop``, left out with a warning; `BatchError` where there is no other. ``first`` is the number of the first
+    sample.
     """
 
     def __init__(
@@ -88,13 +91,12 @@ class ExampleDataset(SampleDataset):
         first: int = 0,
     ) -> None:
         self.origin, self.format = examples.origin, examples.format
-        samples = _without_ties(kind, examples, _encoded(kind, examples, chat_format))
-        sizes = {number: kind.size(sample) for number, sample in samples.items()}
-        lengths = {number: size.longest for number, size in sizes.items()}
-        accepted = _within_limit(kind, examples, lengths, limit, drop)
-        self.left_out = len(samples) - len(accepted)
-        self._samples = [{"index": first + index, **samples[n]} for index, n in enumerate(accepted)]
-        self._sizes = [sizes[n] for n in accepted]
+        samples = _usable(kind, examples, chat_format, drop, limit)
+        self.left_out = len(examples) - len(samples)
+        self._samples = [{"index": first + index, **sample} for index, sample in enumerate(samples.values())]
+        self._sizes = [kind.size(sample) for sample in samples.values()]
+        self._rows = [examples.row(number) for number in samples]
+        self._indices = {row: index for index, row in enumerate(self._rows)}
         self.longest = max(size.longest for size in self._sizes)
         self.largest_unit = max(size.largest_unit for size in self._sizes)
         self.most_sequences = max(len(size.units) for size in self._sizes)
@@ -111,91 +113,11 @@ class ExampleDataset(SampleDataset):
     def size(self, index: int) -> Size:
         return self._sizes[index]
 
+    def row_of(self, index: int) -> tuple[int, int]:
+        return 0, self._rows[index]
 
-class StreamedDataset(SampleDataset):
-    """``examples``, each read, checked and encoded when it is drawn.
-
-    A sequence of more than ``limit`` tokens, or a pair of more than ``budget``, is an error when it is drawn, or, with
-    ``drop``, skipped.
-    """
-
-    def __init__(
-        self,
-        examples: Examples,
-        kind: ExampleKind,
-        chat_format: ChatFormat,
-        drop: bool,
-        limit: int | None,
-        first: int,
-        budget: int,
-    ) -> None:
-        _require_some(kind, examples)
-        self.origin, self.format = examples.origin, examples.format
-        self._kind, self._examples, self._chat_format = kind, examples, chat_format
-        self._drop, self._first = drop, first
-        self.longest = budget if limit is None else min(limit, budget)
-        self.largest_unit = budget
-        self._drawn: dict[int, Sample] = {}
-        self._too_long: set[int] = set()
-        self._skipped = 0
-        self._warned_of_ties = False
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self._take(index)
-        return {"index": self._first + index, **sample}
-
-    def order(self, seed: int) -> Order:
-        return ShuffledOrder(len(self), seed, self.accepts)
-
-    def size(self, index: int) -> Size:
-        return self._kind.size(self._take(index))
-
-    def measured(self, seed: int, most: int) -> list[Size]:
-        order = self.order(seed)
-        return [self.size(next(order)) for _ in range(min(most, len(self)))]
-
-    def _take(self, index: int) -> Sample:
-        return self._drawn.pop(index) if index in self._drawn else self._encode(index)
-
-    def _encode(self, index: int) -> Sample:
-        try:
-            return _encode(self._kind, self._examples, index, self._chat_format)
-        except BatchError as error:
-            raise BatchError(f"{self.origin}: {error}") from error
-
-    def accepts(self, index: int) -> bool:
-        """Whether the example is short enough; it is kept until it is fetched."""
-        sample = self._encode(index)
-        if self._kind.is_tie(sample):
-            return self._skip_tie(index)
-        size = self._kind.size(sample)
-        if size.longest <= self.longest and size.largest_unit <= self.largest_unit:
-            self._drawn[index], self._skipped = sample, 0
-            return True
-        new = index not in self._too_long
-        self._too_long.add(index)
-        self.left_out, self._skipped = len(self._too_long), self._skipped + 1
-        most = self.longest if size.longest > self.longest else self.largest_unit
-        text = f"{self._examples.label(index)} has {size.largest_unit} tokens, and {most} fit"
-        if not self._drop or self._skipped > len(self):
-            raise BatchError(f"{self.origin}: {text}; shorten it, or set data.too_long=drop")
-        if new and f"{self.left_out}".rstrip("0") == "1":  # 1, 10, 100, …
-            logger.warning("%s: %s; %d are left out so far", self.origin, text, self.left_out)
-        return False
-
-    def _skip_tie(self, index: int) -> bool:
-        """False, with a warning for the first pair of two equal sequences."""
-        self._skipped += 1
-        text = f"{self._examples.label(index)} has equal tokens as 'chosen' and 'rejected'"
-        if self._skipped > len(self):
-            raise BatchError(f"{self.origin}: {text}, as all others; nothing can be learned from them")
-        if not self._warned_of_ties:
-            logger.warning("%s: %s; such pairs are left out", self.origin, text)
-        self._warned_of_ties = True
-        return False
+    def index_of(self, source: int, row: int) -> int:
+        return self._indices[row]
 
 
 class MixedDataset(SampleDataset):
@@ -223,7 +145,7 @@ class MixedDataset(SampleDataset):
 
     def order(self, seed: int) -> Order:
         if self.weights is None:
-            return ShuffledOrder(len(self), seed, self.accepts)
+            return ShuffledOrder(len(self), seed)
         orders = [part.order(derive_seed(seed, number)) for number, part in enumerate(self.parts)]
         return MixedOrder(orders, [len(part) for part in self.parts], self.weights)
 
@@ -231,48 +153,80 @@ class MixedDataset(SampleDataset):
         part, number = self._place(index)
         return part.size(number)
 
-    def accepts(self, index: int) -> bool:
-        part, number = self._place(index)
-        return part.accepts(number)
+    def row_of(self, index: int) -> tuple[int, int]:
+        source, number = place_in_parts(self._ends, index)
+        return source, self.parts[source].row_of(number)[1]
+
+    def index_of(self, source: int, row: int) -> int:
+        part = self.parts[source]
+        return self._ends[source] - len(part) + part.index_of(0, row)
 
     def _place(self, index: int) -> tuple[SampleDataset, int]:
         part, number = place_in_parts(self._ends, index)
         return self.parts[part], number
 
 
-def _encoded(kind: ExampleKind, examples: Examples, chat_format: ChatFormat) -> dict[int, Sample]:
-    """All samples by number; damaged examples are named together."""
-    _require_some(kind, examples)
+def _usable(
+    kind: ExampleKind, examples: Examples, chat_format: ChatFormat, drop: bool, limit: int | None
+) -> dict[int, Sample]:
+    """Samples by number; see `ExampleDataset`."""
+    if not len(examples):
+        raise BatchError(f"{examples.origin} has no {kind.noun}s; write one with {kind.needs} on each line")
     samples: dict[int, Sample] = {}
     problems: list[str] = []
+    unused: dict[str, None] = {}
     for index in range(len(examples)):
         try:
-            samples[index] = _encode(kind, examples, index, chat_format)
+            example = examples[index]
+            unused |= dict.fromkeys(unused_columns(example, kind))
+            sample = _encode(kind, examples, index, example, chat_format)
+            _check_length(kind, sample, limit, examples.label(index))
+            samples[index] = sample
         except BatchError as error:
             problems.append(str(error))
-    raise_all(BatchError, examples.origin, problems, most=SHOWN)
+    if unused:
+        logger.warning("%s: columns not used: %s", examples.origin, ", ".join(map(repr, unused)))
+    if not drop or not samples:
+        raise_all(BatchError, examples.origin, _with_fix(problems, bool(samples)), most=SHOWN)
+    elif problems:
+        more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+        logger.warning(
+            "%s: %d of %d %ss cannot be trained and are left out: %s%s",
+            examples.origin,
+            len(problems),
+            len(examples),
+            kind.noun,
+            "; ".join(problems[:NAMED]),
+            more,
+        )
     return samples
 
 
-def _without_ties(kind: ExampleKind, examples: Examples, samples: dict[int, Sample]) -> dict[int, Sample]:
-    """``samples`` without pairs of two equal sequences; `BatchError` where there is nothing else."""
-    ties = [number for number, sample in samples.items() if kind.is_tie(sample)]
-    if not ties:
-        return samples
-    text = (
-        f"{len(ties)} of {len(samples)} pairs have equal tokens as 'chosen' and 'rejected': "
-        f"{', '.join(map(examples.label, ties[:3]))}{', …' if len(ties) > 3 else ''}"
-    )
-    if len(ties) == len(samples):
-        raise BatchError(f"{examples.origin}: {text}; nothing can be learned from them")
-    logger.warning("%s: %s; they are left out", examples.origin, text)
-    equal = set(ties)
-    return {number: sample for number, sample in samples.items() if number not in equal}
+def _with_fix(problems: list[str], others: bool) -> list[str]:
+    """``problems``, of which the first says how to train on the other examples, where there are any."""
+    if not problems or not others:
+        return problems
+    return [
+        f"{problems[0]} (or leave out all rows that cannot be trained: data.unusable=drop)",
+        *problems[1:],
+    ]
 
 
-def _encode(kind: ExampleKind, examples: Examples, index: int, chat_format: ChatFormat) -> Sample:
+def _check_length(kind: ExampleKind, sample: Sample, limit: int | None, label: str) -> None:
+    """Raise `BatchError` for a sequence of more than ``limit`` tokens."""
+    longest = kind.size(sample).longest
+    if limit is not None and longest > limit:
+        raise BatchError(
+            f"{label} has {longest} tokens, longer than the {limit} tokens that the model's context leaves; shorten "
+            f"it, "
+            "or lower rollout.max_new_tokens where there are rollouts"
+        )
+
+
+def _encode(
+    kind: ExampleKind, examples: Examples, index: int, example: Example, chat_format: ChatFormat
+) -> Sample:
     """The sample of one example; `BatchError` with its label when it is damaged, `ConfigError` with its source."""
-    example = examples[index]
     if (problem := kind.check(example)) is not None:
         raise BatchError(f"{examples.label(index)} {problem}")
     try:
@@ -281,28 +235,3 @@ def _encode(kind: ExampleKind, examples: Examples, index: int, chat_format: Chat
         raise BatchError(f"{examples.label(index)}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{examples.origin}: {examples.label(index)}: {error}") from error
-
-
-def _require_some(kind: ExampleKind, examples: Examples) -> None:
-    if not len(examples):
-        raise BatchError(f"{examples.origin} has no {kind.noun}s; write one with {kind.needs} on each line")
-
-
-def _within_limit(
-    kind: ExampleKind, examples: Examples, lengths: Mapping[int, int], limit: int | None, drop: bool
-) -> list[int]:
-    """The numbers of the examples of at most ``limit`` tokens; see `ExampleDataset`."""
-    wrong = [n for n, length in lengths.items() if limit is not None and length > limit]
-    if not wrong:
-        return list(lengths)
-    counted = f"{len(wrong)} of {len(lengths)} {kind.noun}s"
-    text = f"{counted} are longer than the {limit} tokens that the model's context leaves"
-    if not drop or len(wrong) == len(lengths):
-        shown = ", ".join(f"{examples.label(n)} ({lengths[n]} tokens)" for n in wrong[:3])
-        raise BatchError(
-            f"{examples.origin}: {text}: {shown}. Shorten them, lower rollout.max_new_tokens where there are rollouts, "
-            "or set data.too_long=drop"
-        )
-    logger.warning("%s: %s; they are left out", examples.origin, text)
-    longer = set(wrong)
-    return [n for n in lengths if n not in longer]

@@ -41,6 +41,8 @@ class Examples:
     """Returns one example. Raises `BatchError` that names it when it is damaged."""
     label: Callable[[int], str]
     """Returns the name of an example, in messages."""
+    row: Callable[[int], int] = lambda index: index
+    """Returns the number of an example in its source."""
     format: str | None = None
     """The name of another system's format, where the examples have it."""
 
@@ -89,11 +91,8 @@ def check_prompt(example: Example) -> str | None:
 def check_demonstration(example: Example) -> str | None:
     """A ``prompt`` and an ``answer``, or chat ``messages`` with a turn of the assistant, or a ``text`` alone."""
     messages = example.get("messages")
-    if example.get("weight") not in (None, 1):
-        return (
-            f"has weight = {example['weight']!r}, which no setting reads: sources have weights (data.train.weight) and "
-            "messages do; remove the column, or rename it"
-        )
+    if (problem := _weight_problem(example)) is not None:
+        return problem
     if messages is None:
         if example.get("prompt") is None and _is_text(example.get("text")):
             return None
@@ -103,6 +102,15 @@ def check_demonstration(example: Example) -> str | None:
     if not any(message["role"] == "assistant" for message in messages):
         return "has no turn of the 'assistant' in its 'messages': nothing to train"
     return None
+
+
+def _weight_problem(example: Example) -> str | None:
+    if example.get("weight") in (None, 1, "1", ""):
+        return None
+    return (
+        f"has weight = {example['weight']!r}, which no setting reads: sources have weights (data.train.weight) and "
+        "messages do; remove the column, or rename it"
+    )
 
 
 def _answer_problem(example: Example) -> str | None:
@@ -125,7 +133,7 @@ def answer_text(answer: object) -> str:
 
 def check_preference(example: Example) -> str | None:
     """A ``prompt``, and the completions ``chosen`` and ``rejected``: texts, or turns after a chat."""
-    problem = check_prompt(example)
+    problem = check_prompt(example) or _weight_problem(example)
     missing = [
         name
         for name in ("chosen", "rejected")

@@ -13,7 +13,7 @@ from core_rl.errors import BatchError
 __all__ = ["WrittenFloat", "check_characters", "parse_json", "parsed_chats"]
 
 
-STRUCTURED = ("messages", "conversations", "tools")
+STRUCTURED = ("messages", "conversations", "tools", "documents", "chat_template_kwargs", "history")
 """Fields that are never texts."""
 CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content)["']\s*:""")
 """The beginning of a chat as JSON, or as Python prints it."""

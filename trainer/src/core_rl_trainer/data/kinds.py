@@ -71,8 +71,6 @@ class ExampleKind:
     """The token sequences of a sample, with the trained tokens of each."""
     paired: bool = False
     """Whether the sequences of a sample stay in one micro-batch."""
-    is_tie: Callable[[Sample], bool] = lambda _: False
-    """Whether both sequences of a pair are equal, so that nothing can be learned from it."""
 
     def size(self, sample: Sample) -> Size:
         """The tokens of ``sample``."""
@@ -106,6 +104,10 @@ def _encode_pair(chat_format: ChatFormat, example: Example) -> Sample:
                 f"has {len(sequences)} turns of the assistant in {name!r}, and the chat template renders a turn "
                 "otherwise once others follow; end the prompt before the last turn"
             )
+    if pair["chosen"] == pair["rejected"]:
+        raise BatchError(
+            "has equal tokens as 'chosen' and 'rejected': nothing can be learned from them; remove the row"
+        )
     return {name: sequences[0] for name, sequences in pair.items()}
 
 
@@ -140,7 +142,6 @@ PREFERENCES = ExampleKind(
     encode=_encode_pair,
     sequences=lambda sample: [sample["chosen"], sample["rejected"]],
     paired=True,
-    is_tie=lambda sample: sample["chosen"] == sample["rejected"],
 )
 """Pairs: ``chosen`` and ``rejected``, each token ids and mask."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,22 +14,16 @@ __all__ = ["MixedOrder", "Order", "ShuffledOrder"]
 
 
 class ShuffledOrder(Iterator[int]):
-    """An endless order of ``size`` items, shuffled anew in each pass, without the items that ``accepts`` refuses."""
+    """An endless order of ``size`` items, shuffled anew in each pass."""
 
-    def __init__(self, size: int, seed: int, accepts: Callable[[int], bool] = lambda _: True) -> None:
+    def __init__(self, size: int, seed: int) -> None:
         self._size = size
         self._seed = seed
-        self._accepts = accepts
         self._position = 0
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.long)
 
     def __next__(self) -> int:
-        while not self._accepts(item := self._next_item()):
-            pass
-        return item
-
-    def _next_item(self) -> int:
         epoch, offset = divmod(self._position, self._size)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch))
@@ -38,7 +32,7 @@ class ShuffledOrder(Iterator[int]):
         return int(self._order[offset])
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of items drawn so far, with refused ones."""
+        """The number of items drawn so far."""
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -19,8 +19,8 @@ __all__ = ["DataStatistics", "Packing", "SourceStatistics", "describe_data"]
 
 STEPS = 16
 """Steps whose micro-batches are counted."""
-SAMPLED = 256
-"""Examples of a streamed source that are measured: the first that are drawn."""
+DRAWN = 256
+"""The most examples of these steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class SourceStatistics:
     format: str | None
     """The name of another system's format; null for the format of core-rl."""
     examples: int
-    """Examples to train on; with streaming, including too long ones."""
-    too_long: int
-    """Examples that are too long and left out; with streaming, among the measured ones."""
+    """Examples to train on."""
+    left_out: int
+    """Examples that cannot be trained and are left out."""
     share: float
     """The share of the source among the examples that are drawn."""
     tokens: int
-    """Tokens of the measured examples: of all examples, but with streaming."""
+    """Tokens of the examples."""
     trained: int
     """Tokens of them that are trained; 0 for prompts."""
     sequences: int
@@ -45,20 +45,17 @@ class SourceStatistics:
     shortest: int
     median: float
     longest: int
-    """Tokens of the longest example that is measured; ``shortest`` and ``median`` likewise."""
-    measured: int
-    """Examples that are measured."""
+    """Tokens of the longest example; ``shortest`` and ``median`` likewise."""
 
     def line(self) -> str:
         """One line for a person."""
-        sampled = f" (of the first {self.measured:,})" if self.measured < self.examples else ""
         parts = (
             f"{self.origin}: {self.examples:,} examples",
             f"in the format {self.format}" if self.format else "",
             f"{self.share:.0%} of the draws" if self.share < 1 else "",
-            f"{self.too_long:,} too long and left out" if self.too_long else "",
-            f"{self.sequences:,} sequences" if self.sequences > self.measured else "",
-            f"{self.tokens:,} tokens{sampled}",
+            f"{self.left_out:,} left out" if self.left_out else "",
+            f"{self.sequences:,} sequences" if self.sequences > self.examples else "",
+            f"{self.tokens:,} tokens",
             f"{self.trained:,} of them trained" if self.trained else "",
             f"{self.shortest:,} to {self.longest:,} each, median {self.median:,.0f}",
         )
@@ -110,7 +107,7 @@ def describe_data(
     parts = data.train.parts
     weights = data.train.weights or [float(len(part)) for part in parts]
     sources = tuple(
-        _describe(part, seed, weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)
+        _describe(part, weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)
     )
     fits = budget is not None and data.train.largest_unit <= budget
     packing = _packing(data.train, seed, batch_size, ranks, budget) if fits and budget is not None else None
@@ -119,14 +116,14 @@ def describe_data(
     return DataStatistics(sources=sources, packing=packing, preview=preview)
 
 
-def _describe(part: SampleDataset, seed: int, share: float) -> SourceStatistics:
-    sizes = part.measured(seed, SAMPLED)
+def _describe(part: SampleDataset, share: float) -> SourceStatistics:
+    sizes = [part.size(index) for index in range(len(part))]
     lengths = [size.longest for size in sizes]
     return SourceStatistics(
         origin=part.origin,
         format=part.format,
         examples=len(part),
-        too_long=part.left_out,
+        left_out=part.left_out,
         share=share,
         tokens=sum(sum(size.units) for size in sizes),
         trained=sum(size.trained for size in sizes),
@@ -134,13 +131,12 @@ def _describe(part: SampleDataset, seed: int, share: float) -> SourceStatistics:
         shortest=min(lengths),
         median=float(median(lengths)),
         longest=max(lengths),
-        measured=len(sizes),
     )
 
 
 def _packing(train: SampleDataset, seed: int, batch_size: int, ranks: int, budget: int) -> Packing:
     """Micro-batches as `core_rl.data.micro_batch` counts them."""
-    steps = max(1, min(STEPS, SAMPLED // batch_size, -(-len(train) // batch_size)))
+    steps = max(1, min(STEPS, DRAWN // batch_size, -(-len(train) // batch_size)))
     order, tokens, counts = train.order(seed), 0, 0
     for _ in range(steps):
         units = [unit for _ in range(batch_size) for unit in train.size(next(order)).units]

@@ -9,26 +9,21 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
+import io
 import lzma
-import shutil
 import sys
-import tempfile
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.json_text import check_characters, parse_json
 
-if TYPE_CHECKING:
-    from _csv import Reader
-
 __all__ = ["SEPARATORS", "data_suffix", "read_csv", "read_json"]
 
-OPENERS: Mapping[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: Mapping[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 -d", ".7z": "7z x"}
 """Commands that decompress unsupported files, by suffix."""
 
@@ -48,8 +43,8 @@ def data_suffix(path: Path) -> str:
     return (path.with_suffix("") if compressed else path).suffix.lower()
 
 
-def _open(path: Path) -> IO[bytes]:
-    """``path`` for reading and seeking, after a byte-order mark; compressed files in a temporary copy.
+def _content(path: Path) -> bytes:
+    """The bytes of ``path``, decompressed and without a byte-order mark.
 
     Raises `ConfigError` for a file that cannot be read or is not UTF-8 by its first bytes.
     """
@@ -59,60 +54,42 @@ def _open(path: Path) -> IO[bytes]:
             f"{path}: {suffix} files are not read; decompress it (`{COMMANDS[suffix]} {path}`), or write .gz"
         )
     try:
-        file = _decompressed(path) if suffix in OPENERS else path.open("rb")
+        with OPENERS.get(suffix, Path.open)(path, "rb") as file:
+            content: bytes = file.read()
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise ConfigError(f"{path}: cannot be decompressed: {error}; copy it again") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    head = file.read(4)
-    if head.startswith(WIDE_MARKS):
+    if content.startswith(WIDE_MARKS):
         raise ConfigError(f"{path}: is UTF-16 or UTF-32; save it as UTF-8")
-    file.seek(len(MARK) if head.startswith(MARK) else 0)
-    return file
-
-
-def _decompressed(path: Path) -> IO[bytes]:
-    """A copy that has no name and ends with the process."""
-    copy = tempfile.TemporaryFile()  # noqa: SIM115
-    with OPENERS[path.suffix.lower()](path) as packed:
-        shutil.copyfileobj(packed, copy)
-    copy.seek(0)
-    return copy
+    return content.removeprefix(MARK)
 
 
 def read_json(path: Path) -> Examples:
     """The examples of ``path``. Raises `ConfigError` for a file of another type."""
-    file, suffix = _open(path), data_suffix(path)
-    start = file.tell()
-    head = file.read(4096).lstrip()
-    file.seek(start)
+    content, suffix = _content(path), data_suffix(path)
+    head = content[:4096].lstrip()
     if b"\0" in head or (suffix not in (".json", ".jsonl", ".ndjson") and head[:1] not in (b"{", b"")):
         raise ConfigError(
             f"{path}: is no JSONL file; data files are .jsonl, .json, .parquet and .csv. Convert it, or correct "
             "its suffix"
         )
     if suffix == ".json" and head[:1] == b"[":
-        return _read_list(str(path), file.read())
-    return _read_lines(str(path), file)
+        return _read_list(str(path), content)
+    return _read_lines(str(path), content)
 
 
-def _read_lines(origin: str, file: IO[bytes]) -> Examples:
-    """The examples of a JSONL file, of which only the places and the lines are in memory. Empty lines do not count."""
-    place, places, lines = file.tell(), array("Q"), array("Q")
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            places.append(place)
-            lines.append(number)
-        place += len(line)
+def _read_lines(origin: str, content: bytes) -> Examples:
+    """The examples of a JSONL file. Empty lines do not count."""
+    lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
 
     def read(index: int) -> Example:
-        file.seek(places[index])
-        return _parse(file.readline(), label(index))
+        return _parse(lines[index][1], label(index))
 
     def label(index: int) -> str:
-        return f"line {lines[index]}"
+        return f"line {lines[index][0]}"
 
-    return Examples(origin=origin, count=len(places), read=read, label=label)
+    return Examples(origin=origin, count=len(lines), read=read, label=label)
 
 
 def _read_list(origin: str, content: bytes) -> Examples:
@@ -156,56 +133,48 @@ def _checked(example: Any, label: str) -> Example:
 
 def read_csv(path: Path, separator: str) -> Examples:
     """The rows of ``path`` after its header. Raises `ConfigError` for a file that is not CSV."""
-    file = _open(path)
-    columns, places, lines = _scan(path, file, separator)
+    (_, columns), *rows = _table(path, separator) or [(0, [])]
     if not columns:
         raise ConfigError(f"{path} is empty; write examples into it")
     raise_all(ConfigError, f"{path}: line 1", _header_problems(columns, separator))
-    if not places:
+    if not rows:
         raise ConfigError(f"{path} has no rows; write examples into it")
 
     def read(index: int) -> Example:
-        file.seek(places[index])
-        return _parse_row(file, separator, columns, label(index))
+        return _parse_row(rows[index][1], separator, columns, label(index))
 
     def label(index: int) -> str:
-        return f"line {lines[index]}"
+        return f"line {rows[index][0]}"
 
-    return Examples(origin=str(path), count=len(places), read=read, label=label)
+    return Examples(origin=str(path), count=len(rows), read=read, label=label)
 
 
-def _scan(path: Path, file: IO[bytes], separator: str) -> tuple[list[str], array[int], array[int]]:
-    """The header of a CSV file, and the place and line of each row."""
+def _table(path: Path, separator: str) -> list[tuple[int, list[str]]]:
+    """The first line and the cells of the header and of each row; bytes that are not UTF-8 are surrogates in them."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # 131,072 characters by default
-    columns: list[str] = []
-    places, lines = array("Q"), array("Q")
-    place, line, reader = file.tell(), 1, _reader(file, separator, "surrogateescape")
+    text = io.StringIO(_content(path).decode("utf-8", "surrogateescape"), newline="\n")
+    line, rows, reader = 1, [], csv.reader(text, delimiter=separator, strict=True)
     try:
         for cells in reader:
-            if cells and not columns:
-                columns = cells
-            elif cells:
-                places.append(place)
-                lines.append(line)
-            place, line = file.tell(), reader.line_num + 1
+            if cells:
+                rows.append((line, cells))
+            line = reader.line_num + 1
     except csv.Error as error:
         raise ConfigError(
             f"{path}: line {line} is not CSV: {error}; quote a text with quotes in it, and double them"
         ) from error
-    return columns, places, lines
+    return rows
 
 
-def _reader(file: IO[bytes], separator: str, errors: str) -> Reader:
-    lines: Iterator[str] = (line.decode("utf-8", errors) for line in file)
-    return csv.reader(lines, delimiter=separator, strict=True)
-
-
-def _parse_row(file: IO[bytes], separator: str, columns: list[str], label: str) -> Example:
-    """The row at which ``file`` stands. Raises `BatchError` about it."""
-    try:
-        cells = next(_reader(file, separator, "strict"))
-    except UnicodeDecodeError as error:
-        raise BatchError(f"{label} is not UTF-8: {error.reason} at byte {error.start}") from error
+def _parse_row(cells: list[str], separator: str, columns: list[str], label: str) -> Example:
+    """The example of a row. Raises `BatchError` about it."""
+    for cell in cells:
+        try:
+            cell.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BatchError(
+                f"{label} is not UTF-8: at character {error.start + 1} of {cell[:20]!r}"
+            ) from error
     if len(cells) < len(columns):
         raise BatchError(f"{label} has no cell for the column {columns[len(cells)]!r}")
     if len(cells) > len(columns):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
-from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset, StreamedDataset
+from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset
 from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.images import ImageEncoder, located, with_images, without_images
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
@@ -41,8 +42,6 @@ class TrainingData:
     train: SampleDataset
     held_out: SampleDataset | None
     """Samples for evaluation; None: there is no evaluation."""
-    streamed: bool = False
-    """Whether examples of ``train`` are encoded when they are drawn."""
 
 
 def load_training_data(
@@ -52,15 +51,14 @@ def load_training_data(
     seed: int,
     *,
     limit: int | None,
-    budget: int,
     vocabulary: int,
     vision_model: str | None = None,
 ) -> TrainingData:
     """Read and encode the examples of ``section``; ``seed`` draws the share ``eval_fraction``.
 
-    A sequence has at most ``limit`` tokens, None for any number, and a unit at most ``budget``. The model has
-    embeddings for ``vocabulary`` ids. Examples may have images for the model in the directory ``vision_model``. Raises
-    `ConfigError` and `BatchError` for data that is missing, of another type, or damaged.
+    A sequence has at most ``limit`` tokens, None for any number. The model has embeddings for ``vocabulary`` ids.
+    Examples may have images for the model in the directory ``vision_model``. Raises `ConfigError` and
+    `BatchError` for data that is missing, of another type, or damaged.
     """
     chat_format = ChatFormat(
         tokenizer=tokenizer,
@@ -74,27 +72,23 @@ def load_training_data(
     else:
         kind = with_images(kind, ImageEncoder.of(vision_model, tokenizer, section.max_image_pixels))
     sources = [_open(section, kind, source, "train") for source in section.train]
-    common = (within_vocabulary(kind, vocabulary), chat_format, section.too_long == "drop", limit)
+    common = (within_vocabulary(kind, vocabulary), chat_format, section.unusable == "drop", limit)
 
     def encode_all(examples: Examples, first: int) -> SampleDataset:
         return ExampleDataset(examples, *common, first)
-
-    def stream(examples: Examples, first: int) -> SampleDataset:
-        return StreamedDataset(examples, *common, first, budget)
 
     held_out, examples = [_open(section, kind, source, None) for source in section.eval or ()], sources
     if section.eval_fraction is not None:
         parts = [_split(part, section.eval_fraction, seed) for part in examples]
         examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
         _require_split(section.eval_fraction, examples, held_out, sources)
-    train = _encoded(examples, stream if section.streaming else encode_all)
+    train = _encoded(examples, encode_all)
     _require_chats(section, sources)
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
         kind=kind,
         train=_joined(train, weights or None),
         held_out=_joined(_encoded(held_out, encode_all), None) if held_out else None,
-        streamed=section.streaming,
     )
 
 
@@ -117,8 +111,7 @@ def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
     settings = {"chat_template": section.chat_template, "template_args": section.template_args}
     if not any(settings.values()):
         return
-    first = [examples[0] for examples in sources if len(examples)]
-    if any(isinstance(example.get("messages") or example.get("prompt"), list) for example in first):
+    if any(_has_chat(examples) for examples in sources):
         return
     problems = [
         f"{name} = {value!r}: the data has texts, which no chat template renders; remove it, or write messages"
@@ -126,6 +119,15 @@ def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
         if value
     ]
     raise_all(ConfigError, "data", problems)
+
+
+def _has_chat(examples: Examples) -> bool:
+    for index in range(len(examples)):
+        with suppress(BatchError):  # of a row that is left out
+            example = examples[index]
+            if isinstance(example.get("messages") or example.get("prompt"), list):
+                return True
+    return False
 
 
 def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> SampleDataset:
@@ -140,6 +142,7 @@ def _selected(examples: Examples, numbers: Tensor) -> Examples:
         count=len(numbers),
         read=lambda index: examples[int(numbers[index])],
         label=lambda index: examples.label(int(numbers[index])),
+        row=lambda index: examples.row(int(numbers[index])),
     )
 
 

@@ -162,11 +162,6 @@ class PlanBuilder:
         name = recipe.algorithm.type_
         if isinstance(interface, SupervisedInterface):
             _warn_of(name, "data", [repr(field) for field in FOR_ROLLOUTS if _is_set(recipe, field)])
-            if recipe.data.streaming and REFERENCE in interface.wanted_fields:
-                raise ConfigError(
-                    f"data.streaming = true: the interface {name!r} keeps the reference's log-probs of all examples in "
-                    "memory; leave streaming out"
-                )
             refused = [field for field in ("critic", "reward_model") if getattr(recipe, field) is not None]
             if refused:
                 raise ConfigError(

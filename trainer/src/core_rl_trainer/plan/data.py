@@ -61,7 +61,6 @@ def plan_data(
         tokenizer,
         seed,
         limit=context if supervised else longest_prompt(context, rollout),
-        budget=budget if supervised else max(1, budget - completion),
         vocabulary=min(map(vocabulary_size, models)),
         vision_model=vision_model,
     )

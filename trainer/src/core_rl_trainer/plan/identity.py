@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,6 +68,12 @@ REASONS = (
 
 SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type_", "rollout.prompts_per_step")
 """Fields, as patterns, that a run shares with the one from whose checkpoint it starts."""
+
+RETIRED: Mapping[tuple[str, str], Mapping[Any, Mapping[str, Any]]] = {
+    ("data", "streaming"): {False: {}},
+    ("data", "too_long"): {"refuse": {"unusable": "error"}, "drop": {"unusable": "drop"}},
+}
+"""Values of the fields of earlier versions, and the fields that they have now."""
 
 FILES = ("train", "eval")
 """Fields of the section ``data`` that name sources."""
@@ -184,9 +191,19 @@ def _reason(field: str) -> str:
 def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
     """``recipe`` with the defaults of fields that it was written without, by an earlier version."""
     try:
-        return parse_config(Recipe, dict(recipe)).model_dump(mode="json", exclude={"fresh"})
+        return parse_config(Recipe, _without_retired(recipe)).model_dump(mode="json", exclude={"fresh"})
     except ConfigError:  # it has fields that there are no more: those differ
         return recipe
+
+
+def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """``recipe`` without fields of an earlier version that had no effect, and with the present names of others."""
+    values = copy.deepcopy(dict(recipe))
+    for (section, field), meanings in RETIRED.items():
+        part = values.get(section) or {}
+        if field in part and part[field] in meanings:
+            part |= meanings[part.pop(field)]
+    return values
 
 
 def _digests(field: str, sources: Sequence[DataSource]) -> Iterator[tuple[str, str]]:
@@ -209,7 +226,7 @@ def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:
 
 def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
     """``recipe`` with its data sources by number, and without paths of sources ``known`` by content."""
-    data = parse_config(DataSection, recipe["data"])
+    data = parse_config(DataSection, {field: recipe["data"].get(field) for field in FILES})
     numbered = {
         field: {
             str(number): source.model_dump(exclude={"path"} if f"data.{field}.{number}" in known else None)

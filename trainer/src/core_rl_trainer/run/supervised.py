@@ -106,7 +106,7 @@ class SupervisedLearner(Learner):
         """The loss and its metrics over the evaluation data, and some examples; else examples of the training data."""
         held_out = self.data.held_out
         if held_out is None:
-            samples = () if self.data.streamed else self._samples("train", self.data.train)
+            samples = self._samples("train", self.data.train)
             return Evaluation(metrics={}, samples=samples)
         batch = self._batch("eval", [held_out[index] for index in range(len(held_out))])
         metrics = self.interface.evaluate(self.engine, batch, self.mb_spec)

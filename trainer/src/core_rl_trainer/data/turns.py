@@ -1,0 +1,137 @@
+"""Turns of chats as other systems write them, in the form of OpenAI; and what two completions share."""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from core_rl.errors import BatchError
+from core_rl_trainer.data.examples import Example
+from core_rl_trainer.data.json_text import parse_json
+
+__all__ = ["are_turns", "as_turns", "with_implicit_prompt", "with_system"]
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "system": ("developer",),
+    "user": ("human",),
+    "assistant": ("gpt", "chatgpt", "model", "bot", "ai", "function_call", "tool_call"),
+    "tool": ("observation", "tool_response", "function_response", "function", "ipython"),
+}
+"""Names of the roles in other data sets, in lower case."""
+KNOWN = {alias: role for role, aliases in ROLES.items() for alias in (role, *aliases)}
+CALLS = ("function_call", "tool_call")
+"""Roles of turns whose text is the JSON of calls."""
+FIRST_IDEOGRAPH = "\u2e80"
+"""Scripts from here on do not separate words by blanks."""
+
+
+def are_turns(value: object) -> bool:
+    """Whether ``value`` is a list of turns with roles."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value)
+    )
+
+
+def as_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """``turns`` with ``role`` and ``content``. Raises `BatchError` without a subject for an unknown role."""
+    return [_as_turn(turn, number) for number, turn in enumerate(turns, start=1)]
+
+
+def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
+    fields = {{"from": "role", "value": "content"}.get(name, name): value for name, value in turn.items()}
+    name = str(fields["role"]).lower()
+    if name not in KNOWN:
+        close = difflib.get_close_matches(name, KNOWN, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(map(repr, ROLES))}"
+        raise BatchError(f"has the unknown role {str(fields['role'])[:40]!r} in turn {number}; {hint}")
+    if name in CALLS:
+        fields |= {"content": None, "tool_calls": _calls(fields.get("content"), number)}
+    return {**fields, "role": KNOWN[name]}
+
+
+def _calls(content: object, number: int) -> list[Any]:
+    """The calls in the text of a turn."""
+    try:
+        calls = parse_json(content) if isinstance(content, str) else content
+    except BatchError as error:
+        raise BatchError(f"has a call as turn {number} that {error}; write it with json.dumps") from error
+    return calls if isinstance(calls, list) else [calls]
+
+
+def with_system(text: object, turns: list[Any]) -> list[Any]:
+    """``turns`` after a system message of ``text``. Raises `BatchError` where they begin with another one."""
+    if not isinstance(text, str):
+        raise BatchError(f"needs a text 'system'; it has {text!r}")
+    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": text}, *turns]
+    if first.get("content") != text:
+        raise BatchError("has a 'system' that differs from the first message of its chat; leave one of them")
+    return turns
+
+
+def with_implicit_prompt(example: Example) -> Example:
+    """The beginning that both completions share is the prompt, as in TRL's ``extract_prompt``.
+
+    A text is cut between words. Turns of the assistant at the end of the beginning belong to the completions. Raises
+    `BatchError` where nothing is shared, where one completion begins the other, or where a text ``prompt`` is no turn.
+    """
+    first, second, prompt = example["chosen"], example["rejected"], example.get("prompt")
+    if type(first) is not type(second) or not isinstance(first, str | list):
+        raise BatchError("needs two texts or two chats as 'chosen' and 'rejected'")
+    same = _common_length(first, second)
+    if first == second:
+        raise BatchError(
+            "has equal 'chosen' and 'rejected': nothing can be learned from them; remove the row"
+        )
+    if same == min(len(first), len(second)):
+        names = ("chosen", "rejected") if same == len(first) else ("rejected", "chosen")
+        raise BatchError(
+            f"has a {names[0]!r} that is the beginning of {names[1]!r}; remove the row, or add a 'prompt'"
+        )
+    if isinstance(first, str):
+        same = _between_words(first, second, same)
+        if not first[:same].strip():
+            raise BatchError(
+                "has 'chosen' and 'rejected' that begin with nothing that they share; add a 'prompt'"
+            )
+        return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
+    while same and isinstance(first[same - 1], Mapping) and first[same - 1].get("role") == "assistant":
+        same -= 1
+    if not same:
+        raise BatchError("has conversations as 'chosen' and 'rejected' that do not begin with the same turns")
+    if isinstance(prompt, str) and prompt.strip() not in _user_texts(first[:same]):
+        raise BatchError(
+            f"has a 'prompt' that is no turn of the user at the beginning of 'chosen' and 'rejected': {prompt[:80]!r}; "
+            "correct it, or leave the column out"
+        )
+    return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
+
+
+def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    pairs = zip(first, second, strict=False)
+    shorter = min(len(first), len(second))
+    return next((n for n, (left, right) in enumerate(pairs) if left != right), shorter)
+
+
+def _between_words(first: str, second: str, same: int) -> int:
+    """The last place up to ``same`` that cuts no word of either text; the blank before a word belongs to it."""
+    while same and _is_inside(first[same - 1]) and (_is_inside(first[same]) or _is_inside(second[same])):
+        same -= 1
+    return same - (same > 0 and first[same - 1] == " ")
+
+
+def _is_inside(letter: str) -> bool:
+    """Whether ``letter`` is part of a word, or joined to the letter before."""
+    joined = unicodedata.category(letter).startswith("M") or letter == "\u200d"
+    return joined or (letter.isalnum() and letter < FIRST_IDEOGRAPH)
+
+
+def _user_texts(turns: Sequence[object]) -> list[str]:
+    """The texts of the user's turns, without blanks around them."""
+    users = [turn for turn in turns if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    return [str(turn.get("content")).strip() for turn in users]
