@@ -37,8 +37,8 @@ def score(prompt_ids: Any, output_ids: Any, data: Mapping[str, Any]) -> Any:
             ENDED.wait()
         case "text":
             return "1.0"
-        case "nothing":
-            return None
+        case "complex":
+            return 1j
     return 0.5
 
 
@@ -77,7 +77,7 @@ CASES = {
     "interrupt": r"raised KeyboardInterrupt \(LINE\)",
     "cancel": r"raised CancelledError \(LINE\)",
     "text": r"returned '1.0', not a number \(test_reward_calls.py:\d+\)\nfix: return a float",
-    "nothing": r"returned None, not a number",
+    "complex": r"returned 1j, not a number",
 }
 
 

@@ -6,7 +6,8 @@ import base64
 import io
 import json
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -65,7 +66,7 @@ def _text(value: object) -> str:
         )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]"
-    if isinstance(value, Set):
+    if isinstance(value, AbstractSet):
         return "[" + ", ".join(sorted(map(_text, value))) + "]"
     return _number(value) if isinstance(value, float | Decimal) else _scalar(value)
 
@@ -76,7 +77,7 @@ def _number(value: float | Decimal) -> str:
     return str(value) if isinstance(value, WrittenFloat | Decimal) else float.__repr__(value)
 
 
-def _scalar(value: object) -> str:
+def _scalar(value: object) -> str:  # noqa: PLR0911  (a table of types)
     if isinstance(value, Enum):
         return _text(value.value)
     if value is None or isinstance(value, str | int):

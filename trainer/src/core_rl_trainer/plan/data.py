@@ -34,7 +34,7 @@ __all__ = ["earlier_runs", "plan_data", "require_budget", "with_template_time"]
 DataPlan: TypeAlias = tuple[TrainingData, Workload, DataStatistics]
 
 
-def plan_data(
+def plan_data(  # noqa: PLR0913  (sections of a recipe)
     section: DataSection,
     interface: ModelInterface[Any],
     tokenizer: PreTrainedTokenizerBase,

@@ -24,8 +24,8 @@ NUMBER = re.compile(
 )
 SIGN = re.compile(r"(?P<sign>[-+])(?P<gap> ?)(?:\\?[$€£¥₹] ?)?$")
 SAME = str.maketrans(
-    {**dict.fromkeys("−－﹣–", "-"), "＋": "+", "，": ",", "．": ".", "٫": ".", "٬": ",", "’": "'", "／": "/"}
-    | dict.fromkeys("\u00a0\u2009\u202f\u2007\u3000", " ")
+    "\u2212\uff0d\ufe63\u2013\uff0b\uff0c\uff0e\u066b\u066c\u2019\uff0f\u00a0\u2009\u202f\u2007\u3000",
+    "----+,..,'/     ",
 )
 """Characters that are written for another one: the minus sign U+2212, full-width forms, narrow spaces."""
 LATEX = (
@@ -39,21 +39,19 @@ AROUND = re.compile(r"\\boxed|\\[()\[\]%$]|[\s$€£¥₹%{}]|\.$|^[-+]")
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in ``text``; None where there is none.
+    r"""The last number in ``text``; None where there is none.
 
     Read are groups of three digits (``5,600.50``, ``1 234``), decimals, exponents, fractions of integers (``1/2``,
-    ``\\frac{1}{2}``) and any script's digits. A dash is a sign unless it stands after a number or a word. Currencies,
+    ``\frac{1}{2}``) and any script's digits. A dash is a sign unless it stands after a number or a word. Currencies,
     units and the percent sign are not read.
     """
     text = _plain(text)
-    match = None
-    for match in NUMBER.finditer(text):
-        pass
-    return None if match is None else _value(match, text)
+    matches = list(NUMBER.finditer(text))
+    return _value(matches[-1], text) if matches else None
 
 
 def only_number(text: str) -> Fraction | None:
-    """The number that ``text`` is, also after ``####`` (GSM8K), in ``\\boxed{}``, or with a currency or percent sign.
+    r"""The number that ``text`` is, also after ``####`` (GSM8K), in ``\boxed{}``, or with a currency or percent sign.
 
     None for any other text.
     """
