@@ -119,7 +119,7 @@ def test_the_next_call_after_an_exit_is_fine(loop: LoopThread) -> None:
         assert asyncio.run(ask(loop, where, "")) == 0.5
 
 
-async def ask(loop: LoopThread, where: str, do: str, timeout_s: float = 20) -> float:
+async def ask(loop: LoopThread, where: str, do: str, timeout_s: float = 20) -> float | None:
     async def on_loop(*args: Any) -> float:
         return await call_on_loop(loop, score_later, *args)  # type: ignore[no-any-return]
 

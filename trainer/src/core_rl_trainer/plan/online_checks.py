@@ -46,14 +46,14 @@ def check_filter(name: str | None, should_accept: AcceptFn | None, *, has_reward
 
 def with_answer_checks(kind: ExampleKind, rewards: Iterable[Callable[..., Any]]) -> ExampleKind:
     """``kind``, whose examples have an ``answer`` that all ``rewards`` can compare with; see `AnswerCheck`."""
-    checks = {
-        name_of(reward): check for reward in rewards if (check := getattr(reward, "check_answer", None))
+    checks: dict[str, AnswerCheck] = {
+        name_of(reward): reward.check_answer for reward in rewards if hasattr(reward, "check_answer")
     }
 
     def check(example: Example) -> str | None:
         if (problem := kind.check(example)) is not None:
             return problem
-        problems = {name: _answer_problem(check, example.get("answer")) for name, check in checks.items()}
+        problems = {name: _answer_problem(reads, example.get("answer")) for name, reads in checks.items()}
         return next(
             (
                 f"has an 'answer' that {text}; the reward {name} cannot compare with it: correct it, or name its "

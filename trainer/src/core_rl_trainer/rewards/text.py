@@ -109,14 +109,14 @@ def _number(answer: Any) -> Fraction | None:
 
 @checks_answers(lambda answer: answer_problem(answer, _text, "a text or a number"))
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
-    """1 if the completion is the sample's ``answer``, up to white space around it, or one of several; else 0."""
+    """1 if the completion is the sample's ``answer``, up to white space around it, or among several answers; else 0."""
     answers = map(_text, alternatives(expected_answer(sample, text_match)))
     return float(completion.strip() in answers)
 
 
 @checks_answers(lambda answer: answer_problem(answer, _number, "a number alone"))
 def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
-    """1 if the last number in the completion equals the sample's ``answer``, or one of several; else 0.
+    """1 if the last number in the completion equals the sample's ``answer``, or among several answers; else 0.
 
     Numbers are compared by value: ``3.0`` is 3, and ``3.5`` is neither 3 nor 5. See `last_number` for their forms: no
     expression is computed, a decimal comma separates two numbers, and ``50%`` is 50. The answer is a number alone, as

@@ -125,7 +125,7 @@ def _term(
 
 
 class _OnLoop:
-    """A function whose coroutines, also of a plain function that returns one, run on the loop of rewards.
+    """A function whose coroutines run on the loop of rewards, also where a plain function returns them.
 
     So a blocking call does not stall the generation, and clients that functions keep belong to one loop.
     """
