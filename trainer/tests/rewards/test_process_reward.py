@@ -57,7 +57,7 @@ class Unreadable:
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(int, "x"), ()
 
-    def __call__(self, *args: Any) -> float:
+    def __call__(self, *args: Any) -> float | None:
         return 0.0
 
 
@@ -67,7 +67,7 @@ def pool() -> Iterator[ProcessReward]:
         yield made
 
 
-def ask(reward: ProcessReward, do: str, tmp_path: Path) -> float:
+def ask(reward: ProcessReward, do: str, tmp_path: Path) -> float | None:
     data = {"do": do, "pids": str(tmp_path / "pids")}
     return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1"))
 

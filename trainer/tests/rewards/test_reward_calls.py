@@ -37,8 +37,8 @@ def score(prompt_ids: Any, output_ids: Any, data: Mapping[str, Any]) -> Any:
             ENDED.wait()
         case "text":
             return "1.0"
-        case "nothing":
-            return None
+        case "complex":
+            return 1j
     return 0.5
 
 
@@ -77,7 +77,7 @@ CASES = {
     "interrupt": r"raised KeyboardInterrupt \(LINE\)",
     "cancel": r"raised CancelledError \(LINE\)",
     "text": r"returned '1.0', not a number \(test_reward_calls.py:\d+\)\nfix: return a float",
-    "nothing": r"returned None, not a number",
+    "complex": r"returned 1j, not a number",
 }
 
 
@@ -119,7 +119,7 @@ def test_the_next_call_after_an_exit_is_fine(loop: LoopThread) -> None:
         assert asyncio.run(ask(loop, where, "")) == 0.5
 
 
-async def ask(loop: LoopThread, where: str, do: str, timeout_s: float = 20) -> float:
+async def ask(loop: LoopThread, where: str, do: str, timeout_s: float = 20) -> float | None:
     async def on_loop(*args: Any) -> float:
         return await call_on_loop(loop, score_later, *args)  # type: ignore[no-any-return]
 

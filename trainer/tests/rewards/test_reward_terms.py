@@ -97,13 +97,31 @@ def test_batched_rewards_score_a_group_at_once(value: Any) -> None:
         (0.5, "returned 0.5, not a list of 3 numbers"),
         ("abc", "returned 'abc', not a list of 3 numbers"),
         ({"a": 1.0}, "returned {.a.: 1.0}, not a list of 3 numbers"),
-        ([1.0, None, 2.0], "for completion 1, returned None, not a number"),
+        ([1.0, "2", 2.0], "for completion 1, returned '2', not a number"),
         ([1.0, 2.0, float("nan")], "for completion 2, returned nan; rewards are finite"),
     ],
 )
 def test_wrong_batched_rewards_are_refused(value: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=f"(?s)sample 4: the reward function Batched,? {message}"):
         asyncio.run(batched_workflow(Batched(value)).arun_episode(Echo(), {"prompt_ids": [5, 6]}, 4))
+
+
+def test_rewards_that_do_not_apply_are_left_out() -> None:
+    batch = asyncio.run(
+        batched_workflow(Batched([None, 1, 2])).arun_episode(Echo(), {"prompt_ids": [5, 6]}, 0)
+    )
+    assert batch is not None
+    lengths = batch["reward/length"].tolist()
+    assert batch["rewards"].tolist() == [0.5 * lengths[0], 0.5 * lengths[1] - 1, 0.5 * lengths[2] - 2]
+    assert reward_metrics(batch)["reward/position"] == 1.5
+
+
+def test_no_applicable_reward_is_an_error() -> None:
+    def no_reward(prompt_ids: Any, output_ids: Any, data: Any) -> None: ...
+
+    workflow = SingleTurnWorkflow(reward=WeightedRewards((RewardTerm(name="none", function=no_reward),)))
+    with pytest.raises(RolloutError, match="completion 0: no reward applies: None was returned by no_reward"):
+        asyncio.run(workflow.arun_episode(Echo(), {"prompt_ids": [5, 6]}, 0))
 
 
 REWARD = "core_rl_trainer.rewards.text:text_match"

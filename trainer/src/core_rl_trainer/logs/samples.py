@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl_trainer.data.images import IMAGES
+from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.tokenizers import decoded_runs
 
 if TYPE_CHECKING:
@@ -137,4 +137,4 @@ def _answer(value: Any) -> str | None:
     """An answer of the data as text."""
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json_text(value)

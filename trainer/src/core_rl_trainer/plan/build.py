@@ -112,6 +112,7 @@ class PlanBuilder:
             seed=recipe.seed,
             ranks=trainer[1].layout.dp,
             vision_model=recipe.model.path if recipe.model.vision else None,
+            rewards=code.rewards.values() if code else (),
         )
         batch_size = recipe.rollout.prompts_per_step if online else recipe.data.batch_size
         recipe = recipe.with_steps(len(data.train), batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -22,7 +22,7 @@ from core_rl_trainer.data.statistics import DataStatistics, describe_data
 from core_rl_trainer.data.tokenizers import vocabulary_size
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.outputs.run_files import RECIPE
-from core_rl_trainer.plan.online_checks import longest_prompt
+from core_rl_trainer.plan.online_checks import longest_prompt, with_answer_checks
 from core_rl_trainer.plan.run_plan import Workload
 from core_rl_trainer.recipe.rollout import RolloutSection
 
@@ -34,7 +34,7 @@ __all__ = ["earlier_runs", "plan_data", "require_budget", "with_template_time"]
 DataPlan: TypeAlias = tuple[TrainingData, Workload, DataStatistics]
 
 
-def plan_data(
+def plan_data(  # noqa: PLR0913  (sections of a recipe)
     section: DataSection,
     interface: ModelInterface[Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -46,18 +46,19 @@ def plan_data(
     seed: int,
     ranks: int,
     vision_model: str | None,
+    rewards: Collection[Callable[..., Any]] = (),
 ) -> DataPlan:
     """The examples of ``section``, with bounds and statistics of them.
 
     ``models`` are directories, of which the trained one has this ``context``; ``budget`` tokens fit into a micro-batch,
-    and ``ranks`` share the examples of a step. ``vision_model`` is the directory of a trained vision-language model.
-    Raises `ConfigError` where a sequence does not fit.
+    and ``ranks`` share the examples of a step. ``vision_model`` is the directory of a trained vision-language model,
+    and ``rewards`` are the functions that compare with answers. Raises `ConfigError` where a sequence does not fit.
     """
     supervised = isinstance(interface, SupervisedInterface)
     completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
     data = load_training_data(
         section,
-        _example_kind(interface),
+        with_answer_checks(_example_kind(interface), rewards),
         tokenizer,
         seed,
         limit=context if supervised else longest_prompt(context, rollout),

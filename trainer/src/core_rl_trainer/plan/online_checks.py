@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 from core_rl.config.base import Config
 from core_rl.errors import ConfigError, raise_all
@@ -11,10 +13,21 @@ from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.algorithms.fields import BASELINE_REWARDS, BOOTSTRAP, PROXIMAL, REFERENCE, VALUES
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.ppo_critic import PPOCriticInterface
+from core_rl_trainer.data.examples import Example
+from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.recipe.rollout import RolloutSection
+from core_rl_trainer.rewards.calls import ENDINGS, describe_error, name_of
 from core_rl_trainer.rewards.functions import rewards_differ
+from core_rl_trainer.rewards.text import AnswerCheck
 
-__all__ = ["check_algorithm", "check_filter", "check_sampling", "check_token_ids", "longest_prompt"]
+__all__ = [
+    "check_algorithm",
+    "check_filter",
+    "check_sampling",
+    "check_token_ids",
+    "longest_prompt",
+    "with_answer_checks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +42,36 @@ def check_filter(name: str | None, should_accept: AcceptFn | None, *, has_reward
             f"rollout.should_accept = {name!r} would reject every prompt: it compares rewards "
             "before the scores of the reward_model are added; set algorithm.args.drop_equal_groups=true instead"
         )
+
+
+def with_answer_checks(kind: ExampleKind, rewards: Iterable[Callable[..., Any]]) -> ExampleKind:
+    """``kind``, whose examples have an ``answer`` that all ``rewards`` can compare with; see `AnswerCheck`."""
+    checks: dict[str, AnswerCheck] = {
+        name_of(reward): reward.check_answer for reward in rewards if hasattr(reward, "check_answer")
+    }
+
+    def check(example: Example) -> str | None:
+        if (problem := kind.check(example)) is not None:
+            return problem
+        problems = {name: _answer_problem(reads, example.get("answer")) for name, reads in checks.items()}
+        return next(
+            (
+                f"has an 'answer' that {text}; the reward {name} cannot compare with it: correct it, or name its "
+                "column in data.columns.answer"
+                for name, text in problems.items()
+                if text
+            ),
+            None,
+        )
+
+    return replace(kind, check=check) if checks else kind
+
+
+def _answer_problem(check: AnswerCheck, answer: object) -> str | None:
+    try:
+        return check(answer)
+    except (Exception, *ENDINGS) as error:  # noqa: BLE001  (a user's code: the error names its line)
+        return f"has no check, since check_answer {describe_error(error, check).splitlines()[0]}"
 
 
 def check_token_ids(rollout: RolloutSection, vocabulary: int) -> None:

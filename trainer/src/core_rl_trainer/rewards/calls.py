@@ -19,6 +19,7 @@ from core_rl_trainer.rewards.threads import CallThreads
 
 __all__ = [
     "ENDINGS",
+    "awaited",
     "call_on_loop",
     "call_user",
     "code_of",
@@ -130,14 +131,20 @@ def _note_place(
     cancelled.add_note(place_of(function, lines))
 
 
-async def call_user(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``: of a coroutine function on this loop, of any other in a thread of its own.
+async def call_user(function: Callable[..., Any], *args: Any, loop: LoopThread | None = None) -> Any:
+    """``function(*args)``: of a coroutine function on ``loop``, of any other in a thread of its own.
+
+    Without ``loop``, coroutines run on the running loop.
 
     A plain function cannot be interrupted. One that is given up is left behind in its thread, which
     does not keep the process alive.
     """
+    if loop is not None and is_coroutine_function(function):
+        return await call_on_loop(loop, function, *args)
     value = function(*args) if is_coroutine_function(function) else await _in_thread(function, args)
-    return await value if inspect.isawaitable(value) else value
+    if not inspect.isawaitable(value):
+        return value
+    return await value if loop is None else await call_on_loop(loop, awaited, value)
 
 
 def is_coroutine_function(function: object) -> bool:
@@ -166,6 +173,11 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
             lines = []
         _note_place(cancelled, function, lines)
         raise
+
+
+async def awaited(value: Awaitable[_Value]) -> _Value:
+    """The result of ``value``, as a coroutine."""
+    return await value
 
 
 async def call_on_loop(

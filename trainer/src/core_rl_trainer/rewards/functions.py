@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.registry.objects import load_object
+from core_rl_trainer.data.plain import shown
 from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ __all__ = [
 
 LIMIT = "rollout.reward_timeout_s"
 """The setting that limits the time of a reward."""
-SHOWN = 120
-"""Characters of a returned value that an error shows."""
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 class RewardFn(Protocol):
@@ -36,12 +36,12 @@ class RewardFn(Protocol):
 
     It may be a plain function, which runs in a thread of its own, a coroutine function, or either of
     them in other processes (`core_rl_trainer.rewards.process.ProcessReward`). ``data`` is the sample that the
-    loader gave, with whatever the function needs, such as ``answer``.
+    loader gave, with whatever the function needs, such as ``answer``. None: it does not apply to this sample.
     """
 
     def __call__(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any], /
-    ) -> float | Awaitable[float]: ...
+    ) -> float | Awaitable[float | None] | None: ...
 
 
 class BatchedRewardFn(Protocol):
@@ -52,7 +52,7 @@ class BatchedRewardFn(Protocol):
 
     def __call__(
         self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]], data: Mapping[str, Any], /
-    ) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
 
 
 async def compute_reward(
@@ -63,15 +63,15 @@ async def compute_reward(
     *,
     subject: str,
     timeout_s: float | None = None,
-) -> float:
-    """Call ``reward`` and return a finite float.
+) -> float | None:
+    """Call ``reward`` and return a finite float, or None where it does not apply.
 
     Raises `RolloutError` that names ``subject`` when it raises (the original is chained), takes
     longer than ``timeout_s``, or returns something else.
     """
     full_subject = f"{subject}: the reward function {name_of(reward)}"
     value = await _returned(reward, prompt_ids, output_ids, data, subject=full_subject, timeout_s=timeout_s)
-    return as_reward(value, full_subject, place_of(reward))
+    return None if value is None else as_reward(value, full_subject, place_of(reward))
 
 
 async def compute_rewards(
@@ -82,7 +82,7 @@ async def compute_rewards(
     *,
     subject: str,
     timeout_s: float | None = None,
-) -> list[float]:
+) -> list[float | None]:
     """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
     full_subject = f"{subject}: the reward function {name_of(reward)}"
     value = await _returned(reward, prompt_ids, completions, data, subject=full_subject, timeout_s=timeout_s)
@@ -97,40 +97,54 @@ async def _returned(
 
 
 def as_reward(value: object, subject: str, place: str = "") -> float:
-    """``value`` as a finite float, or a `RolloutError` that begins with ``subject``. A text is no number."""
-    if isinstance(value, str | bytes):
-        raise RolloutError(_no_number(subject, value, place))
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise RolloutError(_no_number(subject, value, place)) from error
-    if not math.isfinite(number):
+    """``value`` as a float in the range of float32, or a `RolloutError` that begins with ``subject``.
+
+    Arrays and tensors of one element are numbers, as truth values are. A text is none.
+    """
+    number = _number(value)
+    if number is None:
+        batched = ", or set 'batched: true' in 'rewards'" if isinstance(value, list | tuple) else ""
         raise RolloutError(
-            f"{subject} returned {number}; rewards are finite{place}\nfix: return a finite number"
+            f"{subject} returned {shown(value)}, not a number{place}\n"
+            f"fix: return a float for every completion{batched}"
+        )
+    if not abs(number) <= FLOAT32_MAX:
+        raise RolloutError(
+            f"{subject} returned {shown(value)}; rewards are finite, and in the range of float32{place}\n"
+            "fix: return a finite number"
         )
     return number
 
 
-def as_rewards(value: object, count: int, subject: str, place: str = "") -> list[float]:
-    """``value``, a list, array or tensor, as ``count`` finite floats; else a `RolloutError`, as of `as_reward`."""
+def _number(value: object) -> float | None:
+    """``value`` as a float, infinite where it is beyond floats; None for another value."""
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:  # of NumPy or torch
+        with suppress(ValueError, RuntimeError):  # several elements, or none
+            value = value.item()
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def as_rewards(value: object, count: int, subject: str, place: str = "") -> list[float | None]:
+    """``value``, a list, array or tensor, as ``count`` floats or None; else a `RolloutError`, as of `as_reward`."""
     values = value.tolist() if hasattr(value, "tolist") else value
     fix = "fix: return a list with a float for each completion, in their order"
     if not isinstance(values, list | tuple):
-        shown = textwrap.shorten(repr(value), SHOWN)
-        raise RolloutError(f"{subject} returned {shown}, not a list of {count} numbers{place}\n{fix}")
+        raise RolloutError(f"{subject} returned {shown(value)}, not a list of {count} numbers{place}\n{fix}")
     if len(values) != count:
         raise RolloutError(
             f"{subject} returned a list of length {len(values)} for {count} completions{place}\n{fix}"
         )
-    return [as_reward(number, f"{subject}, for completion {n},", place) for n, number in enumerate(values)]
-
-
-def _no_number(subject: str, value: object, place: str) -> str:
-    shown = textwrap.shorten(repr(value), SHOWN)
-    batched = ", or set 'batched: true' in 'rewards'" if isinstance(value, list | tuple) else ""
-    return (
-        f"{subject} returned {shown}, not a number{place}\nfix: return a float for every completion{batched}"
-    )
+    return [
+        None if number is None else as_reward(number, f"{subject}, for completion {n},", place)
+        for n, number in enumerate(values)
+    ]
 
 
 def rewards_differ(batch: SequenceBatch) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from core_rl.errors import ConfigError, RolloutError
+from core_rl_trainer.data.plain import json_text, sample_fields, shown
 
 if TYPE_CHECKING:
     import aiohttp
@@ -20,6 +20,7 @@ FIRST_DELAY_S = 0.25
 """Before the second attempt; it doubles."""
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a later attempt may succeed."""
+HEADERS = {"Content-Type": "application/json"}
 SHOWN = 200
 """Characters of an answer that an error shows."""
 
@@ -34,7 +35,9 @@ class _Unavailable(RolloutError):
 
 
 class HttpReward:
-    """A `TextRewardFn` that posts ``{"completion": text, "sample": {…}}`` and reads ``{"reward": number}``.
+    """A `TextRewardFn` that posts ``{"completion": text, "sample": {…}}`` and reads ``{"reward": number}``, or null.
+
+    The sample has the fields of the data, as `json_text` writes them.
 
     A batched one is a `BatchedTextRewardFn`: it posts ``completions``, a list of texts, and reads ``rewards``.
     An endpoint that cannot be reached, or is overloaded (status 429 or 5xx), is asked `ATTEMPTS` times. Belongs to
@@ -55,13 +58,13 @@ class HttpReward:
 
     async def __call__(self, completion: str | list[str], sample: Mapping[str, Any], /) -> Any:
         """The reward, or the list of rewards. Raises `RolloutError` for a status or an answer that is no reward."""
-        # Fields that begin with _ are the trainer's own.
-        fields = {name: value for name, value in sample.items() if not name.startswith("_")}
+        name = "completions" if self._batched else "completion"
+        body = json_text({name: completion, "sample": sample_fields(sample)}).encode(
+            errors="backslashreplace"
+        )
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                name = "completions" if self._batched else "completion"
-                content = await self._post({name: completion, "sample": fields})
-                return _parsed(content, self._batched)
+                return _parsed(await self._post(body), self._batched)
             except _Unavailable as error:
                 if attempt == ATTEMPTS:
                     raise RolloutError(
@@ -70,14 +73,14 @@ class HttpReward:
             await asyncio.sleep(FIRST_DELAY_S * 2 ** (attempt - 1))
         raise AssertionError("the last attempt returns or raises")
 
-    async def _post(self, body: Mapping[str, Any]) -> bytes:
+    async def _post(self, body: bytes) -> bytes:
         import aiohttp
 
         if self._session is None:
             # The time limit is that of all rewards, around the call.
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
-            async with self._session.post(self._url, json=body) as response:
+            async with self._session.post(self._url, data=body, headers=HEADERS) as response:
                 content = await response.read()
                 if response.status == 200:
                     return content
@@ -97,7 +100,7 @@ class HttpReward:
             self._session = None
 
 
-def _parsed(content: bytes, batched: bool) -> float | list[float]:
+def _parsed(content: bytes, batched: bool) -> Any:
     """The reward, or the list of rewards, of a response. Raises `RolloutError`."""
     name, form = ("rewards", "[NUMBER, …]") if batched else ("reward", "NUMBER")
     unusable = RolloutError(
@@ -111,12 +114,13 @@ def _parsed(content: bytes, batched: bool) -> float | list[float]:
         return value
     if batched or not _is_number(value):
         raise unusable
-    return float(value)
+    return value
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether ``value`` is a number, or None: the reward does not apply."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _shown(content: bytes) -> str:
-    return textwrap.shorten(repr(content.decode(errors="replace")), SHOWN)
+    return shown(content.decode(errors="replace"), SHOWN)

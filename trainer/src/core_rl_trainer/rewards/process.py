@@ -23,7 +23,7 @@ from core_rl.errors import ConfigError, EngineStateError, RolloutError
 from core_rl.launch.process import start_process
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import end_with_driver
-from core_rl_trainer.rewards.calls import ENDINGS, describe_error, name_of, place_of
+from core_rl_trainer.rewards.calls import ENDINGS, awaited, describe_error, name_of, place_of
 from core_rl_trainer.rewards.functions import LIMIT, as_reward, as_rewards
 
 __all__ = ["ProcessReward"]
@@ -200,12 +200,16 @@ def worker_main(connection: Connection, batched: bool) -> None:
         connection.send((False, place_of(functions[0], lines) if functions else ""))
 
     signal.signal(LINE_SIGNAL, report_line)
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the driver closed its end
+    # One event loop for all calls: clients and locks that a function keeps belong to the loop of their first use.
+    with (
+        asyncio.Runner() as runner,
+        suppress(EOFError, BrokenPipeError, ConnectionResetError),
+    ):  # the driver's end
         pickled = connection.recv()
         connection.send(_outcome(pickle.loads, lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)
         while functions:
             args = connection.recv()
-            connection.send(_outcome(functions[0], lambda: _rewards(functions[0], args, batched)))  # noqa: B023 (called now)
+            connection.send(_outcome(functions[0], lambda: _rewards(functions[0], args, batched, runner)))  # noqa: B023 (called now)
 
 
 def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
@@ -217,14 +221,12 @@ def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
         return False, describe_error(error, function)
 
 
-def _rewards(function: Callable[..., Any], args: tuple[Any, ...], batched: bool) -> float | list[float]:
+def _rewards(
+    function: Callable[..., Any], args: tuple[Any, ...], batched: bool, runner: asyncio.Runner
+) -> float | list[float | None] | None:
     value = function(*args)
     if inspect.isawaitable(value):
-        value = asyncio.run(_awaited(value))
+        value = runner.run(awaited(value))
     if batched:
         return as_rewards(value, len(args[-2]), "it", place_of(function))
-    return as_reward(value, "it", place_of(function))
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+    return None if value is None else as_reward(value, "it", place_of(function))

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from core_rl.errors import RolloutError
 from core_rl_trainer.data.examples import answer_text
+from core_rl_trainer.data.plain import shown
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
+from core_rl_trainer.rewards.numbers import last_number, only_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "AnswerCheck",
     "BatchedTextRewardFn",
     "NamedReward",
     "TextReward",
     "TextRewardFn",
+    "alternatives",
+    "answer_problem",
+    "checks_answers",
     "completion_text",
     "expected_answer",
     "integer_match",
     "text_match",
 ]
 
-_INTEGER = re.compile(r"[-+]?\d+")
+_Reward = TypeVar("_Reward", bound=Callable[..., Any])
 
 
 class TextRewardFn(Protocol):
-    """Scores the text of one completion; ``sample`` is the line of the JSONL file. May be a coroutine function."""
+    """Scores the text of one completion; ``sample`` is the line of the JSONL file. May be a coroutine function.
 
-    def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]: ...
+    None: it does not apply to this sample. See `AnswerCheck` for its optional attribute ``check_answer``.
+    """
+
+    def __call__(
+        self, completion: str, sample: Mapping[str, Any], /
+    ) -> float | Awaitable[float | None] | None: ...
 
 
 class BatchedTextRewardFn(Protocol):
@@ -42,28 +55,88 @@ class BatchedTextRewardFn(Protocol):
 
     def __call__(
         self, completions: list[str], sample: Mapping[str, Any], /
-    ) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]: ...
 
 
+class AnswerCheck(Protocol):
+    """Optional attribute ``check_answer`` of a reward, which is called for every example before the run starts."""
+
+    def __call__(self, answer: Any, /) -> str | None:
+        """The problem of an example's ``answer``, such as "is empty"; None where the reward can compare with it."""
+
+
+def checks_answers(check: AnswerCheck) -> Callable[[_Reward], _Reward]:
+    """Decorator of a reward, whose ``check_answer`` is ``check``."""
+
+    def decorate(reward: _Reward) -> _Reward:
+        reward.check_answer = check  # type: ignore[attr-defined]
+        return reward
+
+    return decorate
+
+
+def alternatives(answer: Any) -> list[Any]:
+    """The answers of which one is expected: a list, also as verl's ``{"target": [...]}``, or a single one."""
+    if isinstance(answer, Mapping) and set(answer) == {"target"}:
+        answer = answer["target"]
+    return list(answer) if isinstance(answer, list | tuple | set) else [answer]
+
+
+def answer_problem(answer: Any, read: Callable[[Any], object], needs: str) -> str | None:
+    """The problem of an ``answer``, of which ``read`` returns None for an alternative that is not what it ``needs``."""
+    if answer is None:
+        return "is missing"
+    texts = alternatives(answer)
+    wrong = [text for text in texts if (isinstance(text, str) and not text.strip()) or read(text) is None]
+    if wrong or not texts:
+        return f"is {shown(wrong[0] if wrong else answer, 80)}, and not {needs}"
+    return None
+
+
+def _text(answer: Any) -> str | None:
+    """``answer`` as text; None for other types than texts, numbers and truth values, and for NaN."""
+    if not isinstance(answer, str | int | float | Decimal) or (
+        isinstance(answer, float | Decimal) and not math.isfinite(answer)
+    ):
+        return None
+    return answer_text(answer).strip()
+
+
+def _number(answer: Any) -> Fraction | None:
+    text = None if isinstance(answer, bool) else _text(answer)
+    return None if text is None else only_number(text)
+
+
+@checks_answers(lambda answer: answer_problem(answer, _text, "a text or a number"))
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
-    """1 if the completion is the sample's ``answer``, up to white space around it; else 0."""
-    return float(completion.strip() == answer_text(expected_answer(sample)).strip())
+    """1 if the completion is the sample's ``answer``, up to white space around it, or among several answers; else 0."""
+    answers = map(_text, alternatives(expected_answer(sample, text_match)))
+    return float(completion.strip() in answers)
 
 
+@checks_answers(lambda answer: answer_problem(answer, _number, "a number alone"))
 def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
-    """1 if the last integer in the completion is the sample's ``answer``; else 0."""
-    integers = _INTEGER.findall(completion.replace(",", ""))
-    return float(bool(integers) and int(integers[-1]) == int(expected_answer(sample)))
+    """1 if the last number in the completion equals the sample's ``answer``, or among several answers; else 0.
+
+    Numbers are compared by value: ``3.0`` is 3, and ``3.5`` is neither 3 nor 5. See `last_number` for their forms: no
+    expression is computed, a decimal comma separates two numbers, and ``50%`` is 50. The answer is a number alone, as
+    of `only_number`.
+    """
+    number = last_number(completion)
+    answers = map(_number, alternatives(expected_answer(sample, integer_match)))
+    return float(number is not None and number in answers)
 
 
-def expected_answer(sample: Mapping[str, Any]) -> Any:
-    """The ``answer`` of a sample; `RolloutError` where it has none."""
-    if sample.get("answer") is None:
+def expected_answer(sample: Mapping[str, Any], reward: object) -> Any:
+    """The ``answer`` of a sample. Raises `RolloutError` where ``reward`` cannot compare with it."""
+    answer = sample.get("answer")
+    check: AnswerCheck | None = getattr(reward, "check_answer", None)
+    if check is not None and (problem := check(answer)) is not None:
         raise RolloutError(
-            f"a sample has no 'answer' to compare with; it has {sorted(sample)}\n"
-            "fix: name another reward, or add the field"
+            f"the 'answer' of a sample {problem}; the sample has {sorted(sample)}\n"
+            "fix: correct the answer, or name another reward"
         )
-    return sample["answer"]
+    return answer
 
 
 def completion_text(
@@ -125,7 +198,9 @@ class NamedReward:
     def __wrapped__(self) -> TextRewardFn:
         return _loaded(self.name)
 
-    def __call__(self, completion: str, sample: Mapping[str, Any], /) -> float | Awaitable[float]:
+    def __call__(
+        self, completion: str, sample: Mapping[str, Any], /
+    ) -> float | Awaitable[float | None] | None:
         """Load the function, the first time, and call it."""
         return _loaded(self.name)(completion, sample)
 

@@ -24,7 +24,6 @@ from core_rl.seeds import derive_seed
 from core_rl_trainer.data.kinds import MEDIA
 from core_rl_trainer.environments import Environment, Observation
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
-from core_rl_trainer.rewards.config import ENVIRONMENT
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
 from core_rl_trainer.rewards.terms import GroupScorer, Reward, WeightedRewards, reward_fields
 
@@ -188,10 +187,9 @@ class MultiTurnWorkflow:
             prompt = await self._call(environment, environment.reset(data), f"{subject}: reset of")
             transcript = Transcript(prompt, data.get(MEDIA, NO_MEDIA))
             earned = await self._turns(engine, environment, transcript, position)
-            scored = await scorer.score(position[1], prompt, transcript.last_response)
+            reward = await scorer.score(position[1], prompt, transcript.last_response, earned)
         finally:
             await self._call(environment, environment.close(), f"{subject}: close of")
-        reward = Reward(total=earned + scored.total, terms={ENVIRONMENT: earned, **scored.terms})
         return transcript, reward
 
     async def _turns(

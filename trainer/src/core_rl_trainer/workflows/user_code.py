@@ -12,7 +12,7 @@ from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
-from core_rl_trainer.rewards.calls import call_on_loop, is_coroutine_function, name_of
+from core_rl_trainer.rewards.calls import call_user, name_of
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
@@ -95,7 +95,9 @@ def open_user_code(
                     )
                 )
             else:
-                opened[name, batched] = _opened(function, loop, stack)
+                if isinstance(function, HttpReward):
+                    stack.callback(_close_endpoint, loop, function)
+                opened[name, batched] = _OnLoop(function, loop)
         yield UserCode(
             reward=WeightedRewards(
                 tuple(
@@ -122,16 +124,11 @@ def _term(
     )
 
 
-def _opened(function: Callable[..., Any], loop: LoopThread, stack: ExitStack) -> Callable[..., Any]:
-    """``function``, which runs on the loop of rewards if it is a coroutine function or an endpoint."""
-    if isinstance(function, HttpReward):
-        stack.callback(_close_endpoint, loop, function)
-        return _OnLoop(function, loop)
-    return _OnLoop(function, loop) if is_coroutine_function(function) else function
-
-
 class _OnLoop:
-    """A coroutine function on the loop of rewards, so that a blocking call does not stall the generation."""
+    """A function whose coroutines run on the loop of rewards, also where a plain function returns them.
+
+    So a blocking call does not stall the generation, and clients that functions keep belong to one loop.
+    """
 
     def __init__(self, function: Any, loop: LoopThread) -> None:
         self.__name__ = name_of(function)
@@ -139,7 +136,7 @@ class _OnLoop:
         self._loop = loop
 
     async def __call__(self, *args: Any) -> Any:
-        return await call_on_loop(self._loop, self.__wrapped__, *args)
+        return await call_user(self.__wrapped__, *args, loop=self._loop)
 
 
 def _close_endpoint(loop: LoopThread, reward: HttpReward) -> None:
