@@ -93,8 +93,8 @@ def test_each_form_of_images_is_read(model: Path, image: Path, row: dict[str, An
         end,
         tokenizer.convert_tokens_to_ids("?"),
     ]
-    assert sample[MEDIA]["image_grid_thw"].tolist() == [[1, 6, 6]]
-    assert sample[MEDIA]["pixel_values"].shape == (36, 96)
+    assert sample[MEDIA][0]["image_grid_thw"].tolist() == [[1, 6, 6]]
+    assert sample[MEDIA][0]["pixel_values"].shape == (36, 96)
 
 
 def test_batches_have_images_of_their_sequences(model: Path, image: Path) -> None:
@@ -120,7 +120,7 @@ def test_batches_have_images_of_their_sequences(model: Path, image: Path) -> Non
 def test_equal_images_are_held_once(model: Path, image: Path) -> None:
     rows = [{"prompt": "<image>?", "images": ["red.png"], "answer": answer} for answer in "sc"]
     train = load(model, rows, image.parent, DEMONSTRATIONS).train
-    assert train[0][MEDIA] is train[1][MEDIA]
+    assert train[0][MEDIA][0] is train[1][MEDIA][0]
 
 
 def animated(path: Path) -> None:
@@ -132,13 +132,13 @@ def animated(path: Path) -> None:
     ("write", "message"),
     [
         (lambda path: None, "is not there; correct the path"),
-        (lambda path: path.write_bytes(b"no image"), "cannot be read: cannot identify image file"),
+        (lambda path: path.write_bytes(b"no image"), "cannot be read: Pillow knows no such format"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (
             lambda path: Image.new("RGB", (101, 100)).save(path, format="PNG"),
             "101 x 100 pixels, more than data.max_image_pixels = 10000",
         ),
-        (animated, r"is animated \(3 frames\)"),
+        (animated, r"is an animation or several pages \(3 frames\)"),
     ],
     ids=["missing", "text", "empty", "large", "animated"],
 )
@@ -166,10 +166,10 @@ def test_truncated_images_are_named(model: Path, image: Path) -> None:
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "0 images and 1 places",
         ),
-        ({"prompt": "<image>?", "images": [7]}, "no list of paths"),
+        ({"prompt": "<image>?", "images": [7]}, "image 1 in 'images' that is 7; write a path"),
         (
             {"prompt": "<image><|image_pad|>?", "images": ["red.png"]},
-            "2 placeholders of images among its tokens, and 1 images",
+            "spells the placeholder",
         ),
     ],
 )

@@ -40,6 +40,8 @@ class SourceStatistics:
     """Tokens of the measured examples: of all examples, but with streaming."""
     trained: int
     """Tokens of them that are trained; 0 for prompts."""
+    images: int
+    """Images of them, each as often as an example has it."""
     sequences: int
     """Sequences: an example has several where its chat template renders earlier turns otherwise."""
     shortest: int
@@ -58,6 +60,7 @@ class SourceStatistics:
             f"{self.share:.0%} of the draws" if self.share < 1 else "",
             f"{self.too_long:,} too long and left out" if self.too_long else "",
             f"{self.sequences:,} sequences" if self.sequences > self.measured else "",
+            f"{self.images:,} images{sampled}" if self.images else "",
             f"{self.tokens:,} tokens{sampled}",
             f"{self.trained:,} of them trained" if self.trained else "",
             f"{self.shortest:,} to {self.longest:,} each, median {self.median:,.0f}",
@@ -130,6 +133,7 @@ def _describe(part: SampleDataset, seed: int, share: float) -> SourceStatistics:
         share=share,
         tokens=sum(sum(size.units) for size in sizes),
         trained=sum(size.trained for size in sizes),
+        images=sum(size.images for size in sizes),
         sequences=sum(len(size.units) for size in sizes),
         shortest=min(lengths),
         median=float(median(lengths)),

@@ -167,7 +167,22 @@ def decoded_runs(
 ) -> list[tuple[bool, str]]:
     """The texts of consecutive tokens with the same value of ``mask``, with spaces as they are."""
     runs = groupby(zip(ids, mask, strict=True), key=itemgetter(1))
-    return [
-        (trained, str(tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)))
-        for trained, run in runs
-    ]
+    return [(trained, _decoded(tokenizer, [token for token, _ in run])) for trained, run in runs]
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of ``ids``; special tokens that are repeated, as those of an image, once with their number."""
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    text, pending = "", list[int]()
+    for token, run in groupby(ids):
+        repeated = list(run)
+        if token in special and len(repeated) > 1:
+            text += _text(tokenizer, pending) + f"{_text(tokenizer, [token])} ×{len(repeated)}"
+            pending = []
+        else:
+            pending += repeated
+    return text + _text(tokenizer, pending)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
