@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
 import struct
 import zlib
@@ -41,6 +40,8 @@ UNREADABLE = (ArithmeticError, LookupError, EOFError, OSError, SyntaxError, Type
 
 class ImageName(str):
     """The name of an image in messages and records: the path of its file, or a label of an embedded one."""
+
+    __slots__ = ("content", "place")
 
     place: str
     """The image in its example, such as ``image 1 in 'images'``."""
@@ -109,14 +110,14 @@ def _source_of_text(text: str, directory: Path) -> str | bytes:
         )
     if not text.strip():
         raise BatchError("is an empty text; write its path, or remove it together with its place")
-    return str(directory / os.path.expanduser(text))
+    return str(directory / (Path(text).expanduser() if text.startswith("~/") else text))
 
 
 def _source_of_object(value: Mapping[str, object], directory: Path) -> str | bytes:
     name = next((key for key in KEYS if value.get(key) not in (None, "", b"")), None)
     if name is None:
         raise BatchError(
-            f"is the object {shortened(value)}, which has neither 'bytes' nor 'path'; write one of them"
+            f"is the object {shortened(value)}, which has neither 'bytes' nor 'path'; write either"
         )
     inner = value[name]
     return _decoded(inner) if name in ENCODED and isinstance(inner, str) else _source(inner, directory)
@@ -173,7 +174,7 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
 
     Raises `BatchError` with a phrase about the image, without a subject.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
@@ -181,12 +182,12 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
             frames = getattr(image, "n_frames", 1)
             if frames > 1 and image.format not in STILL:
                 raise BatchError(
-                    f"is an animation or several pages ({frames} frames); save one of them as an image"
+                    f"is an animation or several pages ({frames} frames); save a single frame as an image"
                 )
             return to_rgb(image)
     except FileNotFoundError as error:
         raise BatchError("is not there; correct the path, which is relative to the data") from error
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise BatchError("cannot be read: Pillow knows no such format; save it as PNG or JPEG") from error
     except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageEncoder", "located", "with_images", "without_images"]
 
 COLUMNS = (IMAGES, "image")
-"""Fields of an example with its images, of which it has one."""
+"""Fields of an example with its images; an example has either."""
 PLACE = "<image>"
 """The place of an image in a text."""
 CHATS = ("prompt", "messages", "answer", "chosen", "rejected")
@@ -239,8 +239,8 @@ class ImageEncoder:
             ) from error
         sizes = [(name, getattr(processor, name, None), other) for name, other in SIZES.items()]
         problems = [
-            f"{name} = {size}, and the model has vision_config.{other} = {expected}; copy this file from the model that "
-            "it was trained from"
+            f"{name} = {size}, and the model has vision_config.{other} = {expected}; copy this file from the "
+            "model that it was trained from"
             for name, size, other in sizes
             if size != (expected := getattr(config.vision_config, other))
         ]
@@ -261,7 +261,7 @@ class ImageEncoder:
         """
         columns = [example[name] for name in COLUMNS if example.get(name)]
         if len(columns) > 1:
-            raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; leave one of the columns out")
+            raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
         places = _Places(self.marker, [image for column in columns for image in column])
         prompts, completions = _fields(kind, example)
         changed = {name: places.marked(example[name]) for name in prompts if example.get(name) is not None}

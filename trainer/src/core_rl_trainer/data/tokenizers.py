@@ -177,12 +177,12 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     for token, run in groupby(ids):
         repeated = list(run)
         if token in special and len(repeated) > 1:
-            text += _text(tokenizer, pending) + f"{_text(tokenizer, [token])} ×{len(repeated)}"
+            text += _text(tokenizer, pending) + f"{_text(tokenizer, [token])} ×{len(repeated)}"  # noqa: RUF001
             pending = []
         else:
             pending += repeated
     return text + _text(tokenizer, pending)
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
