@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from shapes_support import shapes
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import demonstration_batch, preference_batch
 from core_rl_trainer.data.config import DataSection
+from core_rl_trainer.data.image_files import image_name, read_image, to_rgb
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, MEDIA, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.tokenizers import load_tokenizer
+from core_rl_trainer.data.tokenizers import load_tokenizer, marked_text
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 
 FEATURES = 9
@@ -46,6 +54,12 @@ def load(
 ) -> TrainingData:
     data = directory / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_path(model, data, kind, vision, **section)
+
+
+def load_path(
+    model: Path, data: Path, kind: ExampleKind = PROMPTS, vision: bool = True, **section: Any
+) -> TrainingData:
     return load_training_data(
         DataSection(train=str(data), **section),
         kind,
@@ -93,8 +107,8 @@ def test_each_form_of_images_is_read(model: Path, image: Path, row: dict[str, An
         end,
         tokenizer.convert_tokens_to_ids("?"),
     ]
-    assert sample[MEDIA]["image_grid_thw"].tolist() == [[1, 6, 6]]
-    assert sample[MEDIA]["pixel_values"].shape == (36, 96)
+    assert sample[MEDIA][0]["image_grid_thw"].tolist() == [[1, 6, 6]]
+    assert sample[MEDIA][0]["pixel_values"].shape == (36, 96)
 
 
 def test_batches_have_images_of_their_sequences(model: Path, image: Path) -> None:
@@ -120,7 +134,7 @@ def test_batches_have_images_of_their_sequences(model: Path, image: Path) -> Non
 def test_equal_images_are_held_once(model: Path, image: Path) -> None:
     rows = [{"prompt": "<image>?", "images": ["red.png"], "answer": answer} for answer in "sc"]
     train = load(model, rows, image.parent, DEMONSTRATIONS).train
-    assert train[0][MEDIA] is train[1][MEDIA]
+    assert train[0][MEDIA][0] is train[1][MEDIA][0]
 
 
 def animated(path: Path) -> None:
@@ -132,13 +146,13 @@ def animated(path: Path) -> None:
     ("write", "message"),
     [
         (lambda path: None, "is not there; correct the path"),
-        (lambda path: path.write_bytes(b"no image"), "cannot be read: cannot identify image file"),
+        (lambda path: path.write_bytes(b"no image"), "cannot be read: Pillow knows no such format"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
         (
             lambda path: Image.new("RGB", (101, 100)).save(path, format="PNG"),
             "101 x 100 pixels, more than data.max_image_pixels = 10000",
         ),
-        (animated, r"is animated \(3 frames\)"),
+        (animated, r"is an animation or several pages \(3 frames\)"),
     ],
     ids=["missing", "text", "empty", "large", "animated"],
 )
@@ -166,10 +180,10 @@ def test_truncated_images_are_named(model: Path, image: Path) -> None:
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "0 images and 1 places",
         ),
-        ({"prompt": "<image>?", "images": [7]}, "no list of paths"),
+        ({"prompt": "<image>?", "images": [7]}, "image 1 in 'images' that is 7; write a path"),
         (
             {"prompt": "<image><|image_pad|>?", "images": ["red.png"]},
-            "2 placeholders of images among its tokens, and 1 images",
+            "spells the placeholder",
         ),
     ],
 )
@@ -190,4 +204,326 @@ def test_missing_processor_is_named(model: Path, image: Path, tmp_path: Path) ->
         if file.name != "preprocessor_config.json":
             (copy / file.name).write_bytes(file.read_bytes())
     with pytest.raises(ConfigError, match=r"has no image processor.*copy preprocessor_config\.json"):
+        load(copy, [{"prompt": "?"}], image.parent)
+
+
+# ------------------------------------------------------------------- pictures
+
+COLOURS = ("RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "L", "1", "P")
+ALPHAS = ("RGBA", "RGBa", "LA", "La", "PA")
+DEPTHS = ("I;16", "I;16B", "I;16L")
+FILES = {
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B"),
+    "TIFF": ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I;16B"),
+    "JPEG2000": ("L", "LA", "RGB", "RGBA", "CMYK", "I;16"),
+    "TGA": ("L", "LA", "P", "RGB", "RGBA"),
+}
+"""Modes that a format keeps without loss."""
+
+
+def picture(mode: str, seed: int) -> Image.Image:
+    """Noise of 6 x 5 pixels in a mode of Pillow."""
+    random = np.random.default_rng(seed)
+    if mode in DEPTHS:
+        values = random.integers(0, 65536, (5, 6)).astype(">u2" if mode == "I;16B" else "<u2")
+        return Image.frombytes(mode, (6, 5), values.tobytes())
+    image = Image.fromarray(random.integers(0, 256, (5, 6, 4), dtype=np.uint8))
+    if mode in ("P", "PA"):
+        indexed = image.convert("RGB").quantize(8)
+        return indexed if mode == "P" else Image.merge("PA", (indexed, image.getchannel("A")))
+    if mode in ("LA", "La"):
+        return image.convert("LA").convert(mode)
+    return image.convert("RGB").convert(mode) if mode not in ("RGBA", "RGBa") else image.convert(mode)
+
+
+def over_white(rgb: np.ndarray, alpha: np.ndarray) -> np.ndarray:
+    """Colours ``[H, W, 3]`` with opacities ``[H, W]``, both of 8 bits, on white."""
+    opacity = alpha[..., None] / 255
+    return np.rint(rgb * opacity + 255 * (1 - opacity))
+
+
+def expected(image: Image.Image) -> np.ndarray:
+    """The picture ``[H, W, 3]`` that the page *Train on images* states."""
+    if image.mode in DEPTHS:
+        return np.rint(np.asarray(image)[..., None].repeat(3, axis=2) / 257.0)
+    if image.mode in ALPHAS:
+        straight = image.convert("LA") if image.mode == "La" else image
+        rgba = np.asarray(straight.convert("RGBA")).astype(float)
+        return over_white(rgba[..., :3], rgba[..., 3])
+    return np.asarray(image.convert("RGB")).astype(float)
+
+
+def difference(image: Image.Image, values: np.ndarray) -> float:
+    return float(np.abs(np.asarray(image).astype(float) - values).max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(mode=st.sampled_from((*COLOURS, *ALPHAS, *DEPTHS)), seed=st.integers(0, 2**32 - 1))
+def test_each_mode_becomes_rgb_over_white(mode: str, seed: int) -> None:
+    image = picture(mode, seed)
+    rgb = to_rgb(image)
+    assert rgb.mode == "RGB"
+    assert difference(rgb, expected(image)) <= (1 if mode in ALPHAS else 0)
+
+
+@pytest.mark.parametrize(
+    ("file_format", "mode"), [(name, mode) for name, modes in FILES.items() for mode in modes]
+)
+def test_each_format_keeps_the_rule(file_format: str, mode: str) -> None:
+    content, image = BytesIO(), picture(mode, 7)
+    image.save(content, file_format, **({"irreversible": False} if file_format == "JPEG2000" else {}))
+    rgb = read_image(content.getvalue(), 1000)
+    assert difference(rgb, expected(image)) <= (1 if mode in ALPHAS else 0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "I;16"])
+def test_transparent_colours_become_white(mode: str) -> None:
+    image, content = picture(mode, 3), BytesIO()
+    key = image.getpixel((0, 0))
+    image.save(content, "PNG", transparency=key)
+    values = expected(image)
+    pixels = np.array([[image.getpixel((x, y)) == key for x in range(6)] for y in range(5)])
+    values[pixels] = 255
+    assert difference(read_image(content.getvalue(), 1000), values) == 0
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied(orientation: int) -> None:
+    from transformers.image_utils import load_image
+
+    content, image, exif = BytesIO(), picture("RGB", 1), Image.Exif()
+    exif[0x0112] = orientation
+    image.save(content, "PNG", exif=exif)
+    upright = load_image(base64.b64encode(content.getvalue()).decode())
+    assert difference(read_image(content.getvalue(), 1000), np.asarray(upright).astype(float)) == 0
+
+
+@pytest.mark.parametrize("mode", ["F", "I"])
+def test_values_of_32_bits_are_refused(mode: str) -> None:
+    content = BytesIO()
+    Image.new(mode, (4, 4), 70_000).save(content, "TIFF")
+    with pytest.raises(BatchError, match=f"32 bits .Pillow's mode {mode}.*save it with 8 or 16 bits"):
+        read_image(content.getvalue(), 1000)
+
+
+@pytest.mark.parametrize("file_format", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_several_frames_are_refused(file_format: str) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    content = BytesIO()
+    frames[0].save(content, file_format, save_all=True, append_images=frames[1:])
+    with pytest.raises(BatchError, match="2 frames"):
+        read_image(content.getvalue(), 1000)
+    content = BytesIO()
+    frames[0].save(content, "MPO", save_all=True, append_images=frames[1:], quality=100)
+    assert difference(read_image(content.getvalue(), 1000), np.array([255.0, 0, 0])) <= 3
+
+
+# -------------------------------------------------------------------- sources
+
+
+def png(image: Image.Image) -> bytes:
+    content = BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def encoded(image: Image.Image) -> str:
+    return base64.b64encode(png(image)).decode()
+
+
+SOURCES: dict[str, Callable[[Image.Image, Path], Any]] = {
+    "absolute path": lambda _, path: str(path),
+    "relative path": lambda _, path: path.name,
+    "file URI": lambda _, path: path.as_uri(),
+    "path in an object": lambda _, path: {"bytes": None, "path": path.name},
+    "bytes": lambda image, _: png(image),
+    "bytes in an object": lambda image, _: {"bytes": png(image), "path": "gone.png"},
+    "base64 in an object": lambda image, _: {"bytes": encoded(image)},
+    "data URI": lambda image, _: f"data:image/png;base64,{encoded(image)}",
+    "base64": lambda image, _: encoded(image),
+    "OpenAI's URL": lambda image, _: {"url": f"data:image/png;base64,{encoded(image)}"},
+    "Anthropic's source": lambda image, _: {"source": {"type": "base64", "data": encoded(image)}},
+    "array": lambda image, _: np.asarray(image),
+    "lists": lambda image, _: np.asarray(image).tolist(),
+    "picture": lambda image, _: image,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_source_gives_the_picture(tmp_path: Path, source: str) -> None:
+    image = picture("RGB", 5)
+    (tmp_path / "a b.png").write_bytes(png(image))
+    value = SOURCES[source](image, tmp_path / "a b.png")
+    name = image_name(value, "image 1 in 'images'", "row 3, image 1", tmp_path)
+    assert difference(read_image(name.source, 1000), np.asarray(image).astype(float)) == 0
+    assert str(name) in (str(tmp_path / "a b.png"), "row 3, image 1 (PNG, 6 x 5)")
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert image_name("~/a.png", "", "", Path("/data")) == str(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("https://x.org/a.png", "the URL 'https://x.org/a.png', and nothing is downloaded"),
+        ("s3://bucket/a.png", "nothing is downloaded"),
+        ("data:image/png;base64,%%%", "is no base64"),
+        ("", "empty text"),
+        ({"bytes": None, "path": None}, "neither 'bytes' nor 'path'"),
+        (None, "is None"),
+        ([[1, 2], [3]], "not equally long"),
+        ([[0.5, 0.5]], "array of float64"),
+        ([[256, 0]], "array of int64"),
+        ({"x": "y" * 100_000}, r"characters\)"),
+    ],
+)
+def test_values_that_are_no_images_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message) as caught:
+        image_name(value, "image 1 in 'images'", "row 3, image 1", Path())
+    assert len(str(caught.value)) < 500
+
+
+def table(directory: Path, rows: list[dict[str, Any]], features: datasets.Features | None = None) -> Path:
+    path = directory / "rows.parquet"
+    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["one", "list"])
+@pytest.mark.parametrize("feature", [datasets.Image(), datasets.Value("binary")], ids=["feature", "bytes"])
+def test_tables_with_embedded_images_are_read(
+    model: Path, tmp_path: Path, feature: Any, nested: bool
+) -> None:
+    content = png(Image.new("RGB", (24, 24), "red"))
+    value: Any = content if isinstance(feature, datasets.Value) else {"bytes": content, "path": None}
+    column = "images" if nested else "image"
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), column: datasets.List(feature) if nested else feature}
+    )
+    path = table(tmp_path, [{"prompt": "<image>?", column: [value] if nested else value}], features)
+    sample = load_path(model, path).train[0]
+    assert sample["prompt"] == "<image>?"
+    assert [str(image) for image in sample["images"]] == ["row 1, image 1 (PNG, 24 x 24)"]
+    assert sample["images"][0].content == content
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image"},
+        {"type": "image", "index": 0},
+        {"type": "image", "image": "red.png"},
+        {"type": "image", "path": "red.png"},
+        {"type": "image_url", "image_url": "red.png"},
+        {"type": "image_url", "image_url": {"url": "red.png"}},
+        {"type": "text", "text": "<image>"},
+    ],
+)
+def test_each_part_of_a_message_is_read(model: Path, image: Path, part: dict[str, Any]) -> None:
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    carries = any(name in part for name in ("image", "path", "image_url"))
+    row = {"prompt": [{"role": "user", "content": [part, {"type": "text", "text": "?"}]}]}
+    sample = load(model, [row if carries else {**row, "image": "red.png"}], image.parent).train[0]
+    assert sample["images"] == [str(image)]
+    assert len(sample[MEDIA]) == 1
+
+
+# ------------------------------------------------------------------ sequences
+
+
+def test_sequences_have_images_up_to_their_end(model: Path, image: Path) -> None:
+    Image.new("RGB", (24, 24), "blue").save(image.parent / "blue.png")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '' }}{% endfor %}"
+    )
+    turns = [
+        {"role": "user", "content": "<image>?"},
+        {"role": "assistant", "content": "s"},
+        {"role": "user", "content": "<image>?"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "<image>?"},
+    ]
+    row = {"messages": turns, "images": ["red.png", "blue.png", "red.png"]}
+    train = load(model, [row], image.parent, DEMONSTRATIONS).train
+    red, both = train[0][MEDIA]
+    assert [len(media["image_grid_thw"]) for media in (red, both)] == [1, 2]
+    assert torch.equal(both["pixel_values"][:36], red["pixel_values"])
+    assert [len(media["image_grid_thw"]) for media in demonstration_batch([train[0]]).media] == [1, 2]
+    assert train.size(0).images == 3
+
+
+def test_runs_of_placeholders_are_counted(model: Path, image: Path) -> None:
+    sample = load(model, [{"prompt": "<image>?", "images": ["red.png"]}], image.parent).train[0]
+    text = marked_text(
+        load_tokenizer(str(model)), (sample["prompt_ids"], [False] * len(sample["prompt_ids"]))
+    )
+    assert f"<|image_pad|> ×{FEATURES}<|vision_end|>" in text  # noqa: RUF001
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "message"),
+    [
+        ({"prompt": "<image>?"}, PROMPTS, "0 images and 1 places.*data.columns.images=COLUMN"),
+        ({"prompt": "?", "image": "red.png"}, PROMPTS, "1 images and 0 places"),
+        ({"prompt": "<image>", "image": "red.png", "images": ["red.png"]}, PROMPTS, "'images' and 'image'"),
+        ({"prompt": "?", "answer": "<image>"}, DEMONSTRATIONS, "a text that the model writes"),
+        ({"text": "<image>", "image": "red.png"}, DEMONSTRATIONS, "a text that the model writes"),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": [{"type": "image", "image": "red.png", "max_pixels": 9}]}
+                ]
+            },
+            PROMPTS,
+            "an image with 'max_pixels'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_unused_images_and_places_are_refused(
+    model: Path, image: Path, row: dict[str, Any], kind: ExampleKind, message: str, first: bool
+) -> None:
+    good = {"prompt": "?", "answer": "s"}
+    with pytest.raises(BatchError, match=rf"(?s)rows\.jsonl.*line {1 if first else 2}.*{message}"):
+        load(model, [row, good] if first else [good, row], image.parent, kind)
+
+
+@pytest.mark.parametrize(
+    ("row", "refused"),
+    [
+        ({"prompt": "?", "image": "red.png"}, True),
+        ({"prompt": "<image>?", "image": "red"}, True),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, True),
+        ({"prompt": "s"}, False),
+        ({"prompt": "s", "image": "ubuntu:22.04"}, False),
+        ({"prompt": "s", "images": []}, False),
+    ],
+)
+def test_text_models_refuse_only_images(model: Path, image: Path, row: dict[str, Any], refused: bool) -> None:
+    if not refused:
+        assert len(load(model, [row], image.parent, vision=False).train) == 1
+        return
+    with pytest.raises(BatchError, match=r"trained on text alone; set model\.vision=true"):
+        load(model, [row], image.parent, vision=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patch_size": 8}, "patch_size = 8, and the model has"),
+        ({"merge_size": 1}, "merge_size = 1, and the model"),
+    ],
+)
+def test_processor_of_another_model_is_refused(
+    model: Path, image: Path, tmp_path: Path, change: dict[str, int], message: str
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "preprocessor_config.json").read_text())
+    (copy / "preprocessor_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError, match=message):
         load(copy, [{"prompt": "?"}], image.parent)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.media import Media
 from core_rl_trainer.algorithms.fields import CHOSEN
+from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.datasets import SampleDataset
-from core_rl_trainer.data.kinds import MEDIA, Sample
+from core_rl_trainer.data.kinds import Sample, media_of
 
 __all__ = [
     "NUMBER",
@@ -61,26 +63,26 @@ class NumberedBatches(Iterator[list[Sample]]):
 
 def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:
     """The sequences of all samples, with ``loss_mask [T]``."""
-    sequences = [(sequence, sample) for sample in samples for sequence in sample["sequences"]]
-    return _packed([sequence for sequence, _ in sequences], [sample for _, sample in sequences])
+    sequences = [sequence for sample in samples for sequence in sample["sequences"]]
+    media = [media for sample in samples for media in media_of(sample, len(sample["sequences"]))]
+    return _packed(sequences, media)
 
 
 def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
     """Two sequences for each sample, the preferred one first, as a unit; ``loss_mask [T]`` and ``chosen [B]``."""
     sequences = [sample[name] for sample in samples for name in ("chosen", "rejected")]
-    owners = [sample for sample in samples for _ in range(2)]
-    batch = _packed(sequences, owners, unit=torch.arange(len(samples)).repeat_interleave(2))
+    media = [media for sample in samples for media in media_of(sample, 2)]
+    batch = _packed(sequences, media, unit=torch.arange(len(samples)).repeat_interleave(2))
     return batch.with_sequences(**{CHOSEN: torch.tensor([True, False]).repeat(len(samples))})
 
 
 def _packed(
-    sequences: Sequence[tuple[list[int], list[bool]]], owners: Sequence[Sample], unit: Tensor | None = None
+    sequences: Sequence[Encoded], media: Sequence[Media], unit: Tensor | None = None
 ) -> SequenceBatch:
-    """``sequences`` with the images of their ``owners``."""
-    has_images = any(sample.get(MEDIA) for sample in owners)
+    """``sequences`` with the images of each."""
     return SequenceBatch.from_sequences(
         [ids for ids, _ in sequences],
         tokens={"loss_mask": [mask for _, mask in sequences]},
-        media=[sample.get(MEDIA, {}) for sample in owners] if has_images else (),
+        media=media if any(media) else (),
         unit=unit,
     )

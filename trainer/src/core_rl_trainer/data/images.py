@@ -1,63 +1,54 @@
-"""Images of examples: read, checked, turned into arguments of the model, and counted among the tokens of a prompt."""
+"""Images of examples: named, turned into arguments of the model, and counted among the tokens of each sequence."""
 
 from __future__ import annotations
 
+import mimetypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core_rl.config.engine import ModelConfig
-from core_rl.data.media import GRID, PIXELS
-from core_rl.errors import BatchError, ConfigError
+from core_rl.data.media import GRID, NO_MEDIA, PIXELS, join_media
+from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.kinds import MEDIA, ExampleKind, Sample
+from core_rl_trainer.data.image_files import BASE64, KEYS, ImageName, image_name, read_image
+from core_rl_trainer.data.kinds import IMAGES, MEDIA, ExampleKind, Sample
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from core_rl.data.media import Media
 
-__all__ = ["IMAGES", "ImageEncoder", "located", "with_images", "without_images"]
+__all__ = ["ImageEncoder", "located", "with_images", "without_images"]
 
-IMAGES = "images"
-"""The field of an example with the paths of its images."""
+COLUMNS = (IMAGES, "image")
+"""Fields of an example with its images; an example has either."""
 PLACE = "<image>"
 """The place of an image in a text."""
-TEXTS = ("prompt", "messages")
-"""Fields of examples in which images may stand."""
+CHATS = ("prompt", "messages", "answer", "chosen", "rejected")
+"""Fields of an example whose messages may have images among the parts of their content."""
+SIZES = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+"""Fields of an image processor, and those of the vision tower that are equal to them."""
 
 
 def located(examples: Examples, directory: Path) -> Examples:
-    """``examples`` whose images have paths that are relative to ``directory``."""
-
-    def placed(value: Any) -> Any:
-        """A path, paths, or messages, with paths that are found from anywhere."""
-        if isinstance(value, str):
-            return str(directory / value)
-        if isinstance(value, list):
-            return [placed(entry) for entry in value]
-        return value
-
-    def placed_messages(value: Any) -> Any:
-        if isinstance(value, list):
-            return [placed_messages(entry) for entry in value]
-        if not isinstance(value, Mapping):
-            return value
-        if _is_image(value) and "image" in value:
-            return {**value, "image": placed(value["image"])}
-        if isinstance(value.get("content"), list):
-            return {**value, "content": placed_messages(value["content"])}
-        return value
+    """``examples`` whose images are `ImageName`s, with paths that are relative to ``directory``."""
 
     def read(index: int) -> Example:
         example = examples[index]
-        changed = {name: placed_messages(example[name]) for name in TEXTS if name in example}
-        return {**example, **changed, **({IMAGES: placed(example[IMAGES])} if example.get(IMAGES) else {})}
+        try:
+            return _named(example, directory, examples.label(index))
+        except BatchError as error:
+            raise BatchError(f"{examples.label(index)}: {error}") from error
 
     return replace(examples, read=read)
 
@@ -66,10 +57,13 @@ def without_images(kind: ExampleKind) -> ExampleKind:
     """``kind`` for a model of text alone: an example with images is refused."""
 
     def check(example: Example) -> str | None:
-        if example.get(IMAGES):
+        texts = "".join(_texts([example.get(name) for name in CHATS if name != "answer"]))
+        columns = [name for name in COLUMNS if example.get(name)]
+        pictured = [name for name in columns if PLACE in texts or _is_pictured(example[name])]
+        if pictured or any(True for name in CHATS for _ in _image_parts(example.get(name))):
             return (
-                f"has {IMAGES!r}, and the model is trained on text alone; set model.vision=true, with a "
-                "vision-language model, or remove the column"
+                f"has {repr(pictured[0]) if pictured else 'images in its messages'}, and the model is trained on text "
+                "alone; set model.vision=true, with a vision-language model, or remove the images"
             )
         return kind.check(example)
 
@@ -79,13 +73,127 @@ def without_images(kind: ExampleKind) -> ExampleKind:
 def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
     """``kind``, whose examples may have images."""
 
-    def encode(chat_format: ChatFormat, example: Example) -> Sample:
-        marked = encoder.marked(example)
-        media = encoder.media(marked.get(IMAGES) or ())
-        sample = kind.encode(chat_format, marked)
-        return {**encoder.expanded(sample, media), MEDIA: media, IMAGES: marked[IMAGES]} if media else sample
+    def check(example: Example) -> str | None:
+        try:
+            return kind.check(encoder.marked(kind, _named(example))[0])
+        except BatchError as error:
+            return str(error)
 
-    return replace(kind, check=lambda example: kind.check(encoder.marked(example)), encode=encode)
+    def encode(chat_format: ChatFormat, example: Example) -> Sample:
+        example = _named(example)
+        marked, images = encoder.marked(kind, example)
+        sample = kind.encode(chat_format, marked)
+        texts = {
+            name: example[name] for name in CHATS if name in example and name in sample.keys() & {"prompt"}
+        }
+        return (
+            {**encoder.expanded(sample, images, whole="messages" not in marked), **texts}
+            if images
+            else sample
+        )
+
+    return replace(kind, check=check, encode=encode)
+
+
+# ---------------------------------------------------------------------- names
+
+
+def _named(example: Example, directory: Path = Path(), label: str = "") -> Example:
+    """``example`` with an `ImageName` for each image, in columns and in parts of messages."""
+    naming = _Naming(directory, label)
+    named = dict(example)
+    for name in COLUMNS:
+        if name in example:
+            named[name] = [naming.name(name, value) for value in _listed(example[name])]
+    for name in CHATS:
+        if isinstance(example.get(name), list):
+            named[name] = [naming.message(name, message) for message in example[name]]
+    return named
+
+
+class _Naming:
+    """Names the images of one example, with consecutive numbers."""
+
+    def __init__(self, directory: Path, label: str) -> None:
+        self._directory, self._label = directory, label
+        self._numbers = count(1)
+
+    def name(self, name: str, value: object) -> ImageName:
+        number = next(self._numbers)
+        return image_name(
+            value, f"image {number} in {name!r}", f"{self._label}, image {number}", self._directory
+        )
+
+    def message(self, name: str, message: Any) -> Any:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+            return message
+        return {**message, "content": [self._part(name, part) for part in message["content"]]}
+
+    def _part(self, name: str, part: Any) -> Any:
+        if not _is_image(part):
+            return part
+        unread = [key for key, value in part.items() if value and key not in ("type", "index", *KEYS)]
+        if unread:
+            raise BatchError(
+                f"has an image with {unread[0]!r} in {name!r}, which is not read; remove it (sizes are settings of the "
+                "model's preprocessor_config.json)"
+            )
+        formed = {"type": "image", "index": part.get("index")}
+        if not any(part.get(key) for key in KEYS):
+            return formed
+        image = part.get("image")
+        return {**formed, "image": image if isinstance(image, ImageName) else self.name(name, part)}
+
+
+def _listed(value: Any) -> list[Any]:
+    """The images of a column with one or several."""
+    if value is None or (isinstance(value, str | list) and not value):
+        return []
+    return value if isinstance(value, list) and not _is_array(value) else [value]
+
+
+def _is_array(value: Any) -> bool:
+    """Whether nested lists are one picture, ``[H, W]`` or ``[H, W, C]``, and not several."""
+    lengths: list[int] = []
+    while isinstance(value, list) and value:
+        lengths.append(len(value))
+        value = value[0]
+    numbers = isinstance(value, int | float)
+    return numbers and (len(lengths) == 2 or (len(lengths) == 3 and lengths[-1] in (1, 3, 4)))
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def _image_parts(chat: Any) -> Iterator[Mapping[str, Any]]:
+    for message in chat if isinstance(chat, list) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        yield from filter(_is_image, content if isinstance(content, list) else ())
+
+
+def _is_pictured(value: Any) -> bool:
+    """Whether a column ``image`` or ``images`` has images, and not numbers or names of something else."""
+    if isinstance(value, str):
+        guess, _ = mimetypes.guess_type(value, strict=False)
+        return (guess or "").startswith("image/") or value.startswith(("data:image/", *BASE64))
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return any(map(_is_pictured, value))
+    return bool(value) and not isinstance(value, int | float)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a field of an example; an image among them is its place."""
+    if isinstance(value, str):
+        yield value
+    elif _is_image(value):
+        yield PLACE
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+# --------------------------------------------------------------------- encoder
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,14 +204,19 @@ class ImageEncoder:
     config: PretrainedConfig
     marker: str
     """The text of one image in a prompt, before its placeholder is repeated for each feature."""
+    placeholder: str
+    """The text of the token that is repeated."""
     most_pixels: int
     """Larger images are refused."""
+    media: dict[tuple[str | bytes, ...], Media] = field(default_factory=dict)
+    """Arguments of the model by images, so that sequences with the same images share one object."""
 
     @staticmethod
     def of(path: str, tokenizer: PreTrainedTokenizerBase, most_pixels: int) -> ImageEncoder:
         """That of the model in ``path``.
 
-        Raises `ConfigError` for a model without an image processor, and for a family whose placeholders are not known.
+        Raises `ConfigError` for a model without an image processor, for a processor of another model, and for a family
+        whose placeholders are not known.
         """
         from transformers import AutoImageProcessor
 
@@ -124,40 +237,71 @@ class ImageEncoder:
                 f"model.path = {path!r} has no image processor: {error}; copy preprocessor_config.json of the model "
                 "that it was trained from into this directory, and install pillow"
             ) from error
-        marker = "".join(map(str, tokenizer.convert_ids_to_tokens(ids)))
-        return ImageEncoder(processor=processor, config=config, marker=marker, most_pixels=most_pixels)
+        sizes = [(name, getattr(processor, name, None), other) for name, other in SIZES.items()]
+        problems = [
+            f"{name} = {size}, and the model has vision_config.{other} = {expected}; copy this file from the "
+            "model that it was trained from"
+            for name, size, other in sizes
+            if size != (expected := getattr(config.vision_config, other))
+        ]
+        raise_all(ConfigError, f"model.path = {path!r}: preprocessor_config.json", problems)
+        tokens = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
+        return ImageEncoder(
+            processor=processor,
+            config=config,
+            marker="".join(tokens),
+            placeholder=tokens[1],
+            most_pixels=most_pixels,
+        )
 
-    def marked(self, example: Example) -> Example:
-        """``example`` with the marker in the place of each image, and the paths of all in the field ``images``.
+    def marked(self, kind: ExampleKind, example: Example) -> tuple[Example, list[ImageName]]:
+        """``example`` with the marker in the place of each image, and its images in the order of their places.
 
-        Raises `BatchError` where there are not as many places as images.
+        Raises `BatchError` where there are not as many places as images, or some in a text that the model writes.
         """
-        paths = example.get(IMAGES)
-        if isinstance(paths, str):
-            paths = [paths]
-        if paths is not None and not (
-            isinstance(paths, list) and all(isinstance(path, str) for path in paths)
-        ):
-            raise BatchError(f"has {IMAGES!r} that are no list of paths: {paths!r}")
-        places = _Places(self.marker, list(paths or ()))
-        marked = {name: places.marked(example[name]) for name in TEXTS if example.get(name) is not None}
-        if len(places.paths) != places.count:
+        columns = [example[name] for name in COLUMNS if example.get(name)]
+        if len(columns) > 1:
+            raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
+        places = _Places(self.marker, [image for column in columns for image in column])
+        prompts, completions = _fields(kind, example)
+        changed = {name: places.marked(example[name]) for name in prompts if example.get(name) is not None}
+        texts = "\n".join(_texts([*changed.values(), *(example.get(name) for name in completions)]))
+        if PLACE in texts:
             raise BatchError(
-                f"has {len(places.paths)} images and {places.count} places for them; write {PLACE!r} in a text, or "
-                f"{{'type': 'image'}} in a message, where each belongs"
+                f"has an image, or {PLACE!r}, in a text that the model writes; move it into a prompt or a turn of the "
+                "user, or write the text in another way"
             )
-        return {**example, **marked, **({IMAGES: places.paths} if places.paths else {})}
+        if texts.count(self.placeholder) != places.count:
+            raise BatchError(
+                f"has a text that spells the placeholder {self.placeholder!r}; write {PLACE!r} for an image, or remove "
+                "it"
+            )
+        if len(places.images) != places.count:
+            fix = "" if places.images else ", name the column of images with data.columns.images=COLUMN"
+            raise BatchError(
+                f"has {len(places.images)} images and {places.count} places for them; write {PLACE!r} in a text, or "
+                f"{{'type': 'image'}} in a message, where each belongs{fix}, or write {PLACE!r} in another way where "
+                "no image is meant"
+            )
+        return {**example, **changed}, places.images
 
-    def media(self, paths: Sequence[str]) -> Media:
-        """Arguments of the model for the images at ``paths``; equal paths give the same object."""
-        return _processed(self, tuple(paths)) if paths else {}
+    def expanded(self, sample: Sample, images: Sequence[ImageName], *, whole: bool) -> Sample:
+        """``sample`` with a placeholder for each feature of each image, and with the images of each sequence.
 
-    def expanded(self, sample: Sample, media: Media) -> Sample:
-        """``sample`` with a placeholder for each feature of each image."""
+        These are the images up to its end; with ``whole``, each sequence has all.
+        """
         merged = int(self.config.vision_config.spatial_merge_size) ** 2
-        counts = (media[GRID].prod(-1) // merged).tolist()
+        media: list[Media] = []
 
         def grown(encoded: Encoded) -> Encoded:
+            places = encoded[0].count(int(self.config.image_token_id))
+            if places > len(images) or (whole and places < len(images)):
+                raise BatchError(
+                    f"has {places} placeholders of images among its tokens, and {len(images)} images; let the chat "
+                    "template keep all messages as they are"
+                )
+            media.append(self._arguments(images[:places]) if places else NO_MEDIA)
+            counts = (media[-1][GRID].prod(-1) // merged).tolist() if places else []
             return _repeated(encoded, int(self.config.image_token_id), counts)
 
         changed: dict[str, Any] = {}
@@ -167,16 +311,46 @@ class ImageEncoder:
         if "sequences" in sample:
             changed["sequences"] = [grown(sequence) for sequence in sample["sequences"]]
         changed |= {name: grown(sample[name]) for name in ("chosen", "rejected") if name in sample}
-        return {**sample, **changed}
+        return {**sample, **changed, MEDIA: media, IMAGES: list(images)}
+
+    def _arguments(self, images: Sequence[ImageName]) -> Media:
+        """Arguments of the model for ``images``. Raises `BatchError` about an image."""
+        key = tuple(image.source for image in images)
+        if key not in self.media:
+            self.media[key] = join_media([self._features(image) for image in images])
+        return self.media[key]
+
+    def _features(self, image: ImageName) -> Media:
+        try:
+            return _processed(self, image.source)
+        except BatchError as error:
+            raise BatchError(f"has an {image.place} that {error}") from error
+
+
+@lru_cache(maxsize=64)
+def _processed(encoder: ImageEncoder, source: str | bytes) -> Media:
+    picture = read_image(source, encoder.most_pixels)
+    try:
+        features = encoder.processor(images=[picture], return_tensors="pt")
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise BatchError(
+            f"has {picture.width} x {picture.height} pixels, which the model's image processor refuses: {error}; scale "
+            "or crop it"
+        ) from error
+    return {name: features[name] for name in (PIXELS, GRID)}
+
+
+def _fields(kind: ExampleKind, example: Example) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of ``example`` that may have images, and those with texts that the model writes."""
+    if kind.name == "demonstrations" and example.get("messages") is not None:
+        return ("messages",), ()
+    if kind.name == "demonstrations" and example.get("prompt") is None:
+        return (), ("text",)
+    return ("prompt",), kind.fields[1:]
 
 
 def _repeated(encoded: Encoded, placeholder: int, counts: Sequence[int]) -> Encoded:
     ids, mask = encoded
-    if ids.count(placeholder) != len(counts):
-        raise BatchError(
-            f"has {ids.count(placeholder)} placeholders of images among its tokens, and {len(counts)} images; remove "
-            "texts that spell a placeholder, and let the chat template keep all messages"
-        )
     repeats: Iterator[int] = iter(counts)
     times = [next(repeats) if token == placeholder else 1 for token in ids]
     return (
@@ -185,88 +359,57 @@ def _repeated(encoded: Encoded, placeholder: int, counts: Sequence[int]) -> Enco
     )
 
 
-@lru_cache(maxsize=4096)
-def _processed(encoder: ImageEncoder, paths: tuple[str, ...]) -> Media:
-    images = [_opened(number, path, encoder.most_pixels) for number, path in enumerate(paths, 1)]
-    features = encoder.processor(images=images, return_tensors="pt")
-    return {name: features[name] for name in (PIXELS, GRID)}
-
-
-def _opened(number: int, path: str, most_pixels: int) -> Image:
-    """The image in a file, in red, green and blue; `BatchError` with its number and path."""
-    from PIL import Image, UnidentifiedImageError
-
-    where = f"has an image {number} in {IMAGES!r}, {path!r}, that"
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            if not width or not height:
-                raise BatchError(f"{where} is of size {width} x {height}; remove it")
-            if width * height > most_pixels:
-                raise BatchError(
-                    f"{where} has {width} x {height} pixels, more than data.max_image_pixels = {most_pixels}; make it "
-                    "smaller, or raise the limit"
-                )
-            frames = getattr(image, "n_frames", 1)
-            if frames > 1:
-                raise BatchError(f"{where} is animated ({frames} frames); save one frame as an image")
-            return image.convert("RGB")
-    except FileNotFoundError as error:
-        raise BatchError(f"{where} is not there; correct the path, which is relative to the data") from error
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BatchError(f"{where} cannot be read: {error}") from error
-
-
 class _Places:
-    """Replaces the places of images by ``marker``, and collects the paths of all in order."""
+    """Replaces the places of images by ``marker``, and collects all images in the order of their places."""
 
-    def __init__(self, marker: str, column: list[str]) -> None:
+    def __init__(self, marker: str, column: list[ImageName]) -> None:
         self._marker = marker
         self._column = column
-        self._named: list[str] = []
+        self._taken = 0
+        self._placed: list[ImageName] = []
         self.count = 0
 
     @property
-    def paths(self) -> list[str]:
-        """Paths in messages, and the rest of the column."""
-        return self._named + self._column
+    def images(self) -> list[ImageName]:
+        """Images with a place, and the rest of the column."""
+        return self._placed + self._column[self._taken :]
 
     def marked(self, value: Any) -> Any:
         """A text, or messages, with markers; values of another form stay as they are."""
         if isinstance(value, str):
             return self._text(value)
-        if isinstance(value, list):
-            return [self._message(message) for message in value]
-        return value
+        return [self._message(message) for message in value] if isinstance(value, list) else value
 
     def _message(self, message: Any) -> Any:
-        if not isinstance(message, Mapping):
+        if not isinstance(message, Mapping) or message.get("role") == "assistant":
             return message
         content = message.get("content")
         if isinstance(content, str):
             return {**message, "content": self._text(content)}
-        if isinstance(content, list) and any(_is_image(part) for part in content):
+        if isinstance(content, list):
             return {**message, "content": [self._part(part) for part in content]}
         return message
 
     def _part(self, part: Any) -> Any:
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            return {**part, "text": self._text(part["text"])}
         if not _is_image(part):
             return part
+        if part.get("image") is None:
+            if part.get("index") not in (None, self._taken):
+                raise BatchError(
+                    f"has an image part with index = {part['index']!r}, and image {self._taken} of the column is next; "
+                    "write the images in the order of their places"
+                )
+            return {"type": "text", "text": self._text(PLACE)}
         self.count += 1
-        if isinstance(part.get("image"), str):
-            self._named.append(part["image"])
-        elif self._column:
-            self._named.append(self._column.pop(0))
+        self._placed.append(part["image"])
         return {"type": "text", "text": self._marker}
 
     def _text(self, text: str) -> str:
-        if not self._column or PLACE not in text:
-            return text
-        places = min(text.count(PLACE), len(self._column))
-        self.count += text.count(PLACE)
-        self._named += [self._column.pop(0) for _ in range(places)]
+        text = text.replace(self._marker, PLACE)
+        places = text.count(PLACE)
+        self.count += places
+        self._placed += self._column[self._taken : self._taken + places]
+        self._taken = min(self._taken + places, len(self._column))
         return text.replace(PLACE, self._marker)
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "image"

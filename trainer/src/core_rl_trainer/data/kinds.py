@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any, Literal
 
-from core_rl.data.media import count_patches
+from core_rl.data.media import NO_MEDIA, Media, count_patches
 from core_rl.errors import BatchError
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
@@ -21,17 +22,21 @@ from core_rl_trainer.data.examples import (
 
 __all__ = [
     "DEMONSTRATIONS",
+    "IMAGES",
     "MEDIA",
     "PREFERENCES",
     "PROMPTS",
     "ExampleKind",
     "Sample",
     "Size",
+    "media_of",
     "within_vocabulary",
 ]
 
+IMAGES = "images"
+"""The field of an example with its images, and of a sample with their names."""
 MEDIA = "media"
-"""The field of a sample that holds its images, as arguments of the model; absent without images."""
+"""The field of a sample that holds the images of each sequence, as arguments of the model; absent without images."""
 Sample = Mapping[str, Any]
 """An encoded example, as the training loop takes it."""
 
@@ -46,6 +51,7 @@ class Size:
     """Tokens of each unit that stays in one micro-batch, a sequence or a pair, and patches of its images."""
     trained: int = 0
     """Tokens that are trained; none of a prompt."""
+    images: int = 0
 
     @property
     def largest_unit(self) -> int:
@@ -74,12 +80,19 @@ class ExampleKind:
 
     def size(self, sample: Sample) -> Size:
         """The tokens of ``sample``."""
-        sequences, patches = self.sequences(sample), count_patches(sample.get(MEDIA, {}))
+        sequences = self.sequences(sample)
+        media = media_of(sample, len(sequences))
         lengths = tuple(len(ids) for ids, _ in sequences)
         trained = sum(sum(mask) for _, mask in sequences)
-        computed = tuple(length + patches for length in lengths)
+        computed = tuple(map(add, lengths, map(count_patches, media)))
         units = (sum(computed),) if self.paired else computed
-        return Size(longest=max(lengths), units=units, trained=trained)
+        return Size(longest=max(lengths), units=units, trained=trained, images=len(sample.get(IMAGES) or ()))
+
+
+def media_of(sample: Sample, count: int) -> Sequence[Media]:
+    """The images of each of the ``count`` sequences of ``sample``."""
+    media: Sequence[Media] = sample.get(MEDIA) or [NO_MEDIA] * count
+    return media
 
 
 def _encode_prompt(chat_format: ChatFormat, example: Example) -> Sample:

@@ -19,6 +19,7 @@ __all__ = [
     "message_text",
     "missing_text",
     "reasoning_of",
+    "shortened",
     "squeezed",
 ]
 
@@ -28,6 +29,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold its reasoning."""
 MARKS = ("weight", "trainable", "train")
 """Fields of a message that mark a turn as trained, 1, or not, 0."""
+SHOWN = 200
+"""Characters of a value that messages show."""
 
 
 def message_text(message: Message) -> str:
@@ -64,10 +67,16 @@ def is_trained(message: Message) -> bool:
 # ---------------------------------------------------------------------- checks
 
 
+def shortened(value: object) -> str:
+    """``value`` as Python prints it; of a long one, the beginning and its length."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)"
+
+
 def message_problem(message: object) -> str | None:
     """A problem of a chat message, or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
-        return f"no 'role' and 'content': {message!r}"
+        return f"no 'role' and 'content': {shortened(message)}"
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         if problem := next(filter(None, map(_part_problem, content)), None):
@@ -76,7 +85,7 @@ def message_problem(message: object) -> str | None:
         if not calls:
             return "no text as 'content'"
     elif not isinstance(content, str):
-        return f"no text as 'content', but {content!r}"
+        return f"no text as 'content', but {shortened(content)}"
     return None if calls is None else _calls_problem(calls)
 
 
@@ -84,16 +93,16 @@ def _part_problem(part: object) -> str | None:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return None
     kind = part.get("type") if isinstance(part, Mapping) else part
-    return f"a part of its 'content' that is no text: {kind!r}"
+    return f"a part of its 'content' that is no text: {shortened(kind)}"
 
 
 def _calls_problem(calls: object) -> str | None:
     if not isinstance(calls, list):
-        return f"'tool_calls' that are no list of calls: {calls!r}"
+        return f"'tool_calls' that are no list of calls: {shortened(calls)}"
     for call in calls:
         function = _function_of(call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            return f"a tool call without the name of a function: {call!r}"
+            return f"a tool call without the name of a function: {shortened(call)}"
     return None
 
 

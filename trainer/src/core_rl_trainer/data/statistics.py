@@ -40,6 +40,8 @@ class SourceStatistics:
     """Tokens of the examples."""
     trained: int
     """Tokens of them that are trained; 0 for prompts."""
+    images: int
+    """Images of them, each as often as an example has it."""
     sequences: int
     """Sequences: an example has several where its chat template renders earlier turns otherwise."""
     shortest: int
@@ -55,6 +57,7 @@ class SourceStatistics:
             f"{self.share:.0%} of the draws" if self.share < 1 else "",
             f"{self.left_out:,} left out" if self.left_out else "",
             f"{self.sequences:,} sequences" if self.sequences > self.examples else "",
+            f"{self.images:,} images" if self.images else "",
             f"{self.tokens:,} tokens",
             f"{self.trained:,} of them trained" if self.trained else "",
             f"{self.shortest:,} to {self.longest:,} each, median {self.median:,.0f}",
@@ -127,6 +130,7 @@ def _describe(part: SampleDataset, share: float) -> SourceStatistics:
         share=share,
         tokens=sum(sum(size.units) for size in sizes),
         trained=sum(size.trained for size in sizes),
+        images=sum(size.images for size in sizes),
         sequences=sum(len(size.units) for size in sizes),
         shortest=min(lengths),
         median=float(median(lengths)),

@@ -24,12 +24,15 @@ TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """The builder of ``datasets`` that reads a file, by suffix."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 OFF = ("", "0", "false", "no", "off")
+ENCODED = ("Audio", "Image", "Video")
+"""Features of ``datasets`` that are files."""
 SHORT_FLOATS = ("float16", "float32")
 """Types whose values have fewer digits than a Python float."""
 
 
 def _rows(origin: str, table: Any) -> Examples:
     """The rows of a ``datasets.Dataset``."""
+    _keep_encoded(table.info.features)
     types = {name: str(getattr(feature, "dtype", "")) for name, feature in table.features.items()}
 
     def read(index: int) -> Example:
@@ -43,6 +46,16 @@ def _rows(origin: str, table: Any) -> Examples:
         return f"row {index + 1}"
 
     return Examples(origin=origin, count=len(table), read=read, label=label)
+
+
+def _keep_encoded(features: Any) -> None:
+    """Have images, sounds and videos given as ``{bytes, path}``, wherever in ``features`` of a table they are."""
+    if type(features).__name__ in ENCODED:
+        features.decode = False
+    inner = features.values() if isinstance(features, dict) else [getattr(features, "feature", None)]
+    for feature in features if isinstance(features, list) else inner:
+        if feature is not None:
+            _keep_encoded(feature)
 
 
 def _plain(value: Any, column_type: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
@@ -191,11 +192,21 @@ def _ambiguous(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[
 def decoded_runs(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[bool]
 ) -> list[tuple[bool, str]]:
-    """The parts of the decoded sequence whose tokens have the same value of ``mask``, with spaces as they are."""
+    """The parts of the decoded sequence whose tokens have the same value of ``mask``, with spaces as they are.
+
+    Repeated special tokens, as those of an image, are shown once with their number.
+    """
     text, begin, number, runs = decoded(tokenizer, ids), 0, 0, []
+    special = [re.escape(str(added)) for added in tokenizer.added_tokens_decoder.values() if added.special]
+    repeated = re.compile(rf"({'|'.join(special)})\1+") if special else None
     for trained, run in groupby(mask):
         number += sum(1 for _ in run)
         end = max(begin, shared_length(text, decoded(tokenizer, ids[:number])))
-        runs.append((trained, text[begin:end]))
+        part = text[begin:end]
+        runs.append((trained, repeated.sub(_counted, part) if repeated else part))
         begin = end
     return runs
+
+
+def _counted(run: re.Match[str]) -> str:
+    return f"{run[1]} ×{len(run[0]) // len(run[1])}"  # noqa: RUF001

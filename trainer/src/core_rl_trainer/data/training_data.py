@@ -71,13 +71,17 @@ def load_training_data(
         kind = without_images(kind)
     else:
         kind = with_images(kind, ImageEncoder.of(vision_model, tokenizer, section.max_image_pixels))
-    sources = [_open(section, kind, source, "train") for source in section.train]
+    vision = vision_model is not None
+    sources = [_open(section, kind, source, "train", vision) for source in section.train]
     common = (within_vocabulary(kind, vocabulary), chat_format, section.unusable == "drop", limit)
 
     def encode_all(examples: Examples, first: int) -> SampleDataset:
         return ExampleDataset(examples, *common, first)
 
-    held_out, examples = [_open(section, kind, source, None) for source in section.eval or ()], sources
+    held_out, examples = (
+        [_open(section, kind, source, None, vision) for source in section.eval or ()],
+        sources,
+    )
     if section.eval_fraction is not None:
         parts = [_split(part, section.eval_fraction, seed) for part in examples]
         examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
@@ -100,8 +104,12 @@ def _encoded(parts: Sequence[Examples], encode: Encode) -> tuple[SampleDataset, 
     return tuple(datasets)
 
 
-def _open(section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None) -> Examples:
+def _open(
+    section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None, vision: bool
+) -> Examples:
     examples = mapped(open_source(source, default_split), section.columns | source.columns, kind)
+    if not vision:
+        return examples
     path = Path(source.path)
     return located(examples, path if path.is_dir() else path.parent)
 

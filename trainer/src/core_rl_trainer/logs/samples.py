@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
-from core_rl_trainer.data.images import IMAGES
+from core_rl_trainer.data.kinds import IMAGES
 from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.tokenizers import decoded_runs
 

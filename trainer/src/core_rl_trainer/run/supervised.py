@@ -22,8 +22,7 @@ from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.batches import NumberedBatches, demonstration_batch, preference_batch
 from core_rl_trainer.data.datasets import SampleDataset
-from core_rl_trainer.data.images import IMAGES
-from core_rl_trainer.data.kinds import Sample
+from core_rl_trainer.data.kinds import IMAGES, Sample
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
 from core_rl_trainer.plan.run_plan import RunPlan

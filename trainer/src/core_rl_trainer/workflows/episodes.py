@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.media import NO_MEDIA, Media
+from core_rl.data.media import Media
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.rollout.workflow import (
@@ -21,7 +21,7 @@ from core_rl.rollout.workflow import (
     pack_responses,
 )
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.kinds import MEDIA
+from core_rl_trainer.data.kinds import media_of
 from core_rl_trainer.environments import Environment, Observation
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
@@ -34,9 +34,9 @@ __all__ = ["GreedyBaselineWorkflow", "MultiTurnWorkflow", "SingleTurnWorkflow"]
 class SingleTurnWorkflow:
     """One prompt, ``group_size`` independent completions, one reward for each.
 
-    ``data`` holds ``prompt_ids``, ``media`` where the prompt has images, and whatever the reward function reads. The
-    result has the fields of `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64 ``[B]``, the episode's
-    number).
+    ``data`` holds ``prompt_ids``, ``media`` of one sequence where the prompt has images, and whatever the reward
+    function reads. The result has the fields of `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64
+    ``[B]``, the episode's number).
     A completion that the engine aborts is continued; see `generate_whole`.
     """
 
@@ -59,7 +59,7 @@ class SingleTurnWorkflow:
         """Generate and score the group. Raises `RolloutError` that names the episode and the completion."""
         if "prompt_ids" not in data:
             raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
-        prompt, media = tuple(int(token) for token in data["prompt_ids"]), data.get(MEDIA, NO_MEDIA)
+        prompt, media = tuple(int(token) for token in data["prompt_ids"]), media_of(data, 1)[0]
         scorer = GroupScorer(
             self.reward,
             data,
@@ -185,7 +185,7 @@ class MultiTurnWorkflow:
         environment = self.environment()
         try:
             prompt = await self._call(environment, environment.reset(data), f"{subject}: reset of")
-            transcript = Transcript(prompt, data.get(MEDIA, NO_MEDIA))
+            transcript = Transcript(prompt, media_of(data, 1)[0])
             earned = await self._turns(engine, environment, transcript, position)
             reward = await scorer.score(position[1], prompt, transcript.last_response, earned)
         finally:

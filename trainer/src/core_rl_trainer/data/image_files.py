@@ -1,0 +1,234 @@
+"""Pictures in red, green and blue from the files, texts and arrays that examples have as images."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import struct
+import zlib
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+import numpy as np
+
+from core_rl.errors import BatchError
+from core_rl_trainer.data.messages import shortened
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["ImageName", "image_name", "read_image", "to_rgb"]
+
+KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
+"""Keys of an object that hold an image, those that come first preferred."""
+ENCODED = ("bytes", "data", "base64")
+"""Keys among these whose texts are base64."""
+BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""The beginning of PNG, JPEG, GIF and WebP files in base64."""
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^\s]")
+STILL = ("MPO", "PSD")
+"""Formats whose further frames are previews or layers of the first one."""
+DEEP = ("PNG", "PPM")
+"""Formats that have 16 bits where Pillow gives its mode I."""
+UNREADABLE = (ArithmeticError, LookupError, EOFError, OSError, SyntaxError, TypeError, ValueError)
+"""Errors of Pillow's decoders for damaged files, besides those of the modules that they use."""
+
+
+class ImageName(str):
+    """The name of an image in messages and records: the path of its file, or a label of an embedded one."""
+
+    __slots__ = ("content", "place")
+
+    place: str
+    """The image in its example, such as ``image 1 in 'images'``."""
+    content: bytes | None
+    """The embedded file; None for a file on the disk."""
+
+    def __new__(cls, name: str, place: str = "", content: bytes | None = None) -> Self:
+        image = super().__new__(cls, name)
+        image.place, image.content = place, content
+        return image
+
+    @property
+    def source(self) -> str | bytes:
+        """The path of the file, or its content: equal for equal images."""
+        return str(self) if self.content is None else self.content
+
+
+def image_name(value: object, place: str, label: str, directory: Path) -> ImageName:
+    """The name of the image ``value``, whose path is relative to ``directory``; ``label`` is that of an embedded one.
+
+    Raises `BatchError` for a value that is no image, such as a URL.
+    """
+    if isinstance(value, ImageName):
+        return value
+    try:
+        source = _source(value, directory)
+    except BatchError as error:
+        raise BatchError(f"has an {place} that {error}") from error
+    if isinstance(source, str):
+        return ImageName(source, f"{place}, {shortened(source)},")
+    return ImageName(label + _description(source), place, source)
+
+
+# --------------------------------------------------------------------- sources
+
+
+def _source(value: object, directory: Path) -> str | bytes:
+    """A path, or the content of a file. Raises `BatchError` with a phrase about the image, without a subject."""
+    from PIL import Image
+
+    if isinstance(value, str):
+        return _source_of_text(value, directory)
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        return _source_of_object(value, directory)
+    if isinstance(value, Image.Image):
+        return _png(to_rgb(value))
+    if isinstance(value, list | tuple | np.ndarray):
+        return _png(_picture(value))
+    raise BatchError(f"is {shortened(value)}; write a path, {{'bytes': ...}}, or a data URI")
+
+
+def _source_of_text(text: str, directory: Path) -> str | bytes:
+    if text[:5].lower() == "data:":
+        header, _, body = text.partition(",")
+        return _decoded(body) if header.lower().endswith(";base64") else unquote_to_bytes(body)
+    if text.startswith(BASE64):
+        return _decoded(text)
+    if text[:5].lower() == "file:":
+        address = urlsplit(text)
+        text = unquote(address.path if address.netloc in ("", "localhost") else address.netloc + address.path)
+    elif URL.match(text):
+        raise BatchError(
+            f"is the URL {shortened(text)}, and nothing is downloaded; save it as a file, and name its path"
+        )
+    if not text.strip():
+        raise BatchError("is an empty text; write its path, or remove it together with its place")
+    return str(directory / (Path(text).expanduser() if text.startswith("~/") else text))
+
+
+def _source_of_object(value: Mapping[str, object], directory: Path) -> str | bytes:
+    name = next((key for key in KEYS if value.get(key) not in (None, "", b"")), None)
+    if name is None:
+        raise BatchError(
+            f"is the object {shortened(value)}, which has neither 'bytes' nor 'path'; write either"
+        )
+    inner = value[name]
+    return _decoded(inner) if name in ENCODED and isinstance(inner, str) else _source(inner, directory)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BatchError(f"is no base64 ({error}): {shortened(text)}; encode the whole file anew") from error
+
+
+def _picture(value: object) -> Image:
+    """The picture of an array ``[H, W]``, or ``[H, W, C]`` of 1, 3 or 4 channels, with values of 8 bits."""
+    from PIL import Image
+
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise BatchError("is a list whose rows are not equally long; write H x W x 3 numbers") from error
+    shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
+    if not shaped or not array.size or array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
+        raise BatchError(
+            f"is an array of {array.dtype} of shape {list(array.shape)}; write H x W or H x W x 3 integers from 0 to "
+            "255, or the path of a file"
+        )
+    return Image.fromarray(
+        array.astype(np.uint8).squeeze(2) if array.shape[2:] == (1,) else array.astype(np.uint8)
+    )
+
+
+def _png(picture: Image) -> bytes:
+    content = BytesIO()
+    picture.save(content, format="PNG")
+    return content.getvalue()
+
+
+def _description(content: bytes) -> str:
+    """Format and size of an embedded file; empty where it cannot be read, which is an error later."""
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(content)) as image:
+            return f" ({image.format}, {image.width} x {image.height})"
+    except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError):
+        return ""
+
+
+# -------------------------------------------------------------------- pictures
+
+
+def read_image(source: str | bytes, most_pixels: int) -> Image:
+    """The picture of a file, by its path or its content, of at most ``most_pixels``, as `to_rgb` gives it.
+
+    Raises `BatchError` with a phrase about the image, without a subject.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+            _require_size(*image.size, most_pixels)
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1 and image.format not in STILL:
+                raise BatchError(
+                    f"is an animation or several pages ({frames} frames); save a single frame as an image"
+                )
+            return to_rgb(image)
+    except FileNotFoundError as error:
+        raise BatchError("is not there; correct the path, which is relative to the data") from error
+    except UnidentifiedImageError as error:
+        raise BatchError("cannot be read: Pillow knows no such format; save it as PNG or JPEG") from error
+    except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BatchError(f"cannot be read: {reason}; copy it again, or save it as PNG or JPEG") from error
+
+
+def _require_size(width: int, height: int, most_pixels: int) -> None:
+    if not width or not height:
+        raise BatchError(f"is of size {width} x {height}; remove it")
+    if width * height > most_pixels:
+        raise BatchError(
+            f"has {width} x {height} pixels, more than data.max_image_pixels = {most_pixels}; make it smaller, or "
+            "raise the limit"
+        )
+
+
+def to_rgb(image: Image) -> Image:
+    """``image`` upright, over white, and in 8 bits of red, green and blue.
+
+    Orientation and colours are those of ``transformers.image_utils.load_image``. Values of 16 bits are divided by 257.
+    Raises `BatchError` for values of 32 bits.
+    """
+    from PIL import Image, ImageOps
+
+    if image.mode == "F" or (image.mode == "I" and image.format not in DEEP):
+        raise BatchError(
+            f"has values of 32 bits (Pillow's mode {image.mode}), whose white is not known; save it with 8 or 16 bits"
+        )
+    image = ImageOps.exif_transpose(image)
+    key = image.info.get("transparency")
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        rgb = Image.fromarray(((values.astype(np.int64) + 128) // 257).astype(np.uint8)).convert("RGB")
+        if isinstance(key, int):
+            rgb.paste("white", mask=Image.fromarray(values == key))
+        return rgb
+    if image.mode == "La":
+        image = image.convert("LA")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, of which Pillow reads the upper ones
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
