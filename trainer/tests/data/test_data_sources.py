@@ -82,8 +82,8 @@ def test_a_wrong_section_names_its_field(section: dict[str, Any], message: str) 
 
 
 def test_sources_are_written_as_a_recipe_has_them() -> None:
-    mixture = [{"path": "a", "weight": 2.0}, {"path": "b/c", "split": "test", "weight": 1.0}]
-    for train in ("a.jsonl", mixture, {"path": "a/b", "config": "main"}):
+    mixture = [{"path": "/a", "weight": 2.0}, {"path": "b/c", "split": "test", "weight": 1.0}]
+    for train in ("/a.jsonl", mixture, {"path": "a/b", "config": "main"}):
         section = DataSection.model_validate({"train": train})
         assert section.model_dump(mode="json")["train"] == train
         assert DataSection.model_validate(section.model_dump()) == section

@@ -66,7 +66,6 @@ def load_path(
         load_tokenizer(str(model)),
         0,
         limit=None,
-        budget=1000,
         vocabulary=12,
         vision_model=str(model) if vision else None,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizer_table import TOKENIZERS
 
@@ -57,8 +58,8 @@ def trained_text(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
 
 
 @CASES
-@settings(max_examples=12, deadline=None)
-@given(prompt=TEXTS.map(lambda text: text.removesuffix("</s>") + "."), answer=TEXTS)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(prompt=TEXTS.map(lambda text: text.replace("</s>", "") + "."), answer=TEXTS)
 def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
     chat_format = ChatFormat(tokenizer=tokenizer)
@@ -79,7 +80,7 @@ def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) 
 
 
 @CASES
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(before=PLAIN, text=PLAIN)
 def test_only_tokens_over_both_pieces_are_refused(name: str, before: str, text: str) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -93,7 +94,7 @@ def test_only_tokens_over_both_pieces_are_refused(name: str, before: str, text: 
 
 
 @CASES
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(before=PLAIN, text=PLAIN, ended=st.booleans())
 def test_replies_are_read_as_they_are_meant(name: str, before: str, text: str, ended: bool) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -105,17 +106,19 @@ def test_replies_are_read_as_they_are_meant(name: str, before: str, text: str, e
 
 
 @CASES
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(text=TEXTS, marks=st.lists(st.booleans(), min_size=40, max_size=40))
 def test_runs_are_parts_of_the_whole(name: str, text: str, marks: list[bool]) -> None:
     tokenizer = TOKENIZERS[name].tokenizer
     ids = text_ids(tokenizer, text)
+    special = set(tokenizer.all_special_ids)
+    assume(not any(left == right and left in special for left, right in pairwise(ids)))  # shown with a number
     runs = decoded_runs(tokenizer, ids, (marks * len(ids))[: len(ids)])
     assert "".join(part for _, part in runs) == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 @CASES
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(text=TEXTS)
 def test_whole_texts_are_trained(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name].tokenizer
@@ -126,7 +129,7 @@ def test_whole_texts_are_trained(name: str, text: str) -> None:
 
 
 @CASES
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(turns=st.lists(PLAIN, min_size=2, max_size=4).filter(lambda turns: len(turns) % 2 == 0))
 def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None:
     tokenizer, lossless = TOKENIZERS[name]
@@ -152,7 +155,7 @@ def test_turns_are_those_of_the_joined_chat(name: str, turns: list[str]) -> None
 
 
 @CASES
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(pieces=st.tuples(PLAIN, PLAIN))
 def test_ambiguous_text_is_shown_with_ids(name: str, pieces: tuple[str, str]) -> None:
     tokenizer = TOKENIZERS[name].tokenizer

@@ -13,8 +13,8 @@ import training_support as support
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.errors import BatchError
-from core_rl_trainer.data.batches import NUMBER, NumberedBatches
+from core_rl.errors import BatchError, CheckpointMismatch
+from core_rl_trainer.data.batches import NUMBER, NumberedBatches, row_of
 from core_rl_trainer.data.datasets import ExampleDataset, SampleDataset
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.kinds import PROMPTS
@@ -130,6 +130,35 @@ def test_batches_resume_at_their_position(dataset: ExampleDataset, drawn: int) -
     assert [next(resumed) for _ in range(6)] == [next(batches) for _ in range(6)]
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    answers=st.lists(st.sampled_from(["0.50", "1e3", '"068"', "null", "[1.0]"]), min_size=2),
+    seed=st.integers(0, 9),
+)
+def test_named_rows_restore_samples(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: Any, answers: list[str], seed: int
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "data.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}=", "answer": {text}}}\n' for n, text in enumerate(answers)))
+    batches, resumed = (
+        NumberedBatches(support.read_dataset(PROMPTS, path, tokenizer), 3, seed) for _ in range(2)
+    )
+    for sample in [*next(batches), *next(batches)]:
+        again = resumed.sample_at(json.loads(json.dumps(row_of(sample))))
+        assert again == sample and str(again["answer"]) == str(sample["answer"])
+
+
+def test_whole_samples_of_earlier_checkpoints_are_taken(dataset: ExampleDataset) -> None:
+    sample = {"prompt": "1=", "source": "web", NUMBER: 3}
+    assert NumberedBatches(dataset, 2, seed=0).sample_at(row_of(sample)) == sample
+
+
+def test_other_number_of_samples_is_refused(dataset: ExampleDataset) -> None:
+    batches = NumberedBatches(dataset, 2, seed=0)
+    with pytest.raises(CheckpointMismatch, match=r"had \[9\] samples .* and have \[10\] now"):
+        batches.load_state_dict({**batches.state_dict(), "samples": [9]})
+
+
 def test_each_pass_draws_every_sample(dataset: ExampleDataset) -> None:
     batches = NumberedBatches(dataset, batch_size=4, seed=1)
     counts = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
@@ -144,6 +173,9 @@ class StoredDataset:
 
     def __getitem__(self, index: int) -> dict[str, int]:
         return {"index": index}
+
+    def row_of(self, index: int) -> tuple[int, int]:
+        return 0, index
 
 
 TORCHDATA_FIELDS = {

@@ -102,7 +102,7 @@ def test_unused_columns_of_later_rows_are_named(tmp_path: Path, caplog: pytest.L
     from core_rl_trainer.data.chat_template import ChatFormat
     from core_rl_trainer.data.datasets import ExampleDataset
 
-    rows = [{"prompt": "1=", "answer": "1"}, {"prompt": "1=", "answer": "1", "id": 3}]
+    rows: list[dict[str, Any]] = [{"prompt": "1=", "answer": "1"}, {"prompt": "1=", "answer": "1", "id": 3}]
     support.write_jsonl(tmp_path / "a.jsonl", rows)
     source = open_source(DataSource(path=str(tmp_path / "a.jsonl")))
     with caplog.at_level(logging.WARNING):

@@ -128,7 +128,7 @@ def test_integer_match(answer: str, expected: Any, reward: float) -> None:
 
 @pytest.mark.parametrize("fn", [text_match, integer_match])
 def test_a_sample_without_an_answer_is_named(fn: Any) -> None:
-    with pytest.raises(RolloutError, match="no 'answer'"):
+    with pytest.raises(RolloutError, match="the 'answer' of a sample is missing"):
         fn("1", {"prompt": "1+1="})
 
 

@@ -28,7 +28,6 @@ from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer import train
-from core_rl_trainer.data.batches import NUMBER
 from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.run.online import OnlineLearner, interrupted
 from core_rl_trainer.run.rollouts import Rollouts
@@ -144,7 +143,9 @@ def test_mismatch_is_reported_without_recomputed_logprobs(recipe: Path) -> None:
 def outstanding(output: Path) -> list[int]:
     checkpoint = RunCheckpoints(output / "checkpoints", 2).latest()
     assert checkpoint is not None
-    return [entry["data"][NUMBER] for entry in checkpoint.state["rollouts"]["outstanding"]]
+    entries = [entry["data"] for entry in checkpoint.state["rollouts"]["outstanding"]]
+    assert all(entry.keys() == {"source", "row", "group"} for entry in entries)
+    return [entry["group"] for entry in entries]
 
 
 def check_history(trained: list[tuple[int, list[int]]], output: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import Media
+from core_rl.errors import CheckpointMismatch
 from core_rl_trainer.algorithms.fields import CHOSEN
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.datasets import SampleDataset
@@ -20,11 +21,14 @@ __all__ = [
     "NumberedBatches",
     "demonstration_batch",
     "preference_batch",
+    "row_of",
 ]
 
 
 NUMBER = "_number"
 """The field of a sample that holds its position in the data order of the run."""
+ROW = "_row"
+"""The field of a sample that holds the number of its source, and of its row there."""
 
 
 class NumberedBatches(Iterator[list[Sample]]):
@@ -45,20 +49,49 @@ class NumberedBatches(Iterator[list[Sample]]):
             raise StopIteration
         indices = [next(self._order) for _ in range(self._batch_size)]
         first, self._drawn = self._drawn, self._drawn + len(indices)
-        return [{**self._dataset[index], NUMBER: number} for number, index in enumerate(indices, first)]
+        return [self._sample(index, number) for number, index in enumerate(indices, first)]
+
+    def _sample(self, index: int, number: int) -> Sample:
+        return {**self._dataset[index], NUMBER: number, ROW: self._dataset.row_of(index)}
+
+    def sample_at(self, place: Mapping[str, Any]) -> Sample:
+        """The sample that `row_of` gave ``place`` for; a sample itself, which earlier checkpoints have, is returned."""
+        if "source" not in place or NUMBER in place:
+            return place
+        return self._sample(self._dataset.index_of(place["source"], place["row"]), place["group"])
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data order, as JSON."""
-        return {"drawn": self._drawn, "order": self._order.state_dict()}
+        """The position in the data order, and the number of samples of each source, as JSON."""
+        return {"drawn": self._drawn, "order": self._order.state_dict(), "samples": self._sample_counts()}
+
+    def _sample_counts(self) -> list[int]:
+        return [len(part) for part in self._dataset.parts]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state``, also in the form of torchdata, which checkpoints had before."""
+        """Resume from ``state``, also in the form of torchdata, which checkpoints had before.
+
+        Raises `CheckpointMismatch` for sources with other numbers of samples than before.
+        """
+        before = state.get("samples")
+        if before is not None and before != self._sample_counts():
+            raise CheckpointMismatch(
+                f"data.train: the sources had {before} samples when the checkpoint was written, and have "
+                f"{self._sample_counts()} now; restore them"
+            )
         self._drawn = int(state["drawn"])
         order = state.get("order")
         if (loader := state.get("loader")) is not None:
             order = loader["_sampler_iter_state"]["sampler_iter_state"]
         if order is not None:
             self._order.load_state_dict(order)
+
+
+def row_of(sample: Sample) -> Mapping[str, Any]:
+    """The place of a sample of `NumberedBatches` as JSON; a sample of an earlier checkpoint is returned itself."""
+    if ROW not in sample:
+        return sample
+    source, row = sample[ROW]
+    return {"source": source, "row": row, "group": sample[NUMBER]}
 
 
 def demonstration_batch(samples: Sequence[Sample]) -> SequenceBatch:

@@ -191,8 +191,6 @@ def _converted(example: Example, kind: ExampleKind) -> tuple[Example, str | None
         if example.get(name) and (kind.name != "prompts" or name.startswith(("video", "audio"))):
             raise BatchError(f"has a column {name!r}: {fix}")
     result = {**example, **parsed_chats(example, (*CHATS, *TEXTS_OF_JSON))}
-    if result.get("image") is not None and not result.get("images"):
-        result["images"] = [result.pop("image")]
     _replace_turns(result)
     format_name = _convert(result, kind)
     _put_context(result, kind)

@@ -200,9 +200,9 @@ def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """``recipe`` without fields of an earlier version that had no effect, and with the present names of others."""
     values = copy.deepcopy(dict(recipe))
     for (section, field), meanings in RETIRED.items():
-        part = values.get(section) or {}
+        part: dict[str, Any] = values.get(section) or {}
         if field in part and part[field] in meanings:
-            part |= meanings[part.pop(field)]
+            part.update(meanings[part.pop(field)])
     return values
 
 

@@ -136,7 +136,7 @@ class OnlineLearner(Learner):
         super().restore(checkpoint)
         self.interface.load_state_dict(checkpoint.state["algorithm"])
         self.sync(checkpoint.step)
-        self.rollouts.load_state_dict(checkpoint.state["rollouts"])
+        self.rollouts.load_state_dict(checkpoint.state["rollouts"], self.batches)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.batches import NUMBER
+from core_rl_trainer.data.batches import NUMBER, NumberedBatches, row_of
 from core_rl_trainer.logs.samples import Evaluation, rollout_samples
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.terms import reward_metrics
@@ -113,12 +113,16 @@ class Rollouts:
         return {"prompts_ahead": float(ahead), "prompts_rejected": float(counted["rejected"])}
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts that were drawn and not consumed, and counts; JSON."""
-        return self.engine.rollouts.state_dict()
+        """Counts, and the rows of the prompts that were drawn and not consumed; JSON."""
+        state = self.engine.rollouts.state_dict()
+        return {**state, "outstanding": [_with_data(entry, row_of) for entry in state["outstanding"]]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from there; the prompts are submitted again."""
-        self.engine.rollouts.load_state_dict(state, self._training, self.user.should_accept)
+    def load_state_dict(self, state: Mapping[str, Any], batches: NumberedBatches) -> None:
+        """Resume from there: the prompts are read again from the data of ``batches``, and submitted again."""
+        outstanding = [_with_data(entry, batches.sample_at) for entry in state["outstanding"]]
+        self.engine.rollouts.load_state_dict(
+            {**state, "outstanding": outstanding}, self._training, self.user.should_accept
+        )
 
     # ------------------------------------------------------------- evaluation
 
@@ -171,3 +175,10 @@ class Rollouts:
                 reward=user.reward, sampling=sampling, group_size=group_size, reward_timeout_s=limit
             )
         return NumberedWorkflow(inner=inner)
+
+
+def _with_data(
+    entry: Mapping[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """An outstanding episode of the executor's state, with changed data."""
+    return {**entry, "data": change(entry["data"])}
