@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Mapping
 from io import BytesIO
@@ -21,7 +22,7 @@ from core_rl_trainer.data.messages import shortened
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageName", "image_name", "read_image", "to_rgb"]
+__all__ = ["ImageName", "image_name", "read_image", "small_copy", "to_rgb"]
 
 KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
 """Keys of an object that hold an image, those that come first preferred."""
@@ -192,6 +193,18 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
     except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BatchError(f"cannot be read: {reason}; copy it again, or save it as PNG or JPEG") from error
+
+
+def small_copy(source: str | bytes, side: int) -> str | None:
+    """A data URI of the picture in at most ``side`` x ``side`` pixels; None where it cannot be read."""
+    try:
+        picture = read_image(source, sys.maxsize)
+    except BatchError:
+        return None
+    small = BytesIO()
+    picture.thumbnail((side, side))
+    picture.save(small, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def _require_size(width: int, height: int, most_pixels: int) -> None:

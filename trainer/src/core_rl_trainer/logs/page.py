@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,9 @@ import yaml
 from core_rl.machine import Machine, describe_machine
 from core_rl.pages import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
+from core_rl_trainer.data.image_files import small_copy
 from core_rl_trainer.logs.metrics_log import Row
+from core_rl_trainer.logs.samples import LARGEST_SIDE
 
 __all__ = ["Charts", "RunPage", "Status", "charts_of", "main_chart", "run_machine"]
 
@@ -54,8 +55,6 @@ MAIN: Groups = (
 """Titles of charts, and the metrics in them; ``*`` stands for any ending."""
 EVALUATIONS = 12
 """The newest evaluations, of which samples are shown."""
-LARGEST_SIDE = 160
-"""Pixels of an image of an example; the page has it small, next to the text."""
 CHARACTERS = 4000
 """Characters of a text that are shown; a longer text keeps its beginning and its end."""
 
@@ -235,19 +234,11 @@ def _embedded(image: str) -> str | None:
 
     None where it can no longer be read: that must not end a run.
     """
-    from PIL import Image
-
-    small = BytesIO()
+    header, _, body = image.partition(",")
     try:
-        header, _, body = image.partition(",")
-        source = BytesIO(base64.b64decode(body)) if header.startswith("data:") else Path(image)
-        with Image.open(source) as opened:
-            picture = opened.convert("RGB")
-        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-        picture.save(small, format="PNG")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return small_copy(base64.b64decode(body) if header.startswith("data:") else image, LARGEST_SIDE)
+    except ValueError:
         return None
-    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def _shortened(text: str) -> str:

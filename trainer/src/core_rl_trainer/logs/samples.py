@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
+from core_rl_trainer.data.image_files import ImageName, small_copy
 from core_rl_trainer.data.kinds import IMAGES
 from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.tokenizers import decoded_runs
@@ -21,6 +22,9 @@ Segments = tuple[tuple[str, str], ...]
 
 SHOWN = 4
 """Prompts or examples of an evaluation whose texts are written: the first, so that they can be compared."""
+
+LARGEST_SIDE = 160
+"""Pixels of the copy of an image, next to the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def rollout_samples(
             versions=(min(drawn_versions), max(drawn_versions)),
             stop_reason=str(batch.meta["stop_reason"][number]),
             answer=_answer(examples[number].get("answer")),
-            images=tuple(examples[number].get(IMAGES) or ()),
+            images=_shown_images(examples[number].get(IMAGES) or ()),
         )
         shown.append(sample)
     return tuple(shown)
@@ -101,7 +105,7 @@ def example_samples(
     titles: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     metrics: Mapping[str, float],
-    images: Sequence[str] = (),
+    images: Sequence[ImageName] = (),
 ) -> tuple[ExampleSample, ...]:
     """The sequences of one example, called ``titles``, with its ``metrics`` and the files of its ``images``."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
@@ -118,10 +122,18 @@ def example_samples(
             segments=segments,
             tokens=tokens,
             metrics=finite,
-            images=tuple(images),
+            images=_shown_images(images),
         )
         samples.append(sample)
     return tuple(samples)
+
+
+def _shown_images(images: Sequence[ImageName]) -> tuple[str, ...]:
+    """The paths of files, and small copies of embedded images as data URIs."""
+    return tuple(
+        str(image) if image.content is None else small_copy(image.content, LARGEST_SIDE) or str(image)
+        for image in images
+    )
 
 
 def _texts(
