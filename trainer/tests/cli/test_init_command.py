@@ -54,7 +54,7 @@ def test_init_recipe_of_every_algorithm_is_valid(
     assert commands == [
         ["core-rl", "train", "recipe.yaml", "--dry-run"],
         ["core-rl", "train", "recipe.yaml"],
-        ["python", "-m", "webbrowser", f"runs/{algorithm}-reference-seed0/index.html"],
+        ["python", "-m", "webbrowser", f"{tmp_path}/runs/{algorithm}-reference-seed0/index.html"],
     ]
     assert list(tmp_path.iterdir()) == [tmp_path / "recipe.yaml"]
 
@@ -103,7 +103,7 @@ BAD = [
     ("grpo", {"reward": "two.py"}, "name one function of the file, two.py:FUNCTION; it has: one, other"),
     ("grpo", {"reward": "two.py:onee"}, "has no attribute 'onee'; did you mean 'one'?"),
     ("grpo", {"model": "none"}, "--model = 'none': no such directory"),
-    ("grpo", {"data": "none.jsonl"}, "'none.jsonl': there is no such file"),
+    ("grpo", {"data": "none.jsonl"}, "none.jsonl': there is no such file"),
     ("grpo", {"engine": "fsdpp"}, "fsdp"),
     ("grpo", {"column": "prompt"}, "--column prompt: write FIELD=COLUMN, such as --column prompt=question"),
 ]

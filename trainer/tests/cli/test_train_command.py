@@ -32,7 +32,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str,
 
     def load_recipe(path: Path, overrides: list[str]) -> SimpleNamespace:
         calls.append([str(path), *overrides])
-        return SimpleNamespace(directory=Path("no-run"), engine="reference")
+        return SimpleNamespace(directory=Path("no-run"), engine="reference", fresh=False)
 
     def train(recipe: SimpleNamespace) -> dict[str, float]:
         if isinstance(outcome, BaseException):
@@ -50,7 +50,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str,
         ("optimizer.lr=abc", "field 'optimizer.lr' = 'abc'"),
         ("engine=fspd", "no installed engine is called 'fspd'"),
         ("engines.fsdp.layout.dp=two", "engine 'fsdp': field 'layout.dp' = 'two'"),
-        ("model.path=nowhere", "model.path = 'nowhere': no such directory"),
+        ("model.path=nowhere", "nowhere': no such directory"),
     ],
 )
 def test_invalid_recipe_is_refused_without_torch(tmp_path: Path, override: str, message: str) -> None:

@@ -128,7 +128,7 @@ def gives(value: Any) -> RewardFn:
         (gives(math.nan), "the reward function constant returned nan"),
         (gives(math.inf), "the reward function constant returned inf"),
         (gives("much"), "the reward function constant returned 'much', not a number"),
-        (gives(None), "the reward function constant returned None, not a number"),
+        (gives(None), "no reward applies: None was returned by constant"),
         (
             gives([1.0]),
             r"the reward function constant returned \[1.0\], not a number[\s\S]*or set 'batched: true'",
