@@ -197,7 +197,7 @@ def test_python_recipe_equals_yaml_recipe(start: Path, tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"step": 2}, "recipe: unknown field 'step' = 2; did you mean 'steps'?"),
-        ({"data": {"train": "none.jsonl", "eval": "none.jsonl"}}, "recipe: 2 problems:\n.*'none.jsonl'"),
+        ({"data": {"train": "none.jsonl", "eval": "none.jsonl"}}, "recipe: 2 problems:\n.*none.jsonl'"),
         ({"wandb": {"api_key": "k"}}, r"field 'wandb.api_key' = \*\*\*"),
     ],
 )
@@ -218,7 +218,7 @@ def test_notebook_bar_needs_widgets(monkeypatch: pytest.MonkeyPatch, spec: objec
     progress = TrainingProgress(console, total=1, done=0)
     progress.show(1, {"loss": 0.5, "tokens_per_s": 1.0})
     assert progress.disable is not bar
-    assert ("step 1/1  loss 0.5000" in console.export_text()) is not bar
+    assert "step 1/1  loss 0.5000" in console.export_text()
 
 
 @pytest.mark.nightly

@@ -53,7 +53,7 @@ def run(recipe: Path, *overrides: str) -> tuple[dict[str, Any], str]:
         (["keep_best.metric=eval_reward"], "'keep_best.mode' is required"),
         (["keep_best.metric=eval_reward", "keep_best.mode=max", "eval_every=0"], "set eval_every above 0"),
         (["output_dir=runs/{step}"], "only {engine} and {seed}"),
-        (["model.path=nowhere"], "model.path = 'nowhere': no such directory"),
+        (["model.path=nowhere"], "model.path = '.*/nowhere': no such directory"),
         (["data.train=a.jsonl", "data.eval=b.jsonl"], r"(?s)2 problems.*'data.train'.*'data.eval'"),
     ],
 )

@@ -278,7 +278,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"placement": {"critic": [0]}}, r"critic = devices \[0\]: this run has no such role"),
         ({"placement": {"actor": [-1]}}, "'placement.actor.devices.0' = -1"),
         ({"reward": None}, "reward = null needs a rollout.environment .*, or a reward_model"),
-        ({"reward_model": {"path": "nowhere"}}, "reward_model.path = 'nowhere': no such directory"),
+        ({"reward_model": {"path": "nowhere"}}, "reward_model.path = '.*/nowhere': no such directory"),
         (
             {
                 "algorithm": {

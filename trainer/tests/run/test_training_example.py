@@ -165,7 +165,7 @@ def test_prepare_writes_recipe_inputs_once(example: ModuleType, tmp_path: Path) 
         f"data.eval={tmp_path}/eval.jsonl",
     ]
     recipe = load_recipe(support.recipe_of("grpo"), overrides)
-    assert recipe.output_dir == "runs/arithmetic/fsdp-seed0"
+    assert recipe.output_dir == str(Path("runs/arithmetic/fsdp-seed0").absolute())
     assert recipe.data.eval is not None
     assert len(open_source(recipe.data.eval[0])) == settings.held_out
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
