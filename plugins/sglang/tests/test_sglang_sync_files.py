@@ -11,6 +11,8 @@ from core_rl import EngineGroup, WeightUpdateMeta, sync_weights
 
 LAUNCH = "core/core_rl/launch/"
 """A call to ranks, which belongs to the training step of the page."""
+SOCKETS = "core/core_rl/distributed/sockets.py"
+"""Run where a process makes its first shared tensor, in this sync or in an earlier test."""
 
 
 def test_a_sync_runs_the_listed_files(tmp_path: Path) -> None:
@@ -35,7 +37,7 @@ def test_a_sync_runs_the_listed_files(tmp_path: Path) -> None:
     finally:
         stop_trace()
     listed = set(listed_files("architecture.md", "## The life of a weight sync"))
-    ran = {file for file in ran if not file.startswith(LAUNCH)}
+    ran = {file for file in ran if not file.startswith(LAUNCH) and file != SOCKETS}
     assert (ran - listed, listed - ran) == (set(), set()), "unlisted, and listed in vain"
 
 
