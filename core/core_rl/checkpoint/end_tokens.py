@@ -78,7 +78,7 @@ def write_end_tokens(
 ) -> None:
     """Have the generation config of an export stop at all ``ends``; a file that does already stays as it is.
 
-    Without one, its fields are those of the model in ``model_path``, whose ``config.json`` may have them.
+    Without one, its fields come from the model in ``model_path``, whose ``config.json`` may have them.
     """
     path = directory / GENERATION
     if written := path.is_file():

@@ -93,7 +93,7 @@ def load_entry_point(kind: str, claims: Sequence[EntryPoint], error: type[CoreRL
     """
     if len(claims) > 1:
         origins = " and ".join(f"{point.distribution} ({point.value!r})" for point in claims)
-        raise error(f"{kind} {claims[0].name!r} is claimed by {origins}; uninstall one of them")
+        raise error(f"{kind} {claims[0].name!r} is claimed by {origins}; uninstall either")
     if claims[0].error is not None:
         raise error(str(claims[0].error)) from claims[0].error
     return load_object(claims[0].value, claims[0].described(kind), error)

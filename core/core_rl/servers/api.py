@@ -56,7 +56,7 @@ class Refused(RolloutError):
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
         self.status = status
-        """The status of the response; 200 for one that is no JSON."""
+        """The status of the response; 200 for a body that is no JSON."""
         self.is_final = status in FINAL
         """Whether the server will respond in this way however long one waits."""
 

@@ -89,7 +89,7 @@ def test_epochs_become_steps_of_the_data(start: Path, tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({}, "missing field 'steps'"),
-        ({"steps": 2, "epochs": 1}, "steps = 2 and epochs = 1: leave one of them out"),
+        ({"steps": 2, "epochs": 1}, "steps = 2 and epochs = 1: leave either out"),
         (
             {"epochs": 1, "data": {"train": [{"path": "a", "weight": 1}]}},
             "epochs = 1, and the sources .* weights",

@@ -71,7 +71,7 @@ def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
 
 
 def _first_format(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> str | None:
-    """The format of the first row that has one of another system."""
+    """The format of another system that the first row has."""
     for _, example in islice(_readable(examples), 1):
         with suppress(BatchError):
             return _converted(_renamed(example, columns, "", kind), kind)[1]
@@ -148,7 +148,7 @@ def _check_columns(examples: Examples, columns: Mapping[str, str], kind: Example
 
 
 def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) -> None:
-    """Raise `BatchError` with the settings that name columns, where no row has those that are needed."""
+    """Raise `BatchError` with the settings that name columns, where no row has the needed ones."""
     first: tuple[int, Example] | None = None
     for index, example in _readable(converted):
         if kind.check(example) is None or example.get("messages") is not None:
@@ -259,7 +259,7 @@ def _convert_demonstration(result: Example) -> str | None:
 
 
 def _take_answer(result: Example, names: Sequence[str]) -> bool:
-    """Whether the answer comes from one of the columns ``names``."""
+    """Whether the answer comes from any of the columns ``names``."""
     name = next((name for name in names if not _lacks(result, name)), None)
     if name is None or not _lacks(result, "answer"):
         return False

@@ -104,7 +104,7 @@ class DataSection(Config):
         if any(weighted) and not all(weighted):
             raise ValueError("train: give a weight to every source, or to none")
         if self.eval is not None and self.eval_fraction is not None:
-            raise ValueError("eval and eval_fraction: evaluation data is given twice; leave one of them out")
+            raise ValueError("eval and eval_fraction: evaluation data is given twice; leave either out")
         if any(source.weight is not None for source in self.eval or ()):
             raise ValueError("eval: every example is evaluated; leave the weights out")
         return self

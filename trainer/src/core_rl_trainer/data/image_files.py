@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ImageName", "image_name", "read_image", "small_copy", "to_rgb"]
 
 KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
-"""Keys of an object that hold an image, those that come first preferred."""
+"""Keys of an object that hold an image, in the order of preference."""
 ENCODED = ("bytes", "data", "base64")
 """Keys among these whose texts are base64."""
 BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
@@ -36,7 +36,7 @@ STILL = ("MPO", "PSD")
 DEEP = ("PNG", "PPM")
 """Formats that have 16 bits where Pillow gives its mode I."""
 UNREADABLE = (ArithmeticError, LookupError, EOFError, OSError, SyntaxError, TypeError, ValueError)
-"""Errors of Pillow's decoders for damaged files, besides those of the modules that they use."""
+"""Errors of Pillow's decoders for damaged files, besides errors of the modules that they use."""
 
 
 class ImageName(str):

@@ -37,7 +37,7 @@ SIZES = {
     "merge_size": "spatial_merge_size",
     "temporal_patch_size": "temporal_patch_size",
 }
-"""Fields of an image processor, and those of the vision tower that are equal to them."""
+"""Fields of an image processor, and the equal fields of the vision tower."""
 
 
 def located(examples: Examples, directory: Path) -> Examples:

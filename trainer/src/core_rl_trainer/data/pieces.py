@@ -1,4 +1,4 @@
-"""Pieces of a text as token ids: those of the joined text, split where a piece begins.
+"""Pieces of a text as token ids of the joined text, split where a piece begins.
 
 A piece that is encoded alone may be another text: tokenizers write a blank before it (Llama 2), drop white space at its
 ends, or merge it with its neighbour.
@@ -65,7 +65,7 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str)
     """Token ids with which ``text`` continues ``before``, whose tokens stay as they are.
 
     For the replies of environments: after the model's tokens and these ids, the decoded text is that of the completion
-    and ``text``. They are those of the joined text unless a token would reach over both, or blanks would be added.
+    and ``text``. They are ids of the joined text unless a token would reach over both, or blanks would be added.
     """
     contexts = [before, *CONTEXTS] if before.strip() else CONTEXTS
     start, first = text_ids(tokenizer, contexts[0]), None

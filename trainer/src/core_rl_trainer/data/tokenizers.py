@@ -177,7 +177,7 @@ def marked_text(tokenizer: PreTrainedTokenizerBase, sequence: tuple[Sequence[int
 
 
 def _ambiguous(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[int, int]:
-    """Begin and end of the tokens that differ from those of the decoded text; equal where none does."""
+    """Begin and end of the tokens that differ from tokens of the decoded text; equal where none does."""
     leading = leading_ids(tokenizer)
     first = len(leading) if list(ids[: len(leading)]) == leading else 0
     body = list(ids[first:])
@@ -194,7 +194,7 @@ def decoded_runs(
 ) -> list[tuple[bool, str]]:
     """The parts of the decoded sequence whose tokens have the same value of ``mask``, with spaces as they are.
 
-    Repeated special tokens, as those of an image, are shown once with their number.
+    Repeated special tokens, such as placeholders of images, are shown once with their number.
     """
     text, begin, number, runs = decoded(tokenizer, ids), 0, 0, []
     special = [re.escape(str(added)) for added in tokenizer.added_tokens_decoder.values() if added.special]

@@ -162,7 +162,7 @@ class Recipe(Config):
         if self.epochs is None:
             return self
         if self.steps:
-            raise ValueError(f"steps = {self.steps} and epochs = {self.epochs:g}: leave one of them out")
+            raise ValueError(f"steps = {self.steps} and epochs = {self.epochs:g}: leave either out")
         if any(source.weight is not None for source in self.data.train):
             raise ValueError(
                 f"epochs = {self.epochs:g}, and the sources of data.train have weights, by which some are passed over "

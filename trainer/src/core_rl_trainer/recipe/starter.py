@@ -24,7 +24,7 @@ READY_REWARDS = {
 }
 """Rewards of the trainer, by their names alone."""
 PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z]([\w./:@-]*[\w/])?", re.ASCII)
-"""Texts that need no quotes in YAML, unless they are one of `WORDS`."""
+"""Texts that need no quotes in YAML, unless they are among `WORDS`."""
 WORDS = ("true", "false", "null")
 MOST_NEW_TOKENS = 256
 

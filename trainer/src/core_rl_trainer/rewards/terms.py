@@ -107,7 +107,7 @@ class GroupScorer:
             names = ", ".join(f"{name_of(term.function)}{place_of(term.function)}" for term in self._terms)
             raise RolloutError(
                 f"{subject}no reward applies: None was returned by {names}\n"
-                "fix: return a number from one of them, or leave the example out"
+                "fix: return a number from any, or leave the example out"
             )
         total = sum(term.weight * value for term, value in pairs if value is not None) + (earned or 0.0)
         terms = {} if earned is None else {ENVIRONMENT: earned}
