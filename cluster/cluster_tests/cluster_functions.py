@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from group_support import rank_of
 from core_rl.distributed.process_group import launched_world
 from core_rl.engine.train import TrainEngine
 
-__all__ = ["die", "host_name", "master_weights", "surroundings", "wait"]
+__all__ = ["add_rank", "die", "host_name", "start_child", "surroundings", "this_host", "wait"]
 
 
 def host_name(engine: TrainEngine) -> str:
@@ -25,8 +26,7 @@ def surroundings(engine: TrainEngine) -> dict[str, object]:
     return {
         "hostname": socket.gethostname(),
         "launched": launched_world(),
-        "slurm": [name for name in os.environ if name.startswith("SLURM_")],
-        "key": [name for name in os.environ if "KEY" in name and name.startswith("CORE_RL")],
+        "launcher": [name for name in os.environ if name.startswith(("SLURM_", "RAY_"))],
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "threads": torch.get_num_threads(),
         "files": sorted(path.name for path in Path("/dev/shm").glob("of_*")),
@@ -40,10 +40,18 @@ def die(engine: TrainEngine, rank: int, name: str) -> None:
     time.sleep(300)
 
 
+def add_rank(engine: TrainEngine, tensor: torch.Tensor) -> float:
+    """The largest element, after the rank's number was added in place."""
+    return tensor.add_(rank_of(engine)).max().item()
+
+
+def this_host() -> str:
+    return socket.gethostname()
+
+
+def start_child() -> int:
+    return subprocess.Popen(["sleep", "4321"]).pid
+
+
 def wait(engine: TrainEngine, seconds: float) -> None:
     time.sleep(seconds)
-
-
-def master_weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
-    """All weights in full, on each rank."""
-    return {name: tensor.clone() for name, tensor in engine.named_tensors("master") if tensor is not None}

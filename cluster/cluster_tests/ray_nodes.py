@@ -61,17 +61,21 @@ def ray_nodes(machines: Sequence[Machine], cpus: int = 4) -> Iterator[dict[str, 
     with mock.patch.dict(os.environ, environ), ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         head += [f"--temp-dir={folder}", "--include-dashboard=false"]
-        _start(stack, here, head, folder / "head.log")
+        _await(_start(stack, here, head, folder / "head.log"), folder / "head.log")
+        nodes = {}
         for machine in machines:
             node = [f"--address={address}", f"--num-cpus={cpus}", f"--node-ip-address={machine.address}"]
-            _start(stack, machine.run, node, folder / f"{machine.hostname}.log")
+            log = folder / f"{machine.hostname}.log"
+            nodes[log] = _start(stack, machine.run, node, log)
+        for log, process in nodes.items():
+            _await(process, log)
         yield environ | {"RAY_ADDRESS": address}
 
 
 def of_ray(line: str) -> bool:
     """Whether ``line`` is the command line of a process of Ray itself, which starts and ends workers as it sees fit."""
-    of_agent = line.startswith("ray::AgentActor")
-    return not of_agent and (line.startswith("ray::") or any(part in line for part in PARTS))
+    of_machine = line.startswith("ray::MachineActor")
+    return not of_machine and (line.startswith("ray::") or any(part in line for part in PARTS))
 
 
 def here(command: Sequence[str], *, output: Path) -> subprocess.Popen[str]:
@@ -91,17 +95,20 @@ def _environment() -> dict[str, str]:
 
 def _start(
     stack: ExitStack, run: Callable[..., subprocess.Popen[str]], arguments: Sequence[str], log: Path
-) -> None:
-    """Start one node, which ends with ``stack``. On busy cores, a node may give up before it has started: try again."""
-    deadline = time.monotonic() + START_S
+) -> subprocess.Popen[str]:
+    """Start one node, which ends with ``stack``."""
     command = [*RAY, "start", "--block", f"--object-store-memory={STORE_BYTES}", *arguments]
-    while time.monotonic() < deadline:
-        process = run(command, output=log)
-        stack.callback(_end, process)
-        while process.poll() is None and time.monotonic() < deadline:
-            if "Ray runtime started" in log.read_text():
-                return
-            time.sleep(0.1)
+    process = run(command, output=log)
+    stack.callback(_end, process)
+    return process
+
+
+def _await(process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if "Ray runtime started" in log.read_text():
+            return
+        time.sleep(0.1)
     pytest.fail(f"a Ray node did not start within {START_S:g} s:\n{log.read_text()[-2000:]}")
 
 

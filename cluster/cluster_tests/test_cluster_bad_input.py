@@ -4,107 +4,86 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import signal
-import socket
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 
 import group_support as support
 import pytest
-from cluster_hosts import KEY_VARIABLE, PORT, agent_command
-from pretend_machines import DRIVER_ADDRESS, Machine, pretend_machines, within
+import training_support as runs
+from pretend_machines import DRIVER_ADDRESS, within
+from ray_cluster import Cluster
+from rich.console import Console
 
-from core_rl.errors import ClusterError, ConfigError
-from core_rl_cluster.attach import AttachHosts
+from core_rl.errors import ConfigError
+from core_rl_cluster import RayHosts
+from core_rl_trainer import train
 
-KEY = secrets.token_hex(32)
-OTHER_VERSION = """
-import sys, core_rl.version
-core_rl.version.__version__ = "0.0.7"
-from core_rl.cli import main
-sys.argv[0] = "core-rl"
-main()
-"""
-PRINT_ADDRESS = "from core_rl_cluster.network import own_address; print(own_address('address'))"
+OTHER_VERSION = (
+    "import core_rl_cluster.ray as r; v = r.versions; r.versions = lambda: v() | {'torch': '2.0.0'}; "
+)
 
 
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[Machine]]:
-    with pretend_machines(2) as made:
-        yield made
+def opening(machines: int, resources: dict[str, float] | None = None) -> str:
+    """A program that opens hosts."""
+    arguments = f"{machines}, 2, wait_s=4, resources={resources or {}}"
+    return f"from core_rl_cluster import RayHosts; RayHosts({arguments}).open()"
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
+def nothing_left(cluster: Cluster) -> Iterator[None]:
     yield
-    assert within(lambda: not any(machine.processes() for machine in machines))
+    assert within(lambda: not cluster.left()), cluster.left()
 
 
-def attach(wait_s: float = 60.0, machines: int = 2) -> AttachHosts:
-    return AttachHosts(machines, 2, address=DRIVER_ADDRESS, port=PORT, wait_s=wait_s, lease_s=10)
+def refusal(code: str, **environ: str) -> str:
+    """The last line of a program that opens hosts, and fails with an error of core-rl."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environ}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    return done.stderr.partition("core_rl.errors.")[2]
 
 
-def start(machine: Machine, *arguments: str, key: str = KEY) -> subprocess.Popen[str]:
-    return machine.run(agent_command(*arguments), {KEY_VARIABLE: key})
+UNUSABLE: dict[str, tuple[str, dict[str, str], str]] = {
+    "too few nodes": (
+        opening(9),
+        {},
+        r"Ray did not give 9 nodes with CPU 2 each within 4 s. Of 5 nodes 4 are large",
+    ),
+    "too few GPUs": (opening(2, {"GPU": 2}), {}, r"node\d .*lacks GPU 2"),
+    "other versions": (
+        OTHER_VERSION + opening(1),
+        {},
+        r"machine 0 \(node\d.* has torch 2\.13\S+, and the driver torch 2\.0",
+    ),
+    "no cluster": (opening(1), {"RAY_ADDRESS": f"{DRIVER_ADDRESS}:1"}, r"no Ray cluster"),
+    "another token": (opening(1), {"RAY_AUTH_TOKEN": "0" * 64}, r"no Ray cluster at .*oken"),
+    "no token": (opening(1), {"RAY_AUTH_MODE": ""}, r"RAY_AUTH_MODE = ''"),
+}
 
 
-def printed(agents: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Output of agents that ended by themselves."""
-    return [agent.communicate(timeout=30)[0] for agent in agents]
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_unusable_clusters_are_refused_in_time(cluster: Cluster, case: str) -> None:
+    code, environ, message = UNUSABLE[case]
+    text = refusal(code, **environ)
+    assert re.search(message, text), text
 
 
-def test_a_wrong_key_is_named_on_both_sides(machines: list[Machine]) -> None:
-    agents = [start(machines[0]), start(machines[1], key=secrets.token_hex(32))]
-    with pytest.raises(ClusterError, match=rf"{machines[1].address}: a machine connected with another key"):
-        attach().open()
-    assert "the driver has another key" in printed(agents)[1]
-    assert agents[1].returncode != 0
-
-
-def test_different_versions_are_named_with_their_machine(machines: list[Machine]) -> None:
-    words = agent_command()
-    second = [sys.executable, "-c", OTHER_VERSION, *words[words.index("agent") :]]
-    agents = [start(machines[0]), machines[1].run(second, {KEY_VARIABLE: KEY})]
-    with pytest.raises(ClusterError, match=r"node1 \(10\.77\.0\.11\) was refused: it has core_rl 0\.0\.7"):
-        attach().open()
-    assert "install the same versions" in " ".join(printed(agents)[1].split())
-
-
-def test_machines_with_equal_numbers_are_refused(machines: list[Machine]) -> None:
-    agents = [start(machine, "--machine=1") for machine in machines]
-    with pytest.raises(ClusterError, match="there is a machine 1 already"):
-        attach().open()
-    printed(agents)
-
-
-def test_missing_agents_are_reported_in_time(machines: list[Machine]) -> None:
-    agent = start(machines[0])
-    with pytest.raises(
-        ClusterError, match=r"1 of 2 machines came to 10\.77\.0\.1:29400 within 8 s; there: machine 0"
-    ):
-        attach(wait_s=8).open()
-    printed([agent])
-
-
-def test_an_agent_without_a_driver_ends_in_time(machines: list[Machine]) -> None:
-    agent = start(machines[0], "--wait=1")
-    assert "no driver at 10.77.0.1, port 29400 within 1 s" in " ".join(printed([agent])[0].split())
-    assert agent.returncode != 0
-
-
-def test_a_port_in_use_is_named(machines: list[Machine]) -> None:
-    refused = pytest.raises(ConfigError, match=rf"{DRIVER_ADDRESS}, port {PORT}: .*in use.*another port")
-    with socket.create_server((DRIVER_ADDRESS, PORT)), refused:
-        attach().open()
-
-
-def test_an_address_of_no_interface_is_named(machines: list[Machine]) -> None:
-    hosts = AttachHosts(1, address="192.0.2.7", port=PORT)
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.7"):
-        hosts.open()
+def test_unshared_directories_are_named(cluster: Cluster, start: Path) -> None:
+    directory = Path("/dev/shm/output-of-a-test")  # each machine has its own
+    section = {"type": "ray", "machines": 2, "ranks_per_machine": 1, "wait_s": 60.0}
+    engines = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
+    try:
+        with pytest.raises(ConfigError, match="output_dir.*do not see the same files"):
+            train(
+                runs.recipe_values(start, directory, **engines, cluster=section), console=Console(quiet=True)
+            )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.parametrize(
@@ -121,43 +100,4 @@ def test_too_few_places_are_refused_before_anything_starts(
     degrees: dict[str, int], settings: dict[str, list[int]], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        support.echo_group(support.SPEC, support.config(**degrees), hosts=attach(), **settings)
-    with socket.create_server((DRIVER_ADDRESS, PORT)):
-        pass  # no listener there
-
-
-def test_strangers_on_the_port_change_nothing(machines: list[Machine]) -> None:
-    hosts = attach(machines=1)
-    agent = start(machines[0])
-    sockets = []
-    with hosts:
-        for message in (b"GET / HTTP/1.1\r\n\r\n", b"", secrets.token_bytes(5000)):
-            sockets.append(socket.create_connection((DRIVER_ADDRESS, PORT)))
-            sockets[-1].sendall(message)
-        with support.echo_group(support.SPEC, support.config(dp=2), hosts=hosts, timeout_s=60) as group:
-            assert group.run(support.whoami) == [(0,), (1,)]
-    for sock in sockets:
-        sock.close()
-    printed([agent])
-
-
-def test_terminated_agents_end_and_are_named(machines: list[Machine]) -> None:
-    agent = start(machines[0])
-    with attach(machines=1) as hosts:
-        assert within(lambda: any("forkserver" in line for line in machines[0].processes().values()), 20)
-        (pid,) = (pid for pid, line in machines[0].processes().items() if " agent " in line)
-        os.kill(pid, signal.SIGTERM)
-        assert within(lambda: not hosts.found)
-        with pytest.raises(ClusterError, match=r"machine 0 \(node0, .*which got SIGTERM"):
-            hosts.address_of(0)
-        assert within(lambda: not machines[0].processes())
-    printed([agent])
-
-
-def test_loopback_host_names_are_no_addresses(machines: list[Machine]) -> None:
-    command = [sys.executable, "-c", PRINT_ADDRESS]
-    assert machines[0].output(command).strip() == machines[0].address  # by the default route
-    without = f'ip route del default; exec {sys.executable} -c "{PRINT_ADDRESS}"'
-    process = machines[1].run(["sh", "-c", without])
-    (text,) = printed([process])
-    assert re.search(r"'node1' means 127\.0\.1\.1, which other machines cannot reach.* set address", text)
+        support.echo_group(support.SPEC, support.config(**degrees), hosts=RayHosts(2, 2), **settings)

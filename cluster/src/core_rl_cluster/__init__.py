@@ -1,10 +1,7 @@
-"""Ranks of core-rl on many machines, by an agent on each: `SlurmHosts`, `RayHosts` and `AttachHosts`."""
+"""Ranks of core-rl on many machines, as children of Ray actors: `RayHosts`."""
 
-from core_rl_cluster.agent_hosts import AgentHosts
-from core_rl_cluster.attach import AttachHosts, RehearsalHosts
 from core_rl_cluster.ray import RayHosts
-from core_rl_cluster.slurm import SlurmHosts
 
-__all__ = ["AgentHosts", "AttachHosts", "RayHosts", "RehearsalHosts", "SlurmHosts"]
+__all__ = ["RayHosts"]
 
 __version__ = "0.1.0"

@@ -3,147 +3,249 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from multiprocessing import util
+from types import TracebackType
+from typing import Any, Self
 
-from core_rl.errors import ClusterError, ConfigError, MissingPackage
-from core_rl_cluster import ray_nodes
-from core_rl_cluster.agent_hosts import AGENT, AgentHosts
-from core_rl_cluster.hello import KEY_VARIABLE
-from core_rl_cluster.ray_nodes import AgentActor, amounts, shortage, silent_nodes
+from core_rl.distributed.authentication import new_key
+from core_rl.errors import ClusterError, ConfigError, MissingPackage, raise_all
+from core_rl.launch.hosts import Rank, Slot, end_ranks
+from core_rl.machine import most_open_files
+from core_rl_cluster.machine import DriverCode, MachineActor, MachineInfo, versions
+from core_rl_cluster.nodes import amounts, shortage, silent_nodes
+from core_rl_cluster.remote import RayMachine, RayRank, first_line
 
 __all__ = ["RayHosts"]
 
 logger = logging.getLogger(__name__)
 
-CALL_S = 30.0
-"""Time limit of a call to Ray that only asks or frees something."""
-PROBE_S = 60.0
+PROBE_S = 25.0
 """Time limit for a cluster to respond, the import of Ray included."""
 LOOK_S = 1.0
 """Between two looks at whether resources are there."""
 LOG_EVERY_S = 30.0
 SILENT_S = 60.0
 """The longest wait for Ray to notice that a node is gone. One whose port only this driver cannot reach stays silent."""
-FEWER_S = 10.0
-"""Time limit for the resources of fewer machines, when not all were there in time."""
+ACTORS_S = 60.0
+"""Time limit for the actors of machines that Ray has given."""
+THREADS = 16
+"""Calls that an actor serves at one time; one waits for ends of ranks."""
+FILES_PER_RANK = 3
+"""Open files of the driver: a connection, and a pipe that shows the end of the rank."""
+SPARE_FILES = 128
+"""Open files of everything else in the driver."""
+SHARED = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HF_HUB_OFFLINE",
+    "MKL_NUM_THREADS",
+    "NCCL_DEBUG",
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TOKENIZERS_PARALLELISM",
+    "TORCH_LOGS",
+    "TRANSFORMERS_OFFLINE",
+    "TRANSFORMERS_VERBOSITY",
+)
+"""Variables that mean the same on every machine, and are no secrets: connections are not encrypted."""
 NO_CLUSTER = (
     "start one with `ray start --head` on one machine and `ray start --address=HOST:6379` on each other one, and run "
-    "this program on one of them"
+    "this program on one of them, with the same token"
 )
 
 
 @dataclass(eq=False, repr=False)
-class RayHosts(AgentHosts):
-    """``machines`` nodes of a Ray cluster, with up to ``ranks_per_machine`` ranks on each.
+class RayHosts:
+    """``machines`` nodes of a Ray cluster, with up to ``ranks_per_machine`` ranks of each group on each.
 
     A placement group reserves the ``resources`` of each machine: by default ``CPU`` and, where the cluster has any,
-    ``GPU``, ``ranks_per_machine`` of each; ``{"CPU": 1, "accelerator_type:H100": 0.001}`` changes or adds some. Ray
-    starts an actor on each machine, and the actor an agent, which starts the ranks; Ray carries no batches. The ranks
-    of a machine see the GPUs that Ray has given to its actor.
+    ``GPU``, ``ranks_per_machine`` of each; ``{"CPU": 1, "accelerator_type:H100": 0.001}`` changes or adds some. An
+    actor on each machine has them, and starts the ranks, which see its GPUs. Calls travel over a connection to each
+    rank; what several ranks of a machine get goes there once, through Ray's object store.
 
-    ``ray_address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or the cluster that this machine
+    ``address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or the cluster that this machine
     belongs to. A program that has called ``ray.init()`` keeps its connection, also after `close`. The driver runs on a
-    node of the cluster. For other arguments see `AgentHosts`; ``wait_s`` includes the wait for the resources.
+    node of the cluster. Ray gives the machines within ``wait_s`` seconds. A machine from which nothing comes for
+    ``lease_s`` seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the
+    driver's variables that mean the same everywhere, and those of ``environment``.
 
-    Raises `MissingPackage` without Ray, and `ClusterError` where there is no cluster, or where it does not have the
-    resources within ``wait_s`` seconds.
+    The machines are started at first use, or by entering the context, and let go by `close`, or when the driver ends.
+
+    Raises `MissingPackage` without Ray, and `ConfigError` for settings that cannot be. `open` raises `ClusterError`
+    where there is no cluster, or where it does not have the resources.
     """
 
+    machines: int
+    ranks_per_machine: int = 1
     _: KW_ONLY
-    ray_address: str = "auto"
+    address: str = "auto"
     resources: Mapping[str, float] = field(default_factory=dict)
+    wait_s: float = 300.0
+    lease_s: float = 30.0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ray_address.startswith("ray://"):
-            raise ConfigError(
-                f"ray_address = {self.ray_address!r} is an address of Ray Client; run this program on a node of the "
-                "cluster, or by `ray job submit`, and leave ray_address out"
-            )
+        raise_all(ConfigError, "RayHosts", self._problems())
         self._ray = _import_ray()
-        self._connected = False
+        self._is_driver_of_ray = False
         self._group: Any = None
         self._actors: list[Any] = []
-        self._running: dict[Any, int] = {}
-        """The machine of each agent's call, which returns when the agent ends."""
+        self._machines: list[RayMachine] = []
+        self._key = new_key()
+        self._rank_ids = itertools.count()
+        self._starting = threading.RLock()
 
-    def _own_address(self) -> str:
-        """The address under which this node is known to the others."""
-        self._connect()
+    def _problems(self) -> Iterator[str]:
+        for name in ("machines", "ranks_per_machine", "wait_s", "lease_s"):
+            if not (value := getattr(self, name)) > 0:
+                yield f"{name} = {value}; it must be positive"
+        if self.address.startswith("ray://"):
+            yield (
+                f"address = {self.address!r} is an address of Ray Client; run this program on a node of the cluster, "
+                "or by `ray job submit`, and leave address out"
+            )
+        needed = FILES_PER_RANK * self.machines * self.ranks_per_machine + SPARE_FILES
+        if (files := most_open_files()) < needed:
+            yield (
+                f"{self.machines} machines with {self.ranks_per_machine} ranks each need {needed} open files in the "
+                f"driver, and its hard limit is {files}; raise it (ulimit -Hn {needed}, as root)"
+            )
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ hosts
+
+    def open(self) -> None:
+        """Have an actor on each machine; raises `ClusterError` with the cause. Further calls do nothing."""
+        with self._starting:
+            if self._machines:
+                return
+            try:
+                self._connect()
+                self._wait_for_silent_nodes()
+                bundle = self._bundle()
+                self._reserve(bundle)
+                self._start_actors(bundle)
+            except BaseException:
+                self.close()
+                raise
+            # For hosts that are forgotten, and before `multiprocessing` waits for its processes.
+            util.Finalize(self, _end_actors, args=(self._ray, self._actors), exitpriority=50)
+
+    def close(self) -> None:
+        """End all processes on the machines, and leave the cluster. Further calls do nothing."""
+        with self._starting:
+            machines, self._machines = self._machines, []
+            for machine in machines:
+                machine.lose("was let go")
+            _end_actors(self._ray, self._actors)
+            if self._ray.is_initialized():
+                self._remove_group()
+            if self._is_driver_of_ray:
+                self._is_driver_of_ray = False
+                self._ray.shutdown()
+
+    def slots(self, count: int, machines: Sequence[int] | None, devices: Sequence[int] | None) -> list[Slot]:
+        local = list(range(self.ranks_per_machine) if devices is None else devices)
+        numbers = list(range(self.machines))
+        usable = numbers if machines is None else list(machines)
+        if set(usable) - set(numbers) or len(set(usable)) != len(usable):
+            raise ConfigError(f"machines = {usable}: there are {numbers}; name each of them at most once")
+        if len(set(local)) != len(local):
+            raise ConfigError(f"devices = {local}; name different devices, numbered on each machine")
+        if len(usable) * len(local) < count:
+            raise ConfigError(
+                f"a layout of {count} ranks, and machines {usable} have places for {len(usable) * len(local)}, "
+                f"{len(local)} each; use a smaller layout, more machines, or more ranks on each machine"
+            )
+        return [Slot(machine, device) for machine in usable for device in local][:count]
+
+    def start(self, ranks: Sequence[tuple[int, Slot]]) -> list[Rank]:
+        environ = {name: os.environ[name] for name in SHARED if name in os.environ} | dict(self.environment)
+        by_machine = defaultdict[int, list[tuple[int, int]]](list)
+        for number, slot in ranks:
+            by_machine[slot.machine].append((next(self._rank_ids), number))
+        started: list[RayRank] = []
+        try:
+            for machine, numbers in by_machine.items():
+                started += self._machine(machine).start(numbers, environ, self._key)
+        except BaseException:
+            end_ranks(started)
+            raise
+        return sorted(started, key=lambda rank: rank.rank)
+
+    def cores(self, machine: int) -> int:
+        return self._machine(machine).info.cores
+
+    def address_of(self, machine: int) -> str:
+        return self._machine(machine).info.address
+
+    @property
+    def infos(self) -> list[MachineInfo]:
+        """The machines in the order of their numbers."""
+        self.open()
+        return [machine.info for machine in self._machines]
+
+    @property
+    def driver_address(self) -> str:
+        """The address of this machine towards the others."""
+        self.open()
         return str(self._ray.util.get_node_ip_address())
 
-    def _launch(self, driver: str, key: bytes) -> None:
-        self._connect()
-        self._wait_for_silent_nodes()
-        bundle = self._bundle()
-        self.expect(self._reserve(bundle))
-        for machine, number in enumerate(self._bundles()):
-            actor = self._actor(number, bundle)
-            self._actors.append(actor)
-            arguments = [*AGENT, "--driver", driver, "--machine", str(machine), "--with-parent"]
-            self._running[actor.serve.remote(arguments, {KEY_VARIABLE: key.hex()})] = machine
+    def _machine(self, number: int) -> RayMachine:
+        self.open()
+        machine = self._machines[number]
+        if machine.lost is not None:
+            raise ClusterError(
+                f"{machine} {machine.lost}. Close these hosts, and open them again for other machines"
+            )
+        return machine
 
-    def _check_launched(self) -> None:
-        if not self._running:
-            return
-        ended, _ = self._ray.wait(list(self._running), timeout=0)
-        if ended:
-            machine = self._running[ended[0]]
-            raise ClusterError(f"the agent of machine {machine} {_end_of(self._ray, ended[0])}")
-
-    def _end_launched(self) -> None:
-        actors, self._actors = self._actors, []
-        self._running.clear()
-        if self._ray.is_initialized():
-            for actor in actors:
-                self._ray.kill(actor)
-            self._remove_group()
-        if self._connected:
-            self._connected = False
-            self._ray.shutdown()
+    # ---------------------------------------------------------------- cluster
 
     def _connect(self) -> None:
         """Connect to the cluster unless the program has."""
         if self._ray.is_initialized():
             return
-        _require_healthy(self.ray_address, min(PROBE_S, self.wait_s))
+        if (mode := os.environ.get("RAY_AUTH_MODE")) != "token":
+            raise ConfigError(
+                f"RAY_AUTH_MODE = {mode!r}: anybody who reaches a port of Ray could run programs on all machines; set "
+                "it to 'token', and RAY_AUTH_TOKEN, on each machine before `ray start`, and for this program"
+            )
+        _require_healthy(self.address, min(PROBE_S, self.wait_s))
         errors = (ConnectionError, ValueError, RuntimeError, OSError, self._ray.exceptions.RayError)
         try:
             with _same_sigterm():
-                self._ray.init(address=self.ray_address, log_to_driver=True)
+                self._ray.init(address=self.address, log_to_driver=True)
         except errors as error:
-            raise ClusterError(f"no Ray cluster at {self.ray_address!r}: {error}; {NO_CLUSTER}") from error
-        self._connected = True
-
-    def _bundle(self) -> dict[str, float]:
-        """The resources of one machine."""
-        gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
-        bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
-        return {name: amount for name, amount in bundle.items() if amount}
-
-    def _reserve(self, bundle: Mapping[str, float]) -> int:
-        """Make the group, of fewer machines where no more are there in time; returns their number."""
-        for count in range(self.machines, self.least - 1, -1):
-            bundles = [dict(bundle)] * count
-            self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-            if self._is_ready(bundle, self.time_left() if count == self.machines else FEWER_S):
-                return count
-            self._remove_group()
-        nodes, free = self._ray.nodes(), self._ray.available_resources()
-        raise ClusterError(shortage(nodes, free, self.least, bundle, self.wait_s))
+            raise ClusterError(
+                f"no Ray cluster at {self.address!r}: {first_line(error)}; {NO_CLUSTER}"
+            ) from error
+        self._is_driver_of_ray = True
 
     def _wait_for_silent_nodes(self) -> None:
         """Return when Ray knows of each node that does not respond that it is gone, or after a while."""
-        deadline = time.monotonic() + min(SILENT_S, self.time_left())
+        deadline = time.monotonic() + min(SILENT_S, self.wait_s)
         logged = False
         while silent := silent_nodes(self._ray.nodes()):
             if not logged:
@@ -156,16 +258,25 @@ class RayHosts(AgentHosts):
                 return
             time.sleep(LOOK_S)
 
-    def _is_ready(self, bundle: Mapping[str, float], limit_s: float) -> bool:
-        """Whether the group has its resources in time; a group that does not fit would wait for ever."""
+    def _bundle(self) -> dict[str, float]:
+        """The resources of one machine."""
+        gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
+        bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    def _reserve(self, bundle: Mapping[str, float]) -> None:
+        """Make the placement group; one that does not fit would wait for ever."""
+        bundles = [dict(bundle)] * self.machines
+        self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         started = logged = time.monotonic()
-        while (waited := time.monotonic() - started) < limit_s:
-            if self._group.wait(timeout_seconds=min(limit_s - waited, LOOK_S)):
-                return True
+        while (waited := time.monotonic() - started) < self.wait_s:
+            if self._group.wait(timeout_seconds=min(self.wait_s - waited, LOOK_S)):
+                return
             if time.monotonic() - logged > LOG_EVERY_S:
                 logged = time.monotonic()
                 logger.warning("waiting for %d Ray nodes with %s each", self.machines, amounts(bundle))
-        return False
+        nodes, free = self._ray.nodes(), self._ray.available_resources()
+        raise ClusterError(shortage(nodes, free, self.machines, bundle, self.wait_s))
 
     def _remove_group(self) -> None:
         group, self._group = self._group, None
@@ -173,24 +284,62 @@ class RayHosts(AgentHosts):
             with suppress(self._ray.exceptions.RayError):  # the cluster is gone, and the group with it
                 self._ray.util.remove_placement_group(group)
 
-    def _bundles(self) -> list[int]:
-        """The group's bundles in the order of machines: this node first, then by address."""
+    def _start_actors(self, bundle: Mapping[str, float]) -> None:
+        """An actor in each bundle, in the order of machines: this node first, then by address."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         local = self._ray.get_runtime_context().get_node_id()
         placed = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        return sorted(placed, key=lambda number: (placed[number] != local, addresses[placed[number]]))
+        numbers = sorted(placed, key=lambda number: (placed[number] != local, addresses[placed[number]]))
+        self._actors += [self._actor(number, addresses[placed[number]], bundle) for number in numbers]
+        infos = []
+        for number, actor in zip(numbers, self._actors, strict=True):
+            try:
+                infos.append(self._ray.get(actor.info.remote(), timeout=ACTORS_S))
+            except self._ray.exceptions.RayError as error:
+                raise ClusterError(
+                    f"the node {addresses[placed[number]]} did not start an actor of core-rl: {first_line(error)}; "
+                    "install the same packages there as here"
+                ) from error
+        raise_all(ClusterError, "cluster", _misfits(infos))
+        self._machines = [
+            RayMachine(self._ray, actor, number, info, self.lease_s)
+            for number, (actor, info) in enumerate(zip(self._actors, infos, strict=True))
+        ]
 
-    def _actor(self, number: int, bundle: Mapping[str, float]) -> Any:
-        """The parent of an agent, with all that bundle ``number`` has; it ends with the driver."""
-        self._ray.cloudpickle.register_pickle_by_value(ray_nodes)
+    def _actor(self, number: int, address: str, bundle: Mapping[str, float]) -> Any:
+        """The actor of a machine, with all that bundle ``number`` has; it ends with the driver."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         options = {
             "num_cpus": bundle.get("CPU", 0),
             "num_gpus": bundle.get("GPU", 0),
             "max_restarts": 0,
+            "max_concurrency": THREADS,
             "scheduling_strategy": strategy(self._group, placement_group_bundle_index=number),
         }
-        return self._ray.remote(**options)(AgentActor).remote()
+        make = self._ray.remote(**options)(MachineActor).remote
+        return make(address, DriverCode.of_this_process(), self._key, self.lease_s)
+
+
+def _misfits(infos: Sequence[MachineInfo]) -> Iterator[str]:
+    """Machines with other versions than the driver has."""
+    expected = versions()
+    for number, info in enumerate(infos):
+        other = [name for name, version in expected.items() if info.versions[name] != version]
+        if other:
+            actual = " and ".join(f"{name} {info.versions[name]}" for name in other)
+            here = " and ".join(f"{name} {expected[name]}" for name in other)
+            yield (
+                f"machine {number} ({info.hostname}, {info.address}) has {actual}, and the driver {here}; install the "
+                "same versions"
+            )
+
+
+def _end_actors(ray: Any, actors: list[Any]) -> None:
+    """End ``actors`` and their ranks, and forget them."""
+    while actors:
+        actor = actors.pop()
+        if ray.is_initialized():
+            ray.kill(actor)
 
 
 def _import_ray() -> Any:
@@ -225,11 +374,3 @@ def _same_sigterm() -> Iterator[None]:
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
-
-
-def _end_of(ray: Any, running: Any) -> str:
-    """A phrase about the end of an agent, or of its actor."""
-    try:
-        return str(ray.get(running, timeout=CALL_S))
-    except ray.exceptions.RayError as error:
-        return f"is gone: {type(error).__name__}: {error}"

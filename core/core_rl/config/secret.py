@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,12 @@ class SecretReference:
         return cls(match[1])
 
 
-def unset_references(values: Mapping[str, Any], known: Collection[str] = ()) -> list[str]:
-    """A sentence for each ``${env:NAME}`` in ``values``, at any depth, whose variable is not set or in ``known``."""
+def unset_references(values: Mapping[str, Any]) -> list[str]:
+    """A sentence for each ``${env:NAME}`` in ``values``, at any depth, whose variable is not set."""
     return [
         f"field {path!r} = {value!r}: the environment variable {name} is not set; export it before the start"
         for path, _, value in _leaves(values)
-        if (name := _name_of(value)) is not None and name not in known and not os.environ.get(name)
+        if (name := _name_of(value)) is not None and not os.environ.get(name)
     ]
 
 

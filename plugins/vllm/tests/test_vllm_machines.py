@@ -1,15 +1,15 @@
-"""Servers on the machines of a cluster. An agent on this machine, and a script for vLLM, stand for them here."""
+"""Servers on the machines of a cluster. A local Ray and a script for vLLM stand for them here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from scripted_server import LABEL, MODEL, gone, parent, scripted_server
+from scripted_server import LABEL, MODEL, gone, scripted_server
 from vllm_support import backend_of, build, complete, request, tiny_model, wait_for
 
 from core_rl.launch.machines import server_processes
-from core_rl_cluster.attach import RehearsalHosts
+from core_rl_cluster import RayHosts
 
 pytestmark = pytest.mark.nightly
 
@@ -31,7 +31,9 @@ RESPONSES = {
 def test_servers_end_with_engine_on_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORE_RL_TEST_VLLM_KEY", "a secret")
     python = scripted_server(tmp_path, RESPONSES, "--model")
-    with RehearsalHosts(1, 1, environment=["CORE_RL_TEST_VLLM_KEY"]) as hosts:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False)
+    with RayHosts(1, 1) as hosts:
         engine = build(tiny_model(tmp_path), api_key="${env:CORE_RL_TEST_VLLM_KEY}", python=python)
         try:
             engine.initialize(engine.launch_server(processes=server_processes(hosts, 1)))
@@ -40,7 +42,7 @@ def test_servers_end_with_engine_on_machines(tmp_path: Path, monkeypatch: pytest
             process = backend_of(engine).servers[0].process
             assert process is not None
             pid = process.pid
-            assert parent(parent(parent(pid))) == hosts.agents[0].pid
         finally:
             engine.destroy()
         wait_for(lambda: gone(pid))
+    ray.shutdown()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import training_support as support
 from rich.console import Console
 
 from core_rl.config.base import parse_config
-from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl.launch.hosts import Slot
 from core_rl_trainer import dry_run, load_recipe
@@ -22,8 +20,12 @@ from core_rl_trainer.plan.slots import describe_slots, place_ranks, placement_pr
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import RolePlacement
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.run.resources import machine_request
 
-SLURM = {"type": "slurm", "machines": 2, "ranks_per_machine": 2}
+RAY = {"type": "ray", "machines": 2, "ranks_per_machine": 2}
+
+
+HALF = {"fsdp": {"layout": {"dp": 2}}}
 
 
 def cluster(**values: Any) -> ClusterSection:
@@ -33,24 +35,24 @@ def cluster(**values: Any) -> ClusterSection:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"machines": 2}, "type 'local' has no use for 'machines', which is of ray and slurm and attach"),
-        ({"type": "ray", "ranks_per_machine": 2, "key_file": "k"}, "'ray' has no use for 'key_file'"),
-        ({**SLURM, "type": "ray", "scheduling": {"gpu": 1}}, "'ray' has no use for 'scheduling'"),
-        ({"type": "attach", "port": 1}, "type 'attach' needs ranks_per_machine"),
-        ({"type": "slurm", "machines": 0}, "'machines' = 0"),
+        ({"machines": 2}, "type 'local' has no use for 'machines', which is of 'ray'"),
+        ({"scheduling": {"gpu": 1}}, "type 'local' has no use for 'scheduling'"),
+        ({"type": "ray", "machines": 2}, "type 'ray' needs ranks_per_machine"),
+        (
+            {"type": "slurm", "machines": 2},
+            "no type 'slurm' any more.*'Under Slurm' in docs/many-machines.md",
+        ),
+        (
+            {"type": "attach"},
+            "no type 'attach' any more; start Ray.*'A Ray cluster' in docs/many-machines.md",
+        ),
+        ({**RAY, "machines": 0}, "'machines' = 0"),
         ({"type": "kubernetes"}, "'type' = 'kubernetes'"),
         ({"nodes": 2}, "unknown field 'nodes'"),
-        ({**SLURM, "scheduling": {"partitions": "p"}}, "did you mean 'partition'"),
-        ({**SLURM, "scheduling": {"partition": "a\nb"}}, "scheduling.partition"),
-        ({**SLURM, "scheduling": {"options": ["-p x"]}}, "scheduling.options.0"),
-        ({**SLURM, "environment": ["A-B"]}, "environment.0"),
-        ({**SLURM, "layouts": {1: {"dp": 2}}}, "layouts are those after a restart, and restarts = 0"),
-        (
-            {**SLURM, "restarts": 1, "layouts": {2: {"dp": 2}}},
-            "layouts.2: machines = 2; a layout is for a smaller",
-        ),
-        ({**SLURM, "restarts": 1, "layouts": {1: {"dp": 4}}}, "layouts.1: dp4 has 4 ranks, .* room for 2"),
-        ({"machines": 2, "port": 1}, "(?s)'machines'.*'port'"),
+        ({**RAY, "scheduling": {"gpus": 2}}, "did you mean 'gpu'"),
+        ({**RAY, "scheduling": {"resources": {"H100": 0}}}, "scheduling.resources.H100"),
+        ({**RAY, "environment": ["A-B"]}, "environment.0"),
+        ({"machines": 2, "lease_s": 1.0}, "(?s)'machines'.*'lease_s'"),
     ],
 )
 def test_a_wrong_cluster_section_is_named(values: dict[str, Any], message: str) -> None:
@@ -59,12 +61,8 @@ def test_a_wrong_cluster_section_is_named(values: dict[str, Any], message: str) 
 
 
 def test_written_defaults_are_read_again() -> None:
-    for section in (cluster(restarts=2), cluster(**SLURM, restarts=1, layouts={1: {"dp": 2}})):
+    for section in (cluster(restarts=2), cluster(**RAY, restarts=1, scheduling={"cpu": 3})):
         assert cluster(**section.model_dump(mode="json")) == section
-
-
-def test_a_number_is_a_time_limit_in_minutes() -> None:
-    assert cluster(**SLURM, scheduling={"time_limit": 90}).scheduling.time_limit == "90"
 
 
 PLACED = [
@@ -81,8 +79,8 @@ def test_ranks_fill_machines_in_order(
     ranks: int, role: dict[str, Any] | None, slots: list[tuple[int, int]], text: str
 ) -> None:
     placement = None if role is None else RolePlacement(**role)
-    assert list(placement_problems(ranks, placement, cluster(**SLURM))) == []
-    actual = place_ranks(ranks, placement, cluster(**SLURM))
+    assert list(placement_problems(ranks, placement, cluster(**RAY))) == []
+    actual = place_ranks(ranks, placement, cluster(**RAY))
     assert actual == tuple(Slot(*slot) for slot in slots)
     assert describe_slots(actual) == text
 
@@ -101,12 +99,12 @@ MISPLACED = [
 @pytest.mark.parametrize(("ranks", "role", "message"), MISPLACED)
 def test_impossible_placement_is_named(ranks: int, role: dict[str, Any] | None, message: str) -> None:
     placement = None if role is None else RolePlacement(**role)
-    assert message in "\n".join(placement_problems(ranks, placement, cluster(**SLURM)))
+    assert message in "\n".join(placement_problems(ranks, placement, cluster(**RAY)))
 
 
 def recipe(start: Path, output: Path, **changes: Any) -> Recipe:
     pytest.importorskip("core_rl_fsdp")
-    fsdp = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 4}}}, "cluster": SLURM}
+    fsdp = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 4}}}, "cluster": RAY}
     return load_recipe(support.recipe_values(start, output, **(fsdp | changes)))
 
 
@@ -122,7 +120,7 @@ def test_all_placement_problems_come_at_once(start: Path, tmp_path: Path) -> Non
 
 def test_oversized_supervised_run_is_refused(start: Path, tmp_path: Path) -> None:
     pytest.importorskip("core_rl_fsdp")
-    changes = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 8}}}, "cluster": SLURM}
+    changes = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 8}}}, "cluster": RAY}
     values = support.supervised_values(start, tmp_path / "out", "sft", **changes)
     with pytest.raises(ConfigError, match="cluster: it has 8 ranks, and there is room for 4"):
         dry_run(load_recipe(values))
@@ -138,48 +136,34 @@ def test_the_plan_shows_cluster_and_machines(start: Path, tmp_path: Path) -> Non
     print_plan(plan, console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "slurm, 2 machines with at most 2 ranks of a role each" in text
+    assert "ray, 2 machines with at most 2 ranks of a role each" in text
     assert "0, 1 of machines 0, 1" in text and "0, 1 of machines 1, 0" in text
 
 
-def fewer(**cluster_changes: Any) -> dict[str, Any]:
-    return {"cluster": SLURM | {"restarts": 1, "layouts": {1: {"dp": 2}}} | cluster_changes}
-
-
-def test_plan_on_fewer_machines_has_their_layout(start: Path, tmp_path: Path) -> None:
-    placement = {"reference": {"machines": [1, 0]}}
-    plan = resolve(recipe(start, tmp_path / "out", placement=placement, **fewer()))
-    assert plan.on_machines(2) is plan
-    alone = plan.on_machines(1)
-    assert alone.cluster.machines == 1 and alone.trainers["actor"].config.layout.dp == 2
-    assert [alone.trainers[name].machines for name in ("actor", "reference")] == [(0,), (0,)]
-    assert alone.schedule == plan.schedule and alone.data is plan.data
-
-
 @pytest.mark.parametrize(
-    ("layout", "placement", "message"),
+    ("scheduling", "changes", "resources", "env"),
     [
-        ({"dp": 2}, {"critic": {"machines": [1]}}, r"critic = machines \[1\]: there is no machine 1"),
-        ({"dp": 4}, {}, "critic: it has 4 ranks, and there is room for 2"),
+        ({}, {}, {"CPU": 4}, {}),  # two ranks of the actor and of its reference
+        (
+            {},
+            {"placement": {"reference": {"machines": [0], "devices": [0, 1]}}, "engines": HALF},
+            {"CPU": 3},
+            {},
+        ),
+        ({"cpu": 9, "gpu": 0, "memory_mib": 2}, {}, {"CPU": 9, "GPU": 0, "memory": 2 * 2**20}, {}),
+        ({"resources": {"H100": 0.1}, "env": {"A": "b"}}, {}, {"CPU": 4, "H100": 0.1}, {"A": "b"}),
     ],
 )
-def test_layout_for_fewer_machines_is_checked_early(
-    start: Path, tmp_path: Path, layout: dict[str, int], placement: dict[str, Any], message: str
+def test_machines_give_what_engines_need(
+    start: Path,
+    tmp_path: Path,
+    scheduling: dict[str, Any],
+    changes: dict[str, Any],
+    resources: dict[str, float],
+    env: dict[str, str],
 ) -> None:
-    algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05}}
-    changes = {"critic": {"layout": layout}, "algorithm": algorithm, "placement": placement}
-    with pytest.raises(ConfigError, match=f"(?s)cluster.layouts: 1: .*{message}"):
-        dry_run(recipe(start, tmp_path / "out", **changes, **fewer()))
-
-
-def test_layout_unable_to_read_checkpoint_is_refused(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsdp = pytest.importorskip("core_rl_fsdp")
-    fixed = replace(fsdp.SPEC, capabilities=fsdp.SPEC.capabilities - {Capability.RESHARDING})
-    monkeypatch.setattr(fsdp, "SPEC", fixed)
-    with pytest.raises(
-        ConfigError, match="1: actor: .*'fsdp' does not declare 'resharding'.*save_portable_every"
-    ):
-        dry_run(recipe(start, tmp_path / "out", **fewer()))
-    dry_run(recipe(start, tmp_path / "out", save_portable_every=2, **fewer()))
+    section = {"cluster": RAY | {"scheduling": scheduling}}
+    plan = resolve(recipe(start, tmp_path / "out", **(section | changes)))
+    request = machine_request(plan.trainers, plan.cluster.scheduling, "cpu")
+    assert request.resources == resources
+    assert request.env == env

@@ -14,30 +14,42 @@ from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl.launch.hosts import LocalHosts
 from core_rl.launch.machines import call_on_machines
-from core_rl_cluster.attach import AttachHosts
+from core_rl_cluster import RayHosts
 from core_rl_trainer import load_recipe
 from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.plan.slots import sender_slot
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run import cluster
 from core_rl_trainer.run.cluster import check_machines, cluster_hosts, missing_paths, open_cluster
+from core_rl_trainer.run.resources import MachineRequest
 
-ATTACH = {"type": "attach", "machines": 2, "ranks_per_machine": 2}
+RAY = {"type": "ray", "machines": 2, "ranks_per_machine": 2}
+REQUEST = MachineRequest(resources={"CPU": 3}, env={"A": "b"})
 
 
 def section(**values: Any) -> ClusterSection:
     return parse_config(ClusterSection, values, "cluster")
 
 
-def test_a_section_makes_its_hosts() -> None:
-    assert isinstance(cluster_hosts(section()), LocalHosts)
-    hosts = cluster_hosts(section(**ATTACH, wait_s=5.0, lease_s=7.0))
-    assert isinstance(hosts, AttachHosts)
+def test_a_section_makes_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    assert isinstance(cluster_hosts(section(), REQUEST), LocalHosts)
+    monkeypatch.setenv("FLAG", "1")
+    hosts = cluster_hosts(section(**RAY, wait_s=5.0, lease_s=7.0, environment=["FLAG"]), REQUEST)
+    assert isinstance(hosts, RayHosts)
     assert (hosts.machines, hosts.ranks_per_machine, hosts.wait_s, hosts.lease_s) == (2, 2, 5.0, 7.0)
+    assert (hosts.resources, hosts.environment, hosts.address) == (
+        {"CPU": 3},
+        {"FLAG": "1", "A": "b"},
+        "auto",
+    )
+    monkeypatch.delenv("FLAG")
+    with pytest.raises(ConfigError, match=r"cluster.environment = \['FLAG'\]: not set on this machine"):
+        cluster_hosts(section(**RAY, environment=["FLAG"]), REQUEST)
 
 
 def test_a_function_runs_on_each_machine() -> None:
-    with open_cluster(section()) as hosts:
+    with open_cluster(section(), REQUEST) as hosts:
         missing = call_on_machines(hosts, [0], missing_paths, [os.devnull, "/nowhere"])
     assert missing == {0: (os.uname().nodename, ["/nowhere"])}
 
@@ -79,12 +91,13 @@ def test_machines_with_missing_files_are_named(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     pytest.importorskip("core_rl_fsdp")
+    pytest.importorskip("ray")
     blind, changes, message = LACKING[case]
-    fsdp = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 4}}}, "cluster": ATTACH}
+    fsdp = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 4}}}, "cluster": RAY}
     recipe = load_recipe(support.recipe_values(start, tmp_path / "out", **fsdp, **changes))
     recipe.directory.mkdir()
     monkeypatch.setattr(cluster, "call_on_machines", calls(blind))
-    plan, hosts = resolve(recipe), cluster_hosts(recipe.cluster)
+    plan, hosts = resolve(recipe), RayHosts(2, 2)
     sender = sender_slot(plan.trainers["actor"]).machine if recipe.rollout.sync == "tensor" else None
     if message is None:
         check_machines(hosts, plan.trainers, recipe.directory, sender)

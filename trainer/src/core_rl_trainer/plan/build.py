@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core_rl.checkpoint.adapter_config import adapter_problems
 from core_rl.config.base import Config
-from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
 from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
-from core_rl.errors import CheckpointError, ConfigError, UnsupportedCapability, raise_all
+from core_rl.errors import CheckpointError, ConfigError, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import machine_problems
@@ -39,7 +38,6 @@ from core_rl_trainer.plan.engines import (
     plan_online_engines,
     plan_supervised_engine,
     require_trainer_capabilities,
-    resume_format,
     trained_engine,
 )
 from core_rl_trainer.plan.online_checks import (
@@ -49,7 +47,7 @@ from core_rl_trainer.plan.online_checks import (
     check_token_ids,
 )
 from core_rl_trainer.plan.remarks import plan_remarks
-from core_rl_trainer.plan.run_plan import TRAINED, EnginePlan, RunFiles, RunPlan, Schedule
+from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedule
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.recipe import Recipe
@@ -77,7 +75,7 @@ class PlanBuilder:
         self._interface = make_interface(self._algorithm)
         self._online = not isinstance(self._interface, SupervisedInterface)
 
-    def build(self, trained: ConfiguredEngine, remarks: Sequence[str], *, driver_here: bool) -> RunPlan:
+    def build(self, trained: ConfiguredEngine, remarks: Sequence[str]) -> RunPlan:
         """The plan; ``trained`` is the engine of the model before the head of its algorithm is known."""
         recipe, online = self._recipe, self._online
         if recipe.epochs is None:  # before the data is read
@@ -92,7 +90,6 @@ class PlanBuilder:
         trainer = trained_engine(trained, self._interface)
         check_adapter(trainer[1].model)
         trainers, rollout = self._roles(self._engines, trainer, recipe.cluster, recipe.placement)
-        fewer = self._fewer_roles()
         code = self._user_code() if online else None
         tokenizer = load_tokenizer(recipe.model.path)
         if online:
@@ -147,15 +144,8 @@ class PlanBuilder:
                 resume_from=recipe.resume_from,
             ),
         )
-        if driver_here:
-            _require_servers(plan)
-        on_fewer = {
-            count: replace(
-                plan, trainers=trainers, rollout=rollout, cluster=recipe.cluster.on_machines(count)
-            )
-            for count, (trainers, rollout) in fewer.items()
-        }
-        return replace(plan, fewer=on_fewer, remarks=(*remarks, *plan_remarks(plan)))
+        _require_servers(plan)
+        return replace(plan, remarks=(*remarks, *plan_remarks(plan)))
 
     def _check_sections(self) -> None:
         """Raise `ConfigError` for sections that do not go with the algorithm; warn of unread sections."""
@@ -214,32 +204,6 @@ class PlanBuilder:
             colocated=recipe.colocated,
         )
 
-    def _fewer_roles(
-        self,
-    ) -> dict[int, tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]]:
-        """Engines of the run on each smaller number of machines.
-
-        Raises one `ConfigError` for ``cluster.layouts`` with which the run could not resume.
-        """
-        recipe = self._recipe
-        planned, problems = {}, list[str]()
-        portable = recipe.save_portable_every > 0 and recipe.save_every % recipe.save_portable_every == 0
-        for count, layout in sorted(recipe.cluster.layouts.items()):
-            sections = self._engines.with_layout(recipe.engine, layout)
-            cluster, placement = recipe.cluster.on_machines(count), recipe.placement.within(count)
-            try:
-                configured = sections.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
-                planned[count] = self._roles(
-                    sections, trained_engine(configured, self._interface), cluster, placement
-                )
-            except (ConfigError, UnsupportedCapability) as error:
-                problems.append(f"{count}: {error}")
-                continue
-            trained = {name: plan.spec for name, plan in planned[count][0].items() if name in TRAINED}
-            problems += [f"{count}: {name}: {text}" for name, text in _unreadable(trained, portable)]
-        raise_all(ConfigError, "cluster.layouts", problems)
-        return planned
-
     def _user_code(self) -> LoadedCode:
         recipe, rollout = self._recipe, self._recipe.rollout
         code = load_user_code(recipe.reward_fields, rollout.environment, rollout.should_accept)
@@ -283,17 +247,6 @@ def _is_set(section: Config, name: str) -> bool:
 def _warn_of(name: str, trains_on: str, ignored: Sequence[str]) -> None:
     if ignored:
         logger.warning("%r trains on %s and does not read %s", name, trains_on, ", ".join(ignored))
-
-
-def _unreadable(trained: Mapping[str, EngineSpec], portable: bool) -> Iterator[tuple[str, str]]:
-    """Roles that could not read a checkpoint of another layout, with the reason."""
-    for name, spec in trained.items():
-        if not (portable or spec.supports(Capability.RESHARDING) or resume_format(spec) == "portable"):
-            yield (
-                name,
-                f"the engine {spec.name!r} does not declare 'resharding' and reads no checkpoint of another layout; "
-                "set save_portable_every to save_every, or a divisor of it",
-            )
 
 
 def _require_servers(plan: RunPlan) -> None:

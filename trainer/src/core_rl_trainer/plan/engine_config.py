@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from core_rl.config.base import parse_config
 from core_rl.config.engine import EngineConfig, OptimizerConfig
-from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineKind, EngineSpec
@@ -29,11 +28,6 @@ class EngineSections:
     def of(self, name: str) -> Mapping[str, Any]:
         """The section of the engine ``name``."""
         return self.sections.get(name, {})
-
-    def with_layout(self, name: str, layout: ParallelLayout) -> EngineSections:
-        """The same with another layout of the engine ``name``."""
-        section = {**self.of(name), "layout": layout.model_dump()}
-        return replace(self, sections={**self.sections, name: section})
 
     def configure_trained(
         self, name: str, model: ModelSection, optimizer: OptimizerConfig

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import shutil
-import socket
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,34 +36,27 @@ CLOSE = 1.25
 """A disk with less than this times the bytes of a run is worth a remark."""
 
 
-def resolve(recipe: Recipe, *, driver_here: bool = True) -> RunPlan:
+def resolve(recipe: Recipe) -> RunPlan:
     """Check ``recipe``, read its data, and decide on everything that the run needs. Nothing is started or written.
 
-    Without ``driver_here`` the run starts on another machine, whose ports and servers are not checked. Raises
-    `ConfigError` with every problem, before torch is imported where a check needs no torch.
+    Raises `ConfigError` with every problem, before torch is imported where a check needs no torch.
     """
     engines = EngineSections(sections=recipe.engines, shared=recipe.engine_fields)
     trained = engines.configure_trained(recipe.engine, recipe.model, recipe.optimizer)
-    remarks = preflight(recipe, driver_here=driver_here)
+    remarks = preflight(recipe)
     from core_rl_trainer.plan.build import PlanBuilder
 
-    return PlanBuilder(recipe, engines).build(trained, remarks, driver_here=driver_here)
+    return PlanBuilder(recipe, engines).build(trained, remarks)
 
 
-def preflight(recipe: Recipe, *, driver_here: bool = True) -> tuple[str, ...]:
-    """Remarks on ``recipe``, after all checks that need no engine.
-
-    Without ``driver_here`` the run starts on another machine, whose ports are not checked. Raises one `ConfigError`
-    with every problem.
-    """
+def preflight(recipe: Recipe) -> tuple[str, ...]:
+    """Remarks on ``recipe``, after all checks that need no engine. Raises one `ConfigError` with every problem."""
     used = (recipe.engine, recipe.rollout.engine)
     problems = [*_engine_problems(recipe.engines, used)]
     started = {name: section for name, section in recipe.engines.items() if name in used}
-    problems += unset_references(recipe.model_dump() | {"engines": started}, recipe.cluster.scheduling.env)
+    problems += unset_references(recipe.model_dump() | {"engines": started})
     problems += _directory_problems(recipe.directory)
     problems += _cluster_problems(recipe.cluster)
-    if driver_here:
-        problems += _port_problems(recipe.cluster)
     models = recipe.model_directories
     if recipe.model.lora is not None and recipe.model.lora.path is not None:
         models["model.lora.path"] = recipe.model.lora.path
@@ -104,7 +96,7 @@ def _unread_sections(sections: Collection[str], used: Collection[str]) -> Iterat
         yield f"engines.{', engines.'.join(ignored)} not read: the engines of this recipe are {engines}"
 
 
-# -------------------------------------------------------------------------- directories and ports
+# --------------------------------------------------------------------------- directories and hosts
 
 
 def _directory_problems(directory: Path) -> Iterator[str]:
@@ -120,17 +112,6 @@ def _cluster_problems(cluster: ClusterSection) -> Iterator[str]:
             load_hosts(cluster.type)
     except ConfigError as error:
         yield f"cluster.type = {cluster.type!r}: {error}"
-
-
-def _port_problems(cluster: ClusterSection) -> Iterator[str]:
-    if cluster.is_local or not cluster.agent_port:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", cluster.agent_port))
-        except OSError as error:
-            yield f"cluster.port = {cluster.agent_port}: {error.strerror}; choose another port"
 
 
 # ----------------------------------------------------------------------------------------- weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -112,7 +112,6 @@ class RunPlan:
     rollout: EnginePlan[InferenceEngineConfig] | None
     """None for training on data."""
     cluster: ClusterSection
-    """Of `on_machines`, the smaller cluster."""
     workload: Workload
     data: TrainingData
     statistics: DataStatistics
@@ -127,12 +126,6 @@ class RunPlan:
     files: RunFiles
     remarks: tuple[str, ...] = ()
     """Settings that are probably not meant."""
-    fewer: Mapping[int, RunPlan] = field(default_factory=dict)
-    """The same run on a smaller number of machines, for ``cluster.layouts``."""
-
-    def on_machines(self, count: int) -> RunPlan:
-        """The plan on ``count`` machines: itself, or an entry of `fewer`."""
-        return self if count == self.cluster.machines else self.fewer[count]
 
     @property
     def engines(self) -> dict[str, EnginePlan[EngineConfig]]:

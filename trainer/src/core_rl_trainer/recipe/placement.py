@@ -71,13 +71,3 @@ class PlacementSection(Config):
     def serves_on_machines(self, cluster: ClusterSection) -> bool:
         """Whether rollout servers are placed on machines of ``cluster``, instead of the one where the driver is."""
         return not cluster.is_local and self.rollout is not None and self.rollout.machines is not None
-
-    def within(self, count: int) -> PlacementSection:
-        """The same on the first ``count`` machines, for roles with a machine there."""
-        fewer: dict[str, RolePlacement] = {}
-        for name in type(self).model_fields:
-            section = self.of(name)
-            left = tuple(machine for machine in (section and section.machines) or () if machine < count)
-            if section is not None and left:
-                fewer[name] = section.model_copy(update={"machines": left})
-        return self.model_copy(update=fewer)

@@ -15,6 +15,7 @@ from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection
+from core_rl_trainer.run.resources import MachineRequest
 
 __all__ = ["check_machines", "cluster_hosts", "open_cluster", "require_shared"]
 
@@ -22,30 +23,30 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 
 @contextmanager
-def open_cluster(section: ClusterSection) -> Iterator[Hosts]:
+def open_cluster(section: ClusterSection, request: MachineRequest) -> Iterator[Hosts]:
     """The machines of ``section``; raises `ClusterError` unless all come. They are released on the way out."""
-    with closing(cluster_hosts(section)) as hosts:
+    with closing(cluster_hosts(section, request)) as hosts:
         hosts.open()
         yield hosts
 
 
-def cluster_hosts(section: ClusterSection) -> Hosts:
+def cluster_hosts(section: ClusterSection, request: MachineRequest) -> Hosts:
     """The hosts that ``section`` describes; nothing is started. Raises `ConfigError`."""
     if section.is_local:
         return LocalHosts()
-    scheduling = section.scheduling
-    image = {} if scheduling.container_image is None else {"container_image": scheduling.container_image}
-    attached = {"key_file": section.key_file} if section.type == "attach" else {}
+    if missing := [name for name in section.environment if name not in os.environ]:
+        raise ConfigError(
+            f"cluster.environment = {missing}: not set on this machine; set them, or leave them out"
+        )
+    address = {} if section.address is None else {"address": section.address}
     return load_hosts(section.type)(
         section.machines,
         section.ranks_per_machine,
-        address=section.address,
-        port=section.agent_port,
+        resources=request.resources,
         wait_s=section.wait_s,
         lease_s=section.lease_s,
-        environment=(*section.environment, *scheduling.env),
-        **image,
-        **attached,
+        environment={name: os.environ[name] for name in section.environment} | dict(request.env),
+        **address,
     )
 
 

@@ -28,47 +28,28 @@ class Restarts:
         self._directory = directory
         self._console = console
         self._done = 0
-        self._machines = cluster.machines
-        """The number of machines of the last attempt."""
 
-    def after(self, error: CoreRLError, opened: bool) -> int:
-        """The number of machines for a restart after ``error``.
+    def begin(self, error: CoreRLError, opened: bool) -> None:
+        """Count a restart after ``error``; raises it again where no restart can help, or none is left.
 
-        Raises ``error`` again where no restart can help, or none is left.
-
-        ``opened`` is true if the machines were there. A restart waits for all of them first, and then takes the
-        largest smaller number with a layout.
+        ``opened`` is true if the machines were there.
         """
-        loss = _loss(error)
-        if loss is None or not (opened or self._done):
+        loss, limit = _loss(error), self._cluster.restarts
+        if loss is None:
             raise error
-        if opened:
-            self._begin(error, loss)
-        else:
-            self._machines = self._fewer(error)
-        self._record(loss)
-        return self._machines
-
-    def _begin(self, error: CoreRLError, loss: GroupError) -> None:
-        """Count a restart on all machines; raises ``error`` where there may be none."""
-        limit = self._cluster.restarts
+        if not opened:
+            if self._done:
+                error.add_note(
+                    "the same command goes on from the last checkpoint, also with fewer cluster.machines"
+                )
+            raise error
         if self._done >= limit:
             if limit:
                 error.add_note(f"cluster.restarts = {limit}, and all of them were used")
             raise error
         logger.info("ranks were lost", exc_info=loss)
         self._done += 1
-        self._machines = self._cluster.machines
-
-    def _fewer(self, error: CoreRLError) -> int:
-        """The next smaller number of machines that has a layout; raises ``error`` where there is none."""
-        smaller = [count for count in self._cluster.layouts if count < self._machines]
-        if not smaller:
-            error.add_note(
-                f"not all {self._machines} machines are there, and cluster.layouts has no layout for fewer"
-            )
-            raise error
-        return max(smaller)
+        self._record(loss)
 
     def _record(self, loss: GroupError) -> None:
         """Show the restart on the terminal, in the log and on the page."""
@@ -76,15 +57,15 @@ class Restarts:
         step = checkpoint.step if checkpoint is not None else 0
         start = f"the checkpoint of step {step}" if checkpoint is not None else "the beginning"
         reason = loss.message.partition("\n")[0]
-        cluster = self._cluster.on_machines(self._machines)
-        text = f"restart {self._done} of {cluster.restarts}, from {start}, on {cluster.number}: {reason}"
+        limit, number = self._cluster.restarts, self._cluster.number
+        text = f"restart {self._done} of {limit}, from {start}, on {number}: {reason}"
         logger.info("%s", text)
         print_line(self._console, text)
         self._directory.add_restart(
             {
                 "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
                 "step": step,
-                "machines": self._machines,
+                "machines": self._cluster.machines,
                 "reason": reason,
             }
         )

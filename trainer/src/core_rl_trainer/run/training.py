@@ -30,6 +30,7 @@ from core_rl_trainer.run.loop import RunLoop
 from core_rl_trainer.run.online import OnlineLearner, open_online
 from core_rl_trainer.run.parts import has_portable, readable_part
 from core_rl_trainer.run.records import RunRecords
+from core_rl_trainer.run.resources import machine_request
 from core_rl_trainer.run.restarts import Restarts
 from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.run.signals import StopSignals
@@ -88,22 +89,24 @@ def _train_with_restarts(
     plan: RunPlan, directory: RunDirectory, console: Console, signals: StopSignals, callbacks: Callbacks
 ) -> dict[str, Any]:
     """The result of `_train`, which begins again after a loss of ranks, as often as ``cluster.restarts`` allows."""
-    restarts, attempt = Restarts(plan.cluster, directory, console), plan
+    restarts = Restarts(plan.cluster, directory, console)
+    placed = plan.engines if plan.serves_on_machines else plan.trainers
+    request = machine_request(placed, plan.cluster.scheduling, plan.recipe.device)
     while True:
         opened = False
         try:
-            with open_cluster(attempt.cluster) as hosts:
+            with open_cluster(plan.cluster, request) as hosts:
                 opened = True
-                by_memory = attempt.rollout is not None and attempt.recipe.rollout.sync == "tensor"
-                sender = sender_slot(attempt.trainers["actor"]).machine if by_memory else None
-                check_machines(hosts, attempt.trainers, directory.path, sender)
-                return _train(attempt, directory, hosts, console, signals, callbacks)
+                by_memory = plan.rollout is not None and plan.recipe.rollout.sync == "tensor"
+                sender = sender_slot(plan.trainers["actor"]).machine if by_memory else None
+                check_machines(hosts, plan.trainers, directory.path, sender)
+                return _train(plan, directory, hosts, console, signals, callbacks)
         except BatchError as error:
             raise StepError(str(error)) from error
         except CoreRLError as error:
             if signals.noted:  # a scheduler's signal ends ranks as well
                 raise
-            attempt = plan.on_machines(restarts.after(error, opened))
+            restarts.begin(error, opened)
 
 
 def _train(
