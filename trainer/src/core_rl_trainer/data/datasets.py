@@ -178,10 +178,10 @@ def _usable(
     for index in range(len(examples)):
         try:
             example = examples[index]
-            unused |= dict.fromkeys(unused_columns(example, kind))
             sample = _encode(kind, examples, index, example, chat_format)
             _check_length(kind, sample, limit, examples.label(index))
             samples[index] = sample
+            unused |= dict.fromkeys(unused_columns(example, kind))
         except BatchError as error:
             problems.append(str(error))
     if unused:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from core_rl_trainer.data.messages import message_problem
+from core_rl_trainer.data.messages import message_problem, shortened
 
 __all__ = [
     "Example",
@@ -85,14 +85,12 @@ def check_prompt(example: Example) -> str | None:
     if isinstance(prompt, list) and prompt:
         problem = _chat_problem(prompt)
         return problem and f"has messages as 'prompt' {problem}"
-    return f"needs a text 'prompt'; it has {prompt!r}"
+    return f"needs a text 'prompt'; it has {shortened(prompt)}"
 
 
 def check_demonstration(example: Example) -> str | None:
     """A ``prompt`` and an ``answer``, or chat ``messages`` with a turn of the assistant, or a ``text`` alone."""
     messages = example.get("messages")
-    if (problem := _weight_problem(example)) is not None:
-        return problem
     if messages is None:
         if example.get("prompt") is None and _is_text(example.get("text")):
             return None
@@ -104,15 +102,6 @@ def check_demonstration(example: Example) -> str | None:
     return None
 
 
-def _weight_problem(example: Example) -> str | None:
-    if example.get("weight") in (None, 1, "1", ""):
-        return None
-    return (
-        f"has weight = {example['weight']!r}, which no setting reads: sources have weights (data.train.weight) and "
-        "messages do; remove the column, or rename it"
-    )
-
-
 def _answer_problem(example: Example) -> str | None:
     answer = example.get("answer")
     if answer in (None, "", []):
@@ -122,7 +111,7 @@ def _answer_problem(example: Example) -> str | None:
     if _continues(example["prompt"], answer):
         return None
     if not isinstance(answer, str | int | float):
-        return f"needs a text or a number as 'answer'; it has {answer!r}"
+        return f"needs a text or a number as 'answer'; it has {shortened(answer)}"
     return None
 
 
@@ -133,7 +122,7 @@ def answer_text(answer: object) -> str:
 
 def check_preference(example: Example) -> str | None:
     """A ``prompt``, and the completions ``chosen`` and ``rejected``: texts, or turns after a chat."""
-    problem = check_prompt(example) or _weight_problem(example)
+    problem = check_prompt(example)
     missing = [
         name
         for name in ("chosen", "rejected")
@@ -142,8 +131,8 @@ def check_preference(example: Example) -> str | None:
     if problem is None and missing:
         value = example.get(missing[0])
         if isinstance(value, list):
-            return f"has turns as {missing[0]!r} that cannot follow its 'prompt': {value!r}"
-        return f"needs a text {missing[0]!r}; it has {value!r}"
+            return f"has turns as {missing[0]!r} that cannot follow its 'prompt': {shortened(value)}"
+        return f"needs a text {missing[0]!r}; it has {shortened(value)}"
     return problem
 
 
@@ -167,6 +156,6 @@ def _is_chat(value: Any) -> bool:
 def _chat_problem(value: Any) -> str | None:
     """A problem of chat messages, with the number of the first such message."""
     if not isinstance(value, list) or not value:
-        return f"that are no list of objects with 'role' and 'content': {value!r}"
+        return f"that are no list of objects with 'role' and 'content': {shortened(value)}"
     problems = ((number, message_problem(message)) for number, message in enumerate(value, 1))
     return next((f"whose message {number} has {text}" for number, text in problems if text), None)
