@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples, answer_text
 from core_rl_trainer.data.json_text import CHAT, parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
-from core_rl_trainer.data.messages import shortened
+from core_rl_trainer.data.messages import MARKS, REASONING, shortened
 from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_implicit_prompt
 
 __all__ = ["mapped", "unused_columns"]
@@ -20,7 +21,15 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input", "user"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
-    "chosen": ("preferred", "winner", "accepted", "better", "chosen_response", "response_chosen", "response_j"),
+    "chosen": (
+        "preferred",
+        "winner",
+        "accepted",
+        "better",
+        "chosen_response",
+        "response_chosen",
+        "response_j",
+    ),
     "rejected": ("dispreferred", "loser", "worse", "rejected_response", "response_rejected", "response_k"),
 }
 """Columns that other data sets have for a field."""
@@ -33,10 +42,14 @@ CONTINUED = ("input", "context")
 OUTPUTS = ("output", "response")
 CONTEXT = ("system", "history")
 """Columns of LLaMA-Factory that come before a chat."""
-CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs", "images")
+CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs")
 """Fields that belong to the prompt of every kind."""
+MESSAGE_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING})
+"""Fields of messages that are trained, or have no text to train."""
 REPLACED = "_replaced"
 """The field with the names of columns whose place another one took."""
+MOST = 600
+"""Characters of the names of columns that an error lists."""
 EMPTY: tuple[object, ...] = (None, "", [], {})
 MEDIA_FIX = "no model is trained on it; remove the column"
 WEIGHT_FIX = (
@@ -48,7 +61,11 @@ REFUSED: Mapping[str, tuple[object, str]] = {
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), (1, WEIGHT_FIX)),
     "functions": (None, "write data.columns.tools=functions where they are tools"),
     "margin": (0, "no loss reads a margin; remove the column, or rename it"),
-    "kto_tag": (None, "nothing here trains on LLaMA-Factory's unpaired preferences; remove the rows of false, and it"),
+    "kto_tag": (
+        None,
+        "nothing here trains on LLaMA-Factory's unpaired preferences; remove the column, with the rows that are not to "
+        "be imitated",
+    ),
 }
 """Columns with a meaning in other systems that nothing here has: the value without an effect, and the remedy."""
 
@@ -56,7 +73,7 @@ REFUSED: Mapping[str, tuple[object, str]] = {
 def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> Examples:
     """``examples`` in the fields of ``kind``; each row is converted from the format that it has.
 
-    Text prompts are turns of the user where any row of the source has a column of `CONTEXT`. Raises `ConfigError` and
+    Text prompts are turns of the user where any row of the source has a column of `CONTEXT` or `CHAT_FIELDS`. Raises `ConfigError` and
     `BatchError` when columns are missing that no row has.
     """
     chats = any(_has_context(example, columns) for _, example in _readable(examples))
@@ -83,24 +100,44 @@ def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
 
 
 def _has_context(example: Example, columns: Mapping[str, str]) -> bool:
-    for name in CONTEXT:
+    for name in (*CONTEXT, *CHAT_FIELDS):
         with suppress(KeyError):
             if _value(example, columns.get(name, name)) not in (*EMPTY, "[]"):
                 return True
     return False
 
 
-def unused_columns(example: Example, kind: ExampleKind) -> list[str]:
-    """Columns of a converted example, with a value, that are not trained; none of prompts, which rewards read."""
+def unused_columns(
+    example: Example, kind: ExampleKind, template_words: AbstractSet[str], has_images: bool
+) -> list[str]:
+    """Columns of a converted example, and fields of its messages, with a value, that are not trained.
+
+    The chat template has ``template_words``, and the sample of the example may have images. Of prompts there are none, since rewards read all columns.
+    """
     if kind.name == "prompts":
         return []
-    used = {*kind.fields, *CHAT_FIELDS, REPLACED}
+    used = {*kind.fields, *CHAT_FIELDS, REPLACED, *(("images", "image") if has_images else ())}
     if kind.name == "demonstrations" and not _lacks(example, "messages"):
         used = used - {*kind.fields} | {"messages"}
     elif kind.name == "demonstrations" and _lacks(example, "prompt"):
         used = used - {*kind.fields} | {"text"}
     replaced: list[str] = example.get(REPLACED, [])
-    return replaced + [name for name, value in example.items() if name not in used and value not in EMPTY]
+    chats = ((name, message) for name in CHATS if name in used for message in _messages(example.get(name)))
+    read = template_words | MESSAGE_FIELDS
+    return [
+        *replaced,
+        *(name for name, value in example.items() if name not in used and value not in EMPTY),
+        *(
+            f"{name}.{field}"
+            for name, message in chats
+            for field, value in message.items()
+            if field not in read and value not in EMPTY
+        ),
+    ]
+
+
+def _messages(chat: object) -> Sequence[Mapping[str, Any]]:
+    return chat if isinstance(chat, list) else ()
 
 
 def _renamed(example: Example, columns: Mapping[str, str], kind: ExampleKind) -> Example:
@@ -168,7 +205,14 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
         return
     index, example = first
     columns = examples[index]
-    chat = next((name for name in SYNONYMS["messages"] if are_turns(columns.get(name)) or CHAT.match(str(columns.get(name)))), None)
+    chat = next(
+        (
+            name
+            for name in SYNONYMS["messages"]
+            if are_turns(columns.get(name)) or CHAT.match(str(columns.get(name)))
+        ),
+        None,
+    )
     missing = [name for name in kind.fields if _lacks(example, name)]
     settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
     if chat is not None and kind.name == "demonstrations":
@@ -186,7 +230,8 @@ def _similar(name: str, columns: Example) -> str | None:
 
 
 def _names(example: Example) -> str:
-    return ", ".join(repr(name) for name in example)
+    text = ", ".join(map(repr, example))
+    return text if len(text) <= MOST else f"{text[:MOST]}… ({len(example)} columns)"
 
 
 # --------------------------------------------------------------------- formats
@@ -265,7 +310,8 @@ def _convert_preference(result: Example) -> str | None:
         result["prompt"] = [{"role": "user", "content": prompt}]
         return None
     if prompt is None and all(completions):
-        column = None if whole else _similar("prompt", result)
+        apart = not whole or all(_begins_with_answer(turns) for turns in completions)
+        column = (_similar("prompt", result) or _similar("messages", result)) if apart else None
         if column is not None:
             raise BatchError(f"needs a 'prompt' for its 'chosen'; write data.columns.prompt={column}")
         result |= with_implicit_prompt(result)
@@ -283,7 +329,7 @@ def _begins_with_answer(turns: Any) -> bool:
 
 
 def _convert_demonstration(result: Example) -> str | None:
-    if isinstance(result.get("label"), bool) and _lacks(result, "answer"):
+    if isinstance(result.get("label"), bool) and not _lacks(result, "completion", "messages"):
         raise BatchError(
             "has a 'label' of true or false, as TRL's unpaired preference, which nothing here trains on: "
             "remove the column, with the rows that are not to be imitated"
@@ -323,7 +369,9 @@ def _put_context(result: Example, kind: ExampleKind) -> None:
     system, history = result.pop("system", None), result.pop("history", None) or []
     if history and kind.name == "demonstrations" and field == "prompt" and not _lacks(result, "answer"):
         answer = result.pop("answer")  # those of the history are trained, too
-        after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer_text(answer)}]
+        after = (
+            answer if isinstance(answer, list) else [{"role": "assistant", "content": answer_text(answer)}]
+        )
         del result["prompt"]
         field, turns = "messages", [*turns, *after]
     result[field] = with_context(system, history, turns)

@@ -12,7 +12,7 @@ from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import unused_columns
 from core_rl_trainer.data.examples import Example, Examples, place_in_parts
-from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
+from core_rl_trainer.data.kinds import IMAGES, ExampleKind, Sample, Size
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
 __all__ = ["ExampleDataset", "MixedDataset", "SampleDataset"]
@@ -181,7 +181,8 @@ def _usable(
             sample = _encode(kind, examples, index, example, chat_format)
             _check_length(kind, sample, limit, examples.label(index))
             samples[index] = sample
-            unused |= dict.fromkeys(unused_columns(example, kind))
+            names = unused_columns(example, kind, chat_format.words, bool(sample.get(IMAGES)))
+            unused |= dict.fromkeys(names)
         except BatchError as error:
             problems.append(str(error))
     if unused:
@@ -218,8 +219,7 @@ def _check_length(kind: ExampleKind, sample: Sample, limit: int | None, label: s
     if limit is not None and longest > limit:
         raise BatchError(
             f"{label} has {longest} tokens, longer than the {limit} tokens that the model's context leaves; shorten "
-            f"it, "
-            "or lower rollout.max_new_tokens where there are rollouts"
+            "it, or lower rollout.max_new_tokens where there are rollouts"
         )
 
 

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from core_rl_trainer.data.messages import message_problem, shortened
+from core_rl_trainer.data.messages import message_problem, message_text, reasoning_of, shortened
 
 __all__ = [
     "Example",
@@ -122,6 +122,9 @@ def answer_text(answer: object) -> str:
 
 def check_preference(example: Example) -> str | None:
     """A ``prompt``, and the completions ``chosen`` and ``rejected``: texts, or turns after a chat."""
+    empty = next((name for name in ("chosen", "rejected") if _is_empty(example.get(name))), None)
+    if empty is not None:
+        return f"needs a text {empty!r}; it has {shortened(example.get(empty))}"
     problem = check_prompt(example)
     missing = [
         name
@@ -143,6 +146,16 @@ def _continues(prompt: Any, completion: Any) -> bool:
     roles = [turn["role"] for turn in completion]
     repeats = roles[0] == "system" or roles[0] == prompt[-1]["role"] == "user"
     return "assistant" in roles and not repeats
+
+
+def _is_empty(completion: Any) -> bool:
+    """Whether a completion has no text, reasoning or call of the assistant."""
+    if not _is_chat(completion):
+        return completion in (None, "", [])
+    turns = [turn for turn in completion if turn["role"] == "assistant"]
+    return bool(turns) and not any(
+        message_text(turn) or reasoning_of(turn) or turn.get("tool_calls") for turn in turns
+    )
 
 
 def _is_text(value: Any) -> bool:

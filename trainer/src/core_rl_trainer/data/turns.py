@@ -55,6 +55,8 @@ def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
         close = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(map(repr, ROLES))}"
         raise BatchError(f"has the unknown role {str(fields.get('role'))[:40]!r} in turn {number}; {hint}")
+    if isinstance(call := fields.get("function_call"), Mapping) and not fields.get("tool_calls"):
+        fields |= {"function_call": None, "tool_calls": [call]}  # of OpenAI's earlier API
     if name in CALLS:
         fields |= {"content": None, "tool_calls": _calls(fields.get("content"), number)}
     return {**fields, "role": KNOWN[name]}
@@ -89,7 +91,9 @@ def with_context(system: object, history: object, turns: list[Any]) -> list[Any]
     if system and not head:
         head = [{"role": "system", "content": system}]
     roles = ("user", "assistant")
-    earlier = [{"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)]
+    earlier = [
+        {"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)
+    ]
     return [*head, *earlier, *rest]
 
 
