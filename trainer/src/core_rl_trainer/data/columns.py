@@ -73,8 +73,8 @@ REFUSED: Mapping[str, tuple[object, str]] = {
 def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> Examples:
     """``examples`` in the fields of ``kind``; each row is converted from the format that it has.
 
-    Text prompts are turns of the user where any row of the source has a column of `CONTEXT` or `CHAT_FIELDS`. Raises `ConfigError` and
-    `BatchError` when columns are missing that no row has.
+    Text prompts are turns of the user where any row of the source has a column of `CONTEXT` or `CHAT_FIELDS`. Raises
+    `ConfigError` and `BatchError` when columns are missing that no row has.
     """
     chats = any(_has_context(example, columns) for _, example in _readable(examples))
 
@@ -112,7 +112,8 @@ def unused_columns(
 ) -> list[str]:
     """Columns of a converted example, and fields of its messages, with a value, that are not trained.
 
-    The chat template has ``template_words``, and the sample of the example may have images. Of prompts there are none, since rewards read all columns.
+    The chat template has ``template_words``, and the sample of the example may have images. Of prompts there are none,
+    since rewards read all columns.
     """
     if kind.name == "prompts":
         return []
@@ -205,14 +206,8 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
         return
     index, example = first
     columns = examples[index]
-    chat = next(
-        (
-            name
-            for name in SYNONYMS["messages"]
-            if are_turns(columns.get(name)) or CHAT.match(str(columns.get(name)))
-        ),
-        None,
-    )
+    chats = (name for name in SYNONYMS["messages"] if _is_chat(columns.get(name)))
+    chat = next(chats, None)
     missing = [name for name in kind.fields if _lacks(example, name)]
     settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
     if chat is not None and kind.name == "demonstrations":
@@ -227,6 +222,10 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
 def _similar(name: str, columns: Example) -> str | None:
     """The column that other data sets have for the field ``name``."""
     return next((synonym for synonym in SYNONYMS.get(name, ()) if synonym in columns), None)
+
+
+def _is_chat(value: object) -> bool:
+    return are_turns(value) or bool(isinstance(value, str) and CHAT.match(value))
 
 
 def _names(example: Example) -> str:
@@ -267,7 +266,8 @@ def _convert(result: Example, kind: ExampleKind) -> str | None:
         if not all(isinstance(part, str | None) for part in parts):
             raise BatchError(f"needs texts as 'instruction' and {' or '.join(map(repr, CONTINUED))}")
         result["prompt"] = "\n".join(filter(None, parts))
-        _take_answer(result, OUTPUTS)
+        if kind.name != "preferences":
+            _take_answer(result, OUTPUTS)
         return "Alpaca"
     if _lacks(result, "prompt", "messages") and isinstance(result.get("conversations"), list):
         result["messages"] = result.pop("conversations")
