@@ -155,7 +155,7 @@ def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> 
     [
         ({"prompt": "1=", "chosen": "1"}, "needs a text 'rejected'; it has None"),
         ({"prompt": "1=", "chosen": "", "rejected": "2"}, "needs a text 'chosen'; it has ''"),
-        ({"prompt": "1=", "chosen": [], "rejected": "2"}, "needs a text 'chosen'; it has []"),
+        ({"prompt": "1=", "chosen": [], "rejected": "2"}, r"needs a text 'chosen'; it has \[\]"),
         ({"chosen": "1", "rejected": "2"}, "needs a text 'prompt'"),
     ],
 )

@@ -22,7 +22,8 @@ from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, Exa
 from core_rl_trainer.data.training_data import load_training_data
 
 TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for text in documents or [] %}{{ text.text }}{% endfor %}
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for text in documents or [] %}{{ text.text }}{% endfor %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}

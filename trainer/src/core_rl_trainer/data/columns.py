@@ -270,7 +270,6 @@ def _convert(result: Example, kind: ExampleKind) -> str | None:
             _take_answer(result, OUTPUTS)
         return "Alpaca"
     if _lacks(result, "prompt", "messages") and isinstance(result.get("conversations"), list):
-        result["messages"] = result.pop("conversations")
         return _convert_chat(result, kind, "conversations") or "ShareGPT"
     if kind.name == "demonstrations":
         return _convert_demonstration(result)
@@ -282,18 +281,18 @@ def _convert(result: Example, kind: ExampleKind) -> str | None:
 
 
 def _convert_chat(result: Example, kind: ExampleKind, column: str) -> str | None:
-    """Take the ``messages`` of ``result`` from ``column`` as the prompt of a rollout or a pair."""
+    """Take the chat in ``column`` as the field of ``kind``; that of a rollout or a pair ends before the answer."""
     if kind.name == "demonstrations":
+        result["messages"] = result.pop(column)
         return None
-    last = result["messages"][-1:]
-    answered = are_turns(last) and last[0].get("role") == "assistant"
-    if answered and kind.name == "prompts":
+    last = result[column][-1:]
+    if not (are_turns(last) and last[0].get("role") == "assistant"):
+        result["prompt"] = result.pop(column)
+    elif kind.name == "prompts":
         raise BatchError(
             f"has {column!r} that end with a turn of the assistant; remove the turn, or write "
             f"data.columns.prompt={column} to have it continued"
         )
-    if not answered:
-        result["prompt"] = result.pop("messages")
     if kind.name == "preferences":
         return _convert_preference(result)
     if _lacks(result, "answer") and not _lacks(result, "ground_truth"):
