@@ -428,7 +428,7 @@ def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokeni
 
 def test_unpaired_preferences_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1=", "completion": "2", "label": False}])
-    with pytest.raises(BatchError, match="TRL's unpaired preference, which nothing here trains on"):
+    with pytest.raises(BatchError, match="nothing here trains on unpaired preferences"):
         load(tokenizer, DEMONSTRATIONS, train=path)
 
 
@@ -499,6 +499,7 @@ def test_there_need_be_no_evaluation(tmp_path: Path, tokenizer: Any) -> None:
 
 NOTHING = {"role": "assistant", "content": ""}
 PAIR = {"chosen": "2", "rejected": "3"}
+EMPTY: tuple[Any, ...] = ("", None, [])
 STRICT = """\
 {%- for m in messages %}
 {%- if not loop.first and m.role == 'user' and messages[loop.index0 - 1].role == 'user' %}
@@ -525,10 +526,10 @@ UNUSABLE: list[tuple[ExampleKind, dict[str, Any] | str, str]] = [
     (PREFERENCES, {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "equal"),
     (PREFERENCES, {"chosen": "1=2", "rejected": "1=2+3"}, "is the beginning of"),
     (PREFERENCES, {"chosen": "2=", "rejected": "1="}, "begin with nothing that they share"),
+    *((PREFERENCES, {"prompt": "1=", **PAIR, "chosen": value}, "needs a text 'chosen'") for value in EMPTY),
     *(
-        (PREFERENCES, {"prompt": "1=", **PAIR, side: value}, f"needs a text '{side}'")
-        for side in PAIR
-        for value in ("", None, [])
+        (PREFERENCES, {"prompt": "1=", **PAIR, "rejected": value}, "needs a text 'rejected'")
+        for value in EMPTY
     ),
     (PREFERENCES, {"prompt": [USER], "chosen": [GOOD], "rejected": [NOTHING]}, "needs a text 'rejected'"),
     (PREFERENCES, {"chosen": [USER, GOOD], "rejected": None}, "needs a text 'rejected'"),
@@ -604,7 +605,7 @@ def test_mixed_samples_know_their_rows(tmp_path: Path, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"streaming": True}, "take parquet"),
+        ({"streaming": True}, "stay in memory as tokens"),
         ({"too_long": "drop"}, "write data.unusable=error.*data.unusable=drop"),
     ],
 )

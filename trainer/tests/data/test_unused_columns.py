@@ -67,9 +67,9 @@ def outcome(path: Path, rows: list[dict[str, Any]], kind: ExampleKind, **section
         logger.removeHandler(handler)
     samples = [train[index] for index in range(len(train))]
     sequences = [sequence for sample in samples for sequence in kind.sequences(sample)]
-    texts: list[list[str]] = [
+    texts = [
         [
-            TOKENIZER.decode([token for token, on in zip(ids, mask, strict=True) if on is side])
+            str(TOKENIZER.decode([token for token, on in zip(ids, mask, strict=True) if on is side]))
             for ids, mask in sequences
         ]
         for side in (False, True)
@@ -172,7 +172,7 @@ def test_unused_columns_of_later_rows_are_named(tmp_path: Path) -> None:
 
 
 def test_columns_of_dropped_rows_are_not_named(tmp_path: Path) -> None:
-    rows = [{"prompt": "1=", "answer": "1"}, {"prompt": None, "answer": "1", "id": 3}]
+    rows: list[dict[str, Any]] = [{"prompt": "1=", "answer": "1"}, {"prompt": None, "answer": "1", "id": 3}]
     warning = outcome(tmp_path / "a.jsonl", rows, DEMONSTRATIONS, unusable="drop").warning
     assert "1 of 2 examples cannot be trained" in warning and "not used" not in warning
 
@@ -249,7 +249,7 @@ USED: list[tuple[ExampleKind, dict[str, Any], str, list[str]]] = [
     ),
     (
         DEMONSTRATIONS,
-        {"messages": [{**shared("human", "U"), "role": None}, {**A1, "from": None, "value": None}]},
+        {"messages": [shared("human", "U") | {"role": None}, {**A1, "from": None, "value": None}]},
         c("user:U") + OPEN,
         ["A1"],
     ),
@@ -298,7 +298,7 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (DEMONSTRATIONS, ALPACA | {"history": [U1, A1]}, "'history' that is no list of pairs"),
     (DEMONSTRATIONS, {"instruction": "I", "input": 3, "output": "O"}, "needs texts as 'instruction'"),
     (DEMONSTRATIONS, {"messages": [U1, A1], "kto_tag": False}, "a column 'kto_tag' .False.: .*unpaired"),
-    (DEMONSTRATIONS, {"messages": [U1, A1], "label": True}, "a 'label' of true or false"),
+    (DEMONSTRATIONS, {"messages": [U1, A1], "label": True}, "a column 'label' of true or false"),
     (
         DEMONSTRATIONS,
         {"prompt": "P", "answer": "A", "loss_weight": 0.5},

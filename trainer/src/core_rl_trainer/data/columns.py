@@ -21,16 +21,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input", "user"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
-    "chosen": (
-        "preferred",
-        "winner",
-        "accepted",
-        "better",
-        "chosen_response",
-        "response_chosen",
-        "response_j",
-    ),
-    "rejected": ("dispreferred", "loser", "worse", "rejected_response", "response_rejected", "response_k"),
+    "chosen": ("preferred", "winner", "accepted", "chosen_response", "response_chosen", "response_j"),
+    "rejected": ("dispreferred", "loser", "rejected_response", "response_rejected", "response_k"),
 }
 """Columns that other data sets have for a field."""
 CHATS = ("prompt", "answer", "completion", "messages", "conversations", "chosen", "rejected")
@@ -52,20 +44,16 @@ MOST = 600
 """Characters of the names of columns that an error lists."""
 EMPTY: tuple[object, ...] = (None, "", [], {})
 MEDIA_FIX = "no model is trained on it; remove the column"
-WEIGHT_FIX = (
-    "no setting reads a weight of a row: sources have weights (data.train.weight) and messages do; remove the column, "
-    "or rename it"
+WEIGHT_FIX = "no setting reads weights of rows: sources and messages have them; remove the column"
+UNPAIRED_FIX = (
+    "nothing here trains on unpaired preferences; remove the column, with the rows not to be imitated"
 )
 REFUSED: Mapping[str, tuple[object, str]] = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), (None, MEDIA_FIX)),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), (1, WEIGHT_FIX)),
-    "functions": (None, "write data.columns.tools=functions where they are tools"),
-    "margin": (0, "no loss reads a margin; remove the column, or rename it"),
-    "kto_tag": (
-        None,
-        "nothing here trains on LLaMA-Factory's unpaired preferences; remove the column, with the rows that are not to "
-        "be imitated",
-    ),
+    "functions": (None, "write data.columns.tools=functions where they are tools, or remove the column"),
+    "margin": (0, "no loss reads a margin; remove the column"),
+    "kto_tag": (None, UNPAIRED_FIX),
 }
 """Columns with a meaning in other systems that nothing here has: the value without an effect, and the remedy."""
 
@@ -206,8 +194,7 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
         return
     index, example = first
     columns = examples[index]
-    chats = (name for name in SYNONYMS["messages"] if _is_chat(columns.get(name)))
-    chat = next(chats, None)
+    chat = next((name for name in SYNONYMS["messages"] if _is_chat(columns.get(name))), None)
     missing = [name for name in kind.fields if _lacks(example, name)]
     settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
     if chat is not None and kind.name == "demonstrations":
@@ -221,7 +208,7 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
 
 def _similar(name: str, columns: Example) -> str | None:
     """The column that other data sets have for the field ``name``."""
-    return next((synonym for synonym in SYNONYMS.get(name, ()) if synonym in columns), None)
+    return next((synonym for synonym in SYNONYMS.get(name, ()) if not _lacks(columns, synonym)), None)
 
 
 def _is_chat(value: object) -> bool:
@@ -276,7 +263,7 @@ def _convert(result: Example, kind: ExampleKind) -> str | None:
     if _lacks(result, "prompt") and isinstance(result.get("messages"), list):
         return _convert_chat(result, kind, "messages")
     if kind.name == "prompts":
-        return "verl" if _take_verl_answer(result) else None
+        return "verl" if "prompt" in result and _take_gold(result, result.get("reward_model")) else None
     return _convert_preference(result)
 
 
@@ -285,8 +272,7 @@ def _convert_chat(result: Example, kind: ExampleKind, column: str) -> str | None
     if kind.name == "demonstrations":
         result["messages"] = result.pop(column)
         return None
-    last = result[column][-1:]
-    if not (are_turns(last) and last[0].get("role") == "assistant"):
+    if not _begins_with_answer(result[column][-1:]):
         result["prompt"] = result.pop(column)
     elif kind.name == "prompts":
         raise BatchError(
@@ -295,10 +281,7 @@ def _convert_chat(result: Example, kind: ExampleKind, column: str) -> str | None
         )
     if kind.name == "preferences":
         return _convert_preference(result)
-    if _lacks(result, "answer") and not _lacks(result, "ground_truth"):
-        result["answer"] = result["ground_truth"]
-        return "open-instruct"
-    return None
+    return "open-instruct" if _take_gold(result, result) else None
 
 
 def _convert_preference(result: Example) -> str | None:
@@ -311,7 +294,7 @@ def _convert_preference(result: Example) -> str | None:
     if prompt is None and all(completions):
         apart = not whole or all(_begins_with_answer(turns) for turns in completions)
         column = (_similar("prompt", result) or _similar("messages", result)) if apart else None
-        if column is not None:
+        if column is not None and str(result[column]) not in str(completions[0]):
             raise BatchError(f"needs a 'prompt' for its 'chosen'; write data.columns.prompt={column}")
         result |= with_implicit_prompt(result)
         return "TRL preference with an implicit prompt"
@@ -329,10 +312,7 @@ def _begins_with_answer(turns: Any) -> bool:
 
 def _convert_demonstration(result: Example) -> str | None:
     if isinstance(result.get("label"), bool) and not _lacks(result, "completion", "messages"):
-        raise BatchError(
-            "has a 'label' of true or false, as TRL's unpaired preference, which nothing here trains on: "
-            "remove the column, with the rows that are not to be imitated"
-        )
+        raise BatchError(f"has a column 'label' of true or false, as TRL's KTO: {UNPAIRED_FIX}")
     if not _lacks(result, "prompt") and _lacks(result, "messages"):
         return "TRL prompt-completion" if _take_answer(result, ("completion",)) else None
     return "TRL language modeling" if not _lacks(result, "text") and _lacks(result, "messages") else None
@@ -347,13 +327,12 @@ def _take_answer(result: Example, names: Sequence[str]) -> bool:
     return True
 
 
-def _take_verl_answer(result: Example) -> bool:
-    """Whether there is verl's ``reward_model``; the answer is its ground truth, unless there is one."""
-    rewarded = result.get("reward_model")
-    if "prompt" not in result or not isinstance(rewarded, Mapping) or "ground_truth" not in rewarded:
+def _take_gold(result: Example, holder: object) -> bool:
+    """Whether ``holder`` has a ``ground_truth``, which is the answer unless there is one."""
+    if not isinstance(holder, Mapping) or _lacks(holder, "ground_truth"):
         return False
     if _lacks(result, "answer"):
-        result["answer"] = rewarded["ground_truth"]
+        result["answer"] = holder["ground_truth"]
     return True
 
 
@@ -368,13 +347,12 @@ def _put_context(result: Example, kind: ExampleKind) -> None:
     system, history = result.pop("system", None), result.pop("history", None) or []
     if history and kind.name == "demonstrations" and field == "prompt" and not _lacks(result, "answer"):
         answer = result.pop("answer")  # those of the history are trained, too
-        after = (
-            answer if isinstance(answer, list) else [{"role": "assistant", "content": answer_text(answer)}]
-        )
+        if not isinstance(answer, list):
+            answer = [{"role": "assistant", "content": answer_text(answer)}]
         del result["prompt"]
-        field, turns = "messages", [*turns, *after]
+        field, turns = "messages", [*turns, *answer]
     result[field] = with_context(system, history, turns)
 
 
-def _lacks(example: Example, *names: str) -> bool:
+def _lacks(example: Mapping[str, Any], *names: str) -> bool:
     return all(example.get(name) in EMPTY for name in names)

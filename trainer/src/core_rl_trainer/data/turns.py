@@ -45,16 +45,15 @@ def as_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
     fields = dict(turn)
     for alias, field in (("from", "role"), ("value", "content")):
-        value = fields.pop(alias, None)  # null in a table that has both
-        if value is not None and fields.setdefault(field, value) != value and fields[field] is not None:
+        values = [value for value in (fields.pop(alias, None), fields.get(field)) if value is not None]
+        if values and values[0] != values[-1]:
             raise BatchError(f"has {field!r} and {alias!r} in turn {number} that differ; leave one of them")
-        if value is not None:
-            fields[field] = value
-    name = str(fields.get("role")).strip().lower()
+        fields[field] = values[0] if values else None  # a table may have both, one of them null
+    name = str(fields["role"]).strip().lower()
     if name not in KNOWN:
         close = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(map(repr, ROLES))}"
-        raise BatchError(f"has the unknown role {str(fields.get('role'))[:40]!r} in turn {number}; {hint}")
+        raise BatchError(f"has the unknown role {str(fields['role'])[:40]!r} in turn {number}; {hint}")
     if isinstance(call := fields.get("function_call"), Mapping) and not fields.get("tool_calls"):
         fields |= {"function_call": None, "tool_calls": [call]}  # of OpenAI's earlier API
     if name in CALLS:
