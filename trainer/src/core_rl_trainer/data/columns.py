@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.encoding import CHAT_FIELDS
 from core_rl_trainer.data.examples import Example, Examples, answer_text
 from core_rl_trainer.data.json_text import CHAT, parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
@@ -27,15 +28,13 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
 """Columns that other data sets have for a field."""
 CHATS = ("prompt", "answer", "completion", "messages", "conversations", "chosen", "rejected")
 """Columns that may be chats."""
-TEXTS_OF_JSON = ("tools", "documents", "chat_template_kwargs", "history")
+TEXTS_OF_JSON = (*CHAT_FIELDS, "history")
 """Further columns that may be JSON in a text."""
 CONTINUED = ("input", "context")
 """Columns of Alpaca and Dolly that come after the ``instruction``."""
 OUTPUTS = ("output", "response")
 CONTEXT = ("system", "history")
 """Columns of LLaMA-Factory that come before a chat."""
-CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs")
-"""Fields that belong to the prompt of every kind."""
 MESSAGE_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING})
 """Fields of messages that are trained, or have no text to train."""
 REPLACED = "_replaced"
@@ -111,22 +110,16 @@ def unused_columns(
     elif kind.name == "demonstrations" and _lacks(example, "prompt"):
         used = used - {*kind.fields} | {"text"}
     replaced: list[str] = example.get(REPLACED, [])
-    chats = ((name, message) for name in CHATS if name in used for message in _messages(example.get(name)))
+    columns = [name for name, value in example.items() if name not in used and value not in EMPTY]
     read = template_words | MESSAGE_FIELDS
-    return [
-        *replaced,
-        *(name for name, value in example.items() if name not in used and value not in EMPTY),
-        *(
-            f"{name}.{field}"
-            for name, message in chats
-            for field, value in message.items()
-            if field not in read and value not in EMPTY
-        ),
+    fields = [
+        f"{name}.{field}"
+        for name in used.intersection(CHATS)
+        for message in (example[name] if isinstance(example.get(name), list) else ())
+        for field, value in message.items()
+        if field not in read and value not in EMPTY
     ]
-
-
-def _messages(chat: object) -> Sequence[Mapping[str, Any]]:
-    return chat if isinstance(chat, list) else ()
+    return [*replaced, *columns, *sorted(fields)]
 
 
 def _renamed(example: Example, columns: Mapping[str, str], kind: ExampleKind) -> Example:

@@ -150,12 +150,9 @@ def _continues(prompt: Any, completion: Any) -> bool:
 
 def _is_empty(completion: Any) -> bool:
     """Whether a completion has no text, reasoning or call of the assistant."""
-    if not _is_chat(completion):
-        return completion in (None, "", [])
-    turns = [turn for turn in completion if turn["role"] == "assistant"]
-    return bool(turns) and not any(
-        message_text(turn) or reasoning_of(turn) or turn.get("tool_calls") for turn in turns
-    )
+    turns = [turn for turn in completion if turn["role"] == "assistant"] if _is_chat(completion) else []
+    texts = [message_text(turn) or reasoning_of(turn) or turn.get("tool_calls") for turn in turns]
+    return not any(texts) if turns else completion in (None, "", [])
 
 
 def _is_text(value: Any) -> bool:
