@@ -126,7 +126,7 @@ def advised(
     if named:
         return row, columns | named
     refused = re.search(
-        r"has (?:a column |a )?'(\w+)'.*(?:remove the (?:column|images)|leave one of them)", error
+        r"has (?:a column |a )?'(\w+)'.*(?:remove the (?:column|images)|remove either)", error
     )
     if match := refused or re.search(r"has '(\w+)' and a text; they need chat messages", error):
         removed = columns.get(match[1], match[1])
@@ -199,6 +199,7 @@ END = "<|im_end|>"
 USED: list[tuple[ExampleKind, dict[str, Any], str, list[str]]] = [
     (DEMONSTRATIONS, ALPACA, "I\nX", ["O"]),
     (DEMONSTRATIONS, ALPACA | {"input": None, "history": [], "system": ""}, "I", ["O"]),
+    (DEMONSTRATIONS, ALPACA | {"input": "", "history": "null", "tools": "[]", "system": None}, "I", ["O"]),
     (DEMONSTRATIONS, ALPACA | {"system": "S"}, c("system:S", "user:I\nX") + OPEN, ["O"]),
     (
         DEMONSTRATIONS,

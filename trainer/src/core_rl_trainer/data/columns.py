@@ -19,7 +19,7 @@ from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_i
 __all__ = ["mapped", "unused_columns"]
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("question", "query", "instruction", "problem", "input", "user"),
+    "prompt": ("question", "query", "instruction", "problem", "input"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
     "chosen": ("preferred", "winner", "accepted", "chosen_response", "response_chosen", "response_j"),
@@ -89,7 +89,7 @@ def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
 def _has_context(example: Example, columns: Mapping[str, str]) -> bool:
     for name in (*CONTEXT, *CHAT_FIELDS):
         with suppress(KeyError):
-            if _value(example, columns.get(name, name)) not in (*EMPTY, "[]"):
+            if _value(example, columns.get(name, name)) not in (*EMPTY, "[]", "{}", "null"):
                 return True
     return False
 

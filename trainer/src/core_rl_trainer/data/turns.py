@@ -47,8 +47,8 @@ def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
     for alias, field in (("from", "role"), ("value", "content")):
         values = [value for value in (fields.pop(alias, None), fields.get(field)) if value is not None]
         if values and values[0] != values[-1]:
-            raise BatchError(f"has {field!r} and {alias!r} in turn {number} that differ; leave one of them")
-        fields[field] = values[0] if values else None  # a table may have both, one of them null
+            raise BatchError(f"has {field!r} and {alias!r} in turn {number} that differ; remove either")
+        fields[field] = values[0] if values else None  # a table may have both, and null in either
     name = str(fields["role"]).strip().lower()
     if name not in KNOWN:
         close = difflib.get_close_matches(name, KNOWN, n=1)
@@ -85,7 +85,7 @@ def with_context(system: object, history: object, turns: list[Any]) -> list[Any]
     first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
     head = turns[:1] if first.get("role") == "system" else []
     if head and system and first.get("content") != system:
-        raise BatchError("has a 'system' that differs from the first message of its chat; leave one of them")
+        raise BatchError("has a 'system' that differs from the first message of its chat; remove either")
     rest = turns[len(head) :]
     if system and not head:
         head = [{"role": "system", "content": system}]
