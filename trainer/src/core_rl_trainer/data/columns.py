@@ -109,7 +109,6 @@ def unused_columns(
         used = used - {*kind.fields} | {"messages"}
     elif kind.name == "demonstrations" and _lacks(example, "prompt"):
         used = used - {*kind.fields} | {"text"}
-    replaced: list[str] = example.get(REPLACED, [])
     columns = [name for name, value in example.items() if name not in used and value not in EMPTY]
     read = template_words | MESSAGE_FIELDS
     fields = [
@@ -119,7 +118,7 @@ def unused_columns(
         for field, value in message.items()
         if field not in read and value not in EMPTY
     ]
-    return [*replaced, *columns, *sorted(fields)]
+    return [*example.get(REPLACED, ()), *columns, *sorted(fields)]
 
 
 def _renamed(example: Example, columns: Mapping[str, str], kind: ExampleKind) -> Example:

@@ -82,9 +82,8 @@ def with_context(system: object, history: object, turns: list[Any]) -> list[Any]
         for pair in history
     ):
         raise BatchError("has a 'history' that is no list of pairs of texts, a question and its answer")
-    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
-    head = turns[:1] if first.get("role") == "system" else []
-    if head and system and first.get("content") != system:
+    head = [turn for turn in turns[:1] if isinstance(turn, Mapping) and turn.get("role") == "system"]
+    if head and system and head[0].get("content") != system:
         raise BatchError("has a 'system' that differs from the first message of its chat; remove either")
     rest = turns[len(head) :]
     if system and not head:
