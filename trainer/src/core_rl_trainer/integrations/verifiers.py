@@ -137,7 +137,7 @@ class VerifiersEnvironment:
         return after[len(before) - (output_ids[-1] not in self._chat_format.ends) :]
 
     async def _score(self) -> float:
-        """The weighted sum of the rubric's rewards that apply. Raises `RolloutError` where it has some, and none does."""
+        """The weighted sum of the rubric's rewards that apply. Raises `RolloutError` where none of them does."""
         rubric = self._environment.rubric
         values = [await self._value(function) for function in rubric.funcs]
         if values and all(value is None for value in values):
