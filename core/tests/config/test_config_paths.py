@@ -20,7 +20,7 @@ class Places(Config):
     file: LocalPath | None = None
     model: HubPath | None = None
     functions: tuple[ImportPath, ...] = ()
-    settings: NestedImportPaths = {}
+    settings: NestedImportPaths | None = None
     program: ProgramPath | None = None
 
 
@@ -93,6 +93,6 @@ def test_paths_are_described_as_texts() -> None:
         "file": "str | null",
         "model": "str | null",
         "functions": "list of str",
-        "settings": "mapping",
+        "settings": "mapping | null",
         "program": "str | null",
     }

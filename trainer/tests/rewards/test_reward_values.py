@@ -66,6 +66,8 @@ def test_written_numbers_match_their_value_only(sign: str, number: int, mark: st
         ("none", 0, 0),
         ("7", ["8", "7"], 1),
         ("7", {"target": ["8", "7"]}, 1),
+        ("7", {"target": np.array([8, 7])}, 1),
+        ("7", np.int64(7), 1),
         ("18.9", "\\$18.90", 1),
         ("1.234,50", "1,234.5", 1),
         ("12,34,567", 1234567, 1),

@@ -30,7 +30,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 PARSING_LIMIT_S = 5
 """Time limit for an answer before the run starts, in seconds."""
-FORMULA = re.compile(r"\$[^$\n]*\w[^$\n]*\$|.*\\boxed\{.*\w.*", re.DOTALL)
+FORMULA = re.compile(r"\$[^$\n]*\w[^$\n]*\$|.*\\boxed\{.*\w.*", re.DOTALL | re.ASCII)
 """An answer in which math-verify always reads an expression."""
 EXPONENT = re.compile(r"\s*[-+]?\d+(\.\d+)?[eE][-+]?\d{1,3}\s*", re.ASCII)
 WORD = re.compile(r"(?<!\S)(?!(?:and|or|sin|cos|tan|log|sqrt)\b)[A-Za-z]{3,}")
@@ -84,6 +84,6 @@ def _forms(answer: str) -> list[str]:
 
 
 def _has_one_number(answer: str) -> bool:
-    """Whether ``answer`` is a text with words and a single number, or one that math-verify takes for the answer."""
+    """Whether ``answer`` is a text with words and a single number, or a number after "answer"."""
     plain = WORD.search(answer) and PLAIN_NUMBER.search(answer) and not re.search(r"[\\{}^_]", answer)
     return bool(plain) and ("answer" in answer.lower() or len(NUMBER.findall(answer)) == 1)

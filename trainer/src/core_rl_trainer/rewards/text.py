@@ -79,6 +79,7 @@ def alternatives(answer: Any) -> list[Any]:
     """The answers of which one is expected: a list, also as verl's ``{"target": [...]}``, or a single one."""
     if isinstance(answer, Mapping) and set(answer) == {"target"}:
         answer = answer["target"]
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
     return list(answer) if isinstance(answer, list | tuple | set) else [answer]
 
 

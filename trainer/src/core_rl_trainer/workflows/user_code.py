@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn
-from core_rl_trainer.environments import Environment, Observation
+from core_rl_trainer.environments import Environment
 from core_rl_trainer.rewards.calls import call_on_loop, call_user, name_of
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
@@ -145,33 +145,27 @@ class _EnvironmentOnLoop:
     """An environment that is made on the loop of rewards and runs there, with the tools and rubrics that it calls."""
 
     def __init__(
-        self,
-        make: Callable[..., Environment],
-        tokenizer: PreTrainedTokenizerBase,
-        loop: LoopThread,
+        self, make: Callable[..., Environment], tokenizer: PreTrainedTokenizerBase, loop: LoopThread
     ) -> None:
         self.__name__ = name_of(make)
         self.__wrapped__ = getattr(make, "step", make)
-        self._make = partial(make, tokenizer)
-        self._loop = loop
+        self._make, self._run = partial(make, tokenizer), partial(call_on_loop, loop)
         self._environment: Environment | None = None
-
-    async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
-        prompt: Sequence[int] = await call_on_loop(self._loop, self._reset, data)
-        return prompt
 
     async def _reset(self, data: Mapping[str, Any]) -> Sequence[int]:
         self._environment = self._make()
         return await self._environment.reset(data)
 
-    async def step(self, output_ids: Sequence[int]) -> Observation:
-        assert self._environment is not None
-        observation: Observation = await call_on_loop(self._loop, self._environment.step, output_ids)
-        return observation
+    async def reset(self, data: Mapping[str, Any]) -> Any:
+        return await self._run(self._reset, data)
+
+    async def step(self, output_ids: Sequence[int]) -> Any:
+        assert self._environment is not None  # of `reset`
+        return await self._run(self._environment.step, output_ids)
 
     async def close(self) -> None:
         if self._environment is not None:
-            await call_on_loop(self._loop, self._environment.close)
+            await self._run(self._environment.close)
 
 
 def _close_endpoint(loop: LoopThread, reward: HttpReward) -> None:
