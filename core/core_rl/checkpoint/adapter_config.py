@@ -19,20 +19,20 @@ CHECKED = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rslora"
 HARMLESS = frozenset(
     # Where the adapter comes from, and how `peft` runs it.
     {
-        *(
-            "auto_mapping",
-            "base_model_name_or_path",
-            "inference_mode",
-            "peft_version",
-            "revision",
-            "runtime_config",
-        )
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "runtime_config",
     }
     | {"megatron_core", "task_type"}
     # Training alone: model.lora.dropout is that of the run.
     | {"lora_dropout"}
-    # The choice of layers, which the names of the tensors show, and what peft sets by the base layers.
-    | {"target_modules", "exclude_modules", "fan_in_fan_out"}
+    # The choice of layers, which the names of the tensors show.
+    | {"target_modules", "exclude_modules"}
+    # peft sets it by the base layers.
+    | {"fan_in_fan_out"}
     # Settings of other fields, which are checked.
     | {
         "corda_config",
