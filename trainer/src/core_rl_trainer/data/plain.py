@@ -19,7 +19,7 @@ from core_rl.errors import BatchError
 from core_rl_trainer.data.json_text import WrittenFloat
 from core_rl_trainer.data.kinds import MEDIA
 
-__all__ = ["json_text", "sample_fields", "shown"]
+__all__ = ["json_text", "sample_fields", "shortened", "shown"]
 
 OWN_FIELDS = frozenset({MEDIA, "prompt_ids"})
 """Fields of a sample that the trainer adds; names that begin with ``_`` are its own too."""
@@ -118,4 +118,9 @@ def shown(value: object, most: int = 120) -> str:
         text = " ".join(repr(value).split())
     except (ValueError, TypeError, RecursionError):  # integers of more digits than Python prints, such as
         text = f"a value of the type {type(value).__name__}"
+    return shortened(text, most)
+
+
+def shortened(text: str, most: int) -> str:
+    """``text`` of at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -21,6 +21,7 @@ from core_rl.servers.process import machine_problems
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.data.plain import shortened
 from core_rl_trainer.data.tokenizers import (
     check_same_tokens,
     context_length,
@@ -62,6 +63,8 @@ __all__ = ["PlanBuilder", "with_temperature"]
 
 logger = logging.getLogger(__name__)
 
+REMARK = 500
+"""Characters of a remark that are shown."""
 FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "placement")
 """Fields that are read only where completions are generated."""
 
@@ -155,7 +158,11 @@ class PlanBuilder:
             )
             for count, (trainers, rollout) in fewer.items()
         }
-        return replace(plan, fewer=on_fewer, remarks=(*remarks, *plan_remarks(plan)))
+        return replace(
+            plan,
+            fewer=on_fewer,
+            remarks=tuple(shortened(text, REMARK) for text in (*remarks, *plan_remarks(plan))),
+        )
 
     def _check_sections(self) -> None:
         """Raise `ConfigError` for sections that do not go with the algorithm; warn of unread sections."""
