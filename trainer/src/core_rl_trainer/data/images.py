@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import mimetypes
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -17,6 +19,7 @@ from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.image_files import BASE64, KEYS, ImageName, image_name, read_image
+from core_rl_trainer.data.json_text import parse_json
 from core_rl_trainer.data.kinds import IMAGES, MEDIA, ExampleKind, Sample
 
 if TYPE_CHECKING:
@@ -24,14 +27,18 @@ if TYPE_CHECKING:
 
     from core_rl.data.media import Media
 
-__all__ = ["ImageEncoder", "located", "with_images", "without_images"]
+__all__ = ["ImageEncoder", "images_digest", "located", "with_images", "without_images"]
 
 COLUMNS = (IMAGES, "image")
 """Fields of an example with its images; an example has either."""
 PLACE = "<image>"
 """The place of an image in a text."""
+ANY_PLACE = re.compile(r"<\|?(image|img|picture)[^<>]{0,12}>", re.IGNORECASE)
+"""Places of images, also as other systems write them."""
 CHATS = ("prompt", "messages", "answer", "chosen", "rejected")
 """Fields of an example whose messages may have images among the parts of their content."""
+OBJECTS = re.compile(r"""\s*(\[\s*["'{\]]|\{\s*["'}])""")
+"""The beginning of images as JSON, in a cell."""
 SIZES = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",
@@ -40,8 +47,8 @@ SIZES = {
 """Fields of an image processor, and the equal fields of the vision tower."""
 
 
-def located(examples: Examples, directory: Path) -> Examples:
-    """``examples`` whose images are `ImageName`s, with paths that are relative to ``directory``."""
+def located(examples: Examples, directory: Path | None) -> Examples:
+    """``examples`` whose images are `ImageName`s, with paths that are relative to ``directory``, if any."""
 
     def read(index: int) -> Example:
         example = examples[index]
@@ -51,6 +58,18 @@ def located(examples: Examples, directory: Path) -> Examples:
             raise BatchError(f"{examples.label(index)}: {error}") from error
 
     return replace(examples, read=read)
+
+
+def images_digest(samples: Iterable[Sample]) -> str | None:
+    """The sha256 of all image files of ``samples``, by their bytes; None without files."""
+    total, digests = hashlib.sha256(), dict[str, bytes]()
+    for sample in samples:
+        for image in sample.get(IMAGES) or ():
+            if isinstance(image, ImageName) and image.content is None:
+                if image not in digests:
+                    digests[image] = hashlib.sha256(Path(image).read_bytes()).digest()
+                total.update(digests[image])
+    return total.hexdigest() if digests else None
 
 
 def without_images(kind: ExampleKind) -> ExampleKind:
@@ -98,7 +117,7 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
 # ---------------------------------------------------------------------- names
 
 
-def _named(example: Example, directory: Path = Path(), label: str = "") -> Example:
+def _named(example: Example, directory: Path | None = None, label: str = "") -> Example:
     """``example`` with an `ImageName` for each image, in columns and in parts of messages."""
     naming = _Naming(directory, label)
     named = dict(example)
@@ -114,7 +133,7 @@ def _named(example: Example, directory: Path = Path(), label: str = "") -> Examp
 class _Naming:
     """Names the images of one example, with consecutive numbers."""
 
-    def __init__(self, directory: Path, label: str) -> None:
+    def __init__(self, directory: Path | None, label: str) -> None:
         self._directory, self._label = directory, label
         self._numbers = count(1)
 
@@ -149,6 +168,8 @@ def _listed(value: Any) -> list[Any]:
     """The images of a column with one or several."""
     if value is None or (isinstance(value, str | list) and not value):
         return []
+    if isinstance(value, str) and OBJECTS.match(value):
+        value = parse_json(value)
     return value if isinstance(value, list) and not _is_array(value) else [value]
 
 
@@ -262,9 +283,13 @@ class ImageEncoder:
         columns = [example[name] for name in COLUMNS if example.get(name)]
         if len(columns) > 1:
             raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
-        places = _Places(self.marker, [image for column in columns for image in column])
+        images = [image for column in columns for image in column]
         prompts, completions = _fields(kind, example)
-        changed = {name: places.marked(example[name]) for name in prompts if example.get(name) is not None}
+        fields = {name: example[name] for name in prompts if example.get(name) is not None}
+        if images and not ANY_PLACE.search("\n".join(_texts([*fields.values()])).replace(self.marker, PLACE)):
+            fields = {name: _with_places(value, len(images)) for name, value in fields.items()}
+        places = _Places(self.marker, images)
+        changed = {name: places.marked(value) for name, value in fields.items()}
         texts = "\n".join(_texts([*changed.values(), *(example.get(name) for name in completions)]))
         if PLACE in texts:
             raise BatchError(
@@ -311,6 +336,9 @@ class ImageEncoder:
         if "sequences" in sample:
             changed["sequences"] = [grown(sequence) for sequence in sample["sequences"]]
         changed |= {name: grown(sample[name]) for name in ("chosen", "rejected") if name in sample}
+        seen = max((len(arguments[GRID]) for arguments in media if arguments), default=0)
+        for image in images[seen:]:  # behind the last trained turn
+            self._features(image)
         return {**sample, **changed, MEDIA: media, IMAGES: list(images)}
 
     def _arguments(self, images: Sequence[ImageName]) -> Media:
@@ -357,6 +385,25 @@ def _repeated(encoded: Encoded, placeholder: int, counts: Sequence[int]) -> Enco
         [token for token, count in zip(ids, times, strict=True) for _ in range(count)],
         [trained for trained, count in zip(mask, times, strict=True) for _ in range(count)],
     )
+
+
+def _with_places(value: Any, count: int) -> Any:
+    """A text, or messages, with ``count`` places before the text of the user, as TRL has them.
+
+    Several images in a chat of several turns have no such place.
+    """
+    if isinstance(value, str):
+        return PLACE * count + value
+    users = [number for number, message in enumerate(value) if message.get("role") == "user"]
+    if not users or (len(users) > 1 and count > 1):
+        return value
+    message = value[users[0]]
+    content = message.get("content")
+    places = PLACE * count if isinstance(content, str) else [{"type": "image"}] * count
+    return [
+        {**turn, "content": places + content} if number == users[0] else turn
+        for number, turn in enumerate(value)
+    ]
 
 
 class _Places:

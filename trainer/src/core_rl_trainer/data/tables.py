@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +19,7 @@ import numpy as np
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples, joined
 from core_rl_trainer.data.json_text import WrittenFloat
+from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.text_files import read_json
 
 __all__ = ["TABLE_FILES", "read_directory", "read_hub", "read_table_file"]
@@ -24,8 +28,6 @@ TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """The builder of ``datasets`` that reads a file, by suffix."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 OFF = ("", "0", "false", "no", "off")
-ENCODED = ("Audio", "Image", "Video")
-"""Features of ``datasets`` that are files."""
 SHORT_FLOATS = ("float16", "float32")
 """Types whose values have fewer digits than a Python float."""
 
@@ -49,8 +51,8 @@ def _rows(origin: str, table: Any) -> Examples:
 
 
 def _keep_encoded(features: Any) -> None:
-    """Have images, sounds and videos given as ``{bytes, path}``, wherever in ``features`` of a table they are."""
-    if type(features).__name__ in ENCODED:
+    """Have images, sounds and other files given as ``{bytes, path}``, wherever in ``features`` of a table they are."""
+    if getattr(features, "decode", None) is True:
         features.decode = False
     inner = features.values() if isinstance(features, dict) else [getattr(features, "feature", None)]
     for feature in features if isinstance(features, list) else inner:
@@ -191,7 +193,20 @@ def read_hub(
     except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
         raise ConfigError(_problem(name, revision, error)) from error
     origin = name if revision is None else f"{name}@{revision}"
-    return _rows(origin, _select_split(origin, tables, split, default_split))
+    examples = _rows(origin, _select_split(origin, tables, split, default_split))
+    return replace(examples, digest=partial(_digest, examples))
+
+
+def _digest(examples: Examples) -> str:
+    """The sha256 of the rows; fingerprints of ``datasets`` depend on its cache as well."""
+    total = hashlib.sha256()
+    for index in range(len(examples)):
+        try:
+            text = json_text(examples[index])
+        except BatchError as error:
+            text = str(error)
+        total.update(f"{text}\n".encode())
+    return total.hexdigest()
 
 
 def _load(datasets: ModuleType, name: str, revision: str | None, config: str | None) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from core_rl.checkpoint.model_files import tokenizer_files
@@ -92,14 +93,17 @@ class RunIdentity:
     """The last step of a decaying schedule, where the optimizer does not set its own: the steps that the run had
     when it began. More steps do not change it, so that the learning rate never jumps."""
     data: Mapping[str, str]
-    """The digests of the local data files, by field and number of the source."""
+    """The digests of local data files or rows of the Hub, by field and number of the source, and of image files."""
     files: Mapping[str, str] | None = None
     """The digests of tokenizer, chat templates, configs and adapter, by field and name of the file. None in a run of an
     earlier version, which is not compared."""
 
     @staticmethod
-    def of(recipe: Recipe) -> RunIdentity:
-        """The identity of a run of ``recipe`` that begins now; reads its data files."""
+    def of(recipe: Recipe, digests: Mapping[str, str] = MappingProxyType({})) -> RunIdentity:
+        """The identity of a run of ``recipe`` that begins now; reads its data files.
+
+        ``digests`` are those of `TrainingData`.
+        """
         files = {
             name: digest
             for field in FILES
@@ -109,7 +113,7 @@ class RunIdentity:
         return RunIdentity(
             recipe=values,
             schedule_steps=recipe.steps,
-            data=files,
+            data={**files, **digests},
             files=dict(_model_digests(recipe.model)),
         )
 
@@ -167,7 +171,7 @@ def _changed_files(
         before, after = then.get(name), now.get(name)
         if before != after:
             yield (
-                f"{name}: the content of the file has changed since the run began ({_short(before)} then, "
+                f"{name}: the content has changed since the run began ({_short(before)} then, "
                 f"{_short(after)} now); restore it, since {consequence}"
             )
 
