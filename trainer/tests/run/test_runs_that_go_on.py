@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import CheckpointMismatch, ConfigError, WeightsError
-from core_rl_trainer import train
+from core_rl_trainer import dry_run, train
 from core_rl_trainer.errors import NothingLearned, StoppedBySignal
 from core_rl_trainer.run.records import RunRecords
 from core_rl_trainer.run.signals import EndedBySignal
@@ -98,8 +98,9 @@ def test_forbidden_changes_are_named_with_reason(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = (finished / "recipe.yaml").read_text()
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
-        run(finished / "recipe.yaml", *(text.format(run=finished) for text in overrides))
+    for start in (dry_run, train):
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            start(finished / "recipe.yaml", [text.format(run=finished) for text in overrides])
     assert (finished / "recipe.yaml").read_text() == recipe
     assert not (tmp_path / "new").exists()
 

@@ -157,8 +157,10 @@ def _picture(value: object) -> Image:
         array = np.asarray(value)
     except ValueError as error:
         raise BatchError("is a list whose rows are not equally long; write H x W x 3 numbers") from error
+    if array.dtype.kind not in "biuf":
+        raise BatchError(f"is {shortened(value)}, which has no numbers; write one list of all images")
     shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
-    numeric = shaped and array.size > 0 and array.dtype.kind in "biuf"
+    numeric = shaped and array.size > 0
     white = 65535 if array.dtype == np.uint16 else 1 if array.dtype.kind in "bf" else 255
     if not numeric or not (array.min() >= 0 and array.max() <= white):
         span = f" with values from {array.min()} to {array.max()}" if numeric else ""

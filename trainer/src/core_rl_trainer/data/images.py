@@ -94,9 +94,16 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
 
     def check(example: Example) -> str | None:
         try:
-            return kind.check(encoder.marked(kind, _named(example))[0])
+            marked, images = encoder.marked(kind, _named(example))
         except BatchError as error:
             return str(error)
+        unused = [name for name in example.keys() - {*CHATS, "text"} if _is_file(example[name])]
+        if unused and not images:
+            return (
+                f"has no image, and one in the column {unused[0]!r}, which is not read; write "
+                f"data.columns.images={unused[0]}, or remove the column"
+            )
+        return kind.check(marked)
 
     def encode(chat_format: ChatFormat, example: Example) -> Sample:
         example = _named(example)
@@ -121,9 +128,11 @@ def _named(example: Example, directory: Path | None = None, label: str = "") -> 
     """``example`` with an `ImageName` for each image, in columns and in parts of messages."""
     naming = _Naming(directory, label)
     named = dict(example)
-    for name in COLUMNS:
-        if name in example:
-            named[name] = [naming.name(name, value) for value in _listed(example[name])]
+    columns = {name: images for name in COLUMNS if (images := _listed(name, named.pop(name, None)))}
+    if len(columns) > 1:
+        raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
+    for name, values in columns.items():
+        named[IMAGES] = [naming.name(name, value) for value in values]
     for name in CHATS:
         if isinstance(example.get(name), list):
             named[name] = [naming.message(name, message) for message in example[name]]
@@ -164,12 +173,19 @@ class _Naming:
         return {**formed, "image": image if isinstance(image, ImageName) else self.name(name, part)}
 
 
-def _listed(value: Any) -> list[Any]:
-    """The images of a column with one or several."""
-    if value is None or (isinstance(value, str | list) and not value):
-        return []
+def _listed(name: str, value: Any) -> list[Any]:
+    """The images of the column ``name`` with one, several or none."""
     if isinstance(value, str) and OBJECTS.match(value):
-        value = parse_json(value)
+        try:
+            value = parse_json(value)
+        except BatchError as error:
+            raise BatchError(
+                f"has a text as {name!r} that {error}; write a path, or paths with json.dumps"
+            ) from error
+    if value is None or (isinstance(value, str | bytes | list) and not value):
+        return []
+    if isinstance(value, Mapping) and not any(value.values()):  # as tables write None
+        return []
     return value if isinstance(value, list) and not _is_array(value) else [value]
 
 
@@ -191,6 +207,15 @@ def _image_parts(chat: Any) -> Iterator[Mapping[str, Any]]:
     for message in chat if isinstance(chat, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         yield from filter(_is_image, content if isinstance(content, list) else ())
+
+
+def _is_file(value: Any) -> bool:
+    """Whether a column of any name has the path or the file of an image."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes")
+    if isinstance(value, bytes):
+        return value.startswith((b"\x89PNG", b"\xff\xd8\xff"))
+    return isinstance(value, str) and len(value.split()) == 1 and _is_pictured(value)
 
 
 def _is_pictured(value: Any) -> bool:
@@ -280,10 +305,7 @@ class ImageEncoder:
 
         Raises `BatchError` where there are not as many places as images, or some in a text that the model writes.
         """
-        columns = [example[name] for name in COLUMNS if example.get(name)]
-        if len(columns) > 1:
-            raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
-        images = [image for column in columns for image in column]
+        images = example.get(IMAGES) or []
         prompts, completions = _fields(kind, example)
         fields = {name: example[name] for name in prompts if example.get(name) is not None}
         if images and not ANY_PLACE.search("\n".join(_texts([*fields.values()])).replace(self.marker, PLACE)):
