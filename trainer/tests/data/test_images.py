@@ -254,7 +254,7 @@ def test_unread_columns_of_images_are_refused(model: Path, image: Path, value: A
 
 
 def test_digest_follows_bytes_of_images(model: Path, image: Path) -> None:
-    rows = [{"prompt": "<image>?", "images": ["red.png"]}, {"prompt": "?"}]
+    rows: list[dict[str, Any]] = [{"prompt": "<image>?", "images": ["red.png"]}, {"prompt": "?"}]
     before = load(model, rows, image.parent).digests()
     assert list(before) == ["data.train.0.images"]
     times = image.stat()

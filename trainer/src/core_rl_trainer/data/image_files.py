@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeGuard
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
-__all__ = ["ImageName", "image_name", "png", "read_image", "small_copy", "to_rgb"]
+__all__ = ["ImageName", "image_name", "is_picture", "png", "read_image", "small_copy", "to_rgb"]
 
 KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
 """Keys of an object that hold an image, in the order of preference."""
@@ -39,11 +39,11 @@ DEEP = ("PNG", "PPM")
 """Formats that have 16 bits where Pillow gives its mode I."""
 GREYS = {"1": 1, "L;2": 3, "L;4": 15}
 """White by raw mode, in PNG files of fewer than 8 bits."""
-UNKNOWN = "Pillow knows no such format; save it as PNG or JPEG"
-NO_IMAGES = {b"version https://git-lfs": "it is a pointer of Git LFS; run `git lfs pull` in its repository"}
-"""Reasons why files are no images, by their beginnings."""
-UNREADABLE = (ArithmeticError, LookupError, EOFError, OSError, SyntaxError, TypeError, ValueError)
-"""Errors of Pillow's decoders for damaged files, besides errors of the modules that they use."""
+UNREADABLE = (
+    *(ArithmeticError, LookupError, EOFError, OSError, SyntaxError, TypeError, ValueError),
+    *(struct.error, zlib.error),
+)
+"""Errors of Pillow's decoders for damaged files."""
 
 
 class ImageName(str):
@@ -90,15 +90,13 @@ def image_name(value: object, place: str, label: str, directory: Path | None) ->
 
 def _source(value: object, directory: Path | None) -> str | bytes:
     """A path, or the content of a file. Raises `BatchError` with a phrase about the image, without a subject."""
-    from PIL import Image
-
     if isinstance(value, str):
         return _source_of_text(value, directory)
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if isinstance(value, Mapping):
         return _source_of_object(value, directory)
-    if isinstance(value, Image.Image):
+    if is_picture(value):
         return png(value)
     if isinstance(value, list | tuple | np.ndarray):
         return png(_picture(value))
@@ -172,6 +170,11 @@ def _picture(value: object) -> Image:
     return Image.fromarray(values.squeeze(2) if array.shape[2:] == (1,) else values)
 
 
+def is_picture(value: object) -> TypeGuard[Image]:
+    """Whether ``value`` is an image of Pillow, which need not be imported."""
+    return hasattr(value, "getexif")
+
+
 def png(picture: Image) -> bytes:
     """The file of ``picture`` as `to_rgb` gives it."""
     content = BytesIO()
@@ -186,7 +189,7 @@ def _description(content: bytes) -> str:
     try:
         with Image.open(BytesIO(content)) as image:
             return f" ({image.format}, {image.width} x {image.height})"
-    except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError):
+    except (*UNREADABLE, Image.DecompressionBombError):
         return ""
 
 
@@ -210,21 +213,27 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
                 raise BatchError(
                     f"is an animation or several pages ({frames} frames); save a single frame as an image"
                 )
-            if image.tile and image.tile[0].args[:1] == ("I;12",):
-                raise BatchError("has values of 12 bits; save it with 8 or 16 bits")
             _scale_key(image)
             return to_rgb(image)
     except FileNotFoundError as error:
         raise BatchError("is not there; correct the path, which is relative to the data") from error
     except UnidentifiedImageError as error:
         content = source if isinstance(source, bytes) else Path(source).read_bytes()
-        reason = next((text for start, text in NO_IMAGES.items() if content.startswith(start)), UNKNOWN)
-        raise BatchError(f"cannot be read: {reason if content else 'it is empty; copy it again'}") from error
+        raise BatchError(f"cannot be read: {_problem(content)}") from error
     except Image.DecompressionBombError as error:
         raise BatchError(f"has more pixels than Pillow reads; make it smaller ({error})") from error
-    except (*UNREADABLE, struct.error, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BatchError(f"cannot be read: {reason}; copy it again, or save it as PNG or JPEG") from error
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None)
+        raise BatchError(
+            f"cannot be read: {reason or error}; copy it again, or save it as PNG or JPEG"
+        ) from error
+
+
+def _problem(content: bytes) -> str:
+    """The problem of a file that Pillow does not know."""
+    if content.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS; run `git lfs pull` in its repository"
+    return "Pillow knows no such format; save it as PNG or JPEG" if content else "it is empty; copy it again"
 
 
 def small_copy(source: str | bytes, side: int) -> str | None:
@@ -233,10 +242,8 @@ def small_copy(source: str | bytes, side: int) -> str | None:
         picture = read_image(source, sys.maxsize)
     except BatchError:
         return None
-    small = BytesIO()
     picture.thumbnail((side, side))
-    picture.save(small, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
 
 
 def _require_size(width: int, height: int, most_pixels: int) -> None:
@@ -250,10 +257,12 @@ def _require_size(width: int, height: int, most_pixels: int) -> None:
 
 
 def _scale_key(image: ImageFile) -> None:
-    """Give the transparent colour of a PNG file the depth to which Pillow scales the pixels."""
-    depth = image.tile[0].args if image.format == "PNG" and image.tile else None
+    """Give the transparent colour of a PNG file the depth to which Pillow scales the pixels; refuse 12 bits."""
+    depth = image.tile[0].args if image.tile else None
+    if isinstance(depth, tuple) and "I;12" in depth:
+        raise BatchError("has values of 12 bits; save it with 8 or 16 bits")
     key = image.info.get("transparency")
-    if isinstance(key, int) and depth in GREYS:
+    if isinstance(key, int) and isinstance(depth, str) and depth in GREYS:
         most = GREYS[depth]
         image.info["transparency"] = (key & most) * (255 // most)
     elif isinstance(key, tuple) and depth == "RGB;16B":

@@ -63,12 +63,11 @@ def located(examples: Examples, directory: Path | None) -> Examples:
 def images_digest(samples: Iterable[Sample]) -> str | None:
     """The sha256 of all image files of ``samples``, by their bytes; None without files."""
     total, digests = hashlib.sha256(), dict[str, bytes]()
-    for sample in samples:
-        for image in sample.get(IMAGES) or ():
-            if isinstance(image, ImageName) and image.content is None:
-                if image not in digests:
-                    digests[image] = hashlib.sha256(Path(image).read_bytes()).digest()
-                total.update(digests[image])
+    for image in (image for sample in samples for image in sample.get(IMAGES) or ()):
+        if isinstance(image, ImageName) and image.content is None:
+            if image not in digests:
+                digests[image] = hashlib.sha256(Path(image).read_bytes()).digest()
+            total.update(digests[image])
     return total.hexdigest() if digests else None
 
 
@@ -109,14 +108,10 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
         example = _named(example)
         marked, images = encoder.marked(kind, example)
         sample = kind.encode(chat_format, marked)
-        texts = {
-            name: example[name] for name in CHATS if name in example and name in sample.keys() & {"prompt"}
-        }
-        return (
-            {**encoder.expanded(sample, images, whole="messages" not in marked), **texts}
-            if images
-            else sample
-        )
+        if not images:
+            return sample
+        texts = {"prompt": example["prompt"]} if "prompt" in sample else {}
+        return {**encoder.expanded(sample, images, whole="messages" not in marked), **texts}
 
     return replace(kind, check=check, encode=encode)
 
@@ -124,7 +119,7 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
 # ---------------------------------------------------------------------- names
 
 
-def _named(example: Example, directory: Path | None = None, label: str = "") -> Example:
+def _named(example: Example, directory: Path | None = Path(), label: str = "") -> Example:
     """``example`` with an `ImageName` for each image, in columns and in parts of messages."""
     naming = _Naming(directory, label)
     named = dict(example)
@@ -175,16 +170,12 @@ class _Naming:
 
 def _listed(name: str, value: Any) -> list[Any]:
     """The images of the column ``name`` with one, several or none."""
-    if isinstance(value, str) and OBJECTS.match(value):
-        try:
-            value = parse_json(value)
-        except BatchError as error:
-            raise BatchError(
-                f"has a text as {name!r} that {error}; write a path, or paths with json.dumps"
-            ) from error
-    if value is None or (isinstance(value, str | bytes | list) and not value):
-        return []
-    if isinstance(value, Mapping) and not any(value.values()):  # as tables write None
+    try:
+        value = parse_json(value) if isinstance(value, str) and OBJECTS.match(value) else value
+    except BatchError as error:
+        raise BatchError(f"has a text as {name!r} that {error}; write paths with json.dumps") from error
+    null = isinstance(value, Mapping) and not any(value.values())  # in tables
+    if value is None or null or (isinstance(value, str | bytes | list) and not value):
         return []
     return value if isinstance(value, list) and not _is_array(value) else [value]
 
@@ -419,13 +410,9 @@ def _with_places(value: Any, count: int) -> Any:
     users = [number for number, message in enumerate(value) if message.get("role") == "user"]
     if not users or (len(users) > 1 and count > 1):
         return value
-    message = value[users[0]]
-    content = message.get("content")
-    places = PLACE * count if isinstance(content, str) else [{"type": "image"}] * count
-    return [
-        {**turn, "content": places + content} if number == users[0] else turn
-        for number, turn in enumerate(value)
-    ]
+    first, turn = users[0], value[users[0]]
+    places = PLACE * count if isinstance(turn["content"], str) else [{"type": "image"}] * count
+    return [*value[:first], {**turn, "content": places + turn["content"]}, *value[first + 1 :]]
 
 
 class _Places:

@@ -15,7 +15,7 @@ from typing import Any
 from uuid import UUID
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.image_files import png
+from core_rl_trainer.data.image_files import is_picture, png
 from core_rl_trainer.data.json_text import WrittenFloat
 
 __all__ = ["json_text", "sample_fields", "shown"]
@@ -95,7 +95,7 @@ def _scalar(value: object) -> str:  # noqa: PLR0911  (a table of types)
         return _text(times.astype(str).tolist()).replace('"NaT"', "null")
     if callable(to_list := getattr(value, "tolist", None)):
         return _text(to_list())
-    if hasattr(value, "getexif"):  # an image of Pillow
+    if is_picture(value):
         return json.dumps(_data_uri(png(value)))
     raise BatchError(f"is of the type {type(value).__name__}, which JSON has not")
 
