@@ -18,7 +18,8 @@ from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset
 from core_rl_trainer.data.examples import Examples
-from core_rl_trainer.data.images import ImageEncoder, images_digest, located, with_images, without_images
+from core_rl_trainer.data.image_fields import located
+from core_rl_trainer.data.images import ImageEncoder, images_digest, with_images, without_images
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
 from core_rl_trainer.data.sources import is_hub_dataset, open_source
 from core_rl_trainer.data.tokenizers import all_end_tokens
