@@ -41,8 +41,7 @@ def _rows(origin: str, table: Any) -> Examples:
         try:
             row = table[index]
         except (ArithmeticError, ValueError) as error:
-            reason = error.reason if isinstance(error, UnicodeDecodeError) else error
-            raise BatchError(f"{label(index)} has {_unreadable(table, index)}: {reason}") from error
+            raise BatchError(f"{label(index)} has {_unreadable(table, index)}: {error}") from error
         return {name: _plain(value, types[name]) for name, value in row.items()}
 
     def label(index: int) -> str:
@@ -52,15 +51,13 @@ def _rows(origin: str, table: Any) -> Examples:
 
 
 def _unreadable(table: Any, index: int) -> str:
-    """The first column of a row whose value Python cannot hold, such as a text that is not UTF-8."""
+    """The first value of a row that Python cannot hold, such as a text that is not UTF-8."""
     for name in table.column_names:
         try:
             table.select_columns(name)[index]
-        except UnicodeDecodeError:
-            return f"a text in {name!r} that is not UTF-8"
         except (ArithmeticError, ValueError):
-            return f"a value in {name!r} that cannot be read"
-    return "a value that cannot be read"
+            break
+    return f"a value in {name!r} that cannot be read"
 
 
 def _keep_encoded(features: Any) -> None:
