@@ -167,7 +167,10 @@ def test_digest_follows_rows_of_the_hub(own_cache: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (pa.array([b"\xff"]).cast(pa.string(), safe=False), "a value in 'made' that cannot be read: 'utf-8' codec"),
+        (
+            pa.array([b"\xff"]).cast(pa.string(), safe=False),
+            "a value in 'made' that cannot be read: 'utf-8' codec",
+        ),
         (pa.array([10**15], pa.timestamp("ms")), "a value in 'made' that cannot be read: "),
     ],
 )
