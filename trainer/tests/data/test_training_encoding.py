@@ -125,6 +125,12 @@ def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
         support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
 
 
+@pytest.mark.parametrize("value", [1j, [object()], {1: 2, "1": 3}, range])
+def test_prompts_refuse_columns_that_json_lacks(tokenizer: Any, value: Any) -> None:
+    with pytest.raises(BatchError, match="has a column 'made' that .*; remove it, or write it as a text"):
+        PROMPTS.encode(support.chat_format(tokenizer), {"prompt": "1+2=", "made": value})
+
+
 def test_a_tokenizer_without_an_end_is_named() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.eos_token = None

@@ -140,6 +140,7 @@ def test_samples_are_strict_json(value: Any) -> None:
         (np.array([1, 2]), "[1, 2]"),
         (np.datetime64("2026-01-02T03:04:05.000000001"), '"2026-01-02T03:04:05.000000001"'),
         ({1: b"\x89PNG"}, '{"1": "data:image/png;base64,iVBORw=="}'),
+        ("\ud800é", '"\\ud800é"'),
     ],
 )
 def test_values_become_json(value: Any, text: str) -> None:

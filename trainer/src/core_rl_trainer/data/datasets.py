@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from core_rl.errors import BatchError, ConfigError, raise_all
@@ -42,6 +42,8 @@ class SampleDataset(ABC):
     """The most sequences of a sample."""
     left_out: int = 0
     """Examples that cannot be trained and were left out."""
+    digest: Callable[[], str] | None = None
+    """Returns the digest of the rows of the Hub that these samples are from."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ class ExampleDataset(SampleDataset):
         limit: int | None = None,
         first: int = 0,
     ) -> None:
-        self.origin, self.format = examples.origin, examples.format
+        self.origin, self.format, self.digest = examples.origin, examples.format, examples.digest
         samples = _usable(kind, examples, chat_format, drop, limit)
         self.left_out = len(examples) - len(samples)
         self._samples = [{"index": first + index, **sample} for index, sample in enumerate(samples.values())]

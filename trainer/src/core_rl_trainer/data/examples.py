@@ -45,6 +45,8 @@ class Examples:
     """Returns the number of an example in its source."""
     format: str | None = None
     """The name of another system's format, where the examples have it."""
+    digest: Callable[[], str] | None = None
+    """Returns the sha256 of all rows of the Hub; None where files have digests."""
 
     def __len__(self) -> int:
         return self.count
