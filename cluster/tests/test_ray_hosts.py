@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
+import threading
+import time
 from typing import Any
 
 import pytest
 
-from core_rl.errors import ConfigError, MissingPackage
-from core_rl_cluster.ray import RayHosts
-from core_rl_cluster.ray_nodes import AgentActor, shortage, silent_nodes
+from core_rl.distributed.authentication import new_key, present_key
+from core_rl.distributed.channel import Channel
+from core_rl.errors import ConfigError, GroupError, MissingPackage
+from core_rl_cluster import RayHosts
+from core_rl_cluster.machine import accept, environment_of_ranks, interface_of
+from core_rl_cluster.nodes import shortage
 
 
 def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -59,38 +63,46 @@ def test_without_ray_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         RayHosts(2, 1)
 
 
-def test_an_address_of_ray_client_is_refused() -> None:
-    with pytest.raises(ConfigError, match="run this program on a node of the cluster"):
-        RayHosts(2, 1, ray_address="ray://10.0.0.1:10001")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"address": "ray://10.0.0.1:10001"}, "run this program on a node of the cluster"),
+        ({"machines": 0}, "machines = 0; it must be positive"),
+        ({"lease_s": 0.0}, "lease_s = 0.0; it must be positive"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RayHosts(**{"machines": 2, **settings})
 
 
-def test_agents_of_ray_get_keys_and_report_their_end(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    code = "import os, sys; print(os.environ['KEY'], sys.argv[1]); sys.exit(sys.stdin.closed or 3)"
-    end = AgentActor().run(["-c", code, "an argument"], {"KEY": "a secret"})
-    assert end == "ended with exit code 3; the end of its output:\na secret an argument\n"
-    assert capfd.readouterr().out == "a secret an argument\n"  # which Ray shows at the driver
+def test_strangers_on_a_port_change_nothing() -> None:
+    key, deadline = new_key(), time.monotonic() + 30
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = listener.getsockname()
+        stranger, other, driver = (socket.create_connection(endpoint) for _ in range(3))
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        threading.Thread(target=_present, args=(other, new_key(), deadline)).start()
+        threading.Thread(target=_present, args=(driver, key, deadline)).start()
+        with accept(listener, key, deadline) as taken:
+            assert taken.getpeername() == driver.getsockname()
+        with pytest.raises(GroupError, match=r"the driver did not connect to 127\.0\.0\.1 in time"):
+            accept(listener, key, time.monotonic() + 0.1)
+    for end in (stranger, other, driver):
+        end.close()
 
 
-def test_actors_end_without_a_driver() -> None:
-    script = (
-        "import time; from core_rl_cluster import ray_nodes; ray_nodes.LINGER_S = 0.1\n"
-        "assert ray_nodes.AgentActor().serve(['-c', ''], {}).startswith('ended with exit code 0')\n"
-        "time.sleep(600)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+def _present(sock: socket.socket, key: bytes, deadline: float) -> None:
+    try:
+        present_key(Channel(sock), key, deadline)
+    except GroupError:
+        sock.close()
 
 
-def bare(address: str, port: int, alive: bool = True) -> dict[str, object]:
-    return {"NodeManagerAddress": address, "NodeManagerPort": port, "Alive": alive}
-
-
-def test_nodes_without_a_listener_are_silent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as raylet, socket.socket() as bound:
-        bound.bind(("127.0.0.2", 0))
-        target, gone = raylet.getsockname()[1], bound.getsockname()[1]
-        assert silent_nodes([bare("127.0.0.1", target)]) == []
-        assert silent_nodes([bare("127.0.0.1", target), bare("127.0.0.2", gone)]) == ["127.0.0.2"]
-        assert silent_nodes([bare("127.0.0.2", gone, alive=False)]) == []
-    assert silent_nodes([]) == []
+def test_ranks_leave_variables_of_launchers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_PROCID", "RAY_AUTH_TOKEN", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    environ = environment_of_ranks({"FLAG": "2"}, "127.0.0.1")
+    assert not {"SLURM_PROCID", "RAY_AUTH_TOKEN", "WORLD_SIZE"} & environ.keys()
+    assert (environ["CUDA_VISIBLE_DEVICES"], environ["FLAG"]) == ("1", "2")
+    assert environ["GLOO_SOCKET_IFNAME"] == interface_of("127.0.0.1") == "lo"

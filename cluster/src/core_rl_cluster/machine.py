@@ -16,10 +16,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from core_rl.distributed.authentication import WrongKey, admit
 from core_rl.distributed.channel import Buffer, Channel, set_lease
@@ -28,7 +29,7 @@ from core_rl.launch.kept import KeptMessage, Reference
 from core_rl.launch.process import RankProcess, start_fork_server
 from core_rl.machine import cpu_cores
 
-__all__ = ["DriverCode", "End", "MachineActor", "MachineInfo", "versions"]
+__all__ = ["End", "MachineActor", "MachineInfo", "driver_code", "versions"]
 
 CONNECT_S = 60.0
 """Time limit for the driver's connection to a rank that it has asked for."""
@@ -47,8 +48,7 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCA
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineInfo:
+class MachineInfo(NamedTuple):
     """A machine, as its actor reports it."""
 
     hostname: str
@@ -57,55 +57,37 @@ class MachineInfo:
     versions: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """The end of a rank."""
+class End(NamedTuple):
+    """The end of a rank, with its stacks at a crash."""
 
     reason: str
-    stacks: str
+    stacks: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DriverCode:
-    """The places of code of the driver: its directory, ``sys.path`` and main script or module."""
+def driver_code() -> dict[str, Any]:
+    """The places of code of this process, as `multiprocessing` gives them to its own: for `adopt`."""
+    return spawn.get_preparation_data("driver") | {"authkey": b""}
 
-    directory: str
-    path: tuple[str, ...]
-    main_file: str | None
-    main_module: str | None
 
-    @classmethod
-    def of_this_process(cls) -> DriverCode:
-        """The record of the present process."""
-        main = sys.modules["__main__"]
-        spec: ModuleSpec | None = getattr(main, "__spec__", None)
-        directory = str(Path.cwd())
-        return cls(
-            directory=directory,
-            path=tuple(entry or directory for entry in sys.path),
-            main_file=None if spec else getattr(main, "__file__", None),
-            main_module=spec.name if spec else None,
-        )
+def adopt(code: Mapping[str, Any]) -> None:
+    """Find code where the driver finds it, as far as this machine has it: for processes that are started next.
 
-    def adopt(self) -> None:
-        """Find code where the driver finds it, as far as this machine has it: for processes that are started next.
-
-        So functions of the driver's script can be called where the script has the same path.
-        """
-        if Path(self.directory).is_dir():
-            os.chdir(self.directory)
-        # Ray puts copies of packages first, which ranks must not take for the environment's.
-        of_ray = tuple(f"{path}{os.sep}" for path in getattr(sys.modules.get("ray"), "__path__", ()))
-        sys.path.sort(key=lambda entry: entry.startswith(of_ray))
-        sys.path += [entry for entry in self.path if entry not in sys.path and Path(entry).exists()]
-        # `multiprocessing` runs the main script in each new process, under another name.
-        main = ModuleType("__main__")
-        name, file = self.main_module, self.main_file
-        if name is not None and importlib.util.find_spec(name.partition(".")[0]) is not None:
-            main.__spec__ = ModuleSpec(name, None)
-        elif file is not None and Path(file).is_file():
-            main.__file__ = file
-        sys.modules["__main__"] = main
+    So functions of the driver's script can be called where the script has the same path.
+    """
+    if Path(code["dir"]).is_dir():
+        os.chdir(code["dir"])
+    # Ray puts copies of packages first, which ranks must not take for the environment's.
+    of_ray = tuple(f"{path}{os.sep}" for path in getattr(sys.modules.get("ray"), "__path__", ()))
+    sys.path.sort(key=lambda entry: entry.startswith(of_ray))
+    sys.path += [entry for entry in code["sys_path"] if entry not in sys.path and Path(entry).exists()]
+    # `multiprocessing` runs the main script in each new process, under another name.
+    main = ModuleType("__main__")
+    name, file = code.get("init_main_from_name"), code.get("init_main_from_path")
+    if name is not None and importlib.util.find_spec(name.partition(".")[0]) is not None:
+        main.__spec__ = ModuleSpec(name, None)
+    elif file is not None and Path(file).is_file():
+        main.__file__ = file
+    sys.modules["__main__"] = main
 
 
 def versions() -> dict[str, str]:
@@ -121,21 +103,19 @@ class MachineActor:
     cut off from it: the process ends, and so do the ranks.
     """
 
-    def __init__(self, address: str, code: DriverCode, key: bytes, lease_s: float) -> None:
+    def __init__(self, address: str, code: Mapping[str, Any], key: bytes, lease_s: float) -> None:
         """``address`` is that of this machine towards others, ``key`` what connections have to know."""
         self._address, self._key, self._lease_s = address, key, lease_s
         self._listeners: dict[int, socket.socket] = {}
         self._ranks: dict[int, RankProcess] = {}
         self._messages: dict[int, KeptMessage] = {}
         self._ends: queue.SimpleQueue[tuple[int, End]] = queue.SimpleQueue()
-        code.adopt()
+        adopt(code)
         start_fork_server()  # it imports torch while the driver waits for the other machines
 
     def info(self) -> MachineInfo:
         """Name, address, cores and versions of this machine."""
-        return MachineInfo(
-            hostname=socket.gethostname(), address=self._address, cores=cpu_cores(), versions=versions()
-        )
+        return MachineInfo(socket.gethostname(), self._address, cpu_cores(), versions())
 
     # ------------------------------------------------------------------ ranks
 
@@ -175,7 +155,7 @@ class MachineActor:
         process.wait(1.0)
         process.kill()  # its children
         self._ranks.pop(rank_id)
-        self._ends.put((rank_id, End(reason=process.exit_reason(), stacks=process.stacks())))
+        self._ends.put((rank_id, End(process.exit_reason(), process.stacks())))
         process.release()
 
     def ends(self) -> dict[int, End]:

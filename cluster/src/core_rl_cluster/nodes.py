@@ -1,37 +1,11 @@
-"""Nodes and resources of a Ray cluster in messages. Imports nothing but the standard library."""
+"""Nodes and resources of a Ray cluster in messages."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["amounts", "shortage", "silent_nodes"]
-
-CONNECT_S = 2.0
-"""Time limit for a connection to the raylet of a node."""
-AT_ONCE = 64
-"""Nodes that are asked at one time."""
-
-
-def silent_nodes(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the addresses of ``ray.nodes()`` that Ray takes for alive, and whose raylet takes no connection."""
-    alive = [
-        (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])) for node in nodes if node["Alive"]
-    ]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return sorted(
-            host for (host, _), answers in zip(alive, pool.map(_answers, alive), strict=True) if not answers
-        )
-
-
-def _answers(endpoint: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(endpoint, timeout=CONNECT_S).close()
-    except OSError:
-        return False
-    return True
+__all__ = ["amounts", "shortage"]
 
 
 def shortage(

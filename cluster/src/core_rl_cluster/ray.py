@@ -6,6 +6,7 @@ import importlib
 import itertools
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,8 @@ from typing import Any, Self
 from core_rl.distributed.authentication import new_key
 from core_rl.errors import ClusterError, ConfigError, MissingPackage, raise_all
 from core_rl.launch.hosts import Rank, Slot, end_ranks
-from core_rl.machine import most_open_files
-from core_rl_cluster.machine import DriverCode, MachineActor, MachineInfo, versions
-from core_rl_cluster.nodes import amounts, shortage, silent_nodes
+from core_rl_cluster.machine import MachineActor, MachineInfo, driver_code, versions
+from core_rl_cluster.nodes import amounts, shortage
 from core_rl_cluster.remote import RayMachine, RayRank, first_line
 
 __all__ = ["RayHosts"]
@@ -33,34 +33,18 @@ logger = logging.getLogger(__name__)
 
 PROBE_S = 25.0
 """Time limit for a cluster to respond, the import of Ray included."""
-LOOK_S = 1.0
-"""Between two looks at whether resources are there."""
-LOG_EVERY_S = 30.0
-SILENT_S = 60.0
-"""The longest wait for Ray to notice that a node is gone. One whose port only this driver cannot reach stays silent."""
-ACTORS_S = 60.0
-"""Time limit for the actors of machines that Ray has given."""
+ACTORS_S = 30.0
+"""Time limit for the actors of machines that Ray has given: it may take a lost machine for alive, for a minute."""
 THREADS = 16
 """Calls that an actor serves at one time; one waits for ends of ranks."""
-FILES_PER_RANK = 3
-"""Open files of the driver: a connection, and a pipe that shows the end of the rank."""
-SPARE_FILES = 128
-"""Open files of everything else in the driver."""
 SHARED = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "HF_HUB_OFFLINE",
-    "MKL_NUM_THREADS",
-    "NCCL_DEBUG",
-    "OMP_NUM_THREADS",
-    "PYTHONHASHSEED",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TOKENIZERS_PARALLELISM",
-    "TORCH_LOGS",
-    "TRANSFORMERS_OFFLINE",
+    "CUBLAS_WORKSPACE_CONFIG", "HF_HUB_OFFLINE", "MKL_NUM_THREADS", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "TORCH_LOGS", "TRANSFORMERS_OFFLINE",
     "TRANSFORMERS_VERBOSITY",
-)
+)  # fmt: skip
 """Variables that mean the same on every machine, and are no secrets: connections are not encrypted."""
+FAILED = re.compile("creation task|failed to import|ModuleNotFoundError")
+"""In Ray's message about an actor that another attempt would not start."""
 NO_CLUSTER = (
     "start one with `ray start --head` on one machine and `ray start --address=HOST:6379` on each other one, and run "
     "this program on one of them, with the same token"
@@ -72,19 +56,17 @@ class RayHosts:
     """``machines`` nodes of a Ray cluster, with up to ``ranks_per_machine`` ranks of each group on each.
 
     A placement group reserves the ``resources`` of each machine: by default ``CPU`` and, where the cluster has any,
-    ``GPU``, ``ranks_per_machine`` of each; ``{"CPU": 1, "accelerator_type:H100": 0.001}`` changes or adds some. An
-    actor on each machine has them, and starts the ranks, which see its GPUs. Calls travel over a connection to each
-    rank; what several ranks of a machine get goes there once, through Ray's object store.
+    ``GPU``, ``ranks_per_machine`` of each; ``{"CPU": 1, "accelerator_type:H100": 0.001}`` changes or adds some. Ray
+    gives them within ``wait_s`` seconds to an actor on each machine, which starts the ranks; these see its GPUs.
 
-    ``address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or the cluster that this machine
-    belongs to. A program that has called ``ray.init()`` keeps its connection, also after `close`. The driver runs on a
-    node of the cluster. Ray gives the machines within ``wait_s`` seconds. A machine from which nothing comes for
-    ``lease_s`` seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the
-    driver's variables that mean the same everywhere, and those of ``environment``.
+    ``address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or the one that this machine belongs to. A
+    program that has called ``ray.init()`` keeps its connection. A machine from which nothing comes for ``lease_s``
+    seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's
+    variables that mean the same everywhere, and those of ``environment``.
 
-    The machines are started at first use, or by entering the context, and let go by `close`, or when the driver ends.
+    The machines are taken at first use, or by entering the context, and let go by `close`, or when the driver ends.
 
-    Raises `MissingPackage` without Ray, and `ConfigError` for settings that cannot be. `open` raises `ClusterError`
+    Raises `MissingPackage` without Ray, `ConfigError` for settings that cannot be, and from `open` on `ClusterError`
     where there is no cluster, or where it does not have the resources.
     """
 
@@ -117,12 +99,6 @@ class RayHosts:
                 f"address = {self.address!r} is an address of Ray Client; run this program on a node of the cluster, "
                 "or by `ray job submit`, and leave address out"
             )
-        needed = FILES_PER_RANK * self.machines * self.ranks_per_machine + SPARE_FILES
-        if (files := most_open_files()) < needed:
-            yield (
-                f"{self.machines} machines with {self.ranks_per_machine} ranks each need {needed} open files in the "
-                f"driver, and its hard limit is {files}; raise it (ulimit -Hn {needed}, as root)"
-            )
 
     def __enter__(self) -> Self:
         self.open()
@@ -140,12 +116,13 @@ class RayHosts:
         with self._starting:
             if self._machines:
                 return
+            deadline = time.monotonic() + self.wait_s
             try:
                 self._connect()
-                self._wait_for_silent_nodes()
                 bundle = self._bundle()
-                self._reserve(bundle)
-                self._start_actors(bundle)
+                while not self._machines:
+                    self._reserve(bundle, deadline)
+                    self._start_actors(bundle, deadline)
             except BaseException:
                 self.close()
                 raise
@@ -201,12 +178,6 @@ class RayHosts:
         return self._machine(machine).info.address
 
     @property
-    def infos(self) -> list[MachineInfo]:
-        """The machines in the order of their numbers."""
-        self.open()
-        return [machine.info for machine in self._machines]
-
-    @property
     def driver_address(self) -> str:
         """The address of this machine towards the others."""
         self.open()
@@ -243,38 +214,19 @@ class RayHosts:
             ) from error
         self._is_driver_of_ray = True
 
-    def _wait_for_silent_nodes(self) -> None:
-        """Return when Ray knows of each node that does not respond that it is gone, or after a while."""
-        deadline = time.monotonic() + min(SILENT_S, self.wait_s)
-        logged = False
-        while silent := silent_nodes(self._ray.nodes()):
-            if not logged:
-                logged = True
-                logger.warning(
-                    "Ray nodes that do not respond: %s; waiting for Ray to notice", ", ".join(silent)
-                )
-            if time.monotonic() > deadline:
-                logger.warning("Ray takes them for alive: %s; it may use them", ", ".join(silent))
-                return
-            time.sleep(LOOK_S)
-
     def _bundle(self) -> dict[str, float]:
         """The resources of one machine."""
         gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
         bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
 
-    def _reserve(self, bundle: Mapping[str, float]) -> None:
+    def _reserve(self, bundle: Mapping[str, float], deadline: float) -> None:
         """Make the placement group; one that does not fit would wait for ever."""
         bundles = [dict(bundle)] * self.machines
         self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-        started = logged = time.monotonic()
-        while (waited := time.monotonic() - started) < self.wait_s:
-            if self._group.wait(timeout_seconds=min(self.wait_s - waited, LOOK_S)):
-                return
-            if time.monotonic() - logged > LOG_EVERY_S:
-                logged = time.monotonic()
-                logger.warning("waiting for %d Ray nodes with %s each", self.machines, amounts(bundle))
+        logger.info("waiting for %d Ray nodes with %s each", self.machines, amounts(bundle))
+        if self._group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+            return
         nodes, free = self._ray.nodes(), self._ray.available_resources()
         raise ClusterError(shortage(nodes, free, self.machines, bundle, self.wait_s))
 
@@ -284,8 +236,11 @@ class RayHosts:
             with suppress(self._ray.exceptions.RayError):  # the cluster is gone, and the group with it
                 self._ray.util.remove_placement_group(group)
 
-    def _start_actors(self, bundle: Mapping[str, float]) -> None:
-        """An actor in each bundle, in the order of machines: this node first, then by address."""
+    def _start_actors(self, bundle: Mapping[str, float], deadline: float) -> None:
+        """An actor in each bundle, in the order of machines: this node first, then by address.
+
+        There are none afterwards where a node does not respond that Ray takes for alive.
+        """
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
         local = self._ray.get_runtime_context().get_node_id()
         placed = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
@@ -296,15 +251,16 @@ class RayHosts:
             try:
                 infos.append(self._ray.get(actor.info.remote(), timeout=ACTORS_S))
             except self._ray.exceptions.RayError as error:
-                raise ClusterError(
-                    f"the node {addresses[placed[number]]} did not start an actor of core-rl: {first_line(error)}; "
-                    "install the same packages there as here"
-                ) from error
+                text = f"the node {addresses[placed[number]]} did not start an actor: {first_line(error)}"
+                if FAILED.search(str(error)) or time.monotonic() > deadline:
+                    raise ClusterError(f"{text}; install the same packages there as here") from error
+                logger.warning("%s; asking Ray again", text)
+                _end_actors(self._ray, self._actors)
+                self._remove_group()
+                return
         raise_all(ClusterError, "cluster", _misfits(infos))
-        self._machines = [
-            RayMachine(self._ray, actor, number, info, self.lease_s)
-            for number, (actor, info) in enumerate(zip(self._actors, infos, strict=True))
-        ]
+        for number, (actor, info) in enumerate(zip(self._actors, infos, strict=True)):
+            self._machines.append(RayMachine(self._ray, actor, number, info, self.lease_s))
 
     def _actor(self, number: int, address: str, bundle: Mapping[str, float]) -> Any:
         """The actor of a machine, with all that bundle ``number`` has; it ends with the driver."""
@@ -317,7 +273,7 @@ class RayHosts:
             "scheduling_strategy": strategy(self._group, placement_group_bundle_index=number),
         }
         make = self._ray.remote(**options)(MachineActor).remote
-        return make(address, DriverCode.of_this_process(), self._key, self.lease_s)
+        return make(address, driver_code(), self._key, self.lease_s)
 
 
 def _misfits(infos: Sequence[MachineInfo]) -> Iterator[str]:

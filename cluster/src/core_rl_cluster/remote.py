@@ -20,7 +20,7 @@ from core_rl.launch.hosts import Kept
 from core_rl.launch.kept import Reference
 from core_rl_cluster.machine import CONNECT_S, End, MachineInfo
 
-__all__ = ["CALL_S", "RayMachine", "RayRank", "first_line"]
+__all__ = ["RayMachine", "RayRank", "first_line"]
 
 CALL_S = 30.0
 """Time limit of a call that only asks or frees something."""
@@ -75,7 +75,7 @@ class RayRank:
     def release(self) -> None:
         self.channel.close()
         self._machine.ranks.pop(self._id, None)
-        self.end(End(reason="was released", stacks=""))
+        self.end(End("was released"))
         with self._ending:
             if self._end_out >= 0:
                 os.close(self._end_out)
@@ -194,7 +194,7 @@ class RayMachine:
         """The machine is out of reach, and its ranks with it."""
         self.lost = self.lost or reason
         for rank in list(self.ranks.values()):
-            rank.end(End(reason=self.lost, stacks=""))
+            rank.end(End(self.lost))
 
     def _await_ends(self) -> None:
         """Have Ray tell when ranks end, or the actor does."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator
 
-__all__ = ["HubPath", "ImportPath", "LocalPath", "absolute_path"]
+__all__ = ["HubPath", "ImportPath", "LocalPath", "NestedImportPaths", "ProgramPath", "absolute_path"]
 
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 FILE_REFERENCE = re.compile(r"(?P<file>.*\.py)(?P<attribute>:[\w.]+)", re.DOTALL)
@@ -37,9 +37,26 @@ def _import_path(text: str) -> str:
     return text if match is None else absolute_path(match["file"]) + match["attribute"]
 
 
+def _program_path(text: str) -> str:
+    return absolute_path(text) if "/" in text else text
+
+
+def _nested_import_paths(value: Any) -> Any:
+    """``value`` with the files of all its texts ``file.py:attribute``, in lists and dictionaries too."""
+    if isinstance(value, dict):
+        return {name: _nested_import_paths(field) for name, field in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_nested_import_paths, value))
+    return _import_path(value) if isinstance(value, str) else value
+
+
 LocalPath: TypeAlias = Annotated[str, AfterValidator(absolute_path)]
 """A file or a directory."""
 HubPath: TypeAlias = Annotated[str, AfterValidator(_hub_path)]
 """A file, a directory, or an id of the Hugging Face Hub."""
 ImportPath: TypeAlias = Annotated[str, AfterValidator(_import_path)]
 """``module:attribute``, ``file.py:attribute``, or another name."""
+ProgramPath: TypeAlias = Annotated[str, AfterValidator(_program_path)]
+"""A file to run, or a name that is looked up in ``PATH``."""
+NestedImportPaths: TypeAlias = Annotated[dict[str, Any], AfterValidator(_nested_import_paths)]
+"""Settings of which texts may be an `ImportPath`; other paths among them are for their own config to type."""

@@ -124,12 +124,15 @@ def check_sharing(config: TrainEngineConfig, model: PretrainedConfig) -> None:
 
 
 def dropout_rates(model: PretrainedConfig) -> dict[str, float]:
-    """Positive rates of dropout by field of the config; families of transformers have different names for it."""
+    """Positive rates of dropout, and of noise in routers, by field of the config; names differ by family."""
     fields = vars(model.get_text_config())
     return {
         name: value
         for name, value in fields.items()
-        if "drop" in name and not UNUSED_DROPOUT.match(name) and isinstance(value, float) and value > 0
+        if re.search("drop|jitter", name)
+        and not UNUSED_DROPOUT.match(name)
+        and isinstance(value, float)
+        and value > 0
     }
 
 

@@ -28,6 +28,7 @@ ArgTs = TypeVarTuple("ArgTs")
 Section = Mapping[str, object]
 """Fields of a part of a config, as in a YAML file."""
 
+SINGLE = "Start the script once, without the launcher: the group starts the ranks by itself"
 DESTROY_TIMEOUT_S = 60.0
 """Seconds that `EngineRanks.close` waits for the engine before it ends the processes."""
 
@@ -57,6 +58,8 @@ class EngineRanks:
         make_engine: MakeEngine = load_engine,
     ) -> None:
         self.spec = get_spec(engine) if isinstance(engine, str) else engine
+        if hosts is None or isinstance(hosts, LocalHosts):  # Ray starts drivers inside of a launcher's step
+            require_single_process("an EngineGroup", SINGLE)
         _check(self.spec, timeout_s, threads_per_rank)
         sections: dict[str, object] = {"model": model, "layout": layout, "options": options}
         scalars: dict[str, object] = {"dtype": dtype, "device": device, "seed": seed}
@@ -257,9 +260,6 @@ def _config(
 
 
 def _check(spec: EngineSpec, timeout_s: float, threads_per_rank: int | None) -> None:
-    require_single_process(
-        "an EngineGroup", "Start the script once, without the launcher: the group starts the ranks by itself"
-    )
     if spec.kind != "train":
         raise ConfigError(f"engine {spec.name!r} is for {spec.kind}; a group drives train engines")
     if not timeout_s > 0:

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig
-from core_rl.config.paths import LocalPath
+from core_rl.config.paths import LocalPath, ProgramPath
 from core_rl.config.secret import SecretReference
 from core_rl.errors import ConfigError
 
@@ -55,7 +55,7 @@ class ServerOptions(Config):
     ``take_over`` is set. Without any, the engine launches ``layout.dp`` servers of its own."""
     take_over: bool = False
     """Pause, label and load weights into servers at ``addresses``, also where another run does. Training needs it."""
-    python: str | None = None
+    python: ProgramPath | None = None
     """The Python of the environment that the servers are installed in. By default the engine's environment
     variable names it (docs/install.md), and else the Python of this process."""
     host: str = "127.0.0.1"

@@ -49,6 +49,12 @@ __all__ = [
     "use_experts_kernel",
 ]
 
+BUILD_ERRORS = (
+    *(OSError, ValueError, RuntimeError, SafetensorError),
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError),
+)
+"""Errors of transformers for files and configs. A wrong value fails where a layer first computes with it."""
+
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
     """The transformers config that ``model`` names, with one label for a value or reward head.
@@ -65,7 +71,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(model.path, local_files_only=True)
         else:
             config = AutoConfig.for_model(**(model.config or {}))
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (*BUILD_ERRORS, StrictDataclassError) as error:
         raise ConfigError(
             f"transformers refuses the model config {model.path or model.config!r}: {error}"
         ) from error
@@ -137,16 +143,18 @@ def building(model: ModelConfig) -> Iterator[None]:
     """
     try:
         yield
-    except KeyError as error:
-        if error.args != (PACKED_ATTENTION,):
-            raise
-        raise UnsupportedCapability(
-            f"the model type {read_config(model).model_type!r} has attention layers that ignore transformers' "
-            "attention interface, so a packed batch cannot be computed right; choose another model, or the engine "
-            "'reference'"
-        ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except BUILD_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (PACKED_ATTENTION,):
+            raise UnsupportedCapability(
+                f"the model type {read_config(model).model_type!r} has attention layers that ignore transformers' "
+                "attention interface, so a packed batch cannot be computed right; choose another model, or the engine "
+                "'reference'"
+            ) from error
         reason = str(error).partition("\nModel type should be one of")[0]  # some hundred names follow
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            reason = (
+                f"a field of its config.json does not fit transformers ({type(error).__name__}: {reason})"
+            )
         raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {reason}") from error
 
 

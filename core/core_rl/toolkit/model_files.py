@@ -41,6 +41,7 @@ __all__ = [
     "name_as_in_files",
     "require_causal",
     "require_text",
+    "require_unquantized",
     "transpose_as_in_files",
 ]
 
@@ -163,7 +164,7 @@ def carried_tensors(
     unwritten = [name for name in files.names() if name not in written]
     if not unwritten:
         return None
-    _require_unquantized(model)
+    require_unquantized(model)
     module_names = _held_names(built)
     if model.head != "lm":
         module_names |= _held_names(_planned(model))
@@ -231,7 +232,8 @@ def _renamed(built: PreTrainedModel, names: Iterable[str], conversions: list[Wei
     return [rename_source_key(name, renamings, converters, prefix, module_names)[0] for name in names]
 
 
-def _require_unquantized(model: ModelConfig) -> None:
+def require_unquantized(model: ModelConfig) -> None:
+    """Raise `UnsupportedCapability` for weights with scales, which are no parameters."""
     if getattr(_config(model), "quantization_config", None) is not None:
         raise UnsupportedCapability(
             f"the weights in {model.path!r} are quantized, and trained weights do not fit their scales; set "

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core_rl.config.base import Config
 from core_rl.config.describe import describe_fields
-from core_rl.config.paths import HubPath, ImportPath, LocalPath
+from core_rl.config.paths import HubPath, ImportPath, LocalPath, NestedImportPaths, ProgramPath
 
 
 class Places(Config):
@@ -20,6 +20,8 @@ class Places(Config):
     file: LocalPath | None = None
     model: HubPath | None = None
     functions: tuple[ImportPath, ...] = ()
+    settings: NestedImportPaths | None = None
+    program: ProgramPath | None = None
 
 
 PARTS = st.lists(st.sampled_from(["a", "b.c", "..", "ü ß", "x.py", "~"]), min_size=1, max_size=4)
@@ -35,6 +37,11 @@ def test_paths_mean_the_same_from_anywhere(parts: list[str], start: str) -> None
     assert Places(file=path).file == path
     [reference] = Places(functions=(f"{text}.py:f",)).functions
     assert Path(reference).is_absolute() and reference.endswith(".py:f")
+    settings = {"loss": {"type": f"{text}.py:f", "n": 1}, "names": [f"{text}.py:f", "module:f", "~/x"]}
+    nested = Places(settings=settings).settings
+    assert nested == {"loss": {"type": reference, "n": 1}, "names": [reference, "module:f", "~/x"]}
+    program = Places(program=text).program
+    assert program == (path if "/" in text else text)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +88,11 @@ def test_files_of_functions_are_absolute(
 
 
 def test_paths_are_described_as_texts() -> None:
-    assert [field.type for field in describe_fields(Places)] == ["str | null", "str | null", "list of str"]
+    types = {field.name: field.type for field in describe_fields(Places)}
+    assert types == {
+        "file": "str | null",
+        "model": "str | null",
+        "functions": "list of str",
+        "settings": "mapping | null",
+        "program": "str | null",
+    }

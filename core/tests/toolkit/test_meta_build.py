@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from core_rl.config.engine import Head, LoraConfig, ModelConfig
-from core_rl.errors import ConfigError
+from core_rl.engine.guards import dropout_rates
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.lora import checkpoint_name
-from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.meta_build import build_on_meta, model_on_meta
+from core_rl.toolkit.model_files import require_unquantized
 
 SMALL: dict[str, Any] = {
     "hidden_size": 24,
@@ -209,6 +212,39 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(ConfigError, match=r"cannot be built: .*model\.safetensors"):
         build_on_meta(ModelConfig(path=str(tmp_path)), seed=0, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pad_token_id": 300},
+        {"hidden_act": "nothing"},
+        {"rope_parameters": {"rope_type": "mine", "factor": 4.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "linear", "factor": "4", "rope_theta": 1e4}},
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": "2"},
+        {"vocab_size": -1},
+    ],
+    ids=str,
+)
+def test_wrong_config_values_raise_config_error(fields: dict[str, Any], tmp_path: Path) -> None:
+    file = written("llama", tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ConfigError, match=r"cannot be built|refuses the model config"):
+        model_on_meta(ModelConfig(path=str(tmp_path)))
+
+
+def test_quantized_weights_are_not_trained(tmp_path: Path) -> None:
+    file = written("llama", tmp_path) / "config.json"
+    quantization = {"quantization_config": {"quant_method": "fp8"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantization))
+    with pytest.raises(UnsupportedCapability, match="are quantized"):
+        require_unquantized(ModelConfig(path=str(tmp_path)))
+
+
+def test_noise_of_routers_counts_as_dropout() -> None:
+    config = AutoConfig.for_model("mixtral", router_jitter_noise=0.1, attention_dropout=0.2)
+    assert dropout_rates(config) == {"router_jitter_noise": 0.1, "attention_dropout": 0.2}
 
 
 @pytest.mark.parametrize("build", [build_model, build_on_meta])

@@ -64,8 +64,11 @@ def report_loaded(recipe: Recipe) -> PlanReport:
 
     from core_rl_trainer.plan.report import report_plan
     from core_rl_trainer.run.callbacks import Callbacks
+    from core_rl_trainer.run.run_directory import recorded_identity, refuse_other_run
     from core_rl_trainer.run.source import find_source
 
     Callbacks(plan.recipe)
     find_source(plan.files, plan.schedule.steps, plan.identity)
+    if not plan.files.fresh and (before := recorded_identity(plan.files.directory)) is not None:
+        refuse_other_run(plan.files.directory, before, plan.identity())
     return report_plan(plan)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from core_rl.config.paths import ImportPath
+from core_rl.config.paths import ImportPath, NestedImportPaths
 
 __all__ = ["ModelInterfaceAbstraction"]
 
@@ -18,5 +16,5 @@ class ModelInterfaceAbstraction:
 
     type_: ImportPath
     """A registered name, or ``"module:Class"``."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: NestedImportPaths = Field(default_factory=dict)
     """Fields of the interface's config."""

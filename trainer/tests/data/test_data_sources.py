@@ -20,13 +20,15 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
+from core_rl_trainer.data.datasets import SampleDataset
 from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.statistics import describe_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
-from core_rl_trainer.rewards.text import text_match
+from core_rl_trainer.plan.online_checks import with_answer_checks
+from core_rl_trainer.rewards.text import integer_match, text_match
 
 LIMIT = 28
 
@@ -426,7 +428,7 @@ def test_only_the_completion_of_a_conversation_is_trained(tmp_path: Path, tokeni
 
 def test_unpaired_preferences_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1=", "completion": "2", "label": False}])
-    with pytest.raises(BatchError, match="TRL's unpaired preference, which nothing here trains on"):
+    with pytest.raises(BatchError, match="nothing here trains on unpaired preferences"):
         load(tokenizer, DEMONSTRATIONS, train=path)
 
 
@@ -495,6 +497,25 @@ def test_there_need_be_no_evaluation(tmp_path: Path, tokenizer: Any) -> None:
 # -------------------------------------------------------------- unusable rows
 
 
+NOTHING = {"role": "assistant", "content": ""}
+PAIR = {"chosen": "2", "rejected": "3"}
+EMPTY: tuple[Any, ...] = ("", None, [])
+STRICT = """\
+{%- for m in messages %}
+{%- if not loop.first and m.role == 'user' and messages[loop.index0 - 1].role == 'user' %}
+{{- raise_exception('two users in a row') }}{% endif %}{{ m.content }}{% endfor %}"""
+GOLD = with_answer_checks(PROMPTS, [integer_match])
+
+
+@pytest.fixture(scope="module")
+def strict_tokenizer() -> Any:
+    """A tokenizer with a token that the model lacks, and a template that refuses some chats."""
+    tokenizer = support.make_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template = STRICT
+    return tokenizer
+
+
 UNUSABLE: list[tuple[ExampleKind, dict[str, Any] | str, str]] = [
     (PROMPTS, '{"prompt": ', "is not JSON"),
     (PROMPTS, {"prompt": "1+" * 20 + "="}, r"has 42 tokens, longer than the 28 tokens"),
@@ -505,37 +526,72 @@ UNUSABLE: list[tuple[ExampleKind, dict[str, Any] | str, str]] = [
     (PREFERENCES, {"prompt": "1=", "chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "equal"),
     (PREFERENCES, {"chosen": "1=2", "rejected": "1=2+3"}, "is the beginning of"),
     (PREFERENCES, {"chosen": "2=", "rejected": "1="}, "begin with nothing that they share"),
+    *((PREFERENCES, {"prompt": "1=", **PAIR, "chosen": value}, "needs a text 'chosen'") for value in EMPTY),
+    *(
+        (PREFERENCES, {"prompt": "1=", **PAIR, "rejected": value}, "needs a text 'rejected'")
+        for value in EMPTY
+    ),
+    (PREFERENCES, {"prompt": [USER], "chosen": [GOOD], "rejected": [NOTHING]}, "needs a text 'rejected'"),
+    (PREFERENCES, {"chosen": [USER, GOOD], "rejected": None}, "needs a text 'rejected'"),
+    (PREFERENCES, PAIR | {"prompt": "1=", "margin": 2}, "has a column 'margin'"),
+    (
+        DEMONSTRATIONS,
+        {"prompt": None, "answer": None, "messages": None, "text": None},
+        "needs a text 'prompt'",
+    ),
+    (DEMONSTRATIONS, {"messages": [{"role": "critic", "content": "1"}, GOOD]}, "the unknown role 'critic'"),
+    (DEMONSTRATIONS, {"messages": [USER, USER, GOOD]}, "the chat template refuses .*users in a row"),
+    (
+        DEMONSTRATIONS,
+        {"messages": [USER, GOOD], "tools": [{"name": "f"}]},
+        "'tools', which the chat template",
+    ),
+    (DEMONSTRATIONS, {"prompt": "1=", "answer": "<new>"}, "has the token '<new>', id 15"),
+    (PROMPTS, {"prompt": "<new>1="}, "has the token '<new>', id 15"),
+    (PROMPTS, {"prompt": "1=", "images": ["gone.png"]}, "has 'images', and the model is trained on text"),
+    (GOLD, {"prompt": "1=", "answer": "one"}, "has an 'answer' that .*cannot compare with it"),
 ]
 """A row that cannot be trained, and the reason."""
-USABLE = {"prompt": "1=", "answer": "1", "chosen": "2", "rejected": "3"}
+USABLE = {"prompt": "1=", "answer": "1", **PAIR}
 
 
 @pytest.mark.parametrize(("kind", "row", "reason"), UNUSABLE)
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_unusable_rows_are_named_or_dropped(
     tmp_path: Path,
-    tokenizer: Any,
+    strict_tokenizer: Any,
     caplog: pytest.LogCaptureFixture,
     kind: ExampleKind,
     row: dict[str, Any] | str,
     reason: str,
     place: int,
 ) -> None:
+    def load_with(unusable: str, lines: list[str]) -> SampleDataset:
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        section = parse_config(
+            DataSection, {"train": str(tmp_path / "a.jsonl"), "unusable": unusable}, "data"
+        )
+        return load_training_data(section, kind, strict_tokenizer, 0, limit=LIMIT, vocabulary=15).train
+
     lines = [json.dumps(USABLE)] * 4
-    lines.insert(place, row if isinstance(row, str) else json.dumps(row))
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(lines))
+    damaged = row if isinstance(row, str) else json.dumps(row)
+    lines.insert(place, damaged)
     with pytest.raises(BatchError, match=rf"line {place + 1}.* {reason}.*data\.unusable=drop"):
-        load(tokenizer, kind, train=str(path))
-    train = load(tokenizer, kind, train=str(path), unusable="drop").train
+        load_with("error", lines)
+    train = load_with("drop", lines)
     assert (len(train), train.left_out) == (4, 1)
     assert re.search(rf"1 of 5 .* line {place + 1}.* {reason}", caplog.text)
     rows = [number for number in range(5) if number != place]
     assert [train.row_of(index) for index in range(4)] == [(0, number) for number in rows]
     assert [train.index_of(0, number) for number in rows] == list(range(4))
-    path.write_text(lines[place])
-    with pytest.raises(BatchError, match=reason):
-        load(tokenizer, kind, train=str(path), unusable="drop")
+    caplog.clear()
+    assert load_with("drop", [damaged, *lines, *[damaged] * 4]).left_out == 6
+    names = [f"line {number}" for number in sorted({1, place + 2, 7, 8})[:3]]
+    assert re.search("6 of 10 .*: .*" + ".*; .*".join(names) + ".*; and 3 more", caplog.text)
+    for lines in ([damaged], [damaged] * 3):
+        with pytest.raises(BatchError, match=reason) as caught:
+            load_with("drop", lines)
+        assert "unusable=drop" not in str(caught.value)
 
 
 def test_mixed_samples_know_their_rows(tmp_path: Path, tokenizer: Any) -> None:
@@ -549,7 +605,7 @@ def test_mixed_samples_know_their_rows(tmp_path: Path, tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"streaming": True}, "take parquet"),
+        ({"streaming": True}, "stay in memory as tokens"),
         ({"too_long": "drop"}, "write data.unusable=error.*data.unusable=drop"),
     ],
 )

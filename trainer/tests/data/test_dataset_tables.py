@@ -6,12 +6,13 @@ import gzip
 import json
 from datetime import UTC, datetime
 from decimal import Decimal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core_rl.errors import ConfigError
+from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.examples import Examples, answer_text, check_demonstration
 from core_rl_trainer.data.sources import open_source
@@ -144,6 +145,40 @@ def test_a_downloaded_dataset_of_the_hub(own_cache: Path) -> None:
     downloaded(own_cache)
     assert rows(read("acme/sums", "train", config="main")) == ROWS
     assert rows(read(f"acme/sums@{REVISION}", config="main", split="test")) == ROWS
+
+
+def test_digest_follows_rows_of_the_hub(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(path: str, rows: list[dict[str, str]] = ROWS) -> str:
+        pq.write_table(pa.Table.from_pylist(rows), file, row_group_size=len(rows) - 1)
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", own_cache / str(next(numbers)))
+        examples = read(path, config="main", split="train")
+        assert examples.digest is not None
+        return examples.digest()
+
+    numbers = count()
+    downloaded(own_cache)
+    file = own_cache / "datasets--acme--sums" / "snapshots" / REVISION / "main" / "train.parquet"
+    before = digest("acme/sums")
+    assert digest(f"acme/sums@{REVISION}") == before
+    assert digest("acme/sums", [*ROWS[:2], {"question": "2+1=", "solution": "3.0"}]) != before
+    assert digest("acme/sums", ROWS[::-1]) != before
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            pa.array([b"\xff"]).cast(pa.string(), safe=False),
+            "a value in 'made' that cannot be read: 'utf-8' codec",
+        ),
+        (pa.array([10**15], pa.timestamp("ms")), "a value in 'made' that cannot be read: "),
+    ],
+)
+def test_values_out_of_range_are_named(tmp_path: Path, value: Any, message: str) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "made": value}), path)
+    with pytest.raises(BatchError, match=f"row 1 has {message}"):
+        rows(read(path))
 
 
 @pytest.mark.parametrize(

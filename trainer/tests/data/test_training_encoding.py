@@ -125,6 +125,12 @@ def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
         support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
 
 
+@pytest.mark.parametrize("value", [1j, [object()], {1: 2, "1": 3}, range])
+def test_prompts_refuse_columns_that_json_lacks(tokenizer: Any, value: Any) -> None:
+    with pytest.raises(BatchError, match="has a column 'made' that .*; remove it, or write it as a text"):
+        PROMPTS.encode(support.chat_format(tokenizer), {"prompt": "1+2=", "made": value})
+
+
 def test_a_tokenizer_without_an_end_is_named() -> None:
     tokenizer = support.make_tokenizer()
     tokenizer.eos_token = None
@@ -144,7 +150,6 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "that is no text: 'image'"),
         ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "no text as 'content', but 1"),
         ({"answer": "1"}, "needs a text 'prompt'; it has None"),
-        ({"prompt": "1=", "answer": "1", "weight": 0.5}, "has weight = 0.5, which no setting reads"),
     ],
 )
 def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> None:
@@ -156,7 +161,7 @@ def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> 
     [
         ({"prompt": "1=", "chosen": "1"}, "needs a text 'rejected'; it has None"),
         ({"prompt": "1=", "chosen": "", "rejected": "2"}, "needs a text 'chosen'; it has ''"),
-        ({"prompt": "1=", "chosen": [], "rejected": "2"}, "has turns as 'chosen' that cannot follow"),
+        ({"prompt": "1=", "chosen": [], "rejected": "2"}, r"needs a text 'chosen'; it has \[\]"),
         ({"chosen": "1", "rejected": "2"}, "needs a text 'prompt'"),
     ],
 )

@@ -1,112 +1,343 @@
-"""Columns of data: trained, named as not used, or refused."""
+"""Columns of data: trained, named as not used, or refused, with advice that leads to the right training."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import training_support as support
+from chat_templates import chat_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core_rl.config.base import parse_config
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.columns import mapped, unused_columns
-from core_rl_trainer.data.config import DataSource
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, ExampleKind
-from core_rl_trainer.data.sources import open_source
+from core_rl_trainer.data.config import DataSection
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.training_data import load_training_data
 
-CHAT = [{"from": "human", "value": "chat-1"}, {"from": "gpt", "value": "chat-2"}]
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for text in documents or [] %}{{ text.text }}{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}
+{{- '<|im_end|>' }}
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TOKENIZER = chat_tokenizer("qwen3")
+TOKENIZER.chat_template = TEMPLATE
+
+
+def turn(role: str, text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": text, **fields}
+
+
+def shared(name: str, text: str) -> dict[str, Any]:
+    return {"from": name, "value": text}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Texts of the samples of a file: of its prompts and trained ones, of other fields, and the warnings."""
+
+    prompts: str
+    trained: list[str]
+    fields: str
+    warning: str
+
+
+def outcome(path: Path, rows: list[dict[str, Any]], kind: ExampleKind, **section: Any) -> Outcome:
+    support.write_jsonl(path, rows)
+    values = parse_config(DataSection, {"train": str(path), **section}, "data")
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("core_rl_trainer.data.datasets")
+    logger.addHandler(handler)
+    try:
+        train = load_training_data(values, kind, TOKENIZER, 0, limit=4096, vocabulary=len(TOKENIZER)).train
+    finally:
+        logger.removeHandler(handler)
+    samples = [train[index] for index in range(len(train))]
+    sequences = [sequence for sample in samples for sequence in kind.sequences(sample)]
+    texts = [
+        [
+            str(TOKENIZER.decode([token for token, on in zip(ids, mask, strict=True) if on is side]))
+            for ids, mask in sequences
+        ]
+        for side in (False, True)
+    ]
+    fields = str(samples) if kind is PROMPTS else ""  # which a reward reads
+    return Outcome("|".join(texts[0]), texts[1], fields, "".join(records))
+
+
+# ------------------------------------------------------------------- properties
+
+CHAT = [shared("human", "chat-1"), shared("gpt", "chat-2")]
+PLAIN = (
+    *("prompt", "answer", "completion", "instruction", "input", "context", "output", "response", "system"),
+    *("question", "query", "solution", "text", "id", "source", "videos", "data_source", "ability"),
+    *("ground_truth", "target", "system_prompt"),
+)
 COLUMNS: dict[str, Any] = {
-    **{
-        name: f"text-{name}"
-        for name in (
-            *(
-                "prompt",
-                "answer",
-                "completion",
-                "instruction",
-                "input",
-                "context",
-                "output",
-                "response",
-                "system",
-            ),
-            *(
-                "question",
-                "solution",
-                "text",
-                "chosen",
-                "rejected",
-                "id",
-                "source",
-                "margin",
-                "functions",
-                "videos",
-            ),
-        )
-    },
+    **{name: f"text-{name}" for name in PLAIN},
     "chosen": "Q: chosen-1",
     "rejected": "Q: rejected-1",
+    "chosen_response": "Q: chosen-2",
+    "rejected_response": "Q: rejected-2",
+    "messages": [turn("user", "message-1"), turn("assistant", "message-2", thought="thought-1")],
     "conversations": CHAT,
+    "conversation": json.dumps(CHAT),
+    "dialog": CHAT,
     "history": [["history-1", "history-2"]],
     "tools": [{"name": "tool-1"}],
+    "functions": [{"name": "function-1"}],
     "images": ["image-1"],
     "documents": [{"text": "document-1"}],
-    "score_chosen": "score-1",
+    "extra_info": {"split": "extra-1"},
+    "reward_model": {"ground_truth": "gold-1"},
+    "score_chosen": 8.5,
+    **dict.fromkeys(("margin", "weight", "loss_weight"), 0.5),
+    **dict.fromkeys(("kto_tag", "label"), False),
 }
 """Columns of the formats, with texts of their own."""
 
 
 def texts_of(value: object) -> list[str]:
-    return re.findall(r"[a-z_]+-[a-z_0-9]+", json.dumps(value).replace("\\n", " "))
+    return re.findall(r"[a-z_]+-[a-z_0-9]+", json.dumps(value))
 
 
-def texts_trained(path: Path, kind: ExampleKind, columns: dict[str, str]) -> set[str]:
-    """Texts in the fields that are encoded, and the texts of the columns that are named as not used."""
-    examples = mapped(open_source(parse_config(DataSource, {"path": str(path)})), columns, kind)
-    example = examples[0]
-    if (problem := kind.check(example)) is not None:
-        raise BatchError(problem)
-    unused = unused_columns(example, kind)
-    return {text for name in example for text in texts_of(example[name]) if name not in unused} | {
-        text for name in unused for text in texts_of(example[name])
+def advised(
+    error: str, row: dict[str, Any], columns: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """The row and the columns after the advice of ``error``; None where it has none that names them."""
+    named = {
+        name: column
+        for name, column in re.findall(r"data\.columns\.(\w+)=(\w+)", error)
+        if column != "COLUMN"
     }
+    if named:
+        return row, columns | named
+    refused = re.search(
+        r"has (?:a column |a )?'(\w+)'.*(?:remove the (?:column|images)|remove either)", error
+    )
+    if match := refused or re.search(r"has '(\w+)' and a text; they need chat messages", error):
+        removed = columns.get(match[1], match[1])
+        rest = {name: column for name, column in columns.items() if column != removed}
+        return {name: value for name, value in row.items() if name != removed}, rest
+    return None
 
 
-@pytest.mark.parametrize("kind", [DEMONSTRATIONS, PREFERENCES])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(names=st.sets(st.sampled_from(sorted(COLUMNS)), min_size=2, max_size=7))
-def test_no_column_is_lost(tmp_path: Path, kind: ExampleKind, names: set[str]) -> None:
-    path = tmp_path / "a.jsonl"
-    row = {name: COLUMNS[name] for name in sorted(names)}
-    support.write_jsonl(path, [row])
-    try:
-        trained = texts_trained(path, kind, {})
-    except (BatchError, ConfigError) as error:
-        advice = dict(re.findall(r"data\.columns\.(\w+)=([a-z]+)\b", str(error)))
-        if not advice:
-            return  # refused by name
+@pytest.mark.parametrize("kind", [DEMONSTRATIONS, PREFERENCES, PROMPTS], ids=lambda kind: str(kind.name))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(names=st.lists(st.sampled_from(sorted(COLUMNS)), min_size=2, max_size=8, unique=True))
+def test_no_column_is_lost(tmp_path: Path, kind: ExampleKind, names: list[str]) -> None:
+    row = {name: COLUMNS[name] for name in names}
+    columns: dict[str, str] = {}
+    error = ""
+    for _ in range(len(names) + 2):
         try:
-            trained = texts_trained(path, kind, advice)
-        except (BatchError, ConfigError):
-            return
-    assert set(texts_of(row)) <= trained
+            result = outcome(tmp_path / "a.jsonl", [row], kind, columns=columns)
+        except (BatchError, ConfigError) as refusal:
+            error = str(refusal)
+            assert len(error) < 1500 and "\n" not in error
+            if (advice := advised(error.partition("a.jsonl")[2], row, columns)) is None:
+                assert "COLUMN" in error or re.search(r"'(prompt|chosen|rejected|messages|answer)'", error)
+                return
+            assert advice != (row, columns), f"the advice does not help: {error}"
+            row, columns = advice
+        else:
+            break
+    else:
+        pytest.fail(f"the advice never ends: {error}")
+    used = result.prompts + "".join(result.trained) + result.fields
+    for name, value in row.items():
+        named = f"'{name}'" in result.warning
+        assert named or all(text in used or f"'{name}." in result.warning for text in texts_of(value)), name
+    for name, field in columns.items():  # the advice leads to the right side
+        for text in {*texts_of(COLUMNS[field])} - {"thought-1"} if name in ("prompt", "answer") else ():
+            assert text in (result.prompts if name == "prompt" else "".join(result.trained) + result.fields)
 
 
-def test_unused_columns_of_later_rows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from core_rl_trainer.data.chat_template import ChatFormat
-    from core_rl_trainer.data.datasets import ExampleDataset
-
+def test_unused_columns_of_later_rows_are_named(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "1=", "answer": "1"}, {"prompt": "1=", "answer": "1", "id": 3}]
-    support.write_jsonl(tmp_path / "a.jsonl", rows)
-    source = open_source(DataSource(path=str(tmp_path / "a.jsonl")))
-    with caplog.at_level(logging.WARNING):
-        ExampleDataset(
-            mapped(source, {}, DEMONSTRATIONS), DEMONSTRATIONS, ChatFormat(tokenizer=support.make_tokenizer())
-        )
-    assert "columns not used: 'id'" in caplog.text
+    assert outcome(tmp_path / "a.jsonl", rows, DEMONSTRATIONS).warning.endswith("columns not used: 'id'")
+
+
+def test_columns_of_dropped_rows_are_not_named(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "1=", "answer": "1"}, {"prompt": None, "answer": "1", "id": 3}]
+    warning = outcome(tmp_path / "a.jsonl", rows, DEMONSTRATIONS, unusable="drop").warning
+    assert "1 of 2 examples cannot be trained" in warning and "not used" not in warning
+
+
+# ------------------------------------------------------------------------ tables
+
+A1, A2 = turn("assistant", "A1"), turn("assistant", "A2")
+U1, S1 = turn("user", "U1"), turn("system", "S1")
+CALL = {"name": "f", "arguments": {"x": 1}}
+ALPACA = {"instruction": "I", "input": "X", "output": "O"}
+PAIR = {"chosen": A1, "rejected": A2}
+
+
+def c(*turns: str) -> str:
+    """A chat in which texts of the user and the assistant alternate, after a system message with ``s:``."""
+    return "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (item.split(":", 1) for item in turns)
+    )
+
+
+OPEN = "<|im_start|>assistant\n"
+END = "<|im_end|>"
+
+USED: list[tuple[ExampleKind, dict[str, Any], str, list[str]]] = [
+    (DEMONSTRATIONS, ALPACA, "I\nX", ["O"]),
+    (DEMONSTRATIONS, ALPACA | {"input": None, "history": [], "system": ""}, "I", ["O"]),
+    (DEMONSTRATIONS, ALPACA | {"input": "", "history": "null", "tools": "[]", "system": None}, "I", ["O"]),
+    (DEMONSTRATIONS, ALPACA | {"system": "S"}, c("system:S", "user:I\nX") + OPEN, ["O"]),
+    (
+        DEMONSTRATIONS,
+        ALPACA | {"system": "S", "history": [["Q", "A"]]},
+        c("system:S", "user:Q") + OPEN + "\n" + c("user:I\nX") + OPEN,
+        ["A" + END + "O"],
+    ),
+    (
+        DEMONSTRATIONS,
+        {"history": '[["Q", "A"]]', "instruction": "I", "output": 3},
+        c("user:Q") + OPEN + "\n" + c("user:I") + OPEN,
+        ["A" + END + "3"],
+    ),
+    (
+        DEMONSTRATIONS,
+        {"history": [["Q", "A"]], "messages": [S1, U1, A1], "system": "S1"},
+        c("system:S1", "user:Q") + OPEN + "\n" + c("user:U1") + OPEN,
+        ["A" + END + "A1"],
+    ),
+    (PROMPTS, {"prompt": "P", "history": [["Q", "A"]]}, c("user:Q", "assistant:A", "user:P") + OPEN, [""]),
+    (PROMPTS, {"messages": [U1], "ground_truth": ["3"], "dataset": "gsm8k"}, c("user:U1") + OPEN, [""]),
+    (
+        DEMONSTRATIONS,
+        {
+            "conversations": [
+                shared("human", "U"),
+                shared("function_call", json.dumps([CALL, CALL])),
+                shared("observation", "R"),
+                shared("GPT", "A"),
+            ],
+            "tools": json.dumps([{"name": "t"}]),
+        },
+        '{"name": "t"}' + c("user:U") + OPEN + "\n" + c("tool:R") + OPEN,
+        ['f({"x": 1})' * 2 + END + "A"],
+    ),
+    (
+        DEMONSTRATIONS,
+        {
+            "messages": [
+                U1,
+                turn("assistant", "", function_call=CALL),
+                turn("function", "R"),
+                turn("Model", "A"),
+            ]
+        },
+        c("user:U1") + OPEN + "\n" + c("tool:R") + OPEN,
+        ['f({"x": 1})' + END + "A"],
+    ),
+    (
+        DEMONSTRATIONS,
+        {"messages": [shared("human", "U") | {"role": None}, {**A1, "from": None, "value": None}]},
+        c("user:U") + OPEN,
+        ["A1"],
+    ),
+    (
+        DEMONSTRATIONS,
+        {"messages": [U1, A1 | {"loss": False}, U1, A2 | {"training": True}]},
+        c("user:U1", "assistant:A1", "user:U1") + OPEN,
+        ["A2"],
+    ),
+    (PREFERENCES, {"conversations": [shared("human", "U1")], **PAIR}, c("user:U1") + OPEN, ["A1", "A2"]),
+    (PREFERENCES, {"messages": [U1], "system": "S", **PAIR}, c("system:S", "user:U1") + OPEN, ["A1", "A2"]),
+    (PREFERENCES, {"messages": [U1], "chosen": "A1", "rejected": "A2"}, c("user:U1") + OPEN, ["A1", "A2"]),
+    (PREFERENCES, {"prompt": "U1", "chosen": [A1], "rejected": [A2]}, c("user:U1") + OPEN, ["A1", "A2"]),
+    (
+        PREFERENCES,
+        {"prompt": "P", "chosen": "A1", "rejected": "A2", "history": [["Q", "A"]]},
+        c("user:Q", "assistant:A", "user:P") + OPEN,
+        ["A1", "A2"],
+    ),
+]
+"""A row as another tool has it, the text of its prompt, and its trained texts."""
+
+
+@pytest.mark.parametrize(("kind", "row", "prompt", "trained"), USED)
+def test_rows_of_other_tools_are_trained(
+    tmp_path: Path, kind: ExampleKind, row: dict[str, Any], prompt: str, trained: list[str]
+) -> None:
+    result = outcome(tmp_path / "a.jsonl", [row], kind)
+    assert result.prompts == "|".join([prompt] * len(trained))
+    assert result.trained == [text + END if text else "" for text in trained]
+    assert not result.warning
+
+
+REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
+    (
+        DEMONSTRATIONS,
+        {"messages": [S1, U1, A1], "system": "S"},
+        "'system' that differs from the first message",
+    ),
+    (DEMONSTRATIONS, {"messages": [U1, A1], "system": ["S"]}, "needs a text 'system'"),
+    (DEMONSTRATIONS, {"messages": [U1 | {"value": "U2"}, A1]}, "'content' and 'value' in turn 1 that differ"),
+    (DEMONSTRATIONS, {"messages": [turn("critic", "U"), A1]}, "unknown role 'critic' in turn 1"),
+    (DEMONSTRATIONS, {"messages": [turn("usr", "U"), A1]}, "did you mean 'user'"),
+    (DEMONSTRATIONS, ALPACA | {"history": [["Q"]]}, "'history' that is no list of pairs"),
+    (DEMONSTRATIONS, ALPACA | {"history": [["Q", None]]}, "'history' that is no list of pairs"),
+    (DEMONSTRATIONS, ALPACA | {"history": [U1, A1]}, "'history' that is no list of pairs"),
+    (DEMONSTRATIONS, {"instruction": "I", "input": 3, "output": "O"}, "needs texts as 'instruction'"),
+    (DEMONSTRATIONS, {"messages": [U1, A1], "kto_tag": False}, "a column 'kto_tag' .False.: .*unpaired"),
+    (DEMONSTRATIONS, {"messages": [U1, A1], "label": True}, "a column 'label' of true or false"),
+    (
+        DEMONSTRATIONS,
+        {"prompt": "P", "answer": "A", "loss_weight": 0.5},
+        "'loss_weight' .0.5.: no setting reads",
+    ),
+    (DEMONSTRATIONS, {"prompt": {"x": "y" * 9000}, "answer": "A"}, r"'prompt'; it has .{200,400}9,009 char"),
+    (DEMONSTRATIONS, {f"c{n}": 1 for n in range(900)}, r"columns are .{500,700}\(900 columns\)"),
+    (DEMONSTRATIONS, {"chat": json.dumps([U1, A1])}, "data.columns.messages=chat"),
+    (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),
+    (PREFERENCES, {"conversation": [U1], **PAIR}, "data.columns.prompt=conversation"),
+    (PREFERENCES, {"prompt": "P", "chosen": "A", "rejected": "B", "margin": 1.5}, "'margin' .1.5.: no loss"),
+    (PROMPTS, {"messages": [U1, A1]}, "'messages' that end with a turn of the assistant"),
+    (PROMPTS, {"conversations": CHAT}, "'conversations' that end with a turn of the assistant"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), REFUSALS)
+def test_rows_with_unclear_columns_are_refused(
+    tmp_path: Path, kind: ExampleKind, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BatchError, match=f"a.jsonl: line 1 .*{message}") as caught:
+        outcome(tmp_path / "a.jsonl", [row], kind)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("context", [{"system": "S"}, {"history": [["Q", "A"]]}])
+def test_sources_have_chats_or_texts(tmp_path: Path, place: int, context: dict[str, Any]) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"P{n}", "system": None} for n in range(3)]
+    rows[place] |= context
+    prompts = outcome(tmp_path / "a.jsonl", rows, PROMPTS).prompts.split("|<|im_start|>system")
+    assert "".join(prompts).count(OPEN) - ("history" in context) == 3
+    rows[place] |= {"system": "", "history": []}
+    assert outcome(tmp_path / "a.jsonl", rows, PROMPTS).prompts == "P0|P1|P2"
+
+
+def test_replaced_columns_are_named(tmp_path: Path) -> None:
+    row = {"prompt": "old", "question": "Q", "answer": "A", "messages": [U1, A1]}
+    result = outcome(tmp_path / "a.jsonl", [row], DEMONSTRATIONS, columns={"prompt": "question"})
+    assert (result.prompts, result.trained) == ("Q", ["A" + END])
+    assert "not used: 'messages', 'prompt'" in result.warning

@@ -65,6 +65,22 @@ def test_replies_follow_the_end_of_the_turn(end: list[int], reply: str) -> None:
     assert tokenizer.decode(list(observation.ids)) == reply
 
 
+@pytest.mark.parametrize("values", [(None, 2.0), (None, None), ()])
+def test_rewards_of_none_are_left_out(
+    tokenizer: PreTrainedTokenizerFast, values: tuple[float | None, ...]
+) -> None:
+    data = {"prompt": "2+3=", "answer": "5", "prompt_ids": [5]}
+    environment = guess(tokenizer)
+    rubric = environment._environment.rubric
+    rubric.funcs, rubric.weights = [lambda value=value: value for value in values], [0.5] * len(values)
+    episode = played(environment, data, [tokenizer.encode("5", add_special_tokens=False)])
+    if values == (None, None):
+        with pytest.raises(RolloutError, match="no reward applies"):
+            asyncio.run(episode)
+    else:
+        assert asyncio.run(episode)[-1].reward == len(values) / 2
+
+
 def test_failing_rubric_names_function(tokenizer: PreTrainedTokenizerFast) -> None:
     data = {"prompt": "2+3=", "answer": "five", "prompt_ids": [5]}
     with pytest.raises((RolloutError, ValueError), match="five"):
@@ -104,6 +120,11 @@ def test_reasoning_gym_scores_its_own_questions(tokenizer: PreTrainedTokenizerFa
         ("The answer is 8", 7, 0),
         ("$x^2+1$", "1+x^2", 1),
         ("", "3", 0),
+        (r"\boxed{5}", "It costs 5 dollars", 1),
+        (r"\boxed{5 dollars}", "5 dollars", 1),
+        (r"\boxed{3}", "Therefore x = 3", 1),
+        ("1000", "1e3", 1),
+        (r"\boxed{4}", "3 red and 4 blue", 0),
     ],
 )
 def test_math_verify_compares_expressions(completion: str, answer: Any, reward: float) -> None:

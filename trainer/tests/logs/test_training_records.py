@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import errno
 import json
 import logging
@@ -11,10 +12,12 @@ import re
 import sys
 from contextlib import closing
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 import training_support as support
 from tokenizers import Tokenizer, decoders
@@ -24,8 +27,9 @@ from transformers import PreTrainedTokenizerFast
 from core_rl.config.base import parse_config
 from core_rl.errors import CheckpointError, ConfigError, RolloutError
 from core_rl.pages import svg_document
+from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.environments import ToolEnvironment
-from core_rl_trainer.logs.metrics_log import MetricsLog, read_steps
+from core_rl_trainer.logs.metrics_log import MetricsLog, StepLog, read_steps
 from core_rl_trainer.logs.page import main_chart
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.recipe import Recipe
@@ -313,6 +317,27 @@ def test_recorded_retired_fields_are_translated(
     before = replace(identity, recipe={**identity.recipe, "data": {**old_data, **recorded}})
     changes = before.refused_changes(RunIdentity.of(_recipe(tmp_path, data={**old_data, **now})))
     assert (changes == []) is resumes
+
+
+def test_changed_rows_or_images_are_refused(tmp_path: Path) -> None:
+    recipe, digests = _recipe(tmp_path), {"data.train.0": "a" * 64, "data.train.0.images": "b" * 64}
+    before = RunIdentity.of(recipe, digests)
+    for name in digests:
+        now = RunIdentity.of(recipe, {**digests, name: "c" * 64})
+        then = digests[name][:12]
+        expected = f"{name}: the content has changed .*sha256 {then}… then, sha256 cccccccccccc… now"
+        for changes in (before.refused_changes(now), before.refused_start(now)):
+            assert len(changes) == 1 and re.match(expected, changes[0])
+    assert RunIdentity.of(recipe).refused_changes(before) == [], "a run of an earlier version"
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), dt.time(1), "\ud800", Decimal("0.50"), b"\x89PNG"])
+def test_rows_of_any_type_are_written(tmp_path: Path, value: Any) -> None:
+    log = StepLog(tmp_path / "rows.jsonl", -1)
+    log.append({"step": 1, "value": value})
+    log.close()
+    (row,) = read_steps(tmp_path / "rows.jsonl")
+    assert row == {"step": 1, "value": json.loads(json_text(value))}
 
 
 def test_run_resumes_with_changed_timeout(tmp_path: Path) -> None:

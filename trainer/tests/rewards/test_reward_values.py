@@ -36,7 +36,11 @@ FORMS = (
 )
 
 
-@given(number=st.integers(0, 10**12), mark=st.sampled_from(["", ",", "_", " "]), form=st.sampled_from(FORMS))
+@given(
+    number=st.integers(0, 10**12),
+    mark=st.sampled_from(["", ",", "_", " ", "\u00a0", "\\,"]),
+    form=st.sampled_from(FORMS),
+)
 @pytest.mark.parametrize("sign", ["", "-", "\u2212"])
 def test_written_numbers_match_their_value_only(sign: str, number: int, mark: str, form: str) -> None:
     digits = f"{number:,}".replace(",", mark) if form != "00{}" else str(number)
@@ -62,7 +66,20 @@ def test_written_numbers_match_their_value_only(sign: str, number: int, mark: st
         ("none", 0, 0),
         ("7", ["8", "7"], 1),
         ("7", {"target": ["8", "7"]}, 1),
+        ("7", {"target": np.array([8, 7])}, 1),
+        ("7", np.int64(7), 1),
         ("18.9", "\\$18.90", 1),
+        ("1.234,50", "1,234.5", 1),
+        ("12,34,567", 1234567, 1),
+        ("1.234.567", 1234567, 1),
+        ("100 200 300", 300, 1),
+        ("100 200 300", 100200300, 1),
+        ("100 200 300", 200300, 0),
+        ("2\u00bd", 2.5, 1),
+        ("\\frac{-1}{2}", -0.5, 1),
+        ("5", "5 dollars", 1),
+        ("-3", "x = -3", 1),
+        ("5", "\\boxed{5\\text{ km/h}}", 1),
         ("12", "long 5 + 7 = 12 #### 12", 1),
     ],
 )
@@ -80,7 +97,10 @@ def test_meaningless_answers_are_problems(reward: Any, answer: Any) -> None:
         reward("1", {"answer": answer})
 
 
-@pytest.mark.parametrize("answer", ["5 and 7", "5,6", "2026-01-02", "Monday", "10:30", True])
+@pytest.mark.parametrize(
+    "answer",
+    ["5 and 7", "5,6", "2026-01-02", "Monday", "10:30", True, "5 million", "2 pi", "B2", "5x", "100 200 300"],
+)
 def test_other_texts_are_no_numbers(answer: Any) -> None:
     assert "not a number alone" in integer_match.check_answer(answer)  # type: ignore[attr-defined]
 
@@ -120,6 +140,7 @@ def test_samples_are_strict_json(value: Any) -> None:
         (np.array([1, 2]), "[1, 2]"),
         (np.datetime64("2026-01-02T03:04:05.000000001"), '"2026-01-02T03:04:05.000000001"'),
         ({1: b"\x89PNG"}, '{"1": "data:image/png;base64,iVBORw=="}'),
+        ("\ud800é", '"\\ud800é"'),
     ],
 )
 def test_values_become_json(value: Any, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,14 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_support import make_tokenizer
 
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import MAX_ABORTS, generate_whole
 from core_rl.seeds import derive_seed
 from core_rl_trainer.environments import Observation
+from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
 from core_rl_trainer.workflows.episodes import MultiTurnWorkflow
+from core_rl_trainer.workflows.user_code import LoadedCode, open_user_code
 
 STOP = 9
 
@@ -238,3 +242,45 @@ def test_aborts_do_not_show_in_an_episode(made: list[Script]) -> None:
     aborted = play(MultiTurnWorkflow(environment=Script), TALK, Counter(abort_after=[0, 1]))
     assert aborted["loss_mask"].sum() == plain["loss_mask"].sum() + 1
     torch.testing.assert_close(aborted["rewards"], plain["rewards"])
+
+
+class LoopNames:
+    """An environment that notes the thread of each call, in which a tool runs as well."""
+
+    threads: ClassVar[set[str]] = set()
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.note()
+
+    def note(self) -> None:
+        asyncio.get_running_loop()
+        self.threads.add(threading.current_thread().name)
+
+    async def reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        self.note()
+        return [1]
+
+    async def step(self, output_ids: Sequence[int]) -> Observation:
+        self.note()
+        return Observation(done=True, reward=1.0)
+
+    async def close(self) -> None:
+        self.note()
+
+
+async def noted_reward(completion: str, sample: Mapping[str, Any]) -> float:
+    LoopNames.threads.add(threading.current_thread().name)
+    return 1.0
+
+
+def test_environments_and_rewards_share_a_loop() -> None:
+    section = RewardSection(function=f"{__name__}:noted_reward")
+    loaded = LoadedCode(
+        sections=(section,), rewards={section.call: noted_reward}, environment=LoopNames, should_accept=None
+    )
+    settings: Any = {"reward_processes": 0, "reward_timeout_s": None, "skip_special_tokens": True}
+    with open_user_code(loaded, make_tokenizer(), **settings) as user:
+        assert user.environment is not None
+        workflow = MultiTurnWorkflow(environment=user.environment, reward=user.reward)
+        assert play(workflow, {}, Counter())["rewards"].tolist() == [2.0]
+    assert LoopNames.threads == {"core-rl-rewards"}

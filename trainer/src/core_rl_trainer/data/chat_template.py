@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError
 
 from core_rl.errors import BatchError, ConfigError, CoreRLError
-from core_rl_trainer.data.messages import REASONING, Message, message_forms, missing_text
+from core_rl_trainer.data.messages import REASONING, Message, message_forms, missing_text, shortened
 from core_rl_trainer.data.pieces import leading_ids
 
 if TYPE_CHECKING:
@@ -58,6 +58,14 @@ class ChatFormat:
         """The special tokens with which each sequence begins."""
         return leading_ids(self.tokenizer)
 
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """The words of the chat templates, among them the fields of messages that they read."""
+        templates = self.tokenizer.chat_template or ""
+        return frozenset(
+            re.findall(r"\w+", templates if isinstance(templates, str) else " ".join(templates.values()))
+        )
+
     def opened(self, ids: list[int]) -> list[int]:
         """``ids`` behind the leading tokens, once, also where a template or text spells them out."""
         leading = self.leading or [self.tokenizer.bos_token_id]
@@ -77,7 +85,7 @@ class ChatFormat:
         _check_arguments(ConfigError, "data.template_args", self.arguments, name, text)
         arguments = example.get("chat_template_kwargs") or {}
         if not isinstance(arguments, Mapping):
-            raise BatchError(f"has 'chat_template_kwargs' that are no object: {arguments!r}")
+            raise BatchError(f"has 'chat_template_kwargs' that are no object: {shortened(arguments)}")
         arguments = {name: value for name, value in arguments.items() if value is not None}
         _check_arguments(BatchError, "chat_template_kwargs", arguments, name, text)
         fields = {"tools": tools, "documents": example.get("documents") or None}
@@ -197,7 +205,7 @@ def _tools_of(example: Mapping[str, Any]) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise BatchError(f"has 'tools' that are no list of schemas: {tools!r}")
+        raise BatchError(f"has 'tools' that are no list of schemas: {shortened(tools)}")
     return tools
 
 

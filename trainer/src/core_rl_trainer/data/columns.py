@@ -3,65 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from core_rl.errors import BatchError, ConfigError
-from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.json_text import parsed_chats
+from core_rl_trainer.data.encoding import CHAT_FIELDS
+from core_rl_trainer.data.examples import Example, Examples, answer_text
+from core_rl_trainer.data.json_text import CHAT, parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
-from core_rl_trainer.data.turns import are_turns, as_turns, with_implicit_prompt, with_system
+from core_rl_trainer.data.messages import MARKS, REASONING, shortened
+from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_implicit_prompt
 
 __all__ = ["mapped", "unused_columns"]
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("question", "query", "instruction", "problem", "input", "user"),
+    "prompt": ("question", "query", "instruction", "problem", "input"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
-    "chosen": ("preferred", "winner", "accepted", "better"),
-    "rejected": ("dispreferred", "loser", "worse"),
+    "chosen": ("preferred", "winner", "accepted", "chosen_response", "response_chosen", "response_j"),
+    "rejected": ("dispreferred", "loser", "rejected_response", "response_rejected", "response_k"),
 }
 """Columns that other data sets have for a field."""
 CHATS = ("prompt", "answer", "completion", "messages", "conversations", "chosen", "rejected")
 """Columns that may be chats."""
-TEXTS_OF_JSON = ("tools", "documents", "chat_template_kwargs", "history")
+TEXTS_OF_JSON = (*CHAT_FIELDS, "history")
 """Further columns that may be JSON in a text."""
 CONTINUED = ("input", "context")
 """Columns of Alpaca and Dolly that come after the ``instruction``."""
 OUTPUTS = ("output", "response")
-CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs", "images")
-"""Fields that belong to the prompt of every kind."""
-REFUSED: Mapping[str, str] = {
-    "functions": "write data.columns.tools=functions where they are tools",
-    "margin": "no loss reads a margin; remove the column, or rename it",
-    "video": "no model is trained on videos; remove the column",
-    "videos": "no model is trained on videos; remove the column",
-    "audio": "no model is trained on audio; remove the column",
-    "audios": "no model is trained on audio; remove the column",
+CONTEXT = ("system", "history")
+"""Columns of LLaMA-Factory that come before a chat."""
+MESSAGE_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING})
+"""Fields of messages that are trained, or have no text to train."""
+REPLACED = "_replaced"
+"""The field with the names of columns whose place another one took."""
+MOST = 600
+"""Characters of the names of columns that an error lists."""
+EMPTY: tuple[object, ...] = (None, "", [], {})
+MEDIA_FIX = "no model is trained on it; remove the column"
+WEIGHT_FIX = "no setting reads weights of rows: sources and messages have them; remove the column"
+UNPAIRED_FIX = (
+    "nothing here trains on unpaired preferences; remove the column, with the rows not to be imitated"
+)
+REFUSED: Mapping[str, tuple[object, str]] = {
+    **dict.fromkeys(("video", "videos", "audio", "audios"), (None, MEDIA_FIX)),
+    **dict.fromkeys(("weight", "loss_weight", "sample_weight"), (1, WEIGHT_FIX)),
+    "functions": (None, "write data.columns.tools=functions where they are tools, or remove the column"),
+    "margin": (0, "no loss reads a margin; remove the column"),
+    "kto_tag": (None, UNPAIRED_FIX),
 }
-"""Columns with a meaning in other systems that nothing here has, and what to do."""
+"""Columns with a meaning in other systems that nothing here has: the value without an effect, and the remedy."""
 
 
 def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> Examples:
     """``examples`` in the fields of ``kind``; each row is converted from the format that it has.
 
-    Raises `ConfigError` and `BatchError` when columns are missing that no row has.
+    Text prompts are turns of the user where any row of the source has a column of `CONTEXT` or `CHAT_FIELDS`. Raises
+    `ConfigError` and `BatchError` when columns are missing that no row has.
     """
+    chats = any(_has_context(example, columns) for _, example in _readable(examples))
 
-    def read(index: int) -> Example:
-        label = examples.label(index)
-        example = _renamed(examples[index], columns, label, kind)
+    def convert(index: int) -> tuple[Example, str | None]:
+        example = examples[index]
         try:
-            return _converted(example, kind)[0]
+            return _converted(_renamed(example, columns, kind), kind, chats)
         except BatchError as error:
-            raise BatchError(f"{label} {error}") from error
+            raise BatchError(f"{examples.label(index)} {error}") from error
 
-    converted = replace(examples, read=read)
+    converted = replace(examples, read=lambda index: convert(index)[0])
     _check_columns(examples, columns, kind)
     _check_fields(examples, converted, kind)
-    return replace(converted, format=_first_format(examples, columns, kind))
+    with suppress(BatchError, IndexError):  # the first row is damaged, or there is none
+        return replace(converted, format=convert(0)[1])
+    return converted
 
 
 def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
@@ -70,47 +86,59 @@ def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
             yield index, examples[index]
 
 
-def _first_format(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> str | None:
-    """The format of another system that the first row has."""
-    for _, example in islice(_readable(examples), 1):
-        with suppress(BatchError):
-            return _converted(_renamed(example, columns, "", kind), kind)[1]
-    return None
+def _has_context(example: Example, columns: Mapping[str, str]) -> bool:
+    for name in (*CONTEXT, *CHAT_FIELDS):
+        with suppress(KeyError):
+            if _value(example, columns.get(name, name)) not in (*EMPTY, "[]", "{}", "null"):
+                return True
+    return False
 
 
-def unused_columns(example: Example, kind: ExampleKind) -> list[str]:
-    """Columns of a converted example, with a value, that are not trained; none of prompts, which rewards read."""
+def unused_columns(
+    example: Example, kind: ExampleKind, template_words: AbstractSet[str], has_images: bool
+) -> list[str]:
+    """Columns of a converted example, and fields of its messages, with a value, that are not trained.
+
+    The chat template has ``template_words``, and the sample of the example may have images. Of prompts there are none,
+    since rewards read all columns.
+    """
     if kind.name == "prompts":
         return []
-    used = set(kind.fields)
-    if kind.name == "demonstrations" and example.get("messages") is not None:
-        used = {"messages"}
-    elif kind.name == "demonstrations" and example.get("prompt") is None:
-        used = {"text"}
-    empty: tuple[object, ...] = (None, "", [], {})
-    return [
-        name for name, value in example.items() if name not in used | {*CHAT_FIELDS} and value not in empty
+    used = {*kind.fields, *CHAT_FIELDS, REPLACED, *(("images", "image") if has_images else ())}
+    if kind.name == "demonstrations" and not _lacks(example, "messages"):
+        used = used - {*kind.fields} | {"messages"}
+    elif kind.name == "demonstrations" and _lacks(example, "prompt"):
+        used = used - {*kind.fields} | {"text"}
+    columns = [name for name, value in example.items() if name not in used and value not in EMPTY]
+    read = template_words | MESSAGE_FIELDS
+    fields = [
+        f"{name}.{field}"
+        for name in used.intersection(CHATS)
+        for message in (example[name] if isinstance(example.get(name), list) else ())
+        for field, value in message.items()
+        if field not in read and value not in EMPTY
     ]
+    return [*example.get(REPLACED, ()), *columns, *sorted(fields)]
 
 
-def _renamed(example: Example, columns: Mapping[str, str], label: str, kind: ExampleKind) -> Example:
+def _renamed(example: Example, columns: Mapping[str, str], kind: ExampleKind) -> Example:
     """``example`` with fields from other ``columns``; rewards of prompts still see the original ones."""
     if not columns:
         return example
     try:
         fields = {name: _value(example, column) for name, column in columns.items()}
     except KeyError as error:
-        raise BatchError(f"{label} has no {error.args[0]!r}; it has {_names(example)}") from error
-    if columns.get("prompt") == "instruction":
-        fields["prompt"] = _continued({**example, **fields, "instruction": fields["prompt"]})
+        raise BatchError(f"has no {error.args[0]!r}; it has {_names(example)}") from error
     taken = {column if column in example else column.split(".")[0] for column in columns.values()}
-    taken |= {*CONTINUED} - columns.keys() if columns.get("prompt") == "instruction" else set()
-    original = (
-        dict(example) if kind.name == "prompts" else {n: v for n, v in example.items() if n not in taken}
-    )
-    if "prompt" in columns and "messages" not in columns:
-        original.pop("messages", None)  # which would be trained on instead of the prompt and its answer
-    return {**original, **fields}
+    replaced = {*columns, *(["messages"] if "prompt" in columns and "messages" not in columns else [])}
+    if columns.get("prompt") == "instruction" and isinstance(fields["prompt"], str):
+        del fields["prompt"]  # a row of Alpaca, with its input
+        taken.remove("instruction")
+    if kind.name == "prompts":
+        return {name: value for name, value in example.items() if name not in replaced} | fields
+    lost = [name for name in replaced - taken if not _lacks(example, name)]
+    rest = {name: value for name, value in example.items() if name not in taken | replaced}
+    return {**rest, **fields, **({REPLACED: sorted(lost)} if lost else {})}
 
 
 def _value(example: Example, column: str) -> Any:
@@ -151,15 +179,15 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
     """Raise `BatchError` with the settings that name columns, where no row has the needed ones."""
     first: tuple[int, Example] | None = None
     for index, example in _readable(converted):
-        if kind.check(example) is None or example.get("messages") is not None:
+        if kind.check(example) is None or not _lacks(example, "messages"):
             return
         first = first or (index, example)
     if first is None:
         return
     index, example = first
     columns = examples[index]
-    chat = next((name for name in SYNONYMS["messages"] if are_turns(columns.get(name))), None)
-    missing = [name for name in kind.fields if example.get(name) is None]
+    chat = next((name for name in SYNONYMS["messages"] if _is_chat(columns.get(name))), None)
+    missing = [name for name in kind.fields if _lacks(example, name)]
     settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
     if chat is not None and kind.name == "demonstrations":
         settings = f"data.columns.messages={chat}"
@@ -172,67 +200,94 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
 
 def _similar(name: str, columns: Example) -> str | None:
     """The column that other data sets have for the field ``name``."""
-    return next((synonym for synonym in SYNONYMS.get(name, ()) if synonym in columns), None)
+    return next((synonym for synonym in SYNONYMS.get(name, ()) if not _lacks(columns, synonym)), None)
+
+
+def _is_chat(value: object) -> bool:
+    return are_turns(value) or bool(isinstance(value, str) and CHAT.match(value))
 
 
 def _names(example: Example) -> str:
-    return ", ".join(repr(name) for name in example)
+    text = ", ".join(map(repr, example))
+    return text if len(text) <= MOST else f"{text[:MOST]}… ({len(example)} columns)"
 
 
 # --------------------------------------------------------------------- formats
 
 
-def _converted(example: Example, kind: ExampleKind) -> tuple[Example, str | None]:
+def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Example, str | None]:
     """``example`` in the fields of ``kind``, and the name of the format that it has; without the converted columns.
 
     Raises `BatchError` without a subject.
     """
-    for name, fix in REFUSED.items():
-        if example.get(name) and (kind.name != "prompts" or name.startswith(("video", "audio"))):
-            raise BatchError(f"has a column {name!r}: {fix}")
+    for name, (neutral, fix) in REFUSED.items():
+        refused = kind.name != "prompts" or fix == MEDIA_FIX
+        if refused and example.get(name) not in (*EMPTY, neutral, str(neutral)):
+            raise BatchError(f"has a column {name!r} ({shortened(example[name])}): {fix}")
     result = {**example, **parsed_chats(example, (*CHATS, *TEXTS_OF_JSON))}
-    _replace_turns(result)
+    for name in CHATS:
+        value = result.get(name)
+        turns = [value] if name in ("chosen", "rejected") and isinstance(value, Mapping) else value
+        if isinstance(turns, list) and are_turns(turns):
+            result[name] = as_turns(turns)
     format_name = _convert(result, kind)
-    _put_context(result, kind)
+    if chats:
+        _put_context(result, kind)
     if kind.name == "prompts":  # whose reward reads every column
         result = {**example, **result}
     return result, format_name
 
 
-def _replace_turns(result: Example) -> None:
-    for name in CHATS:
-        value = result.get(name)
-        if name in ("chosen", "rejected") and isinstance(value, Mapping) and result.get("conversations"):
-            value = [value]
-        if isinstance(value, list) and are_turns(value):
-            result[name] = as_turns(value)
-
-
 def _convert(result: Example, kind: ExampleKind) -> str | None:
     """Replace the columns of another system's format in ``result`` by fields; the name of the format."""
-    if _lacks(result, "prompt", "messages"):
-        if isinstance(result.get("instruction"), str):
-            result["prompt"] = _continued(result)
-            for name in ("instruction", *CONTINUED):
-                result.pop(name, None)
+    if _lacks(result, "prompt", "messages") and isinstance(result.get("instruction"), str):
+        parts = [result.pop(name) for name in ("instruction", *CONTINUED) if name in result]
+        if not all(isinstance(part, str | None) for part in parts):
+            raise BatchError(f"needs texts as 'instruction' and {' or '.join(map(repr, CONTINUED))}")
+        result["prompt"] = "\n".join(filter(None, parts))
+        if kind.name != "preferences":
             _take_answer(result, OUTPUTS)
-            return "Alpaca"
-        if result.get("conversations") is not None:
-            field = "messages" if kind.name == "demonstrations" else "prompt"
-            result[field] = result.pop("conversations")
-            return "ShareGPT"
-    if kind.name == "prompts":
-        return "verl" if _take_verl_answer(result) else None
+        return "Alpaca"
+    if _lacks(result, "prompt", "messages") and isinstance(result.get("conversations"), list):
+        return _convert_chat(result, kind, "conversations") or "ShareGPT"
     if kind.name == "demonstrations":
         return _convert_demonstration(result)
+    if _lacks(result, "prompt") and isinstance(result.get("messages"), list):
+        return _convert_chat(result, kind, "messages")
+    if kind.name == "prompts":
+        return "verl" if "prompt" in result and _take_gold(result, result.get("reward_model")) else None
     return _convert_preference(result)
+
+
+def _convert_chat(result: Example, kind: ExampleKind, column: str) -> str | None:
+    """Take the chat in ``column`` as the field of ``kind``; that of a rollout or a pair ends before the answer."""
+    if kind.name == "demonstrations":
+        result["messages"] = result.pop(column)
+        return None
+    if not _begins_with_answer(result[column][-1:]):
+        result["prompt"] = result.pop(column)
+    elif kind.name == "prompts":
+        raise BatchError(
+            f"has {column!r} that end with a turn of the assistant; remove the turn, or write "
+            f"data.columns.prompt={column} to have it continued"
+        )
+    if kind.name == "preferences":
+        return _convert_preference(result)
+    return "open-instruct" if _take_gold(result, result) else None
 
 
 def _convert_preference(result: Example) -> str | None:
     completions = [result.get(name) for name in ("chosen", "rejected")]
     whole = all(isinstance(turns, list) and turns for turns in completions)
     prompt = result.get("prompt")
+    if isinstance(prompt, str) and whole and all(_begins_with_answer(turns) for turns in completions):
+        result["prompt"] = [{"role": "user", "content": prompt}]
+        return None
     if prompt is None and all(completions):
+        apart = not whole or all(_begins_with_answer(turns) for turns in completions)
+        column = (_similar("prompt", result) or _similar("messages", result)) if apart else None
+        if column is not None and str(result[column]) not in str(completions[0]):
+            raise BatchError(f"needs a 'prompt' for its 'chosen'; write data.columns.prompt={column}")
         result |= with_implicit_prompt(result)
         return "TRL preference with an implicit prompt"
     if whole and (
@@ -243,16 +298,13 @@ def _convert_preference(result: Example) -> str | None:
     return None
 
 
+def _begins_with_answer(turns: Any) -> bool:
+    return are_turns(turns) and turns[0].get("role") == "assistant"
+
+
 def _convert_demonstration(result: Example) -> str | None:
-    if (
-        not _lacks(result, "label")
-        and not _lacks(result, "completion")
-        and _lacks(result, "messages", "answer")
-    ):
-        raise BatchError(
-            "has a 'label' beside 'completion', which is TRL's unpaired preference, which nothing here trains on: "
-            "remove the column, with the rows that are not to be imitated"
-        )
+    if isinstance(result.get("label"), bool) and not _lacks(result, "completion", "messages"):
+        raise BatchError(f"has a column 'label' of true or false, as TRL's KTO: {UNPAIRED_FIX}")
     if not _lacks(result, "prompt") and _lacks(result, "messages"):
         return "TRL prompt-completion" if _take_answer(result, ("completion",)) else None
     return "TRL language modeling" if not _lacks(result, "text") and _lacks(result, "messages") else None
@@ -267,54 +319,32 @@ def _take_answer(result: Example, names: Sequence[str]) -> bool:
     return True
 
 
-def _take_verl_answer(result: Example) -> bool:
-    """Whether there is verl's ``reward_model``; the answer is its ground truth, unless there is one."""
-    rewarded = result.get("reward_model")
-    if "prompt" not in result or not isinstance(rewarded, Mapping) or "ground_truth" not in rewarded:
+def _take_gold(result: Example, holder: object) -> bool:
+    """Whether ``holder`` has a ``ground_truth``, which is the answer unless there is one."""
+    if not isinstance(holder, Mapping) or _lacks(holder, "ground_truth"):
         return False
-    result.setdefault("answer", rewarded["ground_truth"])
+    if _lacks(result, "answer"):
+        result["answer"] = holder["ground_truth"]
     return True
 
 
-def _continued(example: Example) -> str:
-    """The instruction of Alpaca, and its input on the next line."""
-    parts = [example[name] for name in ("instruction", *CONTINUED) if example.get(name)]
-    if not all(isinstance(part, str) for part in parts):
-        raise BatchError(f"needs texts as 'instruction' and {' or '.join(map(repr, CONTINUED))}")
-    return "\n".join(parts)
-
-
 def _put_context(result: Example, kind: ExampleKind) -> None:
-    """Put the columns ``system`` and ``history`` of LLaMA-Factory before the chat; a text prompt becomes a turn."""
-    if not {"system", "history"} & result.keys() or _lacks(result, "prompt", "messages"):
-        return
-    system, history = result.pop("system", None), result.pop("history", None) or []
-    field = "prompt" if _lacks(result, "messages") else "messages"
-    turns = result[field]
-    if isinstance(turns, str):
+    """Put the columns of `CONTEXT` before the chat; a text prompt becomes a turn."""
+    field = "messages" if kind.name == "demonstrations" and not _lacks(result, "messages") else "prompt"
+    turns = result.get(field)
+    if isinstance(turns, str) and turns:
         turns = [{"role": "user", "content": turns}]
     if not isinstance(turns, list):
         return
-    earlier = _earlier_turns(history)
-    if earlier and kind.name == "demonstrations" and field == "prompt":  # whose answers are trained, too
-        answer = result.pop("answer", None)
-        after = answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}]
+    system, history = result.pop("system", None), result.pop("history", None) or []
+    if history and kind.name == "demonstrations" and field == "prompt" and not _lacks(result, "answer"):
+        answer = result.pop("answer")  # those of the history are trained, too
+        if not isinstance(answer, list):
+            answer = [{"role": "assistant", "content": answer_text(answer)}]
         del result["prompt"]
-        field, turns = "messages", [*turns, *after]
-    turns = [*earlier, *turns]
-    result[field] = with_system(system, turns) if system else turns
+        field, turns = "messages", [*turns, *answer]
+    result[field] = with_context(system, history, turns)
 
 
-def _earlier_turns(history: object) -> list[dict[str, Any]]:
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 for pair in history
-    ):
-        raise BatchError("has a 'history' that is no list of pairs of a question and its answer")
-    roles = ("user", "assistant")
-    return [
-        {"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)
-    ]
-
-
-def _lacks(example: Example, *names: str) -> bool:
-    return all(example.get(name) is None for name in names)
+def _lacks(example: Mapping[str, Any], *names: str) -> bool:
+    return all(example.get(name) in EMPTY for name in names)

@@ -49,7 +49,7 @@ Sources = Annotated[tuple[DataSource, ...], BeforeValidator(_listed), Field(min_
 
 
 RETIRED = {
-    "streaming": "all examples are encoded before the start; remove it, and take parquet, which may exceed memory",
+    "streaming": "all examples are encoded before the start and stay in memory as tokens; remove it",
     "too_long": "the field is data.unusable now; write data.unusable=error, which names the rows, or "
     "data.unusable=drop, which leaves them out",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from core_rl.errors import BatchError, ConfigError, raise_all
@@ -12,7 +12,7 @@ from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import unused_columns
 from core_rl_trainer.data.examples import Example, Examples, place_in_parts
-from core_rl_trainer.data.kinds import ExampleKind, Sample, Size
+from core_rl_trainer.data.kinds import IMAGES, ExampleKind, Sample, Size
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
 __all__ = ["ExampleDataset", "MixedDataset", "SampleDataset"]
@@ -42,6 +42,8 @@ class SampleDataset(ABC):
     """The most sequences of a sample."""
     left_out: int = 0
     """Examples that cannot be trained and were left out."""
+    digest: Callable[[], str] | None = None
+    """Returns the digest of the rows of the Hub that these samples are from."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -90,7 +92,7 @@ class ExampleDataset(SampleDataset):
         limit: int | None = None,
         first: int = 0,
     ) -> None:
-        self.origin, self.format = examples.origin, examples.format
+        self.origin, self.format, self.digest = examples.origin, examples.format, examples.digest
         samples = _usable(kind, examples, chat_format, drop, limit)
         self.left_out = len(examples) - len(samples)
         self._samples = [{"index": first + index, **sample} for index, sample in enumerate(samples.values())]
@@ -178,10 +180,11 @@ def _usable(
     for index in range(len(examples)):
         try:
             example = examples[index]
-            unused |= dict.fromkeys(unused_columns(example, kind))
             sample = _encode(kind, examples, index, example, chat_format)
             _check_length(kind, sample, limit, examples.label(index))
             samples[index] = sample
+            names = unused_columns(example, kind, chat_format.words, bool(sample.get(IMAGES)))
+            unused |= dict.fromkeys(names)
         except BatchError as error:
             problems.append(str(error))
     if unused:
@@ -218,8 +221,7 @@ def _check_length(kind: ExampleKind, sample: Sample, limit: int | None, label: s
     if limit is not None and longest > limit:
         raise BatchError(
             f"{label} has {longest} tokens, longer than the {limit} tokens that the model's context leaves; shorten "
-            f"it, "
-            "or lower rollout.max_new_tokens where there are rollouts"
+            "it, or lower rollout.max_new_tokens where there are rollouts"
         )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
+    "CHAT_FIELDS",
     "demonstration_sequences",
     "encode_completion",
     "encode_demonstration",

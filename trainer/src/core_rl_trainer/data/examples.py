@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from core_rl_trainer.data.messages import message_problem
+from core_rl_trainer.data.messages import message_problem, message_text, reasoning_of, shortened
 
 __all__ = [
     "Example",
@@ -45,6 +45,8 @@ class Examples:
     """Returns the number of an example in its source."""
     format: str | None = None
     """The name of another system's format, where the examples have it."""
+    digest: Callable[[], str] | None = None
+    """Returns the sha256 of all rows of the Hub; None where files have digests."""
 
     def __len__(self) -> int:
         return self.count
@@ -85,14 +87,12 @@ def check_prompt(example: Example) -> str | None:
     if isinstance(prompt, list) and prompt:
         problem = _chat_problem(prompt)
         return problem and f"has messages as 'prompt' {problem}"
-    return f"needs a text 'prompt'; it has {prompt!r}"
+    return f"needs a text 'prompt'; it has {shortened(prompt)}"
 
 
 def check_demonstration(example: Example) -> str | None:
     """A ``prompt`` and an ``answer``, or chat ``messages`` with a turn of the assistant, or a ``text`` alone."""
     messages = example.get("messages")
-    if (problem := _weight_problem(example)) is not None:
-        return problem
     if messages is None:
         if example.get("prompt") is None and _is_text(example.get("text")):
             return None
@@ -104,15 +104,6 @@ def check_demonstration(example: Example) -> str | None:
     return None
 
 
-def _weight_problem(example: Example) -> str | None:
-    if example.get("weight") in (None, 1, "1", ""):
-        return None
-    return (
-        f"has weight = {example['weight']!r}, which no setting reads: sources have weights (data.train.weight) and "
-        "messages do; remove the column, or rename it"
-    )
-
-
 def _answer_problem(example: Example) -> str | None:
     answer = example.get("answer")
     if answer in (None, "", []):
@@ -122,7 +113,7 @@ def _answer_problem(example: Example) -> str | None:
     if _continues(example["prompt"], answer):
         return None
     if not isinstance(answer, str | int | float):
-        return f"needs a text or a number as 'answer'; it has {answer!r}"
+        return f"needs a text or a number as 'answer'; it has {shortened(answer)}"
     return None
 
 
@@ -133,7 +124,10 @@ def answer_text(answer: object) -> str:
 
 def check_preference(example: Example) -> str | None:
     """A ``prompt``, and the completions ``chosen`` and ``rejected``: texts, or turns after a chat."""
-    problem = check_prompt(example) or _weight_problem(example)
+    empty = next((name for name in ("chosen", "rejected") if _is_empty(example.get(name))), None)
+    if empty is not None:
+        return f"needs a text {empty!r}; it has {shortened(example.get(empty))}"
+    problem = check_prompt(example)
     missing = [
         name
         for name in ("chosen", "rejected")
@@ -142,8 +136,8 @@ def check_preference(example: Example) -> str | None:
     if problem is None and missing:
         value = example.get(missing[0])
         if isinstance(value, list):
-            return f"has turns as {missing[0]!r} that cannot follow its 'prompt': {value!r}"
-        return f"needs a text {missing[0]!r}; it has {value!r}"
+            return f"has turns as {missing[0]!r} that cannot follow its 'prompt': {shortened(value)}"
+        return f"needs a text {missing[0]!r}; it has {shortened(value)}"
     return problem
 
 
@@ -154,6 +148,13 @@ def _continues(prompt: Any, completion: Any) -> bool:
     roles = [turn["role"] for turn in completion]
     repeats = roles[0] == "system" or roles[0] == prompt[-1]["role"] == "user"
     return "assistant" in roles and not repeats
+
+
+def _is_empty(completion: Any) -> bool:
+    """Whether a completion has no text, reasoning or call of the assistant."""
+    turns = [turn for turn in completion if turn["role"] == "assistant"] if _is_chat(completion) else []
+    texts = [message_text(turn) or reasoning_of(turn) or turn.get("tool_calls") for turn in turns]
+    return not any(texts) if turns else completion in (None, "", [])
 
 
 def _is_text(value: Any) -> bool:
@@ -167,6 +168,6 @@ def _is_chat(value: Any) -> bool:
 def _chat_problem(value: Any) -> str | None:
     """A problem of chat messages, with the number of the first such message."""
     if not isinstance(value, list) or not value:
-        return f"that are no list of objects with 'role' and 'content': {value!r}"
+        return f"that are no list of objects with 'role' and 'content': {shortened(value)}"
     problems = ((number, message_problem(message)) for number, message in enumerate(value, 1))
     return next((f"whose message {number} has {text}" for number, text in problems if text), None)

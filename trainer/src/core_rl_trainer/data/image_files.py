@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Self, TypeGuard
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import numpy as np
@@ -21,8 +22,9 @@ from core_rl_trainer.data.messages import shortened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
-__all__ = ["ImageName", "image_name", "read_image", "small_copy", "to_rgb"]
+__all__ = ["ImageName", "image_name", "is_picture", "png", "read_image", "small_copy", "to_rgb"]
 
 KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
 """Keys of an object that hold an image, in the order of preference."""
@@ -35,8 +37,13 @@ STILL = ("MPO", "PSD")
 """Formats whose further frames are previews or layers of the first one."""
 DEEP = ("PNG", "PPM")
 """Formats that have 16 bits where Pillow gives its mode I."""
-UNREADABLE = (ArithmeticError, LookupError, EOFError, OSError, SyntaxError, TypeError, ValueError)
-"""Errors of Pillow's decoders for damaged files, besides errors of the modules that they use."""
+GREYS = {"1": 1, "L;2": 3, "L;4": 15}
+"""White by raw mode, in PNG files of fewer than 8 bits."""
+UNREADABLE = (
+    *(ArithmeticError, LookupError, EOFError, OSError, SyntaxError, TypeError, ValueError),
+    *(struct.error, zlib.error),
+)
+"""Errors of Pillow's decoders for damaged files."""
 
 
 class ImageName(str):
@@ -60,8 +67,10 @@ class ImageName(str):
         return str(self) if self.content is None else self.content
 
 
-def image_name(value: object, place: str, label: str, directory: Path) -> ImageName:
+def image_name(value: object, place: str, label: str, directory: Path | None) -> ImageName:
     """The name of the image ``value``, whose path is relative to ``directory``; ``label`` is that of an embedded one.
+
+    Without a ``directory``, for a dataset of the Hub, paths are absolute.
 
     Raises `BatchError` for a value that is no image, such as a URL.
     """
@@ -79,24 +88,22 @@ def image_name(value: object, place: str, label: str, directory: Path) -> ImageN
 # --------------------------------------------------------------------- sources
 
 
-def _source(value: object, directory: Path) -> str | bytes:
+def _source(value: object, directory: Path | None) -> str | bytes:
     """A path, or the content of a file. Raises `BatchError` with a phrase about the image, without a subject."""
-    from PIL import Image
-
     if isinstance(value, str):
         return _source_of_text(value, directory)
     if isinstance(value, bytes | bytearray):
         return bytes(value)
     if isinstance(value, Mapping):
         return _source_of_object(value, directory)
-    if isinstance(value, Image.Image):
-        return _png(to_rgb(value))
+    if is_picture(value):
+        return png(value)
     if isinstance(value, list | tuple | np.ndarray):
-        return _png(_picture(value))
+        return png(_picture(value))
     raise BatchError(f"is {shortened(value)}; write a path, {{'bytes': ...}}, or a data URI")
 
 
-def _source_of_text(text: str, directory: Path) -> str | bytes:
+def _source_of_text(text: str, directory: Path | None) -> str | bytes:
     if text[:5].lower() == "data:":
         header, _, body = text.partition(",")
         return _decoded(body) if header.lower().endswith(";base64") else unquote_to_bytes(body)
@@ -111,10 +118,16 @@ def _source_of_text(text: str, directory: Path) -> str | bytes:
         )
     if not text.strip():
         raise BatchError("is an empty text; write its path, or remove it together with its place")
-    return str(directory / (Path(text).expanduser() if text.startswith("~/") else text))
+    path = Path(text).expanduser() if text.startswith("~/") else Path(text)
+    if directory is None and not path.is_absolute():
+        raise BatchError(
+            f"is the path {shortened(text)} in a dataset of the Hub, whose files are not downloaded; download it with "
+            "`hf download --repo-type dataset NAME --local-dir DIRECTORY`, and name the directory as the source"
+        )
+    return str((directory or Path()) / path)
 
 
-def _source_of_object(value: Mapping[str, object], directory: Path) -> str | bytes:
+def _source_of_object(value: Mapping[str, object], directory: Path | None) -> str | bytes:
     name = next((key for key in KEYS if value.get(key) not in (None, "", b"")), None)
     if name is None:
         raise BatchError(
@@ -132,27 +145,40 @@ def _decoded(text: str) -> bytes:
 
 
 def _picture(value: object) -> Image:
-    """The picture of an array ``[H, W]``, or ``[H, W, C]`` of 1, 3 or 4 channels, with values of 8 bits."""
+    """The picture of an array ``[H, W]``, or ``[H, W, C]`` of 1, 3 or 4 channels, in 8 bits.
+
+    White is 65535 in ``uint16``, 1 in floats and booleans, and 255 in other integers.
+    """
     from PIL import Image
 
     try:
         array = np.asarray(value)
     except ValueError as error:
         raise BatchError("is a list whose rows are not equally long; write H x W x 3 numbers") from error
+    if array.dtype.kind not in "biuf":
+        raise BatchError(f"is {shortened(value)}, which has no numbers; write one list of all images")
     shaped = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))
-    if not shaped or not array.size or array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
+    numeric = shaped and array.size > 0
+    white = 65535 if array.dtype == np.uint16 else 1 if array.dtype.kind in "bf" else 255
+    if not numeric or not (array.min() >= 0 and array.max() <= white):
+        span = f" with values from {array.min()} to {array.max()}" if numeric else ""
         raise BatchError(
-            f"is an array of {array.dtype} of shape {list(array.shape)}; write H x W or H x W x 3 integers from 0 to "
-            "255, or the path of a file"
+            f"is an array of {array.dtype} of shape {list(array.shape)}{span}; write H x W or H x W x 3 integers from "
+            "0 to 255, or floats from 0 to 1, or the path of a file"
         )
-    return Image.fromarray(
-        array.astype(np.uint8).squeeze(2) if array.shape[2:] == (1,) else array.astype(np.uint8)
-    )
+    values = np.rint(array.astype(np.float64) * 255 / white).astype(np.uint8)
+    return Image.fromarray(values.squeeze(2) if array.shape[2:] == (1,) else values)
 
 
-def _png(picture: Image) -> bytes:
+def is_picture(value: object) -> TypeGuard[Image]:
+    """Whether ``value`` is an image of Pillow, which need not be imported."""
+    return hasattr(value, "getexif")
+
+
+def png(picture: Image) -> bytes:
+    """The file of ``picture`` as `to_rgb` gives it."""
     content = BytesIO()
-    picture.save(content, format="PNG")
+    to_rgb(picture).save(content, format="PNG")
     return content.getvalue()
 
 
@@ -163,7 +189,7 @@ def _description(content: bytes) -> str:
     try:
         with Image.open(BytesIO(content)) as image:
             return f" ({image.format}, {image.width} x {image.height})"
-    except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError):
+    except (*UNREADABLE, Image.DecompressionBombError):
         return ""
 
 
@@ -178,6 +204,8 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
+        if isinstance(source, str) and not S_ISREG(Path(source).stat().st_mode):
+            raise BatchError("is no file; name an image file")
         with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
             _require_size(*image.size, most_pixels)
             frames = getattr(image, "n_frames", 1)
@@ -185,14 +213,27 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
                 raise BatchError(
                     f"is an animation or several pages ({frames} frames); save a single frame as an image"
                 )
+            _scale_key(image)
             return to_rgb(image)
     except FileNotFoundError as error:
         raise BatchError("is not there; correct the path, which is relative to the data") from error
     except UnidentifiedImageError as error:
-        raise BatchError("cannot be read: Pillow knows no such format; save it as PNG or JPEG") from error
-    except (*UNREADABLE, struct.error, zlib.error, Image.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BatchError(f"cannot be read: {reason}; copy it again, or save it as PNG or JPEG") from error
+        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+        raise BatchError(f"cannot be read: {_problem(content)}") from error
+    except Image.DecompressionBombError as error:
+        raise BatchError(f"has more pixels than Pillow reads; make it smaller ({error})") from error
+    except UNREADABLE as error:
+        reason = getattr(error, "strerror", None)
+        raise BatchError(
+            f"cannot be read: {reason or error}; copy it again, or save it as PNG or JPEG"
+        ) from error
+
+
+def _problem(content: bytes) -> str:
+    """The problem of a file that Pillow does not know."""
+    if content.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS; run `git lfs pull` in its repository"
+    return "Pillow knows no such format; save it as PNG or JPEG" if content else "it is empty; copy it again"
 
 
 def small_copy(source: str | bytes, side: int) -> str | None:
@@ -201,10 +242,8 @@ def small_copy(source: str | bytes, side: int) -> str | None:
         picture = read_image(source, sys.maxsize)
     except BatchError:
         return None
-    small = BytesIO()
     picture.thumbnail((side, side))
-    picture.save(small, format="PNG")
-    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png(picture)).decode()}"
 
 
 def _require_size(width: int, height: int, most_pixels: int) -> None:
@@ -215,6 +254,19 @@ def _require_size(width: int, height: int, most_pixels: int) -> None:
             f"has {width} x {height} pixels, more than data.max_image_pixels = {most_pixels}; make it smaller, or "
             "raise the limit"
         )
+
+
+def _scale_key(image: ImageFile) -> None:
+    """Give the transparent colour of a PNG file the depth to which Pillow scales the pixels; refuse 12 bits."""
+    depth = image.tile[0].args if image.tile else None
+    if isinstance(depth, tuple) and "I;12" in depth:
+        raise BatchError("has values of 12 bits; save it with 8 or 16 bits")
+    key = image.info.get("transparency")
+    if isinstance(key, int) and isinstance(depth, str) and depth in GREYS:
+        most = GREYS[depth]
+        image.info["transparency"] = (key & most) * (255 // most)
+    elif isinstance(key, tuple) and depth == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in key)
 
 
 def to_rgb(image: Image) -> Image:
@@ -241,7 +293,5 @@ def to_rgb(image: Image) -> Image:
         image = image.convert("LA")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    if isinstance(key, tuple) and max(key) > 255:  # of 16 bits, of which Pillow reads the upper ones
-        image.info["transparency"] = tuple(value >> 8 for value in key)
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")

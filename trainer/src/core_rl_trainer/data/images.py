@@ -1,12 +1,12 @@
-"""Images of examples: named, turned into arguments of the model, and counted among the tokens of each sequence."""
+"""Images of examples: turned into arguments of the model, and counted among the tokens of each sequence."""
 
 from __future__ import annotations
 
-import mimetypes
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,19 @@ from core_rl.data.media import GRID, NO_MEDIA, PIXELS, join_media
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.image_files import BASE64, KEYS, ImageName, image_name, read_image
+from core_rl_trainer.data.examples import Example
+from core_rl_trainer.data.image_fields import (
+    CHATS,
+    COLUMNS,
+    PLACE,
+    all_texts,
+    image_parts,
+    is_file,
+    is_image,
+    is_pictured,
+    with_image_names,
+)
+from core_rl_trainer.data.image_files import ImageName, read_image
 from core_rl_trainer.data.kinds import IMAGES, MEDIA, ExampleKind, Sample
 
 if TYPE_CHECKING:
@@ -24,14 +35,10 @@ if TYPE_CHECKING:
 
     from core_rl.data.media import Media
 
-__all__ = ["ImageEncoder", "located", "with_images", "without_images"]
+__all__ = ["ImageEncoder", "images_digest", "with_images", "without_images"]
 
-COLUMNS = (IMAGES, "image")
-"""Fields of an example with its images; an example has either."""
-PLACE = "<image>"
-"""The place of an image in a text."""
-CHATS = ("prompt", "messages", "answer", "chosen", "rejected")
-"""Fields of an example whose messages may have images among the parts of their content."""
+ANY_PLACE = re.compile(r"<\|?(image|img|picture)[^<>]{0,12}>", re.IGNORECASE)
+"""Places of images, also as other systems write them."""
 SIZES = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",
@@ -40,27 +47,25 @@ SIZES = {
 """Fields of an image processor, and the equal fields of the vision tower."""
 
 
-def located(examples: Examples, directory: Path) -> Examples:
-    """``examples`` whose images are `ImageName`s, with paths that are relative to ``directory``."""
-
-    def read(index: int) -> Example:
-        example = examples[index]
-        try:
-            return _named(example, directory, examples.label(index))
-        except BatchError as error:
-            raise BatchError(f"{examples.label(index)}: {error}") from error
-
-    return replace(examples, read=read)
+def images_digest(samples: Iterable[Sample]) -> str | None:
+    """The sha256 of all image files of ``samples``, by their bytes; None without files."""
+    total, digests = hashlib.sha256(), dict[str, bytes]()
+    for image in (image for sample in samples for image in sample.get(IMAGES) or ()):
+        if isinstance(image, ImageName) and image.content is None:
+            if image not in digests:
+                digests[image] = hashlib.sha256(Path(image).read_bytes()).digest()
+            total.update(digests[image])
+    return total.hexdigest() if digests else None
 
 
 def without_images(kind: ExampleKind) -> ExampleKind:
     """``kind`` for a model of text alone: an example with images is refused."""
 
     def check(example: Example) -> str | None:
-        texts = "".join(_texts([example.get(name) for name in CHATS if name != "answer"]))
+        texts = "".join(all_texts([example.get(name) for name in CHATS if name != "answer"]))
         columns = [name for name in COLUMNS if example.get(name)]
-        pictured = [name for name in columns if PLACE in texts or _is_pictured(example[name])]
-        if pictured or any(True for name in CHATS for _ in _image_parts(example.get(name))):
+        pictured = [name for name in columns if PLACE in texts or is_pictured(example[name])]
+        if pictured or any(True for name in CHATS for _ in image_parts(example.get(name))):
             return (
                 f"has {repr(pictured[0]) if pictured else 'images in its messages'}, and the model is trained on text "
                 "alone; set model.vision=true, with a vision-language model, or remove the images"
@@ -75,122 +80,27 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
 
     def check(example: Example) -> str | None:
         try:
-            return kind.check(encoder.marked(kind, _named(example))[0])
+            marked, images = encoder.marked(kind, with_image_names(example))
         except BatchError as error:
             return str(error)
+        unused = [name for name in example.keys() - {*CHATS, "text"} if is_file(example[name])]
+        if unused and not images:
+            return (
+                f"has no image, and one in the column {unused[0]!r}, which is not read; write "
+                f"data.columns.images={unused[0]}, or remove the column"
+            )
+        return kind.check(marked)
 
     def encode(chat_format: ChatFormat, example: Example) -> Sample:
-        example = _named(example)
+        example = with_image_names(example)
         marked, images = encoder.marked(kind, example)
         sample = kind.encode(chat_format, marked)
-        texts = {
-            name: example[name] for name in CHATS if name in example and name in sample.keys() & {"prompt"}
-        }
-        return (
-            {**encoder.expanded(sample, images, whole="messages" not in marked), **texts}
-            if images
-            else sample
-        )
+        if not images:
+            return sample
+        texts = {"prompt": example["prompt"]} if "prompt" in sample else {}
+        return {**encoder.expanded(sample, images, whole="messages" not in marked), **texts}
 
     return replace(kind, check=check, encode=encode)
-
-
-# ---------------------------------------------------------------------- names
-
-
-def _named(example: Example, directory: Path = Path(), label: str = "") -> Example:
-    """``example`` with an `ImageName` for each image, in columns and in parts of messages."""
-    naming = _Naming(directory, label)
-    named = dict(example)
-    for name in COLUMNS:
-        if name in example:
-            named[name] = [naming.name(name, value) for value in _listed(example[name])]
-    for name in CHATS:
-        if isinstance(example.get(name), list):
-            named[name] = [naming.message(name, message) for message in example[name]]
-    return named
-
-
-class _Naming:
-    """Names the images of one example, with consecutive numbers."""
-
-    def __init__(self, directory: Path, label: str) -> None:
-        self._directory, self._label = directory, label
-        self._numbers = count(1)
-
-    def name(self, name: str, value: object) -> ImageName:
-        number = next(self._numbers)
-        return image_name(
-            value, f"image {number} in {name!r}", f"{self._label}, image {number}", self._directory
-        )
-
-    def message(self, name: str, message: Any) -> Any:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
-            return message
-        return {**message, "content": [self._part(name, part) for part in message["content"]]}
-
-    def _part(self, name: str, part: Any) -> Any:
-        if not _is_image(part):
-            return part
-        unread = [key for key, value in part.items() if value and key not in ("type", "index", *KEYS)]
-        if unread:
-            raise BatchError(
-                f"has an image with {unread[0]!r} in {name!r}, which is not read; remove it (sizes are settings of the "
-                "model's preprocessor_config.json)"
-            )
-        formed = {"type": "image", "index": part.get("index")}
-        if not any(part.get(key) for key in KEYS):
-            return formed
-        image = part.get("image")
-        return {**formed, "image": image if isinstance(image, ImageName) else self.name(name, part)}
-
-
-def _listed(value: Any) -> list[Any]:
-    """The images of a column with one or several."""
-    if value is None or (isinstance(value, str | list) and not value):
-        return []
-    return value if isinstance(value, list) and not _is_array(value) else [value]
-
-
-def _is_array(value: Any) -> bool:
-    """Whether nested lists are one picture, ``[H, W]`` or ``[H, W, C]``, and not several."""
-    lengths: list[int] = []
-    while isinstance(value, list) and value:
-        lengths.append(len(value))
-        value = value[0]
-    numbers = isinstance(value, int | float)
-    return numbers and (len(lengths) == 2 or (len(lengths) == 3 and lengths[-1] in (1, 3, 4)))
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
-def _image_parts(chat: Any) -> Iterator[Mapping[str, Any]]:
-    for message in chat if isinstance(chat, list) else ():
-        content = message.get("content") if isinstance(message, Mapping) else None
-        yield from filter(_is_image, content if isinstance(content, list) else ())
-
-
-def _is_pictured(value: Any) -> bool:
-    """Whether a column ``image`` or ``images`` has images, and not numbers or names of something else."""
-    if isinstance(value, str):
-        guess, _ = mimetypes.guess_type(value, strict=False)
-        return (guess or "").startswith("image/") or value.startswith(("data:image/", *BASE64))
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return any(map(_is_pictured, value))
-    return bool(value) and not isinstance(value, int | float)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a field of an example; an image among them is its place."""
-    if isinstance(value, str):
-        yield value
-    elif _is_image(value):
-        yield PLACE
-    elif isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
 
 
 # --------------------------------------------------------------------- encoder
@@ -259,13 +169,16 @@ class ImageEncoder:
 
         Raises `BatchError` where there are not as many places as images, or some in a text that the model writes.
         """
-        columns = [example[name] for name in COLUMNS if example.get(name)]
-        if len(columns) > 1:
-            raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
-        places = _Places(self.marker, [image for column in columns for image in column])
+        images = example.get(IMAGES) or []
         prompts, completions = _fields(kind, example)
-        changed = {name: places.marked(example[name]) for name in prompts if example.get(name) is not None}
-        texts = "\n".join(_texts([*changed.values(), *(example.get(name) for name in completions)]))
+        fields = {name: example[name] for name in prompts if example.get(name) is not None}
+        if images and not ANY_PLACE.search(
+            "\n".join(all_texts([*fields.values()])).replace(self.marker, PLACE)
+        ):
+            fields = {name: _with_places(value, len(images)) for name, value in fields.items()}
+        places = _Places(self.marker, images)
+        changed = {name: places.marked(value) for name, value in fields.items()}
+        texts = "\n".join(all_texts([*changed.values(), *(example.get(name) for name in completions)]))
         if PLACE in texts:
             raise BatchError(
                 f"has an image, or {PLACE!r}, in a text that the model writes; move it into a prompt or a turn of the "
@@ -311,6 +224,9 @@ class ImageEncoder:
         if "sequences" in sample:
             changed["sequences"] = [grown(sequence) for sequence in sample["sequences"]]
         changed |= {name: grown(sample[name]) for name in ("chosen", "rejected") if name in sample}
+        seen = max((len(arguments[GRID]) for arguments in media if arguments), default=0)
+        for image in images[seen:]:  # behind the last trained turn
+            self._features(image)
         return {**sample, **changed, MEDIA: media, IMAGES: list(images)}
 
     def _arguments(self, images: Sequence[ImageName]) -> Media:
@@ -359,6 +275,21 @@ def _repeated(encoded: Encoded, placeholder: int, counts: Sequence[int]) -> Enco
     )
 
 
+def _with_places(value: Any, count: int) -> Any:
+    """A text, or messages, with ``count`` places before the text of the user, as TRL has them.
+
+    Several images in a chat of several turns have no such place.
+    """
+    if isinstance(value, str):
+        return PLACE * count + value
+    users = [number for number, message in enumerate(value) if message.get("role") == "user"]
+    if not users or (len(users) > 1 and count > 1):
+        return value
+    first, turn = users[0], value[users[0]]
+    places = PLACE * count if isinstance(turn["content"], str) else [{"type": "image"}] * count
+    return [*value[:first], {**turn, "content": places + turn["content"]}, *value[first + 1 :]]
+
+
 class _Places:
     """Replaces the places of images by ``marker``, and collects all images in the order of their places."""
 
@@ -393,7 +324,7 @@ class _Places:
     def _part(self, part: Any) -> Any:
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             return {**part, "text": self._text(part["text"])}
-        if not _is_image(part):
+        if not is_image(part):
             return part
         if part.get("image") is None:
             if part.get("index") not in (None, self._taken):

@@ -19,6 +19,7 @@ from core_rl_trainer.data.examples import (
     check_preference,
     check_prompt,
 )
+from core_rl_trainer.data.plain import json_text
 
 __all__ = [
     "DEMONSTRATIONS",
@@ -99,6 +100,13 @@ def _encode_prompt(chat_format: ChatFormat, example: Example) -> Sample:
     ids = encode_prompt(chat_format, example["prompt"], example)
     if not ids:
         raise BatchError("the prompt has no tokens; remove it or check the tokenizer")
+    for name, value in example.items():
+        try:
+            json_text(value)
+        except BatchError as error:
+            raise BatchError(
+                f"has a column {name!r} that {error}; remove it, or write it as a text"
+            ) from error
     return {**example, "prompt_ids": ids}
 
 

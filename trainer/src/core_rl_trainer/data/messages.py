@@ -10,6 +10,7 @@ from typing import Any
 from core_rl.errors import BatchError
 
 __all__ = [
+    "MARKS",
     "REASONING",
     "Message",
     "call_texts",
@@ -27,7 +28,7 @@ Message = Mapping[str, Any]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of a message that hold its reasoning."""
-MARKS = ("weight", "trainable", "train")
+MARKS = ("weight", "trainable", "train", "training", "loss")
 """Fields of a message that mark a turn as trained, 1, or not, 0."""
 SHOWN = 200
 """Characters of a value that messages show."""

@@ -56,7 +56,7 @@ def split_ids(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> tup
     if begin == len(before) or (extended and at == len(start)):
         return ids[:at], ids[at:]
     head, tail = before[begin:], text[: end - len(before)]
-    advice = f"move {_short(head)} from the prompt to the beginning of the answer"
+    advice = f"move {_short(head)} from the prompt, or the template's generation prompt, to the beginning of the answer"
     advice += f", or remove {_short(tail)} from there" if tail.isspace() else ""
     raise _reaching(before, text, head + tail, advice)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 from collections.abc import Mapping
@@ -16,12 +15,12 @@ from typing import Any
 from uuid import UUID
 
 from core_rl.errors import BatchError
+from core_rl_trainer.data.image_files import is_picture, png
 from core_rl_trainer.data.json_text import WrittenFloat
-from core_rl_trainer.data.kinds import MEDIA
 
-__all__ = ["json_text", "sample_fields", "shown"]
+__all__ = ["json_text", "sample_fields", "shortened", "shown"]
 
-OWN_FIELDS = frozenset({MEDIA, "prompt_ids"})
+OWN_FIELDS = frozenset({"media", "prompt_ids"})
 """Fields of a sample that the trainer adds; names that begin with ``_`` are its own too."""
 SIGNATURES = {
     b"\x89PNG": "image/png",
@@ -49,7 +48,7 @@ def json_text(value: object) -> str:
     subject for other types, for names that become equal, and for a value that is nested too deeply.
     """
     try:
-        return _text(value)
+        return _text(value).encode(errors="backslashreplace").decode()  # of half surrogate pairs
     except RecursionError as error:
         raise BatchError("is nested too deeply for JSON") from error
 
@@ -96,10 +95,8 @@ def _scalar(value: object) -> str:  # noqa: PLR0911  (a table of types)
         return _text(times.astype(str).tolist()).replace('"NaT"', "null")
     if callable(to_list := getattr(value, "tolist", None)):
         return _text(to_list())
-    if callable(save := getattr(value, "save", None)) and hasattr(value, "getexif"):  # an image of Pillow
-        file = io.BytesIO()
-        save(file, format="PNG")
-        return json.dumps(_data_uri(file.getvalue()))
+    if is_picture(value):
+        return json.dumps(_data_uri(png(value)))
     raise BatchError(f"is of the type {type(value).__name__}, which JSON has not")
 
 
@@ -118,4 +115,9 @@ def shown(value: object, most: int = 120) -> str:
         text = " ".join(repr(value).split())
     except (ValueError, TypeError, RecursionError):  # integers of more digits than Python prints, such as
         text = f"a value of the type {type(value).__name__}"
+    return shortened(text, most)
+
+
+def shortened(text: str, most: int) -> str:
+    """``text`` of at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"

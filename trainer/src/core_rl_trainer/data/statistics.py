@@ -65,6 +65,10 @@ class SourceStatistics:
         return ", ".join(part for part in parts if part)
 
 
+PREVIEW = 2
+"""Sequences of an example that are shown: as many as a preference has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packing:
     """The micro-batches of the first steps."""
@@ -83,7 +87,7 @@ class DataStatistics:
     packing: Packing | None
     """None where completions are generated, whose lengths are not known before."""
     preview: tuple[str, ...]
-    """The sequences of the first example that is drawn, decoded, with trained tokens in ⟦ ⟧."""
+    """The first `PREVIEW` sequences of the first example that is drawn, decoded, with trained tokens in ⟦ ⟧."""
 
     def lines(self) -> tuple[str, ...]:
         """Lines for a log: the sources, and the first example."""
@@ -115,7 +119,7 @@ def describe_data(
     fits = budget is not None and data.train.largest_unit <= budget
     packing = _packing(data.train, seed, batch_size, ranks, budget) if fits and budget is not None else None
     first = data.kind.sequences(data.train[next(data.train.order(seed))])
-    preview = tuple(marked_text(tokenizer, sequence) for sequence in first)
+    preview = tuple(marked_text(tokenizer, sequence) for sequence in first[:PREVIEW])
     return DataStatistics(sources=sources, packing=packing, preview=preview)
 
 

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from dataclasses import replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +19,7 @@ import numpy as np
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples, joined
 from core_rl_trainer.data.json_text import WrittenFloat
+from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.text_files import read_json
 
 __all__ = ["TABLE_FILES", "read_directory", "read_hub", "read_table_file"]
@@ -24,8 +28,6 @@ TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """The builder of ``datasets`` that reads a file, by suffix."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 OFF = ("", "0", "false", "no", "off")
-ENCODED = ("Audio", "Image", "Video")
-"""Features of ``datasets`` that are files."""
 SHORT_FLOATS = ("float16", "float32")
 """Types whose values have fewer digits than a Python float."""
 
@@ -38,8 +40,8 @@ def _rows(origin: str, table: Any) -> Examples:
     def read(index: int) -> Example:
         try:
             row = table[index]
-        except UnicodeDecodeError as error:
-            raise BatchError(f"{label(index)} has a text that is not UTF-8: {error.reason}") from error
+        except (ArithmeticError, ValueError) as error:
+            raise BatchError(f"{label(index)} has {_unreadable(table, index)}: {error}") from error
         return {name: _plain(value, types[name]) for name, value in row.items()}
 
     def label(index: int) -> str:
@@ -48,9 +50,19 @@ def _rows(origin: str, table: Any) -> Examples:
     return Examples(origin=origin, count=len(table), read=read, label=label)
 
 
+def _unreadable(table: Any, index: int) -> str:
+    """The first value of a row that Python cannot hold, such as a text that is not UTF-8."""
+    for name in table.column_names:
+        try:
+            table.select_columns(name)[index]
+        except (ArithmeticError, ValueError):
+            break
+    return f"a value in {name!r} that cannot be read"
+
+
 def _keep_encoded(features: Any) -> None:
-    """Have images, sounds and videos given as ``{bytes, path}``, wherever in ``features`` of a table they are."""
-    if type(features).__name__ in ENCODED:
+    """Have images, sounds and other files given as ``{bytes, path}``, wherever in ``features`` of a table they are."""
+    if getattr(features, "decode", None) is True:
         features.decode = False
     inner = features.values() if isinstance(features, dict) else [getattr(features, "feature", None)]
     for feature in features if isinstance(features, list) else inner:
@@ -191,7 +203,20 @@ def read_hub(
     except (OSError, ValueError, errors.HTTPError) as error:  # type: ignore[attr-defined]  # httpx's, not exported
         raise ConfigError(_problem(name, revision, error)) from error
     origin = name if revision is None else f"{name}@{revision}"
-    return _rows(origin, _select_split(origin, tables, split, default_split))
+    examples = _rows(origin, _select_split(origin, tables, split, default_split))
+    return replace(examples, digest=partial(_digest, examples))
+
+
+def _digest(examples: Examples) -> str:
+    """The sha256 of the rows; fingerprints of ``datasets`` depend on its cache as well."""
+    total = hashlib.sha256()
+    for index in range(len(examples)):
+        try:
+            text = json_text(examples[index])
+        except BatchError as error:
+            text = str(error)
+        total.update(f"{text}\n".encode())
+    return total.hexdigest()
 
 
 def _load(datasets: ModuleType, name: str, revision: str | None, config: str | None) -> Any:

@@ -18,9 +18,10 @@ from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset
 from core_rl_trainer.data.examples import Examples
-from core_rl_trainer.data.images import ImageEncoder, located, with_images, without_images
+from core_rl_trainer.data.image_fields import located
+from core_rl_trainer.data.images import ImageEncoder, images_digest, with_images, without_images
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
-from core_rl_trainer.data.sources import open_source
+from core_rl_trainer.data.sources import is_hub_dataset, open_source
 from core_rl_trainer.data.tokenizers import all_end_tokens
 
 if TYPE_CHECKING:
@@ -42,6 +43,24 @@ class TrainingData:
     train: SampleDataset
     held_out: SampleDataset | None
     """Samples for evaluation; None: there is no evaluation."""
+
+    def digests(self) -> dict[str, str]:
+        """The sha256 of the rows of each dataset of the Hub, and of the image files of each source.
+
+        Names are those of the fields, such as ``data.train.0`` and ``data.train.0.images``.
+        """
+        parts = {
+            f"data.{field}.{number}": part
+            for field, dataset in (("train", self.train), ("eval", self.held_out))
+            for number, part in enumerate(dataset.parts if dataset is not None else ())
+        }
+        rows = {name: part.digest() for name, part in parts.items() if part.digest is not None}
+        images = {
+            f"{name}.images": digest
+            for name, part in parts.items()
+            if (digest := images_digest(part[index] for index in range(len(part))))
+        }
+        return rows | images
 
 
 def load_training_data(
@@ -111,7 +130,8 @@ def _open(
     if not vision:
         return examples
     path = Path(source.path)
-    return located(examples, path if path.is_dir() else path.parent)
+    directory = path if path.is_dir() else path.parent
+    return located(examples, None if is_hub_dataset(source) else directory)
 
 
 def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
@@ -159,7 +179,8 @@ def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Ex
     count = round(fraction * len(examples))
     generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
     shuffled = torch.randperm(len(examples), generator=generator)
-    return _selected(examples, shuffled[count:]), _selected(examples, shuffled[:count])
+    held_out = replace(examples, digest=None)  # which training counts
+    return _selected(examples, shuffled[count:]), _selected(held_out, shuffled[:count])
 
 
 def _require_split(

@@ -10,8 +10,9 @@ from typing import Any
 from core_rl.errors import BatchError
 from core_rl_trainer.data.examples import Example
 from core_rl_trainer.data.json_text import parse_json
+from core_rl_trainer.data.messages import shortened
 
-__all__ = ["are_turns", "as_turns", "with_implicit_prompt", "with_system"]
+__all__ = ["are_turns", "as_turns", "with_context", "with_implicit_prompt"]
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "system": ("developer",),
@@ -42,12 +43,19 @@ def as_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
-    fields = {{"from": "role", "value": "content"}.get(name, name): value for name, value in turn.items()}
-    name = str(fields["role"]).lower()
+    fields = dict(turn)
+    for alias, field in (("from", "role"), ("value", "content")):
+        values = [value for value in (fields.pop(alias, None), fields.get(field)) if value is not None]
+        if values and values[0] != values[-1]:
+            raise BatchError(f"has {field!r} and {alias!r} in turn {number} that differ; remove either")
+        fields[field] = values[0] if values else None  # a table may have both, and null in either
+    name = str(fields["role"]).strip().lower()
     if name not in KNOWN:
         close = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(map(repr, ROLES))}"
         raise BatchError(f"has the unknown role {str(fields['role'])[:40]!r} in turn {number}; {hint}")
+    if isinstance(call := fields.get("function_call"), Mapping) and not fields.get("tool_calls"):
+        fields |= {"function_call": None, "tool_calls": [call]}  # of OpenAI's earlier API
     if name in CALLS:
         fields |= {"content": None, "tool_calls": _calls(fields.get("content"), number)}
     return {**fields, "role": KNOWN[name]}
@@ -62,16 +70,29 @@ def _calls(content: object, number: int) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def with_system(text: object, turns: list[Any]) -> list[Any]:
-    """``turns`` after a system message of ``text``. Raises `BatchError` where they begin with another one."""
-    if not isinstance(text, str):
-        raise BatchError(f"needs a text 'system'; it has {text!r}")
-    first = turns[0] if turns and isinstance(turns[0], Mapping) else {}
-    if first.get("role") != "system":
-        return [{"role": "system", "content": text}, *turns]
-    if first.get("content") != text:
-        raise BatchError("has a 'system' that differs from the first message of its chat; leave one of them")
-    return turns
+def with_context(system: object, history: object, turns: list[Any]) -> list[Any]:
+    """``turns`` after a system message of ``system`` and the pairs of ``history``; either may be empty.
+
+    Raises `BatchError` for other types, and where ``turns`` begin with another system message.
+    """
+    if not isinstance(system or "", str):
+        raise BatchError(f"needs a text 'system'; it has {shortened(system)}")
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in history
+    ):
+        raise BatchError("has a 'history' that is no list of pairs of texts, a question and its answer")
+    head = [turn for turn in turns[:1] if isinstance(turn, Mapping) and turn.get("role") == "system"]
+    if head and system and head[0].get("content") != system:
+        raise BatchError("has a 'system' that differs from the first message of its chat; remove either")
+    rest = turns[len(head) :]
+    if system and not head:
+        head = [{"role": "system", "content": system}]
+    roles = ("user", "assistant")
+    earlier = [
+        {"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)
+    ]
+    return [*head, *earlier, *rest]
 
 
 def with_implicit_prompt(example: Example) -> Example:

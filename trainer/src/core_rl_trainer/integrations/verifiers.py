@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core_rl.errors import BatchError
+from core_rl.errors import BatchError, RolloutError
 from core_rl_trainer.data.chat import ended_ids
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import encode_prompt
@@ -137,16 +137,19 @@ class VerifiersEnvironment:
         return after[len(before) - (output_ids[-1] not in self._chat_format.ends) :]
 
     async def _score(self) -> float:
+        """The weighted sum of the rubric's rewards that apply. Raises `RolloutError` where none of them does."""
         rubric = self._environment.rubric
-        return sum(
-            [
-                weight * await self._value(function)
-                for function, weight in zip(rubric.funcs, rubric.weights, strict=True)
-            ]
-        )
+        values = [await self._value(function) for function in rubric.funcs]
+        if values and all(value is None for value in values):
+            raise RolloutError(
+                f"no reward applies: None was returned by {', '.join(map(name_of, rubric.funcs))}\n"
+                "fix: return a number from any, or leave the example out"
+            )
+        pairs = zip(values, rubric.weights, strict=True)
+        return sum(weight * value for value, weight in pairs if value is not None)
 
-    async def _value(self, function: Callable[..., Any]) -> float:
-        """Value of ``function``, called with the values that its parameters name."""
+    async def _value(self, function: Callable[..., Any]) -> float | None:
+        """Value of ``function``, called with the values that its parameters name; None where it does not apply."""
         known = {
             **{name: self._state[name] for name in ("prompt", "completion", "answer", "info", "task")},
             "state": self._state,
@@ -157,7 +160,7 @@ class VerifiersEnvironment:
             known = {name: value for name, value in known.items() if name in parameters}
         subject = f"the rubric's function {name_of(function)}"
         value = await guarded(call_user(partial(function, **known)), subject=subject, function=function)
-        return as_reward(value, subject, place_of(function))
+        return None if value is None else as_reward(value, subject, place_of(function))
 
     async def close(self) -> None:
         """There are no resources to free."""

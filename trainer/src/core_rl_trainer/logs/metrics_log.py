@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from core_rl.errors import CheckpointError
+from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.outputs.run_files import METRICS, replace_text
 
 __all__ = ["MetricsBoard", "MetricsLog", "Row", "StepLog", "TensorBoard", "read_steps"]
@@ -65,7 +66,7 @@ class StepLog:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+    return json_text(row) + "\n"
 
 
 class MetricsBoard(Protocol):

@@ -20,6 +20,7 @@ from core_rl.servers.process import machine_problems
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.data.plain import shortened
 from core_rl_trainer.data.tokenizers import (
     check_same_tokens,
     context_length,
@@ -60,6 +61,8 @@ __all__ = ["PlanBuilder", "with_temperature"]
 
 logger = logging.getLogger(__name__)
 
+REMARK = 500
+"""Characters of a remark that are shown."""
 FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "placement")
 """Fields that are read only where completions are generated."""
 
@@ -145,7 +148,8 @@ class PlanBuilder:
             ),
         )
         _require_servers(plan)
-        return replace(plan, remarks=(*remarks, *plan_remarks(plan)))
+        remarks = (*remarks, *plan_remarks(plan))
+        return replace(plan, remarks=tuple(shortened(text, REMARK) for text in remarks))
 
     def _check_sections(self) -> None:
         """Raise `ConfigError` for sections that do not go with the algorithm; warn of unread sections."""

@@ -17,6 +17,7 @@ from core_rl.errors import ConfigError, UnsupportedCapability, raise_all
 from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl.toolkit.footprint import footprint_of
+from core_rl.toolkit.model_files import require_unquantized
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
@@ -70,8 +71,11 @@ def checked_trainer(configured: ConfiguredEngine) -> Trainer:
     backend = load_backend(spec)()
     assert isinstance(backend, TrainBackend)  # of a spec of this kind
     backend.check_model(config)
+    if config.optimizer is None:
+        return spec, config
+    require_unquantized(config.model)
     frozen = config.model.frozen
-    if config.optimizer is not None and frozen and not footprint_of(config.model).trained:
+    if not footprint_of(config.model).trained:
         raise ConfigError(
             f"model.frozen = {list(frozen)} matches all parameters, so that nothing is left to train; leave some out"
         )

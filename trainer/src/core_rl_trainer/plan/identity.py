@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from core_rl.checkpoint.model_files import tokenizer_files
@@ -78,6 +79,8 @@ RETIRED: Mapping[tuple[str, str], Mapping[Any, Mapping[str, Any]]] = {
 FILES = ("train", "eval")
 """Fields of the section ``data`` that name sources."""
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of image processors; an earlier version had no digests of them."""
 CONFIGS = ("config.json", "generation_config.json")
 """Files next to the tokenizer's that name end tokens."""
 
@@ -92,14 +95,18 @@ class RunIdentity:
     """The last step of a decaying schedule, where the optimizer does not set its own: the steps that the run had
     when it began. More steps do not change it, so that the learning rate never jumps."""
     data: Mapping[str, str]
-    """The digests of the local data files, by field and number of the source."""
+    """The digests of local data files or rows of the Hub, by field and number of the source; of image files and
+    processors."""
     files: Mapping[str, str] | None = None
     """The digests of tokenizer, chat templates, configs and adapter, by field and name of the file. None in a run of an
     earlier version, which is not compared."""
 
     @staticmethod
-    def of(recipe: Recipe) -> RunIdentity:
-        """The identity of a run of ``recipe`` that begins now; reads its data files."""
+    def of(recipe: Recipe, digests: Mapping[str, str] = MappingProxyType({})) -> RunIdentity:
+        """The identity of a run of ``recipe`` that begins now; reads its data files.
+
+        ``digests`` are those of `TrainingData`.
+        """
         files = {
             name: digest
             for field in FILES
@@ -109,7 +116,7 @@ class RunIdentity:
         return RunIdentity(
             recipe=values,
             schedule_steps=recipe.steps,
-            data=files,
+            data={**files, **digests, **_processor_digests(recipe.model)},
             files=dict(_model_digests(recipe.model)),
         )
 
@@ -131,9 +138,7 @@ class RunIdentity:
         before = _sources_numbered(_with_defaults(self.recipe), known)
         fields = differing_fields(before, _sources_numbered(now.recipe, known))
         changed = [f"{text} ({_reason(name)})" for name, text in fields.items() if counts(name)]
-        changed += _changed_files(
-            self.data, now.data, known, "the order of the data would lead to other examples"
-        )
+        changed += _changed_files(self.data, now.data, known, "the run would see other examples")
         if self.files is not None and now.files is not None:
             names = self.files.keys() | now.files.keys()
             changed += _changed_files(
@@ -167,7 +172,7 @@ def _changed_files(
         before, after = then.get(name), now.get(name)
         if before != after:
             yield (
-                f"{name}: the content of the file has changed since the run began ({_short(before)} then, "
+                f"{name}: the content has changed since the run began ({_short(before)} then, "
                 f"{_short(after)} now); restore it, since {consequence}"
             )
 
@@ -222,6 +227,12 @@ def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:
     if model.lora is not None and model.lora.path is not None:
         for file in sorted(Path(model.lora.path).glob("adapter_*")):
             yield f"model.lora.path/{file.name}", _sha256(file)
+
+
+def _processor_digests(model: ModelSection) -> dict[str, str]:
+    """Digests of the settings that images are read with."""
+    files = [Path(model.path) / name for name in PROCESSORS if model.vision]
+    return {f"model.path/{file.name}": _sha256(file) for file in files if file.is_file()}
 
 
 def _sources_numbered(recipe: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:

@@ -149,5 +149,5 @@ class RunPlan:
         return any(plan.config.model.lora is not None for plan in self.trained.values())
 
     def identity(self) -> RunIdentity:
-        """The identity of the run, which takes a read of all data files."""
-        return RunIdentity.of(self.recipe)
+        """The identity of the run, which takes a read of all data and image files."""
+        return RunIdentity.of(self.recipe, self.data.digests())

@@ -180,9 +180,7 @@ async def awaited(value: Awaitable[_Value]) -> _Value:
     return await value
 
 
-async def call_on_loop(
-    loop: LoopThread, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any
-) -> Any:
+async def call_on_loop(loop: LoopThread, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     """Run a coroutine function on its own event ``loop``, so that a blocking call stalls only that loop."""
     outcome, coroutine = _pending(), function(*args)
 

@@ -7,13 +7,15 @@ import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
-__all__ = ["last_number", "only_number"]
+__all__ = ["NUMBER", "last_numbers", "only_number"]
 
 NUMBER = re.compile(
     r"""
     (?:(?P<whole>\d+)[ ]+(?=\d+[ ]?/[ ]?\d))?          # 1 1/2
     (?P<digits>
-        (?<!\d)\d{1,3}(?P<mark>[, '_])\d{3}(?:(?P=mark)\d{3})*(?!\d)(?:\.\d+)?   # 5,600.50
+        (?P<comma>(?<!\d)\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,}|(?:[ '_]\d{3})+,\d{1,2})(?![.,]?\d))  # 1.234,56
+        | (?<!\d)\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)(?:\.\d+)?   # 1,00,000
+        | (?<!\d)\d{1,3}(?P<mark>[, '_])\d{3}(?:(?P=mark)\d{3})*(?!\d)(?:\.\d+)?   # 5,600.50
         | \d+(?:\.\d+)?
         | (?<![\w.])\.\d+
     )
@@ -24,47 +26,71 @@ NUMBER = re.compile(
 )
 SIGN = re.compile(r"(?P<sign>[-+])(?P<gap> ?)(?:\\?[$€£¥₹] ?)?$")
 SAME = str.maketrans(
-    "\u2212\uff0d\ufe63\u2013\uff0b\uff0c\uff0e\u066b\u066c\u2019\uff0f\u00a0\u2009\u202f\u2007\u3000",
-    "----+,..,'/     ",
+    "\u2212\uff0d\ufe63\u2013\uff0b\uff0c\uff0e\u066b\u066c\u2019\uff0f\u2044\u00a0\u2009\u202f\u2007\u3000",
+    "----+,..,'//     ",
 )
 """Characters that are written for another one: the minus sign U+2212, full-width forms, narrow spaces."""
+FORMS = (
+    (re.compile(r"(?<=\d)(?:[\u00a0\u2007\u2009\u202f]|\\[,;: ])(?=\d{3}(?!\d))"), "_"),
+    (re.compile("[\u00bc-\u00be\u2150-\u215e]"), lambda match: " " + unicodedata.normalize("NFKC", match[0])),
+)
+"""Characters that mean more than the character that is written for them: spaces within numbers, and fractions."""
 LATEX = (
     (re.compile(r"\{,\}|,\\!"), ","),
     (re.compile(r"\\[,;: ]"), " "),
     (re.compile(r"(?<=\d)(?=\\[dt]?frac\b)"), " "),
-    (re.compile(r"\\[dt]?frac *\{ *(\d+) *\} *\{ *(\d+) *\}"), r"\1/\2"),
+    (re.compile(r"\\[dt]?frac *\{ *(-?\d+) *\} *\{ *(\d+) *\}"), r"\1/\2"),
+    (re.compile(r"\\[dt]?frac *(\d) *(\d)"), r"\1/\2"),
 )
-AROUND = re.compile(r"\\boxed|\\[()\[\]%$]|[\s$€£¥₹%{}]|\.$|^[-+]")
+AROUND = re.compile(r"\\(?:boxed|text\w*|math\w+|circ)\b|\\[()\[\]%$]|[$€£¥₹%°^{}*]|\.$|^[-+]")
 """Text around a single number that does not change it."""
+NAME = re.compile(r"[A-Za-z]+ *= *[-+]?")
+UNIT = re.compile(
+    r"(?: *(?!(?:hundred|thousand|[mbtr]+illion|dozen|half|pi|sqrt|and|or|to)s?\b)[A-Za-z]{2,}(?:/[A-Za-z]+)?){1,3}"
+)
+"""Up to three words after a number that are no factor, such as ``dollars``, ``km/h`` and ``square feet``."""
 
 
-def last_number(text: str) -> Fraction | None:
-    r"""The last number in ``text``; None where there is none.
+def last_numbers(text: str) -> set[Fraction]:
+    r"""The last number in ``text`` in each of its readings; none where there is none.
 
-    Read are groups of three digits (``5,600.50``, ``1 234``), decimals, exponents, fractions of integers (``1/2``,
-    ``\frac{1}{2}``) and any script's digits. A dash is a sign unless it stands after a number or a word. Currencies,
-    units and the percent sign are not read.
+    Read are groups of digits (``5,600.50``, ``1.234,50``, ``1 234``), decimals, exponents, fractions of integers
+    (``1/2``, ``½``, ``\frac{1}{2}``) and any script's digits. A dash is a sign unless it stands after a number or a
+    word. Currencies, units and the percent sign are not read. ``100 200`` may be one number or two.
     """
     text = _plain(text)
     matches = list(NUMBER.finditer(text))
-    return _value(matches[-1], text) if matches else None
+    if not matches:
+        return set()
+    values = {_value(matches[-1], text)}
+    if _is_list(matches[-1]):
+        values |= last_numbers(text[matches[-1].start() :].rpartition(" ")[2])
+    return values
 
 
 def only_number(text: str) -> Fraction | None:
-    r"""The number that ``text`` is, also after ``####`` (GSM8K), in ``\boxed{}``, or with a currency or percent sign.
+    r"""The number that ``text`` is, also after ``####`` (GSM8K), in ``\boxed{}``, as ``x = 5``, or with its unit.
 
-    None for any other text.
+    None for any other text, and for ``100 200``, which may be two.
     """
     text = _plain(text.rpartition("####")[2]).strip()
     matches = list(NUMBER.finditer(text))
-    if len(matches) != 1:
+    if len(matches) != 1 or _is_list(matches[0]):
         return None
     [match] = matches
-    around = AROUND.sub("", text[: match.start()]), AROUND.sub("", text[match.end() :])
-    return None if any(around) and around != ("-", "") else _value(match, text)
+    before, after = (AROUND.sub("", part).strip() for part in (text[: match.start()], text[match.end() :]))
+    plain = before in {"", "-"} or NAME.fullmatch(before)
+    return _value(match, text) if plain and (not after or UNIT.fullmatch(after)) else None
+
+
+def _is_list(match: re.Match[str]) -> bool:
+    """Whether blanks join groups of three digits, of which the first may be a number of its own."""
+    return match["mark"] == " " and match["digits"].index(" ") == 3
 
 
 def _plain(text: str) -> str:
+    for pattern, form in FORMS:
+        text = pattern.sub(form, text)
     digits = (str(unicodedata.decimal(letter, letter)) if letter > "\x7f" else letter for letter in text)
     text = "".join(digits).translate(SAME)
     for pattern, replacement in LATEX:
@@ -73,7 +99,10 @@ def _plain(text: str) -> str:
 
 
 def _value(match: re.Match[str], text: str) -> Fraction:
-    digits = re.sub("[, '_]", "", match["digits"])
+    digits = match["digits"]
+    if match["comma"]:
+        digits = digits.replace(".", "").replace(",", ".")
+    digits = re.sub("[, '_]", "", digits)
     value = Fraction(Decimal(digits)) * Fraction(10) ** int(match["exponent"] or 0)
     if match["divisor"]:
         value /= Fraction(Decimal(match["divisor"]))

@@ -16,7 +16,7 @@ from core_rl_trainer.data.plain import shown
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.rewards.calls import name_of
 from core_rl_trainer.rewards.functions import load_callable
-from core_rl_trainer.rewards.numbers import last_number, only_number
+from core_rl_trainer.rewards.numbers import last_numbers, only_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +79,7 @@ def alternatives(answer: Any) -> list[Any]:
     """The answers of which one is expected: a list, also as verl's ``{"target": [...]}``, or a single one."""
     if isinstance(answer, Mapping) and set(answer) == {"target"}:
         answer = answer["target"]
+    answer = answer.tolist() if hasattr(answer, "tolist") else answer
     return list(answer) if isinstance(answer, list | tuple | set) else [answer]
 
 
@@ -118,13 +119,12 @@ def text_match(completion: str, sample: Mapping[str, Any]) -> float:
 def integer_match(completion: str, sample: Mapping[str, Any]) -> float:
     """1 if the last number in the completion equals the sample's ``answer``, or among several answers; else 0.
 
-    Numbers are compared by value: ``3.0`` is 3, and ``3.5`` is neither 3 nor 5. See `last_number` for their forms: no
-    expression is computed, a decimal comma separates two numbers, and ``50%`` is 50. The answer is a number alone, as
-    of `only_number`.
+    Numbers are compared by value: ``3.0`` is 3, and ``3.5`` is neither 3 nor 5. See `last_numbers` for their forms: no
+    expression is computed, ``5,6`` are two numbers, and ``50%`` is 50. The answer is a number alone, as of
+    `only_number`.
     """
-    number = last_number(completion)
-    answers = map(_number, alternatives(expected_answer(sample, integer_match)))
-    return float(number is not None and number in answers)
+    answers = {_number(answer) for answer in alternatives(expected_answer(sample, integer_match))}
+    return float(not answers.isdisjoint(last_numbers(completion)))
 
 
 def expected_answer(sample: Mapping[str, Any], reward: object) -> Any:

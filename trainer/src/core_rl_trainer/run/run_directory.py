@@ -36,7 +36,7 @@ from core_rl_trainer.plan.run_plan import RunFiles
 from core_rl_trainer.recipe.recipe import HERE
 from core_rl_trainer.run.source import find_source
 
-__all__ = ["RunDirectory", "open_run_directory"]
+__all__ = ["RunDirectory", "open_run_directory", "recorded_identity", "refuse_other_run"]
 
 OWNED = (
     RECIPE,
@@ -208,16 +208,14 @@ class RunDirectory:
 
     def _claim(self, now: RunIdentity) -> RunIdentity:
         """The identity of the run that is here, or begins here; raises `ConfigError` where ``now`` is another one."""
-        before, steps = self._found(), self.checkpoints.steps()
+        before, steps = recorded_identity(self.path), self.checkpoints.steps()
         if before is None and (copied := self.checkpoints.latest()) is not None:  # from checkpoint_url
             before = RunIdentity(**copied.state["run"])
         if before is not None:
-            changed = before.refused_changes(now)
-            if changed and not (steps or self._has_steps()):
+            if not (steps or _has_steps(self.path)) and before.refused_changes(now):
                 self._clear()
-                changed = []
-            raise_all(ConfigError, f"{self.path} holds another run. {REMEDY}", changed)
-            self._check_steps(before.recipe["steps"], now.recipe["steps"], steps)
+            else:
+                refuse_other_run(self.path, before, now)
         origin = before
         if not steps:  # it begins now, or again
             origin = RunIdentity(**self._source.state["run"]) if self._source is not None else None
@@ -226,32 +224,6 @@ class RunDirectory:
         self._write(IDENTITY, json.dumps(now.without_recipe(), indent=2))
         self._write(RECIPE, HEAD + yaml.safe_dump({**now.recipe, "output_dir": HERE}, sort_keys=False))
         return now
-
-    def _has_steps(self) -> bool:
-        """Whether a run without checkpoints took a step: a run that failed before has nothing to lose."""
-        rows = read_steps(self.path / METRICS)
-        return (self.path / RESULT).is_file() or any((row.get("step") or 0) > 0 for row in rows)
-
-    def _check_steps(self, before: int, now: int, saved: list[int]) -> None:
-        """Raise `ConfigError` where a run of ``before`` steps, with checkpoints, cannot become one of ``now``."""
-        if saved and now < saved[-1]:
-            raise ConfigError(
-                f"steps = {now}, and the run in {self.path} has a checkpoint of step {saved[-1]}; set steps to "
-                f"{saved[-1]} or more, or remove the later checkpoints to go back"
-            )
-        if not saved and now != before and (self.path / RESULT).is_file():
-            raise ConfigError(
-                f"steps = {now}, and the complete run in {self.path} has no checkpoint any more from which it could go "
-                "on; set output_dir to another directory, or fresh=true"
-            )
-
-    def _found(self) -> RunIdentity | None:
-        """The identity of the run that is here."""
-        if not (self.path / RECIPE).is_file():
-            return None
-        recipe = yaml.safe_load((self.path / RECIPE).read_text(encoding="utf-8"))
-        identity = read_json(self.path / IDENTITY) or {"schedule_steps": recipe["steps"], "data": {}}
-        return RunIdentity(recipe=recipe, **identity)
 
     def _write(self, name: str, text: str) -> None:
         """Replace the file ``name``. Raises `CheckpointError` where it cannot be written; it is as before then."""
@@ -270,3 +242,35 @@ class RunDirectory:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def recorded_identity(path: Path) -> RunIdentity | None:
+    """The identity of the run in the directory ``path``."""
+    if not (path / RECIPE).is_file():
+        return None
+    recipe = yaml.safe_load((path / RECIPE).read_text(encoding="utf-8"))
+    identity = read_json(path / IDENTITY) or {"schedule_steps": recipe["steps"], "data": {}}
+    return RunIdentity(recipe=recipe, **identity)
+
+
+def refuse_other_run(path: Path, before: RunIdentity, now: RunIdentity) -> None:
+    """Raise `ConfigError` where the run ``before`` in ``path`` took steps and cannot become ``now``."""
+    saved, steps = RunCheckpoints(path / "checkpoints", keep=1).steps(), now.recipe["steps"]
+    if saved or _has_steps(path):
+        raise_all(ConfigError, f"{path} holds another run. {REMEDY}", before.refused_changes(now))
+    if saved and steps < saved[-1]:
+        raise ConfigError(
+            f"steps = {steps}, and the run in {path} has a checkpoint of step {saved[-1]}; set steps to {saved[-1]} or "
+            "more, or remove the later checkpoints to go back"
+        )
+    if not saved and steps != before.recipe["steps"] and (path / RESULT).is_file():
+        raise ConfigError(
+            f"steps = {steps}, and the complete run in {path} has no checkpoint any more from which it could go on; "
+            "set output_dir to another directory, or fresh=true"
+        )
+
+
+def _has_steps(path: Path) -> bool:
+    """Whether a run without checkpoints took a step: a run that failed before has nothing to lose."""
+    rows = read_steps(path / METRICS)
+    return (path / RESULT).is_file() or any((row.get("step") or 0) > 0 for row in rows)

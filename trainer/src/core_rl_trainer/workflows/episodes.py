@@ -241,7 +241,7 @@ class MultiTurnWorkflow:
             awaited,
             subject=full_subject,
             timeout_s=self.step_timeout_s,
-            function=type(environment).step,
+            function=getattr(environment, "__wrapped__", type(environment).step),
             setting="rollout.step_timeout_s",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
-from core_rl_trainer.rewards.calls import call_user, name_of
+from core_rl_trainer.rewards.calls import call_on_loop, call_user, name_of
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
@@ -78,7 +78,7 @@ def open_user_code(
     reward_timeout_s: float | None,
     skip_special_tokens: bool,
 ) -> Iterator[UserCode]:
-    """``loaded``, ready to be called; the processes and the event loop of rewards end with the context."""
+    """``loaded``, ready to be called; its processes and its event loop end with the context."""
     with ExitStack() as stack:
         loop = LoopThread("core-rl-rewards")
         stack.callback(_close_loop, loop)
@@ -105,7 +105,9 @@ def open_user_code(
                     for section in loaded.sections
                 )
             ),
-            environment=None if loaded.environment is None else partial(loaded.environment, tokenizer),
+            environment=None
+            if loaded.environment is None
+            else partial(_EnvironmentOnLoop, loaded.environment, tokenizer, loop),
             should_accept=loaded.should_accept,
         )
 
@@ -137,6 +139,33 @@ class _OnLoop:
 
     async def __call__(self, *args: Any) -> Any:
         return await call_user(self.__wrapped__, *args, loop=self._loop)
+
+
+class _EnvironmentOnLoop:
+    """An environment that is made on the loop of rewards and runs there, with the tools and rubrics that it calls."""
+
+    def __init__(
+        self, make: Callable[..., Environment], tokenizer: PreTrainedTokenizerBase, loop: LoopThread
+    ) -> None:
+        self.__name__ = name_of(make)
+        self.__wrapped__ = getattr(make, "step", make)
+        self._make, self._run = partial(make, tokenizer), partial(call_on_loop, loop)
+        self._environment: Environment | None = None
+
+    async def _reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        self._environment = self._make()
+        return await self._environment.reset(data)
+
+    async def reset(self, data: Mapping[str, Any]) -> Any:
+        return await self._run(self._reset, data)
+
+    async def step(self, output_ids: Sequence[int]) -> Any:
+        assert self._environment is not None  # of `reset`
+        return await self._run(self._environment.step, output_ids)
+
+    async def close(self) -> None:
+        if self._environment is not None:
+            await self._run(self._environment.close)
 
 
 def _close_endpoint(loop: LoopThread, reward: HttpReward) -> None:
