@@ -42,7 +42,7 @@ NOT_RUN = {
     "takes minutes": 9,
     "needs a run": 2,
     "two machines": 1,
-    "needs a cluster": 2,
+    "needs a cluster": 3,
     "needs eight ranks": 1,
 }
 PUBLIC_PACKAGES = ["core_rl_trainer", "core_rl_trainer.algorithms"]

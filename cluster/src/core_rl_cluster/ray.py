@@ -59,7 +59,7 @@ class RayHosts:
     ``GPU``, ``ranks_per_machine`` of each; ``{"CPU": 1, "accelerator_type:H100": 0.001}`` changes or adds some. Ray
     gives them within ``wait_s`` seconds to an actor on each machine, which starts the ranks; these see its GPUs.
 
-    ``address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or the one that this machine belongs to. A
+    ``address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or that of this machine. A
     program that has called ``ray.init()`` keeps its connection. A machine from which nothing comes for ``lease_s``
     seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's
     variables that mean the same everywhere, and those of ``environment``.

@@ -33,7 +33,7 @@ ClusterType = Annotated[Literal["local", "ray"], BeforeValidator(_without_retire
 
 
 class SchedulingSection(Config):
-    """What Ray has to give on each machine. By default the engines' needs (`core_rl.backend.meta.Scheduling`)."""
+    """Resources that Ray gives on each machine. By default the engines' needs (`core_rl.backend.meta.Scheduling`)."""
 
     cpu: int | None = Field(default=None, ge=1)
     """CPU cores."""
@@ -57,7 +57,7 @@ class ClusterSection(Config):
     ranks_per_machine: int | None = Field(default=None, ge=1)
     """The largest number of ranks of one role on each machine: as a rule, its accelerators."""
     address: Line | None = None
-    """The address of the Ray cluster; null takes that of ``RAY_ADDRESS``, or the one that this machine belongs to."""
+    """The address of the Ray cluster; null takes that of ``RAY_ADDRESS``, or that of this machine."""
     wait_s: float = Field(default=300.0, gt=0.0)
     """The longest wait for all machines, in seconds."""
     lease_s: float = Field(default=30.0, gt=0.0)
@@ -67,7 +67,7 @@ class ClusterSection(Config):
     restarts: int = Field(default=0, ge=0)
     """Number of restarts from the last checkpoint after lost ranks or machines."""
     scheduling: SchedulingSection = SchedulingSection()
-    """What Ray has to give on each machine."""
+    """Resources that Ray gives on each machine."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

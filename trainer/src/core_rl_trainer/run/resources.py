@@ -1,4 +1,4 @@
-"""What the machines of a run have to give: resources of Ray and environment variables."""
+"""Resources of Ray and environment variables for the machines of a run."""
 
 from __future__ import annotations
 
