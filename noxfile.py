@@ -288,6 +288,7 @@ def wheels(session: nox.Session) -> None:
             "import importlib.util as u; assert not any(map(u.find_spec, ['core_rl_trainer', 'core_rl_cluster']))",
         )
         session.run("core-rl", "engines", "--strict")
+        session.run("core-rl", "new-engine", "mine")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
         session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
         session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *users)

@@ -143,7 +143,7 @@ def new_engine(
 
     Example: core-rl new-engine mine
     """
-    from core_rl_conformance.skeleton.write import Skeleton, write_skeleton
+    from core_rl_conformance.skeleton import Skeleton, write_skeleton
 
     skeleton = Skeleton.named(name, class_prefix)
     place = (directory or Path()) / skeleton.distribution

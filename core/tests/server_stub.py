@@ -9,7 +9,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,15 +199,14 @@ def complete_during(
     """The responses to ``requests``, which are in flight when ``action`` begins, on servers that are drawing tokens."""
 
     async def all_of_them() -> list[LLMResponse]:
-        first = LLMRequest(input_ids=requests[0].input_ids, sampling=requests[0].sampling)
-        async with aclosing(engine.astream(first)) as stream:
-            await anext(stream)
-            running = [asyncio.create_task(engine.agenerate(request)) for request in requests]
-            while in_flight(engine) <= len(requests):
-                await asyncio.sleep(0.001)
-            await anext(stream)
-            assert not any(task.done() for task in running), "give them more tokens"
-            await asyncio.to_thread(action)
+        running = [asyncio.create_task(engine.agenerate(request)) for request in requests]
+        while in_flight(engine) < len(requests):
+            await asyncio.sleep(0.001)
+        # They draw tokens when a later request has its own.
+        short = replace(requests[0].sampling, max_new_tokens=2)
+        await engine.agenerate(LLMRequest(input_ids=requests[0].input_ids, sampling=short))
+        assert not any(task.done() for task in running), "give them more tokens"
+        await asyncio.to_thread(action)
         return list(await asyncio.gather(*running))
 
     return asyncio.run(all_of_them())

@@ -22,7 +22,7 @@ from core_rl.servers.labels import FRESH
 from core_rl.servers.limits import NO_LIMITS
 from core_rl.servers.process import RunningServer, ServerProcess
 from core_rl.servers.server import Server
-from core_rl.servers.wire import Scores, StreamReader, Wire
+from core_rl.servers.wire import Scores, Wire
 from core_rl_conformance.servers.openai import OpenAIWire
 
 __all__ = ["ServerUnderTest", "ServerUnderTestConfig", "misfits_of", "wire_of"]
@@ -198,10 +198,6 @@ class UnversionedWire(Wire):
 
     def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
         return self._wire.scores(response, ids, k, server)
-
-    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
-        read = self._wire.stream_reader(request, eos, server)
-        return lambda event: read(_unversioned(event))
 
 
 def _unversioned(response: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
-from core_rl.servers.wire import Scores, StreamReader, Wire, readable
+from core_rl.servers.wire import Scores, Wire, readable
 
 __all__ = ["OpenAIWire"]
 
@@ -98,9 +98,6 @@ class OpenAIWire(Wire):
                 for position in positions
             ]
             return Scores.checked(logprobs, best, ids, k, server)
-
-    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
-        raise NotImplementedError("completions are not streamed")
 
 
 def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +12,6 @@ from core_rl.backend.inference_backend import InferenceContext, TopLogprobs
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
 
 __all__ = [
     "INFERENCE_PROTOCOLS",
@@ -22,7 +21,6 @@ __all__ = [
     "SupportsReleaseMemory",
     "SupportsScore",
     "SupportsServersOnMachines",
-    "SupportsStreaming",
     "SupportsTopLogprobs",
     "SupportsWeightUpdate",
 ]
@@ -122,14 +120,6 @@ class SupportsServersOnMachines(Protocol):
         self, context: InferenceContext[Any], processes: Sequence[MachineProcess]
     ) -> tuple[str, ...]:
         """As `SupportsLaunchServer.launch_server`, with a server in each of ``processes``, which `teardown` closes."""
-
-
-@runtime_checkable
-class SupportsStreaming(Protocol):
-    """Yields responses in parts; needs no capability."""
-
-    def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
-        """Parts of a response as they are drawn, and last the whole response; closing it aborts the request."""
 
 
 INFERENCE_PROTOCOLS: Mapping[Capability, tuple[type, ...]] = MappingProxyType(

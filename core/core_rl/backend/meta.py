@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from core_rl.errors import ConfigError
 
 __all__ = [
+    "BETWEEN_MACHINES",
     "CheckpointFormat",
     "EngineProgress",
     "FinetuneSpec",
@@ -29,6 +30,8 @@ StatePart = Literal["model", "optimizer"]
 """Parts that are offloaded separately: weights with their gradients, and moments."""
 CheckpointFormat = Literal["hf", "sharded", "portable", "dcp", "adapter"]
 SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
+BETWEEN_MACHINES: tuple[SyncMethod, ...] = ("distributed", "lora")
+"""Methods that take `WeightUpdateMeta.host`."""
 
 
 def _require_one_of(field: str, value: str, known: Sequence[str]) -> None:
@@ -60,7 +63,7 @@ class SaveLoadMeta:
     """Contents and path of a checkpoint to save or load."""
 
     path: str
-    """A local directory or an fsspec URL."""
+    """A local directory, on a file system of all ranks."""
     format: CheckpointFormat = "sharded"
     with_optimizer: bool = True
     """Moments, step counts and random state as well; ``hf`` and ``adapter`` never hold them."""
@@ -73,7 +76,7 @@ class SaveLoadMeta:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ConfigError("SaveLoadMeta.path is empty; name a directory or an fsspec URL")
+            raise ConfigError("SaveLoadMeta.path is empty; name a directory")
         _require_one_of("SaveLoadMeta.format", self.format, get_args(CheckpointFormat))
 
 
@@ -88,8 +91,8 @@ class WeightUpdateMeta:
     """For ``disk``: the directory between the two. For all others: the file through which they find each other; the
     receiver makes it and removes it."""
     host: str | None = None
-    """For all but ``disk``: the address of the receiver's machine towards a sender on another one, to which the buckets
-    then go over TCP. Null: both are on one machine."""
+    """For ``distributed`` and ``lora``: the address of the receiver's machine towards a sender on another one, to which
+    the buckets then go over TCP. Null: both are on one machine."""
     verify: bool = False
     """Compare digests of received and sent tensors; for ``lora`` also of the weights below the adapter. Without
     it, ``disk`` compares the sizes of files."""
@@ -107,6 +110,11 @@ class WeightUpdateMeta:
         _require_one_of("WeightUpdateMeta.method", self.method, get_args(SyncMethod))
         if self.method == "disk" and not self.path:
             raise ConfigError("WeightUpdateMeta(method='disk') needs a path; set the directory to write to")
+        if self.host is not None and self.method not in BETWEEN_MACHINES:
+            raise ConfigError(
+                f"WeightUpdateMeta(method={self.method!r}, host={self.host!r}): host is for "
+                f"{' and '.join(map(repr, BETWEEN_MACHINES))}; leave it out, or choose 'distributed' between machines"
+            )
         if self.delta and self.method == "lora":
             raise ConfigError(
                 "WeightUpdateMeta(method='lora', delta=True): an adapter is sent whole; set delta to False"

@@ -3,9 +3,6 @@
 All collectives come first: the ranks agree on a temporary directory, and each takes a snapshot. Then a
 thread on every rank writes that rank's files and leaves a marker next to them. The thread of rank 0
 waits for all markers, writes the manifest and renames it into place. No thread talks to another rank.
-
-For a URL each machine has a directory of its own, and the thread of its first rank uploads the files. The manifest
-follows when the ranks `BackgroundSave.wait`.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,9 +20,8 @@ from typing import Any
 from core_rl.checkpoint.directory import stage
 from core_rl.checkpoint.local import LocalStorage
 from core_rl.checkpoint.manifest import FileRecord, Manifest, file_names, records_of
-from core_rl.checkpoint.remote import RemoteStorage, is_url
 from core_rl.checkpoint.shards import files_of
-from core_rl.distributed.agreement import agree, describe, error_of, on_all, on_leader
+from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
@@ -67,51 +63,32 @@ def write_in_background(
     subject = f"cannot save {path!r}, and what was there before is untouched"
     with ExitStack() as stack:
         staged = stage(path, state, world, stack, subject)
-        deferred = on_all(world, lambda: prepare(staged.path), subject, CheckpointError)
-        store = on_all(world, lambda: RemoteStorage(path), subject, CheckpointError) if is_url(path) else None
-        if store is not None:
-            on_leader(world, store.begin, subject, CheckpointError)
+        deferred = on_all(world, lambda: prepare(staged), subject, CheckpointError)
         resources = stack.pop_all()
 
-        def complete() -> dict[str, FileRecord]:
+        def complete() -> None:
             records = None
             with resources:
                 try:
-                    _write_part(staged.path, staged.rank, deferred.write, hashes=deferred.finish is None)
+                    _write_part(staged, world.rank, deferred.write, hashes=deferred.finish is None)
                 finally:
                     # Also after a failure: no other rank writes into the directory any more when it is removed.
-                    if staged.leads:
-                        records = _await_parts(staged.path, staged.ranks, timeout_s)
-                if records is None:
-                    return {}
-                records = _finish_files(staged.path, deferred.finish, records)
-                if store is None:
-                    LocalStorage(path).commit(staged.path, Manifest.of(kind, state, records))
-                else:
-                    store.upload(staged.path, records)
-                return records
+                    if world.rank == 0:
+                        records = _await_parts(staged, world.size, timeout_s)
+                if records is not None:
+                    records = _finish_files(staged, deferred.finish, records)
+                    LocalStorage(path).commit(staged, Manifest.of(kind, state, records))
 
-        def commit(records: Mapping[str, FileRecord]) -> None:
-            if store is not None:
-                store.commit(Manifest.of(kind, state, records))
-
-        return BackgroundSave(path, complete, commit)
+        return BackgroundSave(path, complete)
 
 
 class BackgroundSave:
     """One save on its way to the disk, on this rank."""
 
-    def __init__(
-        self,
-        path: str,
-        complete: Callable[[], Mapping[str, FileRecord]],
-        commit: Callable[[Mapping[str, FileRecord]], None],
-    ) -> None:
-        """``complete()`` runs in a thread; rank 0 calls ``commit`` with what it returned on all ranks."""
+    def __init__(self, path: str, complete: Callable[[], None]) -> None:
+        """``complete()`` runs in a thread."""
         self.path = path
-        self._records: dict[str, FileRecord] = {}
         self._failure: Exception | None = None
-        self._commit = commit
         # Not a daemon: a program that ends normally ends when its checkpoint is complete.
         self._thread = Thread(target=self._run, args=(complete,), name=f"save {path}")
         self._thread.start()
@@ -125,17 +102,14 @@ class BackgroundSave:
         subject = (
             f"the save of {self.path!r} in the background failed, and what was there before is untouched"
         )
-        shares = agree(world, self._result, subject, CheckpointError)
-        records = {name: record for share in shares for name, record in share.items()}
-        on_leader(world, lambda: self._commit(records), subject, CheckpointError)
+        on_all(world, self._result, subject, CheckpointError)
 
-    def _result(self) -> dict[str, FileRecord]:
+    def _result(self) -> None:
         if self._failure is not None:
             raise self._failure
-        return self._records
 
-    def _run(self, complete: Callable[[], Mapping[str, FileRecord]]) -> None:
-        self._failure = error_of(lambda: self._records.update(complete()))  # `wait` raises it
+    def _run(self, complete: Callable[[], None]) -> None:
+        self._failure = error_of(complete)  # `wait` raises it
         if self._failure is not None:
             logger.error("the save of %r in the background failed: %s", self.path, describe(self._failure))
 
@@ -154,12 +128,12 @@ def _write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
         raise
 
 
-def _await_parts(staged: Path, ranks: Sequence[int], timeout_s: float) -> dict[str, FileRecord] | None:
-    """Records of all ``ranks`` when they have written, or None if a rank failed; removes the markers."""
+def _await_parts(staged: Path, ranks: int, timeout_s: float) -> dict[str, FileRecord] | None:
+    """Records of all ``ranks``, their number, when they have written, or None if a rank failed; removes the markers."""
     deadline = time.monotonic() + timeout_s
-    while len(markers := [*staged.glob(".rank-*.done"), *staged.glob(".rank-*.failed")]) < len(ranks):
+    while len(markers := [*staged.glob(".rank-*.done"), *staged.glob(".rank-*.failed")]) < ranks:
         if time.monotonic() > deadline:
-            waiting = set(ranks) - {int(marker.stem.removeprefix(".rank-")) for marker in markers}
+            waiting = set(range(ranks)) - {int(marker.stem.removeprefix(".rank-")) for marker in markers}
             raise CheckpointError(f"rank(s) {sorted(waiting)} did not finish writing within {timeout_s:g} s")
         time.sleep(POLL_S)
     records: dict[str, FileRecord] = {}

@@ -15,7 +15,6 @@ from core_rl.backend.train_backend import AnyTrainBackend
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite, Write, write_in_background
 from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.checkpoint.manifest import read_manifest
-from core_rl.checkpoint.remote import is_url
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm
@@ -156,8 +155,7 @@ def save_files(
 
     def prepare(directory: Path) -> DeferredWrite:
         later = snapshot()
-        # No machine has the slices of all others, which would have to be joined later, where they go to a URL.
-        if later is not None and not (later.finish is not None and is_url(meta.path)):
+        if later is not None:
             return later
         write(directory)
         return DeferredWrite(lambda directory: None)

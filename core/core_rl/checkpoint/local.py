@@ -11,41 +11,42 @@ import fcntl
 import os
 import re
 import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, write_manifest
-from core_rl.distributed.agreement import agree, on_all
-from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CheckpointNotFound
 
 __all__ = [
     "LocalStorage",
-    "Workspace",
     "check_visible",
     "in_use",
     "is_temporary",
-    "machine_workspace",
+    "is_url",
     "remove_stale",
-    "shared_workspace",
 ]
 
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 STALE_AFTER_S = 24 * 3600.0
-PREFIX = "core-rl-checkpoint."
-FILES = "files"
-MAKER = "maker"
+
+
+def is_url(path: str) -> bool:
+    """Whether ``path`` is a URL and not a local path."""
+    return "://" in path
 
 
 class LocalStorage:
     """A local directory as a place for a checkpoint."""
 
     def __init__(self, path: str) -> None:
+        """Raises `CheckpointError` for a URL, and for a path without a name."""
+        if is_url(path):
+            raise CheckpointError(
+                f"{path!r} is a URL; name a local directory, and copy it to or from the store"
+            )
         self.path = Path(path).expanduser().resolve()
         if not self.path.name:
             raise CheckpointError(f"{path!r} cannot be a checkpoint; name a directory")
@@ -185,78 +186,10 @@ def _is_stale(directory: Path) -> bool:
         os.close(descriptor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workspace:
-    """A directory and the ranks that see it. Its path is the same on all machines."""
-
-    path: Path
-    rank: int
-    ranks: tuple[int, ...]
-    """Ranks that see the files in it, in order: all ranks, or the ranks of one machine."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first of the ranks that see the directory."""
-        return self.rank == self.ranks[0]
-
-    def share(self, names: Sequence[str]) -> Sequence[str]:
-        """Part of the files ``names`` for this rank; a file for each rank goes to that rank."""
-        return names[self.ranks.index(self.rank) :: len(self.ranks)]
-
-
-def shared_workspace(path: Path, world: Comm) -> Workspace:
-    """The directory ``path``, which all ranks see."""
-    return Workspace(path=path, rank=world.rank, ranks=tuple(range(world.size)))
-
-
-def machine_workspace(world: Comm, stack: ExitStack, subject: str) -> Workspace:
-    """An empty directory for temporary files on each machine; collective.
-
-    It lives as long as its leader's ``stack``; what killed processes have left is removed. Machines that share the
-    directory of temporary files share this one too.
-    """
-    root = world.broadcast(Path(tempfile.gettempdir()) / f"{PREFIX}tmp-{uuid.uuid4().hex}")
-
-    def enter() -> None:
-        _make(root, world.rank, made)
-        stack.enter_context(in_use(root))
-        remove_stale(root.parent, PREFIX)
-
-    with ExitStack() as made:
-        on_all(world, enter, subject, CheckpointError)
-        maker_of = agree(world, lambda: int((root / MAKER).read_text()), subject, CheckpointError)
-        made.pop_all()
-    local_maker = maker_of[world.rank]
-    workspace = Workspace(
-        path=root / FILES,
-        rank=world.rank,
-        ranks=tuple(rank for rank, maker in enumerate(maker_of) if maker == local_maker),
-    )
-    if workspace.leads:
-        stack.callback(shutil.rmtree, root, ignore_errors=True)
-    return workspace
-
-
-def _make(root: Path, rank: int, stack: ExitStack) -> None:
-    """Make ``root``, unless another rank that sees it was first."""
-    try:
-        root.mkdir(mode=0o700)
-    except FileExistsError:
-        return
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{root.parent} does not exist here; set the environment variable TMPDIR to a directory that all machines "
-            "have"
-        ) from error
-    stack.callback(shutil.rmtree, root, ignore_errors=True)
-    (root / FILES).mkdir()
-    (root / MAKER).write_text(str(rank))
-
-
 def check_visible(directory: Path) -> None:
     """Raise `CheckpointError` on a rank that does not see what rank 0 made."""
     if not directory.is_dir():
         raise CheckpointError(
             f"{directory} does not exist here; all ranks must see one file system. Name a directory that all machines "
-            "share, or an fsspec URL"
+            "share"
         )

@@ -12,23 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.directory import open_checkpoint
-from core_rl.checkpoint.local import LocalStorage, is_temporary, remove_stale
+from core_rl.checkpoint.local import LocalStorage, is_temporary, is_url, remove_stale
 from core_rl.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    all_files,
     file_names,
-    find_damage,
     read_manifest,
     records_of,
     to_json,
 )
-from core_rl.checkpoint.remote import RemoteStorage, is_url
 from core_rl.distributed.agreement import on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, raise_all
 
-__all__ = ["CheckpointCopies", "RunCheckpoint", "RunCheckpoints", "open_run_checkpoint"]
+__all__ = ["STEP", "RunCheckpoint", "RunCheckpoints", "name_of", "open_run_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +161,7 @@ class RunCheckpoints:
         return sorted({int(match[1]) for entry in self.root.iterdir() if (match := STEP.match(entry.name))})
 
     def _path(self, step: int) -> Path:
-        return self.root / f"step-{step:08d}"
+        return self.root / name_of(step)
 
     def _remove_old(self) -> None:
         for step in self.steps()[: -self.keep]:
@@ -220,6 +217,11 @@ class PendingCheckpoint:
         self._storage.commit(self._staged, Manifest.of(KIND, {"step": self.step}, records))
 
 
+def name_of(step: int) -> str:
+    """The directory of the checkpoint of ``step``."""
+    return f"step-{step:08d}"
+
+
 def _subject(path: Path) -> str:
     return f"cannot save {str(path)!r}, and what was there before is untouched"
 
@@ -239,86 +241,3 @@ def _open(path: Path) -> RunCheckpoint:
         step = int(read_manifest(directory).state["step"])
         state = json.loads((directory / STATE).read_text())
         return RunCheckpoint(path=directory, step=step, state=state)
-
-
-class CheckpointCopies:
-    """The newest ``keep`` run checkpoints under ``url``, for one driver alone: ``step-00000010/…``.
-
-    The manifest of a step is uploaded last: without it there is no copy. All methods raise `CheckpointError` with the
-    URL and the reason of the store. Raises `ConfigError` for a path without a protocol, and `MissingPackage`.
-    """
-
-    def __init__(self, url: str, keep: int) -> None:
-        if not is_url(url):
-            raise ConfigError(f"{url!r} is not an fsspec URL, such as s3://bucket/run")
-        self.url = url.rstrip("/")
-        self.keep = keep
-        RemoteStorage(self.url)
-
-    def steps(self) -> list[int]:
-        """The steps with a complete copy, in order."""
-        return on_leader(Comm(), self._complete, f"cannot list {self.url!r}", CheckpointError)
-
-    def upload(self, step: int, directory: Path) -> None:
-        """Copy the complete checkpoint in ``directory``, and then remove old and incomplete copies."""
-
-        def copy() -> None:
-            manifest = read_manifest(directory)
-            names = sorted(set(all_files(directory, manifest)) - {MANIFEST})
-            place = self._place(step)
-            place.check_replaceable()
-            place.begin()
-            place.upload(directory, names)
-            place.commit(manifest)
-            retained = self._complete()[-self.keep :]
-            for old_step in self._all():
-                if old_step not in retained and old_step < step:
-                    self._place(old_step).remove()
-
-        subject = f"cannot copy the checkpoint of step {step} to {self.url!r}; it is in {directory}"
-        on_leader(Comm(), copy, subject, CheckpointError)
-
-    def download(self, checkpoints: RunCheckpoints) -> None:
-        """Add the newest copy to ``checkpoints``, unless they have it or a later one.
-
-        Raises `CheckpointDamaged` with the changed files.
-        """
-        steps, local_steps = self.steps(), checkpoints.steps()
-        if steps and (not local_steps or local_steps[-1] < steps[-1]):
-            step = steps[-1]
-            subject = f"cannot read the checkpoint of step {step} in {self.url!r}"
-            on_leader(Comm(), lambda: self._fetch(step, checkpoints.root), subject)
-
-    def clear(self) -> None:
-        """Remove all copies."""
-
-        def remove() -> None:
-            for step in self._all():
-                self._place(step).remove()
-
-        on_leader(Comm(), remove, f"cannot remove the checkpoints in {self.url!r}", CheckpointError)
-
-    def _fetch(self, step: int, root: Path) -> None:
-        target = LocalStorage(str(root / _name(step)))
-        with target.staging() as staged:
-            place = self._place(step)
-            source, names = place.files()
-            place.download(source, names, staged)
-            manifest = read_manifest(staged)
-            damage = find_damage(staged, all_files(staged, manifest))
-            raise_all(CheckpointDamaged, "the copy is damaged", list(damage.values()))
-            target.commit(staged, manifest)
-
-    def _place(self, step: int) -> RemoteStorage:
-        return RemoteStorage(f"{self.url}/{_name(step)}")
-
-    def _all(self) -> list[int]:
-        names = RemoteStorage(self.url).names()
-        return sorted(int(match[1]) for name in names if (match := STEP.match(name)))
-
-    def _complete(self) -> list[int]:
-        return [step for step in self._all() if self._place(step).manifest_bytes() is not None]
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"

@@ -24,7 +24,7 @@ from core_rl.errors import ConfigError, EngineContractError, raise_all
 if TYPE_CHECKING:
     from core_rl.data.media import Media
 
-__all__ = ["LLMRequest", "LLMResponse", "PartialResponse", "SamplingParams", "StopReason"]
+__all__ = ["LLMRequest", "LLMResponse", "SamplingParams", "StopReason"]
 
 StopReason = Literal["stop", "length", "abort"]
 STOP_REASONS: tuple[StopReason, ...] = ("stop", "length", "abort")
@@ -153,16 +153,6 @@ class LLMRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartialResponse:
-    """Tokens of a response that is still generated."""
-
-    output_ids: tuple[int, ...]
-    """The tokens drawn since the part before."""
-    logprobs: tuple[float, ...]
-    """One for each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast, final
 
@@ -19,7 +18,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.config.hub import with_local_model
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine import guards, inference_guards
 from core_rl.engine.inference_guards import InferenceComponents
 from core_rl.engine.sync import WeightUpdates
@@ -168,26 +167,6 @@ class InferenceEngine:
                 response = await self._backend.agenerate(request)
         self._check_response(request, response, oldest)
         return replace(response, latency_s=time.perf_counter() - started)
-
-    async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
-        """Parts of a response as they are drawn, and last the whole response; only its tokens count.
-
-        Closing the generator before its end aborts the request. Raises as `agenerate` does, and
-        `UnsupportedCapability` for a backend that does not stream.
-        """
-        if not isinstance(self._backend, protocols.SupportsStreaming):
-            raise UnsupportedCapability(
-                f"astream(): the backend of {self.spec.name!r} does not implement SupportsStreaming; call agenerate()"
-            )
-        with self._gate.named(request.rid):
-            await self._admit("astream()", request)
-            with self._gate.counted("astream()"):
-                oldest = self._version
-                async with aclosing(self._backend.astream(request)) as parts:
-                    async for part in parts:
-                        if not isinstance(part, PartialResponse):
-                            self._check_response(request, part, oldest)
-                        yield part
 
     async def _admit(self, method: str, request: LLMRequest) -> None:
         self._require_serving(method)

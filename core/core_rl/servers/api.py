@@ -92,15 +92,6 @@ class Api:
             content = await response.read()
             return self._parsed(content, path) if parse else None
 
-    async def events(self, path: str, body: Mapping[str, Any], timeout_s: float) -> AsyncGenerator[Any]:
-        """The JSON of each server-sent event of the response to ``POST path``; closing it breaks the connection.
-
-        Raises as `post` does; ``timeout_s`` is for all events together.
-        """
-        async with self._call("POST", path, body, timeout_s) as response:
-            async for content in _event_data(response.content):
-                yield self._parsed(content, path)
-
     @asynccontextmanager
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
@@ -146,19 +137,6 @@ class Api:
             return json.loads(content) if content else None
         except ValueError as error:
             raise Refused(f"{self.name}: {path} returned no JSON: {_shown(content)}", 200) from error
-
-
-async def _event_data(stream: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
-    """The data of each event before the last one, which marks the end. Events may be of any size."""
-    rest = b""
-    async for chunk in stream.iter_any():
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data:").strip()
-            if data == b"[DONE]":
-                return
-            if data:
-                yield data
 
 
 def _reason(content: bytes) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from core_rl.backend.inference_protocols import MachineProcess
 from core_rl.backend.meta import FinetuneSpec, Scheduling, WeightUpdateMeta
 from core_rl.backend.tensors import check_shapes
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.distributed.devices import wants_cuda
 from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import LayoutError, WeightsError
@@ -178,27 +178,6 @@ class ServerBackend(InferenceBackend[C]):
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         return await asyncio.wrap_future(self.loop.run(self._requests.generate(request, self.model.eos)))
-
-    async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
-        """Parts of a response as they come, and last the response; a server lost after the first is an error."""
-        parts: asyncio.Queue[PartialResponse | LLMResponse | None] = asyncio.Queue()
-        callers_loop = asyncio.get_running_loop()
-
-        async def pump() -> None:
-            try:
-                async with aclosing(self._requests.stream(request, self.model.eos)) as stream:
-                    async for part in stream:
-                        callers_loop.call_soon_threadsafe(parts.put_nowait, part)
-            finally:
-                callers_loop.call_soon_threadsafe(parts.put_nowait, None)
-
-        running = self.loop.run(pump())
-        try:
-            while (part := await parts.get()) is not None:
-                yield part
-            running.result()
-        finally:
-            running.cancel()
 
     def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         return self.loop.wait(self._scorer.score(batch, temperature))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import NO_MEDIA, Media
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import EngineStateError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused, Unreachable
@@ -37,15 +36,6 @@ REDRAWS = 16
 """Responses until there is none with a placeholder, which no image belongs to."""
 MOST_VALUES = 2**26
 """The most numbers that one call fetches as JSON."""
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """A request on its way to one server."""
-
-    server: Server
-    adapter: ServedAdapter
-    body: Mapping[str, Any]
 
 
 class Requests:
@@ -87,65 +77,24 @@ class Requests:
             if problem := server.limits.sampling_problem(request.sampling):
                 raise RolloutError(f"request {request.rid}: {server.name} {problem}; {server.limits.remedy}")
 
-    async def stream(
-        self, request: LLMRequest, eos: Collection[int]
-    ) -> AsyncGenerator[PartialResponse | LLMResponse]:
-        """Parts of a response as they come, and the response. Closed before its end, the request is aborted.
-
-        Sent again where a server is lost before the first part; after it, raises `Unreachable`.
-        """
-
-        async def parts(attempt: _Attempt) -> AsyncGenerator[PartialResponse | LLMResponse]:
-            server, body = attempt.server, {**attempt.body, "stream": True}
-            read = self._wire.stream_reader(request, eos, server.name)
-            async with aclosing(server.api.events(self._wire.path, body, self._timeout_s)) as events:
-                async for event in events:
-                    part = read(event)
-                    if isinstance(part, LLMResponse):
-                        yield _with_versions(server, attempt.adapter, part)
-                        return
-                    yield part
-            raise Unreachable(f"{server.name} ended the stream of request {request.rid} too early")
-
-        self._require_taken(request)
-        async with aclosing(self._results(self._body(request, eos), parts)) as results:
-            async for part in results:
-                yield part
-
     async def call(
         self, body: Mapping[str, Any], read: Callable[[Any, Server, ServedAdapter], _Result]
     ) -> _Result:
-        """``read(response, server, adapter)`` of the response to ``body``; sent again where a server is lost."""
+        """``read(response, server, adapter)`` of the response to ``body`` from any server.
 
-        async def response(attempt: _Attempt) -> AsyncGenerator[_Result]:
-            content = await attempt.server.api.post(self._wire.path, attempt.body, self._timeout_s)
-            yield read(content, attempt.server, attempt.adapter)
-
-        (result,) = [result async for result in self._results(body, response)]
-        return result
-
-    async def _results(
-        self, body: Mapping[str, Any], send: Callable[[_Attempt], AsyncGenerator[_Result]]
-    ) -> AsyncGenerator[_Result]:
-        """Yield the results of ``send`` for ``body`` on any server; closed before its end, the request is aborted.
-
-        Where a server is lost before the first result, ``body`` is sent again with another rid, perhaps to another
-        server. The attempt before is aborted, so that one call gives one sample.
+        Where a server is lost, ``body`` is sent again with another rid, perhaps to another server. The attempt before
+        is aborted, so that one call gives one sample.
         """
         async with self._free:
-            left, delay_s, started = self._pool.options.retries, FIRST_RETRY_S, False
+            left, delay_s = self._pool.options.retries, FIRST_RETRY_S
             try:
                 while True:
                     server = await self._pool.pick(body[self._wire.ids])
                     try:
-                        async with aclosing(self._attempt(server, body, left, send)) as results:
-                            async for result in results:
-                                started = True
-                                yield result
-                        return
+                        return await self._attempt(server, body, left, read)
                     except (Unreachable, StaleServer) as error:
                         self._pool.mark_lost(server, error)
-                        if started or not left or self._pool.closing:
+                        if not left or self._pool.closing:
                             raise
                     await asyncio.sleep(delay_s)
                     left, delay_s = left - 1, 2 * delay_s
@@ -161,19 +110,19 @@ class Requests:
         server: Server,
         body: Mapping[str, Any],
         left: int,
-        send: Callable[[_Attempt], AsyncGenerator[_Result]],
-    ) -> AsyncGenerator[_Result]:
-        """Yield the results of ``send`` on ``server``; `StaleServer` where that does not know its adapter any more."""
+        read: Callable[[Any, Server, ServedAdapter], _Result],
+    ) -> _Result:
+        """The response of ``server``; `StaleServer` where that does not know its adapter any more."""
         # A server may abort every request whose rid begins so.
         rid, ended = f"{body[self._wire.rid]}-{left}-", False
         try:
             with server.busy() as adapter:
                 request = {**body, **self._wire.adapter_fields(adapter.name), self._wire.rid: rid}
-                attempt = _Attempt(server, adapter, request)
-                async with aclosing(send(attempt)) as results:
-                    async for result in results:
-                        yield result
+                result = read(
+                    await server.api.post(self._wire.path, request, self._timeout_s), server, adapter
+                )
             ended = True
+            return result
         except Refused as error:
             ended = True
             if self._wire.is_lost(error):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core_rl.data.media import Media
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import RolloutError, UnsupportedCapability
 from core_rl.servers.api import Refused
 from core_rl.servers.labels import owner_of, version_in
@@ -21,15 +21,11 @@ from core_rl.servers.labels import owner_of, version_in
 __all__ = [
     "Scores",
     "StaleServer",
-    "StreamReader",
     "Wire",
     "readable",
     "version_of",
     "versions_of",
 ]
-
-StreamReader: TypeAlias = Callable[[Any], PartialResponse | LLMResponse]
-"""The part of a response that an event of its stream brings; the last one brings the whole response."""
 
 
 class StaleServer(RolloutError):
@@ -121,10 +117,6 @@ class Wire(ABC):
     @abstractmethod
     def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
         """What ``response`` from ``server`` says; `RolloutError` where it is malformed or not whole."""
-
-    @abstractmethod
-    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
-        """Reads the events of one stream; raises as `response` does."""
 
 
 @contextmanager

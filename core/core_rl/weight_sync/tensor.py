@@ -4,8 +4,8 @@ The rank that writes exports connects to the receiver through the file `WeightUp
 buckets of shared memory; at most two are in flight. Neither side depends on the kind of the other.
 
 A sender on a GPU also gives each bucket to ranks of servers on this machine that can open its memory (CUDA IPC). Shared
-memory then has the copy for servers that come later. Where the meta names a ``host``, the receiver is on another
-machine: buckets go there over TCP, into its shared memory.
+memory then has the copy for servers that come later. With a ``host`` in the meta of ``lora`` and ``distributed``, the
+receiver is on another machine: buckets go there over TCP, into its shared memory.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ class TensorUpdate:
     ) -> None:
         """Exchange the first messages; raises as `ReceivedWeights.read_hello`."""
         received.read_hello()
-        readers = ranks()
-        received.reply(Kind.READY, None if isinstance(channel, RemoteChannel) else readers)
+        received.reply(Kind.READY, ranks())
 
 
 class Sender:

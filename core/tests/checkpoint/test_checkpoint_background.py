@@ -307,17 +307,6 @@ def test_background_save_is_a_snapshot(
     assert engine.get_version() == (5 if form == "hf" else 4)
 
 
-@pytest.mark.parametrize("form", ["portable", "sharded", "dcp"])
-def test_background_save_to_a_url(engine: TrainEngine, form: CheckpointFormat, tmp_path: Path) -> None:
-    train(engine, 0)
-    expected = held(engine)
-    meta = SaveLoadMeta(path=f"file://{tmp_path}/a", format=form, asynchronous=True)
-    engine.save(meta)
-    train(engine, 1)
-    engine.load(meta)  # waits for the save
-    assert all(torch.equal(value, expected[name]) for name, value in held(engine).items())
-
-
 def test_next_save_waits_for_previous_save(
     engine: TrainEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.data.adapters import (
-    from_padded,
-    from_padded_dict,
-    from_tensordict,
-    load_batch,
-    save_batch,
-    to_padded,
-    to_padded_dict,
-)
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.gather import WHOLE_FROM
 from core_rl.data.outputs import masked_mean, masked_sum, segment_sum
@@ -182,59 +172,6 @@ def test_split_selects_each_part_and_gathers_once(lengths: list[int], count: int
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     assert [part.unit.tolist() for part in parts if part.unit is not None] == plan
     assert batch.split([]) == []
-
-
-@given(LENGTHS, st.sampled_from(["left", "right"]))
-@settings(deadline=None)
-def test_padding_round_trip(lengths: list[int], side: Any) -> None:
-    batch = make_batch(lengths)
-    padded = to_padded(batch, side=side, pad_id=9)
-    assert padded["input_ids"].shape == (len(lengths), max(lengths))
-    mask = padded.pop("attention_mask")
-    ids = padded.pop("input_ids")
-    back = from_padded(ids, mask, tokens=padded, sequences=batch.sequences)
-    assert torch.equal(back.input_ids, batch.input_ids) and back.lengths == lengths
-    assert torch.equal(back["value"], batch["value"])
-
-
-def test_a_mask_with_a_hole_is_refused() -> None:
-    with pytest.raises(BatchError, match="sequence 1 has a hole"):
-        from_padded(torch.ones(2, 3, dtype=torch.long), torch.tensor([[0, 1, 1], [1, 0, 1]]))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_areal_dictionary_round_trip(side: Any) -> None:
-    batch = make_batch([2, 4, 1], unit=[0, 0, 1])
-    back = from_padded_dict(to_padded_dict(batch, side=side))
-    assert torch.equal(back.input_ids, batch.input_ids)
-    assert torch.equal(back["value"], batch["value"]) and torch.equal(back["reward"], batch["reward"])
-    assert back.unit is not None and back.unit.tolist() == [0, 0, 1]
-
-
-def test_verl_response_fields_land_at_the_responses() -> None:
-    data = {
-        "prompts": torch.tensor([[0, 5], [6, 7]]),
-        "responses": torch.tensor([[1, 2, 0], [3, 4, 5]]),
-        "input_ids": torch.tensor([[0, 5, 1, 2, 0], [6, 7, 3, 4, 5]]),
-        "attention_mask": torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]),
-        "position_ids": torch.zeros(2, 5, dtype=torch.long),
-        "response_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]),
-        "old_log_probs": torch.tensor([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]]),
-    }
-    batch = from_tensordict(data)
-    assert batch.input_ids.tolist() == [5, 1, 2, 6, 7, 3, 4, 5]
-    assert batch.loss_mask.tolist() == [False, True, True, False, False, True, True, True]
-    assert batch["old_log_probs"].tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -3.0, -4.0, -5.0]
-
-
-def test_file_round_trip_and_a_damaged_file(tmp_path: Path) -> None:
-    batch = make_batch([3, 2])
-    save_batch(batch, tmp_path / "batch.safetensors")
-    assert same(load_batch(tmp_path / "batch.safetensors"), batch)
-    content = (tmp_path / "batch.safetensors").read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(content[:-7])
-    with pytest.raises(BatchError, match="cut.safetensors is not a batch file"):
-        load_batch(tmp_path / "cut.safetensors")
 
 
 @pytest.mark.parametrize("reduce", [masked_sum, masked_mean])

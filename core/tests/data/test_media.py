@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from core_rl.backend.steps import MicroBatches
-from core_rl.data.adapters import load_batch, save_batch, to_padded, to_padded_dict
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import NO_MEDIA, Media, count_patches, join_media
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches, shard
@@ -171,36 +168,3 @@ def test_shared_image_is_sent_once() -> None:
         restored: SequenceBatch = unpacked(buffers)
         assert len({id(media) for media in restored.media if media}) == images
         assert values(restored) == values(part)
-
-
-def test_shared_image_is_stored_once(tmp_path: Path) -> None:
-    batch, size = group_of(8)
-    save_batch(batch, tmp_path / "batch")
-    loaded = load_batch(tmp_path / "batch")
-    assert size < (tmp_path / "batch").stat().st_size < size + 8192
-    assert values(loaded) == values(batch) and len({id(media) for media in loaded.media}) == 2
-
-
-@given(patches=PATCHES)
-@settings(deadline=None, max_examples=20)
-def test_saved_batches_keep_images(patches: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("saved") / "batch"
-    batch = pictured(patches)
-    save_batch(batch, path)
-    loaded = load_batch(path)
-    assert values(loaded) == values(batch) and len(loaded.media) == len(batch.media)
-    assert all(left.keys() == right.keys() for left, right in zip(loaded.media, batch.media, strict=True))
-
-
-def test_saved_images_may_share_tensors(tmp_path: Path) -> None:
-    shared: Tensor = torch.ones(4, 6)
-    media = [{"pixel_values": shared}, {"pixel_values": shared, "image_grid_thw": GRID}]
-    save_batch(SequenceBatch.from_sequences([[1], [2]], media=media), tmp_path / "batch")
-    assert torch.equal(load_batch(tmp_path / "batch").media[1]["pixel_values"], shared)
-
-
-@pytest.mark.parametrize("pad", [to_padded, to_padded_dict])
-def test_padding_refuses_images(pad: Any) -> None:
-    with pytest.raises(BatchError, match="2 of 3 sequences have images, which padded tensors cannot hold"):
-        pad(pictured([4, 0, 8]))
-    assert pad(pictured([0, 0]).only([]))["input_ids"].tolist() == [[0, 0], [1, 1]]

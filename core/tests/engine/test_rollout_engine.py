@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from core_rl.config.capability import Capability
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine import sync
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
@@ -565,52 +565,14 @@ def test_limits_of_wrong_type_are_refused(backend: ToyBackend) -> None:
         toy_engine(backend).initialize()
 
 
-class StreamingBackend(ToyBackend):
-    """Yields each token, and then the whole response."""
-
-    async def astream(self, request: LLMRequest) -> AsyncGenerator[PartialResponse | LLMResponse]:
-        response = await self.agenerate(request)
-        for token, logprob in zip(response.output_ids, response.logprobs, strict=True):
-            yield PartialResponse(output_ids=(token,), logprobs=(logprob,))
-        yield response
-
-
-async def streamed(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
-    return [part async for part in engine.astream(REQUEST)]
-
-
-def test_rid_in_flight_is_refused() -> None:
-    engine = toy_engine(StreamingBackend())
-    engine.initialize()
-
-    async def parts() -> list[PartialResponse | LLMResponse]:
-        return [part async for part in engine.astream(REQUEST)]
-
+def test_rid_in_flight_is_refused(engine: InferenceEngine) -> None:
     async def scene() -> LLMResponse:
         engine.pause()
         first = asyncio.ensure_future(engine.agenerate(REQUEST))
         await asyncio.sleep(0)
-        for second in (engine.agenerate(REQUEST), parts()):
-            with pytest.raises(RolloutError, match=f"the rid '{REQUEST.rid}' is in flight already"):
-                await asyncio.wait_for(second, 10)
+        with pytest.raises(RolloutError, match=f"the rid '{REQUEST.rid}' is in flight already"):
+            await asyncio.wait_for(engine.agenerate(REQUEST), 10)
         engine.resume()
         return await asyncio.wait_for(first, 60)
 
     assert asyncio.run(scene()).output_ids == ask(engine).output_ids == (3, 4, 5)
-    assert len(asyncio.run(parts())) == 4
-    engine.destroy()
-
-
-def test_a_streamed_response_is_checked_at_its_end(engine: InferenceEngine) -> None:
-    backend = StreamingBackend()
-    streaming = toy_engine(backend)
-    streaming.initialize()
-    *parts, response = asyncio.run(streamed(streaming))
-    assert isinstance(response, LLMResponse)
-    assert [part.output_ids for part in parts] == [(3,), (4,), (5,)]
-    backend.answer = lambda request, response: longer(response)
-    with pytest.raises(EngineContractError, match="4 tokens; max_new_tokens = 3"):
-        asyncio.run(streamed(streaming))
-    streaming.destroy()
-    with pytest.raises(UnsupportedCapability, match="does not implement SupportsStreaming"):
-        asyncio.run(streamed(engine))

@@ -110,3 +110,5 @@ def test_checkpoints_convert_between_precisions(tmp_path: Path, saved: str, load
         rounds = (saved, loaded) == ("adamw", "adamw_8bit")
         limit = 0.008 * float(saved_value.abs().max()) if rounds else 0.0
         assert float((value - saved_value).abs().max()) <= limit, name
+    for built in (engine, second):
+        built.destroy()

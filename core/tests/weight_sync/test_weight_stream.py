@@ -537,7 +537,7 @@ def test_interrupted_sync_ignores_unresponsive_server(
 # ------------------------------------------------------------------ between machines
 
 
-@pytest.mark.parametrize("method", ["tensor", "distributed", "lora"])
+@pytest.mark.parametrize("method", ["distributed", "lora"])
 @pytest.mark.parametrize("bucket_bytes", [100, 1 << 28])
 def test_remote_buckets_are_sent_over_tcp(tmp_path: Path, method: SyncMethod, bucket_bytes: int) -> None:
     tensors = [(f"t{n}", torch.randn(n, 5).mul(9).to(dtype)) for n, dtype in enumerate(DTYPES)]
@@ -553,13 +553,19 @@ def test_remote_buckets_are_sent_over_tcp(tmp_path: Path, method: SyncMethod, bu
     assert not Path(subject.path or "").exists()
 
 
+@pytest.mark.parametrize("method", ["tensor", "disk"])
+def test_other_methods_take_no_host(tmp_path: Path, method: SyncMethod) -> None:
+    with pytest.raises(ConfigError, match=f"method='{method}', host='10.0.0.1'.* choose 'distributed'"):
+        meta(tmp_path, method=method, host="10.0.0.1")
+
+
 def collect_here(subject: WeightUpdateMeta) -> Bucket:
     with weight_update(subject).receive_copies(20) as buckets:
         return [item for bucket in buckets for item in bucket]
 
 
 def test_a_receiver_sends_strangers_away(tmp_path: Path) -> None:
-    subject = meta(tmp_path, host="127.0.0.1")
+    subject = meta(tmp_path, method="distributed", host="127.0.0.1")
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, subject)
         while not (actual := read_record(tmp_path / "meet")).get("port"):
@@ -577,7 +583,7 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def test_remote_receiver_error_reaches_sender(tmp_path: Path) -> None:
-    subject = meta(tmp_path, host="127.0.0.1")
+    subject = meta(tmp_path, method="distributed", host="127.0.0.1")
 
     def fail() -> None:
         with weight_update(subject).receive(20) as received:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,23 +103,7 @@ class Stub(ServerStub):
             return web.Response(status=503)
         if request.path in GROUP_CALLS:
             return await asyncio.to_thread(self._in_group, request.path, body)
-        if body.get("stream"):
-            return await self._streamed(request, body)
         return web.json_response(self._usual(request.path, body))
-
-    async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """The usual response token by token, then as a whole; waits before the last token while ``hold`` is set."""
-        full = self.generated(body)
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for count in range(1, len(full["output_ids"])):
-            pairs = full["meta_info"]["output_token_logprobs"][:count]
-            event = {"meta_info": {"finish_reason": None, "output_token_logprobs": pairs}}
-            await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        while self.hold:
-            await asyncio.sleep(0.01)
-        await response.write(f"data: {json.dumps(full)}\n\ndata: [DONE]\n\n".encode())
-        return response
 
     def _in_group(self, path: str, body: dict[str, Any]) -> web.Response:
         try:

@@ -6,7 +6,6 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from sglang_support import (
 )
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.data.requests import LLMResponse, PartialResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import CoreRLError, EngineStateError, RolloutError
 from core_rl.servers import api
@@ -245,41 +243,3 @@ def test_refused_pause_leaves_no_server_paused(tmp_path: Path) -> None:
         assert [response.stop_reason for response in complete(engine, request(), request(9))] == [
             "length"
         ] * 2
-
-
-async def streamed(engine: InferenceEngine, count: int | None = None) -> list[PartialResponse | LLMResponse]:
-    """The parts of a streamed response, or the first ``count`` of them."""
-    actual: list[PartialResponse | LLMResponse] = []
-    async with aclosing(engine.astream(request(max_new_tokens=9))) as parts:
-        async for part in parts:
-            actual.append(part)
-            if len(actual) == count:
-                break
-    return actual
-
-
-def test_streamed_chunks_equal_full_response(stub: Stub) -> None:
-    stub.faults["/generate"] = first(1, drop)
-    with connected([stub]) as engine:
-        *parts, response = asyncio.run(streamed(engine))
-    assert isinstance(response, LLMResponse)
-    assert response.output_ids == (7,) * 9
-    assert [part.output_ids for part in parts] == [(7,)] * 8
-    assert [part.logprobs for part in parts] == [(-0.5,)] * 8
-
-
-def test_closed_stream_is_aborted(stub: Stub) -> None:
-    stub.hold = True
-    with connected([stub]) as engine:
-        assert len(asyncio.run(streamed(engine, 3))) == 3
-        wait_for(lambda: stub.calls["/abort_request"] == 1)
-        stub.hold = False
-    aborted = next(body for path, body in stub.bodies if path == "/abort_request")
-    assert aborted == {"rid": generations(stub)[0]["rid"]}
-
-
-@pytest.mark.parametrize("event", [b"data: 1\n\n", b"data: {\n\n", b""])
-def test_a_stream_of_nonsense_is_an_error(stub: Stub, event: bytes) -> None:
-    stub.faults["/generate"] = lambda _request, _body: web.Response(body=event)
-    with connected([stub], retries=0) as engine, pytest.raises(RolloutError, match=stub.address):
-        asyncio.run(streamed(engine))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 import torch
-from vllm_support import backend_of
+from vllm_support import backend_of, complete_during
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
@@ -63,14 +61,8 @@ def check_update_in_flight(engine: InferenceEngine, before: str, new: str, meta:
             weight_update(meta).send(iter(tensors_of(Path(new)).items()))
         arrival.result(60)
 
-    async def drawn() -> list[LLMResponse]:
-        requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
-        streams = [engine.astream(request) for request in requests]
-        await asyncio.gather(*map(anext, streams))
-        await asyncio.to_thread(update)
-        return list(await asyncio.gather(*map(_last, streams)))
-
-    actual = asyncio.run(drawn())
+    requests = [LLMRequest(input_ids=(1, 2, number), sampling=LONG) for number in range(4)]
+    actual = complete_during(engine, update, *requests)
     assert any(set(response.versions) == {old, version} for response in actual), "the update missed them all"
     for response in actual:
         assert set(response.versions) <= {old, version}
@@ -78,9 +70,3 @@ def check_update_in_flight(engine: InferenceEngine, before: str, new: str, meta:
         require_drawn_by(before, response, 0, change, 1.0)
         require_drawn_by(new, response, change, LENGTH, 1.0)
     require_serves(engine, new)
-
-
-async def _last(stream: AsyncGenerator[PartialResponse | LLMResponse]) -> LLMResponse:
-    *_, response = [part async for part in stream]
-    assert isinstance(response, LLMResponse)
-    return response

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,6 @@ from vllm_support import (
 )
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.data.requests import LLMResponse, PartialResponse
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.weight_sync.update import weight_update
@@ -155,15 +153,3 @@ def test_abandoned_update_makes_way(stub: VllmStub, tmp_path: Path) -> None:
     with connected([stub]) as engine:
         sent(engine, tiny_model(tmp_path, seed=1), streamed_update(tmp_path))
         assert engine.get_version() == 3
-
-
-def test_streamed_chunks_equal_full_response(stub: VllmStub) -> None:
-    async def parts(engine: InferenceEngine) -> list[PartialResponse | LLMResponse]:
-        async with aclosing(engine.astream(request(max_new_tokens=5))) as actual:
-            return [part async for part in actual]
-
-    with connected([stub]) as engine:
-        *parts_of, response = asyncio.run(parts(engine))
-    assert isinstance(response, LLMResponse)
-    assert response.output_ids == (7,) * 5
-    assert [part.output_ids for part in parts_of] == [(7,)] * 4

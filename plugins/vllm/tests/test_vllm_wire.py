@@ -74,16 +74,6 @@ def test_only_greedy_requests_have_no_temperature(temperature: float, sent: floa
     assert WIRE.generation(request, ())["sampling_params"]["temperature"] == sent
 
 
-def test_a_stream_ends_with_all_tokens() -> None:
-    read = WIRE.stream_reader(REQUEST, (), "vLLM server s")
-    complete = choice()["choices"][0]
-    first, last = complete["logprobs"]["content"]
-    part = read({"choices": [{"token_ids": [7], "logprobs": {"content": [first]}}]})
-    assert part.output_ids == (7,)
-    response = read({"choices": [{**complete, "token_ids": [8], "logprobs": {"content": [last]}}]})
-    assert response == WIRE.response(REQUEST, choice(), (), "vLLM server s")
-
-
 def test_scores_cover_given_and_best_tokens() -> None:
     positions = [None, {"5": {"logprob": -3.0}, "6": {"logprob": -0.1}, "4": {"logprob": -2.0}}]
     scores = WIRE.scores({"prompt_logprobs": positions}, (1, 5), 2, "vLLM server s")

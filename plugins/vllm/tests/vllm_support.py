@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,8 +84,6 @@ class VllmStub(ServerStub):
         return [body for path, body in self.bodies if path == GENERATE]
 
     async def usual(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if body.get("stream"):
-            return await self._streamed(request, body)
         match request.path:
             case "/start_weight_update" | "/finish_weight_update":
                 begins = request.path == "/start_weight_update"
@@ -135,20 +131,6 @@ class VllmStub(ServerStub):
             "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}] * count},
             "weight_versions": [{"version": self.label, "start": 0, "end": count}],
         }
-
-    async def _streamed(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        """The usual completion token by token; waits before the last one while ``hold`` is set."""
-        full = self.choice(body)
-        part = {"token_ids": [7], "logprobs": {"content": full["logprobs"]["content"][:1]}}
-        response = web.StreamResponse()
-        await response.prepare(request)
-        for _ in full["token_ids"][1:]:
-            await response.write(f"data: {json.dumps({'choices': [part]})}\n\n".encode())
-        while self.hold:
-            await asyncio.sleep(0.01)
-        last = {"choices": [{**full, **part}]}
-        await response.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
-        return response
 
 
 def failure(message: str) -> web.Response:

@@ -9,12 +9,12 @@ from typing import Any
 from safetensors.torch import save
 
 from core_rl.data.media import Media
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.errors import RolloutError
-from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_of
+from core_rl.servers.wire import Scores, Wire, readable, versions_of
 from core_rl_sglang.serve import IMAGES
 
-__all__ = ["SglangWire", "to_partial_response"]
+__all__ = ["SglangWire"]
 
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
@@ -99,19 +99,6 @@ class SglangWire(Wire):
             best = [[(token, value) for value, token, _ in position] for position in positions]
             return Scores.checked(logprobs, best, ids, k, server)
 
-    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
-        seen = 0
-
-        def read(event: Any) -> PartialResponse | LLMResponse:
-            nonlocal seen
-            part = to_partial_response(event, seen, server)
-            if part is None:
-                return self.response(request, event, eos, server)
-            seen += len(part.output_ids)
-            return part
-
-        return read
-
 
 def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
     """All parameters that could otherwise come from the model's generation config."""
@@ -139,18 +126,3 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
         # Without --enable-deterministic-inference the server ignores it. It has 31 bits.
         parameters["sampling_seed"] = sampling.seed % 2**31
     return parameters
-
-
-def to_partial_response(event: Any, seen: int, server: str) -> PartialResponse | None:
-    """The tokens of a streamed event after the first ``seen``; None for the last event, which is the whole response.
-
-    Raises `RolloutError` for a malformed event.
-    """
-    with readable(event, f"{server} streamed something"):
-        meta = event["meta_info"]
-        if meta["finish_reason"] is not None:
-            return None
-        pairs = meta.get("output_token_logprobs", [])[seen:]
-        return PartialResponse(
-            output_ids=tuple(token for _, token, _ in pairs), logprobs=tuple(float(p) for p, _, _ in pairs)
-        )

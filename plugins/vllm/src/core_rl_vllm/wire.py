@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from core_rl.data.requests import LLMRequest, LLMResponse, PartialResponse, SamplingParams, StopReason
-from core_rl.errors import RolloutError
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopReason
 from core_rl.servers.api import Refused
-from core_rl.servers.wire import Scores, StreamReader, Wire, readable, versions_of
+from core_rl.servers.wire import Scores, Wire, readable, versions_of
 
 __all__ = ["PREFIX", "VllmWire"]
 
@@ -47,26 +46,6 @@ class VllmWire(Wire):
         with readable(response, f"{server} sent a response to request {request.rid}"):
             (choice,) = response["choices"]
             return _response(request, choice, choice["logprobs"]["content"], server)
-
-    def stream_reader(self, request: LLMRequest, eos: Collection[int], server: str) -> StreamReader:
-        entries: list[dict[str, Any]] = []
-
-        def read(event: Any) -> PartialResponse | LLMResponse:
-            with readable(event, f"{server} streamed something"):
-                if "error" in event:
-                    raise RolloutError(f"{server} broke off request {request.rid}: {event['error']}")
-                (choice,) = event["choices"]
-                new = (choice.get("logprobs") or {}).get("content") or []
-                entries.extend(new)
-                if choice.get("finish_reason") is not None:
-                    ids = [entry["token_id"] for entry in entries]
-                    return _response(request, {**choice, "token_ids": ids}, entries, server)
-                return PartialResponse(
-                    output_ids=tuple(entry["token_id"] for entry in new),
-                    logprobs=tuple(float(entry["logprob"]) for entry in new),
-                )
-
-        return read
 
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}

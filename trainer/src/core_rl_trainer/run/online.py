@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.backend.meta import FinetuneSpec, SyncMethod, WeightUpdateMeta
+from core_rl.backend.meta import BETWEEN_MACHINES, FinetuneSpec, SyncMethod, WeightUpdateMeta
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
@@ -94,7 +94,7 @@ class OnlineLearner(Learner):
             method=weights.method,
             version=version,
             path=str(weights.path),
-            host=self.roles.driver_address,
+            host=self.roles.driver_address if weights.method in BETWEEN_MACHINES else None,
             delta=weights.delta,
         )
         try:

@@ -1,4 +1,4 @@
-"""Writing the skeleton of an engine's distribution from the templates."""
+"""The skeleton of an engine's distribution that ``core-rl new-engine`` writes: the example engine, renamed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from string import Template
 from typing import Self
 
-from core_rl import __version__
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import list_engines
-from core_rl.registry.spec import PROTOCOL_VERSION
 
 __all__ = ["Skeleton", "write_skeleton"]
 
-TEMPLATES = Path(__file__).parent / "templates"
-FILES = {
-    "pyproject.toml": "pyproject.toml",
-    "README.md": "README.md",
-    "src/$module/__init__.py": "init.py",
-    "src/$module/config.py": "config.py",
-    "src/$module/engine.py": "engine.py",
-    "src/$module/conformance.py": "conformance.py",
-    "src/$module/py.typed": None,
-    "tests/test_${stem}_engine.py": "test_engine.py",
-}
-"""Each file of a distribution with its template; an empty one has none."""
+PACKAGE = Path(__file__).parent
+PLACES = (PACKAGE / "example", PACKAGE.parents[1] / "examples" / "core-rl-ddp")
+"""Directory of the example engine, in a wheel and in the checkout."""
+FILES = (
+    "pyproject.toml",
+    "README.md",
+    "src/core_rl_ddp/__init__.py",
+    "src/core_rl_ddp/config.py",
+    "src/core_rl_ddp/engine.py",
+    "src/core_rl_ddp/conformance.py",
+    "src/core_rl_ddp/py.typed",
+    "tests/test_ddp_engine.py",
+)
+NAMES = re.compile("core-rl-ddp|core_rl_ddp|test_ddp|DDP|ddp")
+"""Names in the example that follow from the engine's."""
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 CLASS_PREFIX = re.compile(r"[A-Z][A-Za-z0-9]*")
 DISTRIBUTION_PREFIX = "core-rl-"
@@ -82,30 +82,19 @@ class Skeleton:
 
     def files(self) -> dict[str, str]:
         """The text of each file by its path in the distribution."""
-        stem = self.name.replace("-", "_")
         names = {
-            "name": self.name,
-            "distribution": self.distribution,
-            "module": self.module,
-            "stem": stem,
-            "prefix": self.class_prefix,
-            "protocol": str(PROTOCOL_VERSION),
-            "core_range": _core_range(),
+            "core-rl-ddp": self.distribution,
+            "core_rl_ddp": self.module,
+            "test_ddp": f"test_{self.name.replace('-', '_')}",
+            "DDP": self.class_prefix,
+            "ddp": self.name,
         }
-        return {
-            Template(path).substitute(names): Template(_template(source)).substitute(names)
-            for path, source in FILES.items()
-        }
+        example = next(place for place in PLACES if place.is_dir())
 
+        def renamed(text: str) -> str:
+            return NAMES.sub(lambda match: names[match[0]], text)
 
-def _core_range() -> str:
-    """This core and its later patches, as a requirement writes it."""
-    major, minor = map(int, __version__.split(".")[:2])
-    return f">={major}.{minor},<{major}.{minor + 1}"
-
-
-def _template(name: str | None) -> str:
-    return (TEMPLATES / f"{name}.tmpl").read_text(encoding="utf-8") if name else ""
+        return {renamed(path): renamed((example / path).read_text(encoding="utf-8")) for path in FILES}
 
 
 def write_skeleton(skeleton: Skeleton, directory: Path) -> list[Path]:

@@ -1,1 +1,0 @@
-"""A new engine to start from: what ``core-rl new-engine`` writes."""
