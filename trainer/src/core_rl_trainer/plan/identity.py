@@ -17,7 +17,6 @@ from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.sources import data_files
-from core_rl_trainer.logs.listing import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import ModelSection
 
@@ -154,6 +153,20 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
         for field, (left, right) in differing_values(old, new).items()
         if not _moved(left, right)
     }
+
+
+def differing_values(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted fields in which two recipes, as plain values, differ, each with both values."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*old, *new}):
+        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            differing |= differing_values(left, right, f"{field}.")
+        elif left != right:
+            differing[field] = left, right
+    return differing
 
 
 def _moved(left: Any, right: Any) -> bool:

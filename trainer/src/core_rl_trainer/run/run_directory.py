@@ -187,7 +187,6 @@ class RunDirectory:
         values = {
             "status": status,
             "problem": problem,
-            "working_directory": str(Path.cwd()),
             "started": read_json(self.path / STATUS).get("started", now),
             "updated": now,
         }
