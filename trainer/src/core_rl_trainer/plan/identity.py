@@ -32,7 +32,6 @@ CHANGEABLE = (
     "checkpoint_url",
     "stop_on*",
     "wandb*",
-    "trackio*",
     "push_to_hub*",
     "callbacks",
     "placement*",
@@ -217,6 +216,7 @@ def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """``recipe`` without fields of an earlier version that had no effect, and with the present names of others."""
     values = copy.deepcopy(dict(recipe))
+    values.pop("trackio", None)  # no step depends on it
     for (section, field), meanings in RETIRED.items():
         part: dict[str, Any] = values.get(section) or {}
         if field in part and part[field] in meanings:

@@ -50,7 +50,6 @@ OWNED = (
     "tensorboard",
     "wandb",
     ".wandb-run",
-    ".trackio-run",
     "checkpoints",
     "weights",
     "model",
