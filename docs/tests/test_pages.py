@@ -40,7 +40,7 @@ NOT_RUN = {
     "needs reports": 2,
     "downloads a processor": 1,
     "takes minutes": 9,
-    "needs a run": 2,
+    "needs a run": 1,
     "two machines": 1,
     "needs a cluster": 3,
     "needs eight ranks": 1,

@@ -1,10 +1,12 @@
-"""Environments and rewards of other libraries: reasoning-gym, verifiers and math-verify."""
+"""Environments and rewards of other libraries: verifiers, math-verify and reasoning-gym."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,28 +89,14 @@ def test_failing_rubric_names_function(tokenizer: PreTrainedTokenizerFast) -> No
         asyncio.run(played(guess(tokenizer), data, [[5], [5]]))
 
 
-def test_reasoning_gym_scores_its_own_questions(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_gym_tasks_score_their_own_answers() -> None:
     pytest.importorskip("reasoning_gym")
-    from core_rl_trainer.integrations.reasoning_gym import ReasoningGymEnvironment, reasoning_gym_examples
-
-    settings = {
-        "min_terms": 2,
-        "max_terms": 2,
-        "max_digits": 1,
-        "operators": ["+"],
-        "allow_parentheses": False,
-    }
-    examples = list(reasoning_gym_examples("basic_arithmetic", size=5, seed=3, settings=settings))
-    assert examples == list(reasoning_gym_examples("basic_arithmetic", size=5, seed=3, settings=settings))
-    for example in map(json.loads, map(json.dumps, examples)):
-        for answer, reward in ((example["answer"], 1.0), ("?", 0.0)):
-            ids = tokenizer.encode(answer, add_special_tokens=False)
-            (score,) = asyncio.run(
-                played(ReasoningGymEnvironment(tokenizer), example | {"prompt_ids": [5]}, [ids])
-            )
-            assert (score.done, score.reward) == (True, reward)
-    with pytest.raises(ConfigError, match="reasoning-gym task 'arithmetics'.*not registered"):
-        list(reasoning_gym_examples("arithmetics", size=1, seed=0))
+    example = EXAMPLES / "gym_tasks.py"
+    printed = subprocess.run([sys.executable, example], capture_output=True, text=True, check=True).stdout
+    score = load_callable("reward", f"{example}:task_score")
+    for row in map(json.loads, printed.splitlines()[:5]):
+        answer = row["answer"]
+        assert [score(text, row) for text in (answer, f"<answer>{answer}</answer>", "?")] == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed")
@@ -134,23 +122,8 @@ def test_math_verify_compares_expressions(completion: str, answer: Any, reward: 
     assert asyncio.run(asyncio.to_thread(math_verify, completion, {"answer": answer})) == reward
 
 
-@pytest.mark.parametrize(
-    ("module", "missing", "extra"),
-    [
-        ("core_rl_trainer.rewards.math:math_verify", "math_verify", "math"),
-        (
-            "core_rl_trainer.integrations.reasoning_gym:ReasoningGymEnvironment",
-            "reasoning_gym",
-            "reasoning-gym",
-        ),
-    ],
-)
-def test_missing_library_error_names_pip_command(
-    monkeypatch: pytest.MonkeyPatch, module: str, missing: str, extra: str
-) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, module.partition(":")[0], raising=False)
-    with pytest.raises(ConfigError, match=rf'pip install "core-rl-trainer\[{extra}\]"'):
-        load_callable("reward", module)
+def test_missing_library_error_names_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, "core_rl_trainer.rewards.math", raising=False)
+    with pytest.raises(ConfigError, match=r'pip install "core-rl-trainer\[math\]"'):
+        load_callable("reward", "core_rl_trainer.rewards.math:math_verify")

@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases, offline, and in Trackio: the values of ``metrics.jsonl``, and one run after resumes."""
+"""Metrics in Weights & Biases, offline: the values of ``metrics.jsonl``, and one run after resumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import training_support as support
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe, train
-from core_rl_trainer.logs.boards import TrackioBoard, TrackioSection, WandbBoard, WandbSection
+from core_rl_trainer.logs.boards import WandbBoard, WandbSection
 from core_rl_trainer.logs.metrics_log import MetricsLog, read_steps
 from core_rl_trainer.recipe.recipe import Recipe
 
@@ -83,15 +82,22 @@ def test_wandb_rows_equal_metrics_file_after_resume(tmp_path: Path) -> None:
     assert runs == {(tmp_path / ".wandb-run").read_text()}
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_board_package_must_be_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", **{package: {}})
-    with pytest.raises(ConfigError, match=f"not installed: pip install {package}, or remove the section"):
+def test_board_package_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", wandb={})
+    with pytest.raises(ConfigError, match="not installed: pip install wandb, or remove the section"):
         train(support.write_recipe(tmp_path / "r.yaml", values), [])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("section", [None, {}, {"project": "sums"}])
+def test_section_for_trackio_names_callback(tmp_path: Path, section: dict[str, str] | None) -> None:
+    values = support.recipe_values(support.make_start(tmp_path), tmp_path / "out", trackio=section)
+    if section is None:  # as an earlier version wrote it
+        assert parse_config(Recipe, values)
+    else:
+        with pytest.raises(ConfigError, match="unknown field 'trackio': write a callback"):
+            parse_config(Recipe, values)
 
 
 def test_wandb_section_from_command_line(tmp_path: Path) -> None:
@@ -99,58 +105,3 @@ def test_wandb_section_from_command_line(tmp_path: Path) -> None:
     recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values), ["wandb.mode=offline"])
     assert recipe.wandb == WandbSection(mode="offline")
     assert parse_config(Recipe, recipe.model_dump()) == recipe
-
-
-TRACKIO = TrackioSection(project="tests", group="a")
-
-
-class Trackio(ModuleType):
-    """The functions of Trackio 0.43 that a board calls, with their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__("trackio")
-        self.runs: list[dict[str, Any]] = []
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def init(
-        self,
-        project: str,
-        name: str | None = None,
-        group: str | None = None,
-        space_id: str | None = None,
-        config: dict[str, Any] | None = None,
-        resume: str = "never",
-        embed: bool = True,
-    ) -> None:
-        sys.stdout.write("* Trackio project initialized\n")
-        self.runs.append(
-            {"project": project, "name": name, "group": group, "resume": resume, "config": config}
-        )
-
-    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, metrics))
-
-    def finish(self) -> None:
-        sys.stdout.write("* Run finished\n")
-
-
-@pytest.fixture
-def trackio(monkeypatch: pytest.MonkeyPatch) -> Trackio:
-    module = Trackio()
-    monkeypatch.setitem(sys.modules, "trackio", module)
-    return module
-
-
-def test_trackio_rows_of_resumed_run(
-    trackio: Trackio, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for done, steps in ((-1, (0, 1)), (0, (1, 2))):
-        board = TrackioBoard(TRACKIO, tmp_path, {"seed": 3})
-        with closing(MetricsLog(tmp_path, done, [board])) as log:
-            for step in steps:
-                log.write(step, {"reward": step / 7, "kl": float("nan")})
-    first, second = trackio.runs
-    assert first == second and first["resume"] == "allow" and first["config"] == {"seed": 3}
-    assert str(first["name"]).startswith(f"{tmp_path.name}-")
-    assert trackio.rows == [(step, {"reward": step / 7}) for step in (0, 1, 1, 2)]
-    assert capsys.readouterr().out == ""  # which is for the result as JSON

@@ -314,7 +314,8 @@ def test_recorded_retired_fields_are_translated(
     recipe = _recipe(tmp_path)
     identity = RunIdentity.of(recipe)
     old_data = {name: value for name, value in identity.recipe["data"].items() if name != "unusable"}
-    before = replace(identity, recipe={**identity.recipe, "data": {**old_data, **recorded}})
+    boards = {"trackio": {"project": "sums"}}
+    before = replace(identity, recipe={**identity.recipe, **boards, "data": {**old_data, **recorded}})
     changes = before.refused_changes(RunIdentity.of(_recipe(tmp_path, data={**old_data, **now})))
     assert (changes == []) is resumes
 

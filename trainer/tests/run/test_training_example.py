@@ -113,8 +113,8 @@ RECIPES = {
 }
 
 
-OF_LIBRARIES = {"reasoning_gym.yaml", "verifiers.yaml"}
-"""Their environments come from `test_integrations`."""
+OF_LIBRARIES = {"verifiers.yaml"}
+"""`test_integrations` plays its environment."""
 OF_IMAGES = {"sft_shapes.yaml", "grpo_shapes.yaml"}
 """`test_image_runs` runs them."""
 

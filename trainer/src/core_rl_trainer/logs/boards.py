@@ -1,21 +1,17 @@
-"""Metrics in Weights & Biases and Trackio, where a recipe has the section and the package is installed."""
+"""Metrics in Weights & Biases, where a recipe has the section and the package is installed."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 import uuid
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal
 
 from core_rl.config.base import Config
 from core_rl.errors import ConfigError
 
-__all__ = ["TrackioBoard", "TrackioSection", "WandbBoard", "WandbSection", "load_board"]
-
-TITLES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
+__all__ = ["WandbBoard", "WandbSection", "load_wandb"]
 
 
 class WandbSection(Config):
@@ -35,19 +31,6 @@ class WandbSection(Config):
     """``offline`` writes to ``output_dir/wandb``, for ``wandb sync``."""
 
 
-class TrackioSection(Config):
-    """A run in Trackio (``pip install trackio``), with the same values as ``metrics.jsonl``."""
-
-    project: str = "core-rl"
-    """The project there."""
-    name: str | None = None
-    """The run's name there; null for that of ``output_dir``, with an identifier behind it."""
-    group: str | None = None
-    """Runs that belong together."""
-    space_id: str | None = None
-    """A Space of the Hugging Face Hub for the dashboard, ``organization/name``; null for this machine."""
-
-
 class WandbBoard:
     """Shows the rows of ``metrics.jsonl``; ``step`` is the horizontal axis of all of them.
 
@@ -55,7 +38,7 @@ class WandbBoard:
     """
 
     def __init__(self, section: WandbSection, directory: Path, config: Mapping[str, Any]) -> None:
-        wandb = load_board("wandb")
+        wandb = load_wandb()
         try:
             self._run = wandb.init(
                 project=section.project,
@@ -83,44 +66,14 @@ class WandbBoard:
         self._run.finish()
 
 
-class TrackioBoard:
-    """Shows the rows of ``metrics.jsonl``. Steps repeated after an interruption are shown again.
-
-    Trackio prints the address of its dashboard, which goes to stderr here.
-    """
-
-    def __init__(self, section: TrackioSection, directory: Path, config: Mapping[str, Any]) -> None:
-        self._trackio = load_board("trackio")
-        name = section.name or f"{directory.name}-{_run_id(directory / '.trackio-run')}"
-        with redirect_stdout(sys.stderr):
-            self._trackio.init(
-                project=section.project,
-                name=name,
-                group=section.group,
-                space_id=section.space_id,
-                config=dict(config),
-                resume="allow",
-                embed=False,
-            )
-
-    def write(self, row: Mapping[str, float | None]) -> None:
-        step = row["step"]
-        values = {name: value for name, value in row.items() if name != "step" and value is not None}
-        self._trackio.log(values, step=None if step is None else int(step))
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self._trackio.finish()
-
-
-def load_board(package: str) -> Any:
-    """The module ``package``. Raises `ConfigError` where it is not installed."""
+def load_wandb() -> Any:
+    """The package of Weights & Biases. Raises `ConfigError` where it is not installed."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module("wandb")
     except ImportError as error:
         raise ConfigError(
-            f"the recipe has a section {package!r}, and {TITLES[package]} is not installed: pip install {package}, "
-            "or remove the section"
+            "the recipe has a section 'wandb', and Weights & Biases is not installed: pip install wandb, or remove the "
+            "section"
         ) from error
 
 

@@ -29,7 +29,7 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.boards import load_board
+from core_rl_trainer.logs.boards import load_wandb
 from core_rl_trainer.outputs.push import require_hub
 from core_rl_trainer.plan.data import earlier_runs, plan_data, require_budget, with_template_time
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
@@ -83,9 +83,8 @@ class PlanBuilder:
         recipe, online = self._recipe, self._online
         if recipe.epochs is None:  # before the data is read
             schedule_length(recipe.optimizer, recipe.steps)
-        for package, board in (("wandb", recipe.wandb), ("trackio", recipe.trackio)):
-            if board is not None:
-                load_board(package)
+        if recipe.wandb is not None:
+            load_wandb()
         require_hub(
             recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
         )

@@ -17,7 +17,6 @@ from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
 from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.sources import data_files
-from core_rl_trainer.logs.listing import differing_values
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import ModelSection
 
@@ -33,7 +32,6 @@ CHANGEABLE = (
     "checkpoint_url",
     "stop_on*",
     "wandb*",
-    "trackio*",
     "push_to_hub*",
     "callbacks",
     "placement*",
@@ -156,6 +154,20 @@ def differing_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str
     }
 
 
+def differing_values(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The dotted fields in which two recipes, as plain values, differ, each with both values."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*old, *new}):
+        left, right, field = old.get(name), new.get(name), f"{prefix}{name}"
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            differing |= differing_values(left, right, f"{field}.")
+        elif left != right:
+            differing[field] = left, right
+    return differing
+
+
 def _moved(left: Any, right: Any) -> bool:
     """Whether the path ``left`` is of a file that is gone, and ``right`` of one with its name: a project may move."""
     if not (isinstance(left, str) and isinstance(right, str) and Path(left).is_absolute()):
@@ -204,6 +216,7 @@ def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """``recipe`` without fields of an earlier version that had no effect, and with the present names of others."""
     values = copy.deepcopy(dict(recipe))
+    values.pop("trackio", None)  # no step depends on it
     for (section, field), meanings in RETIRED.items():
         part: dict[str, Any] = values.get(section) or {}
         if field in part and part[field] in meanings:

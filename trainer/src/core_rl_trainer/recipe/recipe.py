@@ -23,7 +23,7 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.boards import TrackioSection, WandbSection
+from core_rl_trainer.logs.boards import WandbSection
 from core_rl_trainer.outputs.push import HubSection
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection
@@ -123,8 +123,6 @@ class Recipe(Config):
     """Keep the model of the best evaluation as ``best_model``, next to the checkpoints, in Hugging Face format."""
     wandb: WandbSection | None = None
     """Show the metrics in Weights & Biases as well."""
-    trackio: TrackioSection | None = None
-    """Show the metrics in Trackio as well."""
     push_to_hub: HubSection | None = None
     """Upload the result of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
     run is uploaded then."""
@@ -151,7 +149,12 @@ class Recipe(Config):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, values: Any) -> Any:
-        return with_one_kind_of_reward(plain_values(values)) if isinstance(values, Mapping) else values
+        if not isinstance(values, Mapping):
+            return values
+        if values.get("trackio") is not None:
+            raise ValueError("unknown field 'trackio': write a callback, as docs/train-from-python.md does")
+        known = {name: value for name, value in values.items() if name != "trackio"}  # null in earlier runs
+        return with_one_kind_of_reward(plain_values(known))
 
     @model_validator(mode="after")
     def _has_one_length(self) -> Self:

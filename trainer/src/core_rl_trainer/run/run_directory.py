@@ -51,7 +51,6 @@ OWNED = (
     "tensorboard",
     "wandb",
     ".wandb-run",
-    ".trackio-run",
     "checkpoints",
     "weights",
     "model",
@@ -188,7 +187,6 @@ class RunDirectory:
         values = {
             "status": status,
             "problem": problem,
-            "working_directory": str(Path.cwd()),
             "started": read_json(self.path / STATUS).get("started", now),
             "updated": now,
         }

@@ -16,7 +16,7 @@ from core_rl.launch.hosts import Hosts
 from core_rl_trainer.callbacks import Callback
 from core_rl_trainer.data.sources import is_hub_dataset
 from core_rl_trainer.errors import StepError
-from core_rl_trainer.logs.boards import TrackioBoard, WandbBoard
+from core_rl_trainer.logs.boards import WandbBoard
 from core_rl_trainer.logs.metrics_log import MetricsBoard
 from core_rl_trainer.logs.page import RunPage
 from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line, print_result
@@ -182,8 +182,6 @@ def _open_records(plan: RunPlan, directory: RunDirectory, step: int) -> RunRecor
     boards: list[MetricsBoard] = []
     if recipe.wandb is not None:
         boards.append(WandbBoard(recipe.wandb, directory.path, values))
-    if recipe.trackio is not None:
-        boards.append(TrackioBoard(recipe.trackio, directory.path, values))
     page = RunPage(values, directory.path, cluster=str(plan.cluster), roles=roles)
     return RunRecords(directory, step, page, boards)
 
