@@ -25,7 +25,8 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import demonstration_batch, preference_batch
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.image_files import image_name, read_image, to_rgb
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, MEDIA, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.plain import MEDIA
 from core_rl_trainer.data.tokenizers import load_tokenizer, marked_text
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 

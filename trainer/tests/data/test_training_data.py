@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.errors import BatchError, CheckpointMismatch
-from core_rl_trainer.data.batches import NUMBER, NumberedBatches, row_of
+from core_rl_trainer.data.batches import NumberedBatches, row_of
 from core_rl_trainer.data.datasets import ExampleDataset, SampleDataset
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.kinds import PROMPTS
+from core_rl_trainer.data.plain import NUMBER
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
 

@@ -92,7 +92,7 @@ COLUMNS: dict[str, Any] = {
     "rejected": "Q: rejected-1",
     "chosen_response": "Q: chosen-2",
     "rejected_response": "Q: rejected-2",
-    "messages": [turn("user", "message-1"), turn("assistant", "message-2", thought="thought-1")],
+    "messages": [turn("user", "message-1"), turn("assistant", "message-2", note="thought-1")],
     "conversations": CHAT,
     "conversation": json.dumps(CHAT),
     "dialog": CHAT,

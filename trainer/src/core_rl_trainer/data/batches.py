@@ -15,20 +15,14 @@ from core_rl_trainer.algorithms.fields import CHOSEN
 from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.datasets import SampleDataset
 from core_rl_trainer.data.kinds import Sample, media_of
+from core_rl_trainer.data.plain import NUMBER, ROW
 
 __all__ = [
-    "NUMBER",
     "NumberedBatches",
     "demonstration_batch",
     "preference_batch",
     "row_of",
 ]
-
-
-NUMBER = "_number"
-"""The field of a sample that holds its position in the data order of the run."""
-ROW = "_row"
-"""The field of a sample that holds the number of its source, and of its row there."""
 
 
 class NumberedBatches(Iterator[list[Sample]]):

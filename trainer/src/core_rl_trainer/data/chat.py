@@ -18,6 +18,8 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.chat_template import ChatFormat, ChatTemplate, Rendered
 from core_rl_trainer.data.messages import (
     Message,
+    in_any_place,
+    is_blank,
     is_trained,
     message_text,
     missing_text,
@@ -72,6 +74,10 @@ def encode_chat(
     turns = [number for number in range(first, len(messages)) if is_trained(messages[number])]
     if not turns:
         raise BatchError("has no turn of the assistant to train: all are marked not to be trained")
+    if (blank := next((number for number in turns if is_blank(messages[number])), None)) is not None:
+        raise BatchError(
+            f'has an empty turn of the assistant as message {blank + 1}; write its text, or mark it with "weight": 0'
+        )
     chat = _Chat.of(chat_format.template(example), messages[: turns[-1] + 1])
     sequences: list[Encoded] = []
     for number in turns:
@@ -141,15 +147,13 @@ class _Chat:
         prompt = self.template.render(self.messages[:count], to_be_continued=True)
         rest = squeezed(prompt)
         for number, message in enumerate(self.messages[:count]):
-            if message["role"] == "assistant":
-                continue
-            if missing := missing_text(message, rest):
+            if missing := missing_text(in_any_place(message), rest):
                 raise BatchError(
                     f"the chat template drops {missing} of message {number + 1} ({message['role']}); remove it, or "
                     "take a template that shows it"
                 )
             text = squeezed(message_text(message))
-            if message["role"] != "system" and text in rest:
+            if message["role"] not in ("system", "assistant") and text in rest:
                 rest = rest[rest.index(text) + len(text) :]
         return prompt
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError
 
 from core_rl.errors import BatchError, ConfigError, CoreRLError
-from core_rl_trainer.data.messages import REASONING, Message, message_forms, missing_text, shortened
+from core_rl_trainer.data.messages import (
+    REASONING,
+    Message,
+    in_any_place,
+    message_forms,
+    missing_text,
+    shortened,
+)
 from core_rl_trainer.data.pieces import leading_ids
 
 if TYPE_CHECKING:
@@ -150,7 +157,7 @@ class ChatTemplate:
                     refused = refused or error
                     continue
                 incomplete = incomplete or form
-                if not any(missing_text(_in_any_place(message), rendered) for message in form):
+                if not any(missing_text(in_any_place(message), rendered) for message in form):
                     complete.append((len(rendered), form))
             if complete:  # the longer one has "None", or a second turn
                 return min(complete, key=itemgetter(0))[1]
@@ -179,13 +186,6 @@ class ChatTemplate:
     def _reasoning_field(self) -> str | None:
         """The field from which the template reads reasoning."""
         return next((name for name in REASONING if re.search(rf"\b{name}\b", self.text)), None)
-
-
-def _in_any_place(message: Message) -> Message:
-    """``message`` with the texts that a template shows in any place of a chat: of a past turn it may drop some."""
-    if message["role"] != "assistant":
-        return message
-    return {"role": "assistant", "tool_calls": message.get("tool_calls")}
 
 
 def _at_time(text: str, time: datetime) -> str:

@@ -13,7 +13,7 @@ from core_rl_trainer.data.encoding import CHAT_FIELDS
 from core_rl_trainer.data.examples import Example, Examples, answer_text
 from core_rl_trainer.data.json_text import CHAT, parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
-from core_rl_trainer.data.messages import MARKS, REASONING, shortened
+from core_rl_trainer.data.messages import EMPTY, MESSAGE_FIELDS, shortened
 from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_implicit_prompt
 
 __all__ = ["mapped", "unused_columns"]
@@ -22,8 +22,9 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
-    "chosen": ("preferred", "winner", "accepted", "chosen_response", "response_chosen", "response_j"),
-    "rejected": ("dispreferred", "loser", "rejected_response", "response_rejected", "response_k"),
+    "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "response_j"),
+    "rejected": ("dispreferred", "rejected_response", "response_rejected", "response_k"),
+    "system": ("system_prompt", "system_message"),
 }
 """Columns that other data sets have for a field."""
 CHATS = ("prompt", "answer", "completion", "messages", "conversations", "chosen", "rejected")
@@ -35,13 +36,10 @@ CONTINUED = ("input", "context")
 OUTPUTS = ("output", "response")
 CONTEXT = ("system", "history")
 """Columns of LLaMA-Factory that come before a chat."""
-MESSAGE_FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING})
-"""Fields of messages that are trained, or have no text to train."""
-REPLACED = "_replaced"
-"""The field with the names of columns whose place another one took."""
+REPLACED = "\0replaced"
+"""The field with the names of columns whose place another one took; no column has this name."""
 MOST = 600
 """Characters of the names of columns that an error lists."""
-EMPTY: tuple[object, ...] = (None, "", [], {})
 MEDIA_FIX = "no model is trained on it; remove the column"
 WEIGHT_FIX = "no setting reads weights of rows: sources and messages have them; remove the column"
 UNPAIRED_FIX = (
@@ -74,7 +72,7 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
 
     converted = replace(examples, read=lambda index: convert(index)[0])
     _check_columns(examples, columns, kind)
-    _check_fields(examples, converted, kind)
+    _check_fields(examples, converted, columns, kind)
     with suppress(BatchError, IndexError):  # the first row is damaged, or there is none
         return replace(converted, format=convert(0)[1])
     return converted
@@ -175,7 +173,9 @@ def _check_columns(examples: Examples, columns: Mapping[str, str], kind: Example
             )
 
 
-def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) -> None:
+def _check_fields(
+    examples: Examples, converted: Examples, taken: Mapping[str, str], kind: ExampleKind
+) -> None:
     """Raise `BatchError` with the settings that name columns, where no row has the needed ones."""
     first: tuple[int, Example] | None = None
     for index, example in _readable(converted):
@@ -188,13 +188,15 @@ def _check_fields(examples: Examples, converted: Examples, kind: ExampleKind) ->
     columns = examples[index]
     chat = next((name for name in SYNONYMS["messages"] if _is_chat(columns.get(name))), None)
     missing = [name for name in kind.fields if _lacks(example, name)]
-    settings = " ".join(f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing)
+    settings = [f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing]
     if chat is not None and kind.name == "demonstrations":
-        settings = f"data.columns.messages={chat}"
+        settings = [f"data.columns.messages={chat}"]
+    if "system" not in taken and _lacks(columns, "system") and (system := _similar("system", columns)):
+        settings.append(f"data.columns.system={system}")
     if missing:
         raise BatchError(
             f"{examples.origin}: {examples.label(index)} {kind.check(example)}. Needed: {kind.needs}. Its columns are "
-            f"{_names(columns)}; name those to take: {settings}"
+            f"{_names(columns)}; name those to take: {' '.join(settings)}"
         )
 
 
@@ -231,6 +233,11 @@ def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Exampl
         if isinstance(turns, list) and are_turns(turns):
             result[name] = as_turns(turns)
     format_name = _convert(result, kind)
+    labelled = str(result.get("label")).lower() in ("true", "false") and not _lacks(
+        result, "answer", "messages"
+    )
+    if labelled and kind.name == "demonstrations":
+        raise BatchError(f"has a column 'label' of true or false, as TRL's KTO: {UNPAIRED_FIX}")
     if chats:
         _put_context(result, kind)
     if kind.name == "prompts":  # whose reward reads every column
@@ -303,8 +310,6 @@ def _begins_with_answer(turns: Any) -> bool:
 
 
 def _convert_demonstration(result: Example) -> str | None:
-    if isinstance(result.get("label"), bool) and not _lacks(result, "completion", "messages"):
-        raise BatchError(f"has a column 'label' of true or false, as TRL's KTO: {UNPAIRED_FIX}")
     if not _lacks(result, "prompt") and _lacks(result, "messages"):
         return "TRL prompt-completion" if _take_answer(result, ("completion",)) else None
     return "TRL language modeling" if not _lacks(result, "text") and _lacks(result, "messages") else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -12,13 +13,16 @@ from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.columns import unused_columns
 from core_rl_trainer.data.examples import Example, Examples, place_in_parts
-from core_rl_trainer.data.kinds import IMAGES, ExampleKind, Sample, Size
+from core_rl_trainer.data.image_fields import CHATS, all_texts
+from core_rl_trainer.data.kinds import ExampleKind, Sample, Size, images_of
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
 __all__ = ["ExampleDataset", "MixedDataset", "SampleDataset"]
 
 logger = logging.getLogger(__name__)
 
+PLACES = re.compile(r"<(?:image|video|audio)>")
+"""Places of files, which other systems read."""
 SHOWN = 10
 """Unusable examples that an error lists."""
 NAMED = 3
@@ -177,18 +181,23 @@ def _usable(
     samples: dict[int, Sample] = {}
     problems: list[str] = []
     unused: dict[str, None] = {}
+    places: dict[str, None] = {}
     for index in range(len(examples)):
         try:
             example = examples[index]
             sample = _encode(kind, examples, index, example, chat_format)
             _check_length(kind, sample, limit, examples.label(index))
             samples[index] = sample
-            names = unused_columns(example, kind, chat_format.words, bool(sample.get(IMAGES)))
+            names = unused_columns(example, kind, chat_format.words, bool(images_of(sample)))
             unused |= dict.fromkeys(names)
+            texts = () if images_of(sample) else all_texts([example.get(name) for name in (*CHATS, "text")])
+            places |= dict.fromkeys(place for text in texts for place in PLACES.findall(text))
         except BatchError as error:
             problems.append(str(error))
     if unused:
         logger.warning("%s: columns not used: %s", examples.origin, ", ".join(map(repr, unused)))
+    if places:
+        logger.warning("%s: trained as text, without an image: %s", examples.origin, ", ".join(places))
     if not drop or not samples:
         raise_all(BatchError, examples.origin, _with_fix(problems, bool(samples)), most=SHOWN)
     elif problems:

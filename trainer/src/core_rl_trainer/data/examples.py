@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from core_rl_trainer.data.messages import message_problem, message_text, reasoning_of, shortened
+from core_rl_trainer.data.messages import EMPTY, is_blank, message_problem, shortened
 
 __all__ = [
     "Example",
@@ -112,6 +112,8 @@ def _answer_problem(example: Example) -> str | None:
         return f"needs a text or a number as 'answer'; it has {answer}"
     if _continues(example["prompt"], answer):
         return None
+    if (problem := _turns_problem(answer)) is not None:
+        return f"has turns as 'answer' {problem}"
     if not isinstance(answer, str | int | float):
         return f"needs a text or a number as 'answer'; it has {shortened(answer)}"
     return None
@@ -135,8 +137,8 @@ def check_preference(example: Example) -> str | None:
     ]
     if problem is None and missing:
         value = example.get(missing[0])
-        if isinstance(value, list):
-            return f"has turns as {missing[0]!r} that cannot follow its 'prompt': {shortened(value)}"
+        if (turns_problem := _turns_problem(value)) is not None:
+            return f"has turns as {missing[0]!r} {turns_problem}"
         return f"needs a text {missing[0]!r}; it has {shortened(value)}"
     return problem
 
@@ -150,11 +152,17 @@ def _continues(prompt: Any, completion: Any) -> bool:
     return "assistant" in roles and not repeats
 
 
+def _turns_problem(completion: Any) -> str | None:
+    """The reason why turns cannot follow a prompt; None for a completion of another type."""
+    if not isinstance(completion, list):
+        return None
+    return _chat_problem(completion) or f"that cannot follow its 'prompt': {shortened(completion)}"
+
+
 def _is_empty(completion: Any) -> bool:
     """Whether a completion has no text, reasoning or call of the assistant."""
     turns = [turn for turn in completion if turn["role"] == "assistant"] if _is_chat(completion) else []
-    texts = [message_text(turn) or reasoning_of(turn) or turn.get("tool_calls") for turn in turns]
-    return not any(texts) if turns else completion in (None, "", [])
+    return all(map(is_blank, turns)) if turns else completion in EMPTY
 
 
 def _is_text(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from core_rl.errors import BatchError
 from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.image_files import BASE64, KEYS, ImageName, image_name
+from core_rl_trainer.data.image_files import BASE64, KEYS, UNREAD_FIX, ImageName, image_name, unread_key
 from core_rl_trainer.data.json_text import parse_json
 from core_rl_trainer.data.kinds import IMAGES
 
@@ -88,12 +88,8 @@ class _Naming:
     def _part(self, name: str, part: Any) -> Any:
         if not is_image(part):
             return part
-        unread = [key for key, value in part.items() if value and key not in ("type", "index", *KEYS)]
-        if unread:
-            raise BatchError(
-                f"has an image with {unread[0]!r} in {name!r}, which is not read; remove it (sizes are settings of the "
-                "model's preprocessor_config.json)"
-            )
+        if (unread := unread_key(part)) is not None:
+            raise BatchError(f"has an image with {unread!r} in {name!r}, which is not read; {UNREAD_FIX}")
         formed = {"type": "image", "index": part.get("index")}
         if not any(part.get(key) for key in KEYS):
             return formed

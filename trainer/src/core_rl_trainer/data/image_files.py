@@ -28,10 +28,14 @@ __all__ = ["ImageName", "image_name", "is_picture", "png", "read_image", "small_
 
 KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
 """Keys of an object that hold an image, in the order of preference."""
+READ = (*KEYS, "type", "index", "media_type", "mime_type")
 ENCODED = ("bytes", "data", "base64")
 """Keys among these whose texts are base64."""
 BASE64 = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """The beginning of PNG, JPEG, GIF and WebP files in base64."""
+UNREAD_FIX = "remove it (sizes are settings of the model's preprocessor_config.json)"
+NEUTRAL = ("detail", "auto")
+"""A key of OpenAI's images, with the value without an effect."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^\s]")
 STILL = ("MPO", "PSD")
 """Formats whose further frames are previews or layers of the first one."""
@@ -133,8 +137,16 @@ def _source_of_object(value: Mapping[str, object], directory: Path | None) -> st
         raise BatchError(
             f"is the object {shortened(value)}, which has neither 'bytes' nor 'path'; write either"
         )
+    if (unread := unread_key(value)) is not None:
+        raise BatchError(f"has {unread!r}, which is not read; {UNREAD_FIX}")
     inner = value[name]
     return _decoded(inner) if name in ENCODED and isinstance(inner, str) else _source(inner, directory)
+
+
+def unread_key(value: Mapping[str, object]) -> str | None:
+    """A key of an image's object that would have an effect elsewhere, or None."""
+    keys = (key for key, inner in value.items() if inner and key not in READ and (key, inner) != NEUTRAL)
+    return next(keys, None)
 
 
 def _decoded(text: str) -> bytes:

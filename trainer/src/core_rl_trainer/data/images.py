@@ -28,7 +28,8 @@ from core_rl_trainer.data.image_fields import (
     with_image_names,
 )
 from core_rl_trainer.data.image_files import ImageName, read_image
-from core_rl_trainer.data.kinds import IMAGES, MEDIA, ExampleKind, Sample
+from core_rl_trainer.data.kinds import IMAGES, ExampleKind, Sample, images_of
+from core_rl_trainer.data.plain import MEDIA
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -50,7 +51,7 @@ SIZES = {
 def images_digest(samples: Iterable[Sample]) -> str | None:
     """The sha256 of all image files of ``samples``, by their bytes; None without files."""
     total, digests = hashlib.sha256(), dict[str, bytes]()
-    for image in (image for sample in samples for image in sample.get(IMAGES) or ()):
+    for image in (image for sample in samples for image in images_of(sample)):
         if isinstance(image, ImageName) and image.content is None:
             if image not in digests:
                 digests[image] = hashlib.sha256(Path(image).read_bytes()).digest()

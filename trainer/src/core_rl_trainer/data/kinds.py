@@ -19,25 +19,23 @@ from core_rl_trainer.data.examples import (
     check_preference,
     check_prompt,
 )
-from core_rl_trainer.data.plain import json_text
+from core_rl_trainer.data.plain import MEDIA, OWN_FIELDS, json_text
 
 __all__ = [
     "DEMONSTRATIONS",
     "IMAGES",
-    "MEDIA",
     "PREFERENCES",
     "PROMPTS",
     "ExampleKind",
     "Sample",
     "Size",
+    "images_of",
     "media_of",
     "within_vocabulary",
 ]
 
 IMAGES = "images"
 """The field of an example with its images, and of a sample with their names."""
-MEDIA = "media"
-"""The field of a sample that holds the images of each sequence, as arguments of the model; absent without images."""
 Sample = Mapping[str, Any]
 """An encoded example, as the training loop takes it."""
 
@@ -87,7 +85,12 @@ class ExampleKind:
         trained = sum(sum(mask) for _, mask in sequences)
         computed = tuple(map(add, lengths, map(count_patches, media)))
         units = (sum(computed),) if self.paired else computed
-        return Size(longest=max(lengths), units=units, trained=trained, images=len(sample.get(IMAGES) or ()))
+        return Size(longest=max(lengths), units=units, trained=trained, images=len(images_of(sample)))
+
+
+def images_of(sample: Sample) -> Sequence[Any]:
+    """The names of the images of ``sample``; a column `IMAGES` that no model reads has any value."""
+    return sample[IMAGES] if MEDIA in sample else ()
 
 
 def media_of(sample: Sample, count: int) -> Sequence[Media]:
@@ -101,6 +104,8 @@ def _encode_prompt(chat_format: ChatFormat, example: Example) -> Sample:
     if not ids:
         raise BatchError("the prompt has no tokens; remove it or check the tokenizer")
     for name, value in example.items():
+        if name in OWN_FIELDS:
+            raise BatchError(f"has a column {name!r}, which is a field of the trainer; rename the column")
         try:
             json_text(value)
         except BatchError as error:

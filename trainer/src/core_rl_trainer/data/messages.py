@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 from core_rl.errors import BatchError
 
 __all__ = [
-    "MARKS",
+    "EMPTY",
+    "MESSAGE_FIELDS",
     "REASONING",
     "Message",
-    "call_texts",
+    "in_any_place",
+    "is_blank",
     "is_trained",
     "message_forms",
     "message_problem",
@@ -26,10 +29,26 @@ __all__ = [
 
 Message = Mapping[str, Any]
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 """Fields of a message that hold its reasoning."""
-MARKS = ("weight", "trainable", "train", "training", "loss")
+MARKS = ("weight", "trainable", "train", "training", "loss", "loss_mask", "loss_scale")
 """Fields of a message that mark a turn as trained, 1, or not, 0."""
+MARK = re.compile(r"train|loss|mask|weight|learn", re.IGNORECASE)
+"""Part of the names of further such fields, whose values have no common meaning."""
+SHOWN_FIELDS = ("refusal", "function_call", "functions", "function_calls")
+"""Fields of a message whose texts a template shows, or the message is refused."""
+MESSAGE_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", *MARKS, *REASONING, *SHOWN_FIELDS}
+)
+"""Fields of a message that are used or refused; the names of further ones are logged, once."""
+IMAGE_FIX = "write {'type': 'image', 'image': PATH} among the parts of its 'content'"
+REFUSED = {
+    **dict.fromkeys(("images", "image", "image_url"), IMAGE_FIX),
+    **dict.fromkeys(("video", "videos", "audio", "audios"), "no model is trained on it; remove it"),
+}
+"""Fields of a message, and of a text among its parts, with a meaning that nothing here has, and the remedy."""
+EMPTY: tuple[object, ...] = (None, "", [], {})
+"""Values of a field without one, in tables."""
 SHOWN = 200
 """Characters of a value that messages show."""
 
@@ -45,6 +64,19 @@ def message_text(message: Message) -> str:
 def reasoning_of(message: Message) -> str:
     """The reasoning in a field of its own; empty where there is none."""
     return next((str(message[name]) for name in REASONING if message.get(name)), "")
+
+
+def is_blank(message: Message) -> bool:
+    """Whether a message has no text, in any field."""
+    fields = (message_text(message), reasoning_of(message), message.get("tool_calls"))
+    return not any((*fields, *map(message.get, SHOWN_FIELDS)))
+
+
+def in_any_place(message: Message) -> Message:
+    """``message`` with the texts that a template shows in any place of a chat: of a past turn it may drop some."""
+    if message["role"] != "assistant":
+        return message
+    return {name: message[name] for name in ("role", "tool_calls", *SHOWN_FIELDS) if name in message}
 
 
 def is_trained(message: Message) -> bool:
@@ -78,6 +110,8 @@ def message_problem(message: object) -> str | None:
     """A problem of a chat message, or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
         return f"no 'role' and 'content': {shortened(message)}"
+    if problem := next(filter(None, map(_field_problem, message, message.values())), None):
+        return problem
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         if problem := next(filter(None, map(_part_problem, content)), None):
@@ -90,9 +124,23 @@ def message_problem(message: object) -> str | None:
     return None if calls is None else _calls_problem(calls)
 
 
+def _field_problem(name: str, value: object) -> str | None:
+    fix = REFUSED.get(name)
+    if name not in MARKS and MARK.search(name):
+        fix = "write 'weight' as 0 for a turn not to be trained, or remove it"
+    return (
+        f"a field {name!r} ({shortened(value)}), which is not read; {fix}"
+        if fix and value not in EMPTY
+        else None
+    )
+
+
 def _part_problem(part: object) -> str | None:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return None
+        unread = [name for name, value in part.items() if value not in EMPTY and name not in ("type", "text")]
+        return (
+            f"a text with {unread[0]!r} among its parts; write it as a part, or remove it" if unread else None
+        )
     kind = part.get("type") if isinstance(part, Mapping) else part
     return f"a part of its 'content' that is no text: {shortened(kind)}"
 
@@ -174,27 +222,31 @@ def missing_text(message: Message, rendered: str) -> str | None:
     """A text of ``message`` that ``rendered`` does not show, with its field; blanks do not count."""
     shown = squeezed(rendered)
     texts = [("content", message_text(message)), ("reasoning", reasoning_of(message))]
-    texts += [("tool_calls", text) for text in call_texts(message)]
+    texts += [("tool_calls", text) for text in _call_texts(message)]
+    texts += [(name, text) for name in SHOWN_FIELDS for text in _leaves(message.get(name))]
     return next((f"{name!r} ({text!r})" for name, text in texts if not _is_shown(text, shown)), None)
 
 
-def call_texts(message: Message) -> Iterator[str]:
+def _call_texts(message: Message) -> Iterator[str]:
     """The names of called functions, and the names and values of their arguments."""
     for call in message.get("tool_calls") or ():
         function = _function_of(call)
         yield str(function["name"])
-        pending = [_arguments(function)]
-        while pending:
-            value = pending.pop()
-            if isinstance(value, Mapping):
-                yield from map(str, value)
-                pending.extend(value.values())
-            elif isinstance(value, list):
-                pending.extend(value)
-            elif isinstance(value, str):
-                yield value
-            elif not isinstance(value, bool | None):  # templates write those as Python or JSON has them
-                yield str(value)
+        yield from _leaves(_arguments(function))
+
+
+def _leaves(value: object) -> Iterator[str]:
+    """The names and values of nested objects and lists."""
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            yield from map(str, value)
+            pending.extend(value.values())
+        elif isinstance(value, list):
+            pending.extend(value)
+        elif not isinstance(value, bool | None):  # templates write those as Python or JSON has them
+            yield str(value)
 
 
 def _is_shown(text: str, shown: str) -> bool:

@@ -18,10 +18,16 @@ from core_rl.errors import BatchError
 from core_rl_trainer.data.image_files import is_picture, png
 from core_rl_trainer.data.json_text import WrittenFloat
 
-__all__ = ["json_text", "sample_fields", "shortened", "shown"]
+__all__ = ["MEDIA", "NUMBER", "OWN_FIELDS", "ROW", "json_text", "sample_fields", "shortened", "shown"]
 
-OWN_FIELDS = frozenset({"media", "prompt_ids"})
-"""Fields of a sample that the trainer adds; names that begin with ``_`` are its own too."""
+MEDIA = "_media"
+"""The field of a sample that holds the images of each sequence, as arguments of the model; absent without images."""
+NUMBER = "_number"
+"""The field of a sample that holds its position in the data order of the run."""
+ROW = "_row"
+"""The field of a sample that holds the number of its source, and of its row there."""
+OWN_FIELDS = frozenset({"prompt_ids", MEDIA, NUMBER, ROW})
+"""Fields of a sample that the trainer adds; the data has no such columns."""
 SIGNATURES = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -33,11 +39,7 @@ SIGNATURES = {
 
 def sample_fields(sample: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the data, without `OWN_FIELDS`."""
-    return {
-        name: value
-        for name, value in sample.items()
-        if name not in OWN_FIELDS and not str(name).startswith("_")
-    }
+    return {name: value for name, value in sample.items() if name not in OWN_FIELDS}
 
 
 def json_text(value: object) -> str:

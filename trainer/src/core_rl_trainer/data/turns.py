@@ -54,8 +54,8 @@ def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
         close = difflib.get_close_matches(name, KNOWN, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(map(repr, ROLES))}"
         raise BatchError(f"has the unknown role {str(fields['role'])[:40]!r} in turn {number}; {hint}")
-    if isinstance(call := fields.get("function_call"), Mapping) and not fields.get("tool_calls"):
-        fields |= {"function_call": None, "tool_calls": [call]}  # of OpenAI's earlier API
+    if (call := fields.get("function_call")) and not fields.get("tool_calls"):
+        fields |= {"function_call": None, "tool_calls": _calls(call, number)}  # of OpenAI's earlier API
     if name in CALLS:
         fields |= {"content": None, "tool_calls": _calls(fields.get("content"), number)}
     return {**fields, "role": KNOWN[name]}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from core_rl.data.batch import SequenceBatch
 from core_rl_trainer.data.image_files import ImageName, small_copy
-from core_rl_trainer.data.kinds import IMAGES
+from core_rl_trainer.data.kinds import images_of
 from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.tokenizers import decoded_runs
 
@@ -94,7 +94,7 @@ def rollout_samples(
             versions=(min(drawn_versions), max(drawn_versions)),
             stop_reason=str(batch.meta["stop_reason"][number]),
             answer=_answer(examples[number].get("answer")),
-            images=_shown_images(examples[number].get(IMAGES) or ()),
+            images=_shown_images(images_of(examples[number])),
         )
         shown.append(sample)
     return tuple(shown)

@@ -14,7 +14,8 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import RolloutError
 from core_rl.rollout.workflow import RolloutWorkflow, TokenGenerator
 from core_rl.seeds import derive_seed
-from core_rl_trainer.data.batches import NUMBER, NumberedBatches, row_of
+from core_rl_trainer.data.batches import NumberedBatches, row_of
+from core_rl_trainer.data.plain import NUMBER
 from core_rl_trainer.logs.samples import Evaluation, rollout_samples
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.terms import reward_metrics

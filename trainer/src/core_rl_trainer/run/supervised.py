@@ -22,7 +22,7 @@ from core_rl_trainer.algorithms.interface import make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
 from core_rl_trainer.data.batches import NumberedBatches, demonstration_batch, preference_batch
 from core_rl_trainer.data.datasets import SampleDataset
-from core_rl_trainer.data.kinds import IMAGES, Sample
+from core_rl_trainer.data.kinds import Sample, images_of
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
 from core_rl_trainer.plan.run_plan import RunPlan
@@ -169,6 +169,6 @@ class SupervisedLearner(Learner):
             batch = self._batch(name, [sample])
             metrics = self.interface.evaluate(self.engine, batch, self.mb_spec)
             titles = ("chosen", "rejected") if self.data.kind.paired else ("example",) * len(batch.lengths)
-            images = sample.get(IMAGES) or ()
+            images = images_of(sample)
             samples += example_samples(batch, titles, self.tokenizer, metrics, images)
         return tuple(samples)

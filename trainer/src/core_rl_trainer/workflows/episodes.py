@@ -34,7 +34,7 @@ __all__ = ["GreedyBaselineWorkflow", "MultiTurnWorkflow", "SingleTurnWorkflow"]
 class SingleTurnWorkflow:
     """One prompt, ``group_size`` independent completions, one reward for each.
 
-    ``data`` holds ``prompt_ids``, ``media`` of one sequence where the prompt has images, and whatever the reward
+    ``data`` holds ``prompt_ids``, `MEDIA` of one sequence where the prompt has images, and whatever the reward
     function reads. The result has the fields of `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64
     ``[B]``, the episode's number).
     A completion that the engine aborts is continued; see `generate_whole`.
