@@ -13,8 +13,6 @@ from pathlib import Path
 from core_rl_conformance.report.files import ReportError, read_report
 from core_rl_conformance.report.model import Report
 
-__all__ = ["SuiteRun", "layer", "run_suite"]
-
 SITES = (
     "import json, sysconfig; print(json.dumps([sysconfig.get_path(name) for name in ('purelib', 'platlib')]))"
 )

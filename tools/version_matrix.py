@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-__all__ = ["MATRIX", "ROOT", "Environment"]
-
 ROOT = Path(__file__).parents[1]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-__all__ = ["bare_step", "build", "pack", "pad", "shard_model"]
-
 CHUNK = 512
 MicroBatch = tuple[Tensor, Tensor, list[int] | None, Tensor | None]
 """Token ids, positions, the bounds of packed sequences, and the mask of padded ones: arguments of `WithLoss`."""

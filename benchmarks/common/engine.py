@@ -19,8 +19,6 @@ from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.process_group import Meeting, RankAddress, open_store
 
-__all__ = ["Work", "each_rank", "engine_step", "start_engine", "step_options", "work_of"]
-
 Work = Callable[[RankAddress, argparse.Namespace], None]
 HOST = "127.0.0.1"
 

@@ -15,8 +15,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-__all__ = ["Side", "compare", "interleave", "rounds", "spread"]
-
 Result = TypeVar("Result")
 
 Side = Callable[[], object]

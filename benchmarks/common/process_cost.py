@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import psutil
 
-__all__ = ["POLL_S", "note_cpu_times"]
-
 POLL_S = 0.2
 """Seconds between two looks at the CPU times of a run's processes."""
 

@@ -6,8 +6,6 @@ import os
 
 from core_rl_trainer.callbacks import EvaluationEnd, Event, StopRun
 
-__all__ = ["TARGET", "stop_at_target"]
-
 TARGET = "CORE_RL_RACE_TARGET"
 """Environment variable with the reward to reach."""
 

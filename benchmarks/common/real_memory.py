@@ -23,8 +23,6 @@ from core_rl.launch.group import EngineGroup
 from core_rl.state.gather import BUCKET_BYTES
 from core_rl.weight_sync.update import weight_update
 
-__all__ = ["equal", "export", "load"]
-
 MIB = 2**20
 MMAP_THRESHOLD = -3
 """Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""

@@ -22,8 +22,6 @@ from common.engine import engine_step, start_engine
 from common.workload import make_batch
 from core_rl.data.batch import SequenceBatch
 
-__all__ = ["LENGTHS", "QWEN2_5_0_5B", "Cost", "Line", "steps_of"]
-
 CHUNK = 128
 """Rows whose logits exist at one time."""
 QWEN2_5_0_5B: dict[str, Any] = {

@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from common.workload import MODEL, skewed_lengths
 from core_rl.data.batch import SequenceBatch
 
-__all__ = ["GRPOPhases", "Rollout", "given_rollout", "packed_rollout", "reward_of", "word_tokenizer"]
-
 GRPOPhases = dict[str, float]
 """Seconds of ``logprobs``, of ``update`` and of ``other``."""
 LOGPROB = -9.0

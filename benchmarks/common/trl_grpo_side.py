@@ -17,8 +17,6 @@ from common.rollouts import LOGPROB, GRPOPhases, Rollout, reward_of, word_tokeni
 from common.trl_side import UNLOGGED, StepGate
 from common.workload import MODEL
 
-__all__ = ["trl_grpo"]
-
 
 def trl_grpo(
     path: str, rollout: Rollout, *, rows: int, minibatches: int, checkpointing: bool

@@ -24,8 +24,6 @@ from trl import SFTConfig, SFTTrainer
 from common.bare import build
 from common.workload import MODEL
 
-__all__ = ["UNLOGGED", "StepGate", "trl_step"]
-
 UNLOGGED: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,

@@ -30,8 +30,6 @@ from verl.workers.utils.losses import sft_loss  # noqa: E402
 
 from common.bare import segment_attention  # noqa: E402
 
-__all__ = ["verl_step", "with_bounds"]
-
 
 def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], None]:
     """``train_batch`` of the engine over all ``ids`` in micro-batches of at most ``budget`` tokens."""

@@ -12,8 +12,6 @@ from core_rl.backend.metrics import Metric
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 
-__all__ = ["MODEL", "make_batch", "skewed_lengths", "token_nll", "train_last"]
-
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 256,

@@ -9,8 +9,6 @@ import group_support as support
 
 from core_rl_cluster import RayHosts
 
-__all__ = ["main"]
-
 
 def main(moment: str) -> None:
     with RayHosts(2, 1, wait_s=60.0, lease_s=10.0) as hosts:

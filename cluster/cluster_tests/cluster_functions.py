@@ -15,8 +15,6 @@ from group_support import rank_of
 from core_rl.distributed.process_group import launched_world
 from core_rl.engine.train import TrainEngine
 
-__all__ = ["add_rank", "die", "host_name", "start_child", "surroundings", "this_host", "wait"]
-
 
 def host_name(engine: TrainEngine) -> str:
     return socket.gethostname()

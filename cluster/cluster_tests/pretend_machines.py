@@ -25,8 +25,6 @@ import pytest
 
 from core_rl.launch.process import end_fork_server
 
-__all__ = ["DRIVER_ADDRESS", "SOON_S", "Machine", "pretend_machines", "tied", "within"]
-
 NETWORK = "10.77.0"
 DRIVER_ADDRESS = f"{NETWORK}.1"
 """The address of the process that makes the machines."""

@@ -14,8 +14,6 @@ from ray_nodes import of_ray, ray_nodes
 
 from core_rl_cluster import RayHosts
 
-__all__ = ["LEASE_S", "Cluster", "ray_cluster"]
-
 LEASE_S = 10.0
 WAIT_S = 60.0
 

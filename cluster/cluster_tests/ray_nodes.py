@@ -21,8 +21,6 @@ from unittest import mock
 import pytest
 from pretend_machines import DRIVER_ADDRESS, Machine, tied
 
-__all__ = ["of_ray", "ray_nodes"]
-
 PORT = 6379
 START_S = 150.0
 """Seconds for one node: 6 to 10 on idle cores."""

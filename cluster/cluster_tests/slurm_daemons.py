@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 from pretend_machines import DRIVER_ADDRESS, Machine, tied
 
-__all__ = ["Slurm", "slurm_daemons"]
-
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun")
 START_S = 30.0
 """Seconds for all machines to be idle: half a second on idle cores."""

@@ -32,19 +32,6 @@ from core_rl.errors import ConfigError
 from core_rl.registry.objects import declared_in, load_entry_point
 from core_rl.registry.spec import EngineKind
 
-__all__ = [
-    "CHECKS_DIRECTORY",
-    "Check",
-    "TargetKind",
-    "check",
-    "check_of",
-    "checks_in",
-    "declared_checks",
-    "load_checks",
-    "natural_order",
-    "paragraphs_of",
-]
-
 CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 GROUP = "core_rl_checks"
 """The entry-point group that a distribution declares its checks in."""

@@ -12,8 +12,6 @@ import typer
 
 from core_rl.cli import PASSED_ON
 
-__all__ = ["certify", "checks", "diff", "new_engine", "report"]
-
 
 def checks(
     names: Annotated[

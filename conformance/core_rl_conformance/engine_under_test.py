@@ -58,8 +58,6 @@ from core_rl_conformance.profile import Setting, laid_over
 from core_rl_conformance.reproduction.computation import Computation
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["BUDGET", "ONE_PASS", "REFUSALS", "EngineUnderTest", "per_sequence"]
-
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
 REFUSALS = (UnsupportedCapability, LayoutError)

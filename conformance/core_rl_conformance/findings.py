@@ -17,8 +17,6 @@ from core_rl_conformance.reproduction.computation import Computation, Weights
 from core_rl_conformance.reproduction.script import reproduction
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["reproduced", "reproduced_tokens", "scalar_finding", "weights_finding"]
-
 
 def reproduced(
     case: Case,

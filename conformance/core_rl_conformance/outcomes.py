@@ -8,17 +8,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
-__all__ = [
-    "PROPERTY",
-    "CaseRecord",
-    "MeasurementRecord",
-    "NotRun",
-    "NotSupported",
-    "Number",
-    "Outcome",
-    "Record",
-]
-
 Number = Annotated[
     float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
 ]

@@ -12,8 +12,6 @@ from typing import Self
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import list_engines
 
-__all__ = ["Skeleton", "write_skeleton"]
-
 PACKAGE = Path(__file__).parent
 PLACES = (PACKAGE / "example", PACKAGE.parents[1] / "examples" / "core-rl-ddp")
 """Directory of the example engine, in a wheel and in the checkout."""

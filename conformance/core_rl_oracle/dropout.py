@@ -21,8 +21,6 @@ from core_rl_oracle.experts import all_written, gradients_of
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.plain import VARIANTS, PlainModel
 
-__all__ = ["MaskedPairs", "all_masks", "plain_gradients", "plain_outputs"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedPairs:

@@ -14,18 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Choice",
-    "all_written",
-    "balance",
-    "gradients_of",
-    "name_in_files",
-    "overwrite",
-    "parameters_of",
-    "watched",
-    "written",
-]
-
 
 @dataclass(frozen=True)
 class Choice:

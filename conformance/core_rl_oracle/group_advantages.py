@@ -8,8 +8,6 @@ from typing import get_args
 
 from core_rl_oracle.loss_names import AdvantageRule
 
-__all__ = ["group_advantages", "mistaken_advantages"]
-
 
 def group_advantages(rule: AdvantageRule, rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     """The advantage of each completion; ``groups`` are the numbers of their prompts.

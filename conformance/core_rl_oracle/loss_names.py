@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["PAIRWISE", "AdvantageRule", "Aggregation", "KLEstimator", "Objective"]
-
 Objective = Literal[
     "cross_entropy", "reinforce", "clipped", "dual_clipped", "gspo", "cispo", "dpo", "bradley_terry"
 ]

@@ -14,8 +14,6 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LowRank", "linear_layers"]
-
 A, B = ".lora_A.weight", ".lora_B.weight"
 EXPERT_PARTS = ("gate", "gate_proj", "up_proj", "down_proj")
 SPLIT_EXPERTS = (

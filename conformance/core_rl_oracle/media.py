@@ -15,8 +15,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-__all__ = ["joined_media", "media_arguments", "model_class"]
-
 
 def model_class(head: str, vision: bool) -> Any:
     """The class of transformers' for a model with this head, or with a vision tower."""

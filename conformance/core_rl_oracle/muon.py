@@ -19,16 +19,6 @@ from core_rl_oracle.oracle import KINDS, AdamW, OptimizerState, grad_norm
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import Tolerance, tolerances
 
-__all__ = [
-    "MixedOptimizer",
-    "Settings",
-    "hidden_matrix",
-    "mixed_tolerances",
-    "newton_schulz",
-    "rate_factor",
-    "scaled",
-]
-
 A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 Matrices = Mapping[str, Tensor]

@@ -24,21 +24,6 @@ from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.media import media_arguments, model_class
 
-__all__ = [
-    "KINDS",
-    "AdamW",
-    "Gradients",
-    "OptimizerState",
-    "Oracle",
-    "OracleSequence",
-    "Schedule",
-    "ScheduleFromZero",
-    "SequenceLoss",
-    "grad_norm",
-    "joined_outputs",
-    "outputs_of_partner",
-]
-
 KINDS = ("params", "momentum", "exp_avg", "exp_avg_sq")
 """The tensors of an `OptimizerState`."""
 REFUSING = 2

@@ -22,8 +22,6 @@ from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.media import joined_media, media_arguments, model_class
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss, joined_outputs
 
-__all__ = ["EXACT_VARIANTS", "MANY_VARIANTS", "VARIANTS", "PlainModel", "Variant", "nudged"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:

@@ -12,16 +12,6 @@ from core_rl_oracle.oracle import AdamW, OptimizerState, grad_norm
 from core_rl_oracle.plain import nudged
 from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance, tolerances
 
-__all__ = [
-    "KERNELS",
-    "LARGEST_ERROR",
-    "Kernel",
-    "PlainAdamW",
-    "share_of_values",
-    "step_tolerances",
-    "with_rounding_to_codes",
-]
-
 Kernel = Literal["foreach", "loop", "fused"]
 KERNELS: tuple[Kernel, ...] = ("foreach", "loop", "fused")
 VARIANTS: tuple[tuple[Kernel, int | None], ...] = (

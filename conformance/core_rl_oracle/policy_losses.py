@@ -17,8 +17,6 @@ from torch.nn.functional import logsigmoid
 from core_rl_oracle.loss_names import PAIRWISE, Aggregation, KLEstimator, Objective
 from core_rl_oracle.oracle import OracleSequence, outputs_of_partner
 
-__all__ = ["PolicyLoss"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:

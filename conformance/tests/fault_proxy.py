@@ -9,8 +9,6 @@ import aiohttp
 from aiohttp import web
 from server_stub import ServerStub
 
-__all__ = ["Bend", "Body", "FaultProxy"]
-
 Body = dict[str, Any]
 
 

@@ -11,8 +11,6 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["PROPERTY", "Kill", "KillMatrix", "Outcome"]
-
 PROPERTY = "kill"
 """The user property of a test report that holds a `Kill`."""
 Outcome = Literal["killed", "killed for another reason", "survived"]

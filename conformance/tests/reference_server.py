@@ -22,8 +22,6 @@ from core_rl_conformance.servers.routes import CONTROL as CHANGES
 from core_rl_conformance.servers.routes import GENERATE as REQUESTS
 from core_rl_vllm.wire import PREFIX
 
-__all__ = ["COMPLETIONS", "CONTROL", "GENERATE", "ReferenceServer"]
-
 COMPLETIONS, GENERATE = REQUESTS["openai"], REQUESTS["vllm"]
 PLAIN = ("/openapi.json", "/health", "/version", "/v1/models", COMPLETIONS)
 """Routes that every server has."""

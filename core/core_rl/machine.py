@@ -14,8 +14,6 @@ from pathlib import Path
 
 import importlib_metadata as metadata
 
-__all__ = ["Machine", "cpu_cores", "describe_machine", "most_open_files"]
-
 CORE = "core-rl"
 CPU_INFO = Path("/proc/cpuinfo")
 EXTRA = re.compile(r"""extra == ['"]([\w.-]+)['"]""")

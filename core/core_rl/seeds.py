@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["derive_seed"]
-
 
 def derive_seed(seed: int, *path: int) -> int:
     """A seed in [0, 2**63) that depends on all arguments, and on nothing else."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Comparable", "CountedCalls", "CountedOperations", "elements"]
-
 
 def elements(result: Any) -> int:
     """Elements of tensors and entries of lists in the result of a call."""

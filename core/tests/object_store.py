@@ -10,8 +10,6 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-__all__ = ["PROTOCOL", "ObjectStore"]
-
 PROTOCOL = "objects"
 
 

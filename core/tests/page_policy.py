@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-__all__ = ["blocked_sources"]
-
 DIRECTIVES = {
     "img": "img-src",
     "script": "script-src",

@@ -8,8 +8,6 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["listed_files", "start_trace", "stop_trace", "traced_files"]
-
 ROOT = Path(__file__).parents[2]
 SHIPPED = re.compile(r"(core|conformance|src)/core_rl\w*/")
 _traced: set[str] = set()

@@ -8,8 +8,6 @@ import string
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["END", "TEMPLATES", "chat_tokenizer"]
-
 QWEN3 = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

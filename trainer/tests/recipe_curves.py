@@ -21,8 +21,6 @@ from core_rl_oracle.tolerance import FLOOR_ULPS, Tolerance
 from core_rl_trainer import train
 from core_rl_trainer.logs.metrics_log import read_steps
 
-__all__ = ["COMPARED", "Curve", "Spread", "curve_of", "move_weights"]
-
 COMPARED = (
     "reward", "reward_std", "completion_tokens", "groups_without_signal", "loss", "policy_loss", "approx_kl",
     "entropy", "entropy_estimate",

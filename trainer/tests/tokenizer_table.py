@@ -19,8 +19,6 @@ from tokenizers import (
 )
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["CORPUS", "TOKENIZERS", "Case"]
-
 CORPUS = [
     "Question: 2+3=5\nAnswer: yes, it is 1234.\n\nhello  world, hello\n\n\nsee café ab ba aab",
     "call(2+3) = 5 5 55  555   user: a\nassistant: b\n 日本 ﬁne e\u0301 A B. .. ...",

@@ -29,8 +29,6 @@ from core_rl.launch.kept import KeptMessage, Reference
 from core_rl.launch.process import RankProcess, start_fork_server
 from core_rl.machine import cpu_cores
 
-__all__ = ["End", "MachineActor", "MachineInfo", "driver_code", "versions"]
-
 CONNECT_S = 60.0
 """Time limit for the driver's connection to a rank that it has asked for."""
 HANDSHAKE_S, HANDSHAKE_BYTES = 5.0, 1024

@@ -27,8 +27,6 @@ from core_rl_cluster.machine import MachineActor, MachineInfo, driver_code, vers
 from core_rl_cluster.nodes import amounts, shortage
 from core_rl_cluster.remote import RayMachine, RayRank, first_line
 
-__all__ = ["RayHosts"]
-
 logger = logging.getLogger(__name__)
 
 PROBE_S = 25.0

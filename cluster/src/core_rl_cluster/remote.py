@@ -20,8 +20,6 @@ from core_rl.launch.hosts import Kept
 from core_rl.launch.kept import Reference
 from core_rl_cluster.machine import CONNECT_S, End, MachineInfo
 
-__all__ = ["RayMachine", "RayRank", "first_line"]
-
 CALL_S = 30.0
 """Time limit of a call that only asks or frees something."""
 ANSWER_S = 2.0

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.inputs.rollouts import LENGTHS, Rollout, Rollouts
 
-__all__ = ["FrozenRow", "drawn_rows", "read_rows", "rollouts_of"]
-
 GROUPS = (0,) * 3 + (1,) * 4 + (2,) * 5 + (3,) * 4
 """Prompts of drawn sequences: groups of several sizes tell rules of advantages apart."""
 ROWS = 16

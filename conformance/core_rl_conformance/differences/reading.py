@@ -29,8 +29,6 @@ from core_rl_conformance.differences.token_weights import TokenBasis, TokenWeigh
 from core_rl_conformance.inputs.rollouts import Rollouts
 from core_rl_oracle.loss_names import KLEstimator, Objective
 
-__all__ = ["Gradient", "Reading", "off_policy", "read_terms", "variant_of"]
-
 Gradient = Callable[[Rollouts], Mapping[str, Tensor]]
 """The gradients of a trainer on rollouts."""
 FITS = 5e-4

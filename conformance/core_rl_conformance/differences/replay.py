@@ -18,8 +18,6 @@ from core_rl_conformance.trainers.interface import MicroBatches, Trainer
 from core_rl_conformance.trainers.spec import Feature
 from core_rl_oracle.oracle import grad_norm
 
-__all__ = ["Comparison", "Difference", "Measured", "compare_measured", "measure_trainer"]
-
 STEPS = 8
 """Optimizer steps whose learning rates are compared."""
 ORDERED, SHOWN = 64, 8

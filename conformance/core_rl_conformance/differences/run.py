@@ -17,8 +17,6 @@ from core_rl_conformance.trainers.interface import Trainer
 from core_rl_conformance.trainers.pool import make_trainer
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec, find_trainer
 
-__all__ = ["compare"]
-
 MODEL = TinyModel(family="qwen3")
 TIMEOUT_S = 300.0
 NEEDED = (Feature.GRADIENTS, Feature.RECIPES)

@@ -16,18 +16,6 @@ from core_rl_oracle.group_advantages import group_advantages, mistaken_advantage
 from core_rl_oracle.loss_names import AdvantageRule, KLEstimator, Objective
 from core_rl_oracle.policy_losses import PolicyLoss
 
-__all__ = [
-    "Clip",
-    "KLTerm",
-    "Mean",
-    "Terms",
-    "advantages_of",
-    "masks_of",
-    "shares_of",
-    "sums_of",
-    "weights_of",
-]
-
 Mean = Literal["tokens", "sequences", "whole sequences", "groups"]
 """What counts the same: each trained token; each sequence, by its trained tokens or by all of its tokens; each group of
 completions of one prompt, by its trained tokens."""

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from core_rl_conformance.differences.replay import Comparison, Difference
 
-__all__ = ["report_of"]
-
 EXPLAINED = 1e-2
 """Relative distance between measured and predicted gradients, above which a term is missing."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from core_rl_oracle.oracle import Oracle, OracleSequence
 
-__all__ = ["TokenBasis", "TokenWeights", "basis_of_gradient"]
-
 COLDEST, HOTTEST = math.log(0.1), math.log(4.0)
 """Logarithms of temperatures between which that of a gradient is searched."""
 START = (0.7, 1.3)

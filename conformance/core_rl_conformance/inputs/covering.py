@@ -6,8 +6,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
-__all__ = ["covering_array", "pairs_of"]
-
 Choice = tuple[str, str]
 """An option and its value."""
 Combination = Mapping[str, str]

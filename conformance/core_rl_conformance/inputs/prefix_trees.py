@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from core_rl_conformance.inputs.data import Ragged, Row, ragged
 
-__all__ = ["prefix_trees"]
-
 PIECES: Sequence[Sequence[tuple[int, int]]] = (
     ((0, 16), (1, 12)),
     ((4, 1), (5, 9)),

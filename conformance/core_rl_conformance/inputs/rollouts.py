@@ -18,8 +18,6 @@ from core_rl_oracle.group_advantages import group_advantages
 from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import OracleSequence
 
-__all__ = ["LENGTHS", "Rollout", "Rollouts", "draw_rollouts", "with_shared_prompts"]
-
 LENGTHS = (17, 8, 31, 5, 11, 23, 9, 40, 6, 12, 28, 7, 19, 4, 13, 14)
 """Tokens of each sequence, four of one prompt after the other."""
 GROUP = 4

@@ -13,8 +13,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from core_rl_conformance.profile import VISION
 
-__all__ = ["VOCABULARY", "TinyImages", "placeholders", "spread_positions", "vision_config"]
-
 VOCABULARY = 199
 """Ids of text; the ids after them are of images."""
 START, END, IMAGE, VIDEO = range(VOCABULARY, VOCABULARY + 4)

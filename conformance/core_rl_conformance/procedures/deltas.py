@@ -27,8 +27,6 @@ from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures.streaming import tensors_of
 
-__all__ = ["ArrivedChanges", "DeltaSender", "arrived", "with_few_changes"]
-
 
 class DeltaSender:
     """Sends ``tensors`` by any method as a train engine does; others of the directory's files go along by ``disk``."""

@@ -7,8 +7,6 @@ import textwrap
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-__all__ = ["run_state_machine"]
-
 
 def run_state_machine(machine: type[RuleBasedStateMachine], number: int, examples: int, calls: int) -> None:
     """Run ``examples`` sequences of up to ``calls`` calls, drawn by the seed ``number``.

@@ -25,25 +25,6 @@ from core_rl_oracle.oracle import AdamW, Gradients, Schedule
 from core_rl_oracle.policy_losses import PolicyLoss
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = [
-    "WHOLE",
-    "aggregations_of",
-    "build",
-    "cuts_of",
-    "draw",
-    "expected_of",
-    "model_of",
-    "need",
-    "pair_losses",
-    "plain_loss",
-    "policy_loss",
-    "spec_of",
-    "token_loss",
-    "train",
-    "verify_adapter_gradients",
-    "verify_gradients",
-]
-
 WHOLE = MicroBatches()
 MAX_TOKENS = 64
 """A budget that takes one to six of the sequences."""

@@ -11,8 +11,6 @@ from core_rl.pages import page_environment
 from core_rl_conformance.report.html import TEMPLATES
 from core_rl_conformance.report.model import CapabilityState, EngineRecord, Report, Verdict
 
-__all__ = ["PROFILES", "badge", "badge_of", "lacking"]
-
 _SFT = frozenset({Capability.SHARDED_CHECKPOINT, Capability.PORTABLE_CHECKPOINT})
 _SYNC = frozenset({Capability.SYNC_DISK, Capability.SYNC_TENSOR})
 _SERVES = frozenset({Capability.SCORE, *_SYNC})

@@ -13,8 +13,6 @@ from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.files import ReportError
 from core_rl_conformance.report.model import EngineRecord, Report
 
-__all__ = ["verify_reports"]
-
 SHOWN = 8
 
 

@@ -17,8 +17,6 @@ from core_rl_conformance.inputs.losses import (
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.profile import MIXTURES
 
-__all__ = ["Computation", "Output", "Weights", "computation_of"]
-
 LOSSES = (TokenMeanLoss, SequenceMeanLoss, OutputsLoss, ValueLoss, RewardLoss)
 """Losses that scripts can compute; not their subclasses."""
 NO_SEQUENCES = Ragged(())

@@ -21,8 +21,6 @@ from core_rl_conformance.inputs.tiny_models import LOGIT_STD, MAX_LENGTH, TinyMo
 from core_rl_conformance.reproduction.computation import Computation, Output, Weights
 from core_rl_oracle.tolerance import Tolerance
 
-__all__ = ["MOST_LINES", "reproduction"]
-
 MOST_LINES = 40
 SHOWN_TENSORS = 6
 SHOWN_ELEMENTS = 4

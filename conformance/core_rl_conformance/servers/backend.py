@@ -25,9 +25,6 @@ from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, Wire
 from core_rl_conformance.servers.openai import OpenAIWire
 
-__all__ = ["ServerUnderTest", "ServerUnderTestConfig", "misfits_of", "wire_of"]
-
-
 KEEPER = Path(__file__).with_name("keeper.py")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.servers.wire import Scores, Wire, readable
 
-__all__ = ["OpenAIWire"]
-
 ID_PREFIX = "token_id:"
 """Prefix of a token that is written as its id."""
 REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}

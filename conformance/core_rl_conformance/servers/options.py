@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 from core_rl.config.engine import DType
 from core_rl.errors import ConfigError, raise_all
 
-__all__ = ["ServerArguments", "WireName"]
-
 WireName = Literal["openai", "sglang", "vllm"]
 
 

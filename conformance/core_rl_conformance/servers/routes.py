@@ -14,8 +14,6 @@ from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers.api import Api, Refused
 from core_rl.servers.wire import Wire, readable
 
-__all__ = ["CONTROL", "GENERATE", "NEEDS", "WHOLE", "Routes", "read_routes", "scoring_problem"]
-
 GENERATE = {"openai": "/v1/completions", "sglang": "/generate", "vllm": "/inference/v1/generate"}
 """The route of requests, by wire."""
 HINTS = {

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from core_rl.servers.api import Refused
 from core_rl_conformance.profile import Waiver
 
-__all__ = ["KNOWN_FAILURES"]
-
 OWNER = "vLLM"
 CUT = "processed_logprobs are of the distribution that top-k, top-p and min-p have cut: vLLM #22387, #42259"
 

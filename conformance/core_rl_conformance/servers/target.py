@@ -40,8 +40,6 @@ from core_rl_conformance.servers.routes import (
 )
 from core_rl_conformance.servers.stock import KNOWN_FAILURES
 
-__all__ = ["launched_server", "load_server"]
-
 NAME = "server"
 LENGTH = 80
 """Tokens that the tiny models of a command take: scoring a prompt draws a token after it, in some servers."""

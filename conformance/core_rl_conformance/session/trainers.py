@@ -13,8 +13,6 @@ from core_rl_conformance.case import Target
 from core_rl_conformance.profile import MOE
 from core_rl_conformance.trainers.spec import TrainerSpec, find_trainer
 
-__all__ = ["load_trainer"]
-
 
 def load_trainer(name: str, known_checks: Collection[str]) -> Target:
     """The trainer ``name`` with its profile; raises `ConfigError` with everything that is wrong with them."""

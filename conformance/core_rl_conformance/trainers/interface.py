@@ -13,8 +13,6 @@ from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import AdamW, Schedule
 from core_rl_oracle.policy_losses import PolicyLoss
 
-__all__ = ["SGD", "MicroBatches", "TrainSequence", "Trainer", "TrainerSetup"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:

@@ -8,8 +8,6 @@ from core_rl_conformance.trainers.interface import Trainer, TrainerSetup
 from core_rl_conformance.trainers.ranks import RankTrainers
 from core_rl_conformance.trainers.spec import TrainerSpec
 
-__all__ = ["TrainerPool", "make_trainer"]
-
 CALLS = ("build", "train_batch", "weights", "close")
 """Methods that every trainer needs."""
 

@@ -23,8 +23,6 @@ from core_rl.registry.objects import load_object
 from core_rl.servers.process import bound
 from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
 
-__all__ = ["RankTrainers"]
-
 SAME = 1e-6
 """Relative difference of a metric between ranks: their own sums may round apart."""
 END_S = 10.0

@@ -12,8 +12,6 @@ from core_rl.registry.objects import declared_in, is_reference, load_entry_point
 from core_rl_conformance.profile import Profile
 from core_rl_oracle.loss_names import PAIRWISE, AdvantageRule, Aggregation, KLEstimator, Objective
 
-__all__ = ["GROUP", "Feature", "TrainerSpec", "find_trainer"]
-
 GROUP = "rl_trainers"
 """The entry-point group that a distribution declares its trainers in."""
 ScheduleType = Literal["constant", "linear", "cosine"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mutants import bfloat16, dropout, sizes
 
-__all__ = ["EveryFault"]
-
 
 class EveryFault(
     dropout.StaysOnAfterAStep,

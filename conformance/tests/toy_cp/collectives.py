@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather_parts", "gather_tokens"]
-
 
 class _Gather(torch.autograd.Function):
     @staticmethod

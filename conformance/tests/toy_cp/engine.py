@@ -23,8 +23,6 @@ from core_rl.toolkit.hf_backend import HFBackend
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from toy_cp.shard import ATTENTION, TokenShard, register_attention
 
-__all__ = ["ContextParallelBackend"]
-
 
 class ContextParallelBackend(HFBackend[TrainEngineConfig]):
     """``cp`` ranks share the tokens of each sequence; ``dp`` groups of them see different sequences."""

@@ -13,8 +13,6 @@ from transformers import AttentionInterface
 from core_rl.data.batch import SequenceBatch
 from toy_cp.collectives import gather_parts, gather_tokens
 
-__all__ = ["ATTENTION", "TokenShard", "UlyssesShard", "register_attention"]
-
 ATTENTION = "toy_context_parallel"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from toy_cp.engine import ContextParallelBackend
 from toy_cp.shard import UlyssesShard
 
-__all__ = ["UlyssesBackend"]
-
 
 class UlyssesBackend(ContextParallelBackend):
     """Tokens over ranks everywhere, and heads over ranks in the attention."""

@@ -24,8 +24,6 @@ from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.packed import PackedModel
 
-__all__ = ["ExpertParallelBackend"]
-
 
 class _Gathered(torch.autograd.Function):
     """All ranks' rows, padded to the longest; each gets back the sum of the gradients of its own."""

@@ -29,8 +29,6 @@ from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.segments import Segments
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 
-__all__ = ["PipelineBackend", "Way"]
-
 
 @dataclass
 class Way:

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["add_up", "enter", "gather", "largest", "split_tokens"]
-
 
 class _Enter(torch.autograd.Function):
     @staticmethod

@@ -37,8 +37,6 @@ from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from toy_tp.collectives import add_up, enter, split_tokens
 from toy_tp.vocabulary import Vocabulary
 
-__all__ = ["BEFORE_COLUMN", "TensorParallelBackend", "partial_gradient", "replicated_factor"]
-
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose output features (or vocabulary rows) are spread: dimension 0 of weight and bias."""
 ROW = ("o_proj", "down_proj")

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from toy_tp.collectives import add_up, gather, largest
 
-__all__ = ["Vocabulary"]
-
 
 class Vocabulary:
     """The ``size`` rows of a vocabulary in consecutive parts over ``group``; the last one may be smaller."""

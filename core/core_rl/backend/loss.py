@@ -14,8 +14,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.errors import LossError
 
-__all__ = ["LossSpec", "count_sequences", "count_tokens"]
-
 LossFn = Callable[[ModelOutput, SequenceBatch], tuple[Tensor, Mapping[str, Metric]]]
 WeightFn = Callable[[SequenceBatch], float]
 

@@ -9,19 +9,6 @@ from typing import Literal, get_args
 
 from core_rl.errors import ConfigError
 
-__all__ = [
-    "BETWEEN_MACHINES",
-    "CheckpointFormat",
-    "EngineProgress",
-    "FinetuneSpec",
-    "SaveLoadMeta",
-    "Scheduling",
-    "StatePart",
-    "SyncMethod",
-    "TensorKind",
-    "WeightUpdateMeta",
-]
-
 TensorKind = str
 """``params`` (compute dtype), ``master`` (float32), ``grads`` (float32, normalised, before clipping), ``buffers``,
 ``carried`` (tensors of the checkpoint that the module does not hold, as they are), ``adapter`` (float32 factors under

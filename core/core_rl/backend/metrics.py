@@ -12,8 +12,6 @@ from torch import Tensor
 
 from core_rl.errors import LossError
 
-__all__ = ["Metric", "merge_metrics"]
-
 Reduction = Literal["mean", "sum", "max", "min"]
 
 

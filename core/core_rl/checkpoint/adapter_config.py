@@ -11,8 +11,6 @@ from typing import Any
 from core_rl.config.engine import Head, LoraConfig
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound
 
-__all__ = ["ADAPTER_CONFIG", "adapter_problems"]
-
 ADAPTER_CONFIG = "adapter_config.json"
 CHECKED = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rslora", False)}
 """Fields that equal those of ``model.lora``, and their defaults in ``peft``."""

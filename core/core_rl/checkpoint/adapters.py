@@ -19,8 +19,6 @@ from core_rl.checkpoint.model_files import copy_tokenizer
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.errors import CheckpointMismatch, raise_all
 
-__all__ = ["load_adapter", "save_adapter"]
-
 TENSOR_FILE = "adapter_model"
 
 

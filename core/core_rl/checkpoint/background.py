@@ -25,8 +25,6 @@ from core_rl.distributed.agreement import describe, error_of, on_all
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
-__all__ = ["BackgroundSave", "DeferredWrite", "Write", "write_in_background"]
-
 logger = logging.getLogger(__name__)
 
 Write = Callable[[Path], None]

@@ -22,8 +22,6 @@ from core_rl.errors import CheckpointMismatch, raise_all
 from core_rl.state.rng_state import RngState
 from core_rl.state.store import TensorStore
 
-__all__ = ["Contents", "load_tensors", "save_files"]
-
 MODEL_FIELDS = (
     "model_type",
     "vocab_size",

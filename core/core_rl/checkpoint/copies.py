@@ -17,8 +17,6 @@ from core_rl.distributed.agreement import on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, ConfigError, MissingPackage, raise_all
 
-__all__ = ["CheckpointCopies"]
-
 
 class CheckpointCopies:
     """The newest ``keep`` run checkpoints under ``url``, for one driver alone: ``step-00000010/…``.

@@ -24,8 +24,6 @@ from core_rl.distributed.agreement import on_all
 from core_rl.errors import CheckpointMismatch
 from core_rl.state.slices import Shard
 
-__all__ = ["load_dcp", "save_dcp"]
-
 MOMENTS = "optimizer.state."
 NOT_WEIGHTS = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 """Keys of torchtitan next to the weights."""

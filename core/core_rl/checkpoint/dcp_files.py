@@ -28,8 +28,6 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 from core_rl.state.slices import Shard, copy_shards
 
-__all__ = ["DcpFiles", "write_slices"]
-
 METADATA = ".metadata"
 CLASSES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "pathlib")
 """Modules whose classes the pickled metadata may name; see `_Unpickler`."""

@@ -31,8 +31,6 @@ from core_rl.errors import (
     raise_all,
 )
 
-__all__ = ["open_checkpoint", "open_update", "stage", "write_checkpoint"]
-
 
 def write_checkpoint(
     path: str,

@@ -18,8 +18,6 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 
 from core_rl.errors import ConfigError
 
-__all__ = ["end_tokens", "read_tokenizer", "set_padding", "special_tokens", "write_end_tokens"]
-
 logger = logging.getLogger(__name__)
 
 GENERATION = "generation_config.json"

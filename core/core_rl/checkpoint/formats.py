@@ -36,8 +36,6 @@ from core_rl.distributed.agreement import on_all, on_leader
 from core_rl.errors import CheckpointError, UnsupportedCapability
 from core_rl.state.slices import Shard, copy_shards
 
-__all__ = ["load_contents", "save_contents"]
-
 SHARDS = "shards"
 """Directory of a checkpoint with the files of `ShardFiles`."""
 PARTS = ".parts"

@@ -20,15 +20,6 @@ from pathlib import Path
 from core_rl.checkpoint.manifest import MANIFEST, Manifest, check_ours, flush, write_manifest
 from core_rl.errors import CheckpointError, CheckpointNotFound
 
-__all__ = [
-    "LocalStorage",
-    "check_visible",
-    "in_use",
-    "is_temporary",
-    "is_url",
-    "remove_stale",
-]
-
 TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}$")
 STALE_AFTER_S = 24 * 3600.0
 

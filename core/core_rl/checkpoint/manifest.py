@@ -15,22 +15,6 @@ from typing import Any
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from core_rl.version import __version__
 
-__all__ = [
-    "MANIFEST",
-    "FileRecord",
-    "Manifest",
-    "all_files",
-    "check_ours",
-    "file_names",
-    "find_damage",
-    "flush",
-    "parse_manifest",
-    "read_manifest",
-    "records_of",
-    "to_json",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASHING_THREADS = min(8, os.cpu_count() or 1)

@@ -13,17 +13,6 @@ from typing import Any
 
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, raise_all
 
-__all__ = [
-    "WeightFiles",
-    "check_weight_files",
-    "copy_model_files",
-    "copy_tokenizer",
-    "git_lfs_pointers",
-    "pickled_weights",
-    "read_index",
-    "tokenizer_files",
-]
-
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 MAX_HEADER_BYTES = 100_000_000

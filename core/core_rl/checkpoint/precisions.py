@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["quantized_layers", "shown_layers"]
-
 SKIPPED = {
     "fp8": ("modules_to_not_convert", "ignored_layers"),
     "awq": ("modules_to_not_convert",),

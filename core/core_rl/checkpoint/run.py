@@ -25,8 +25,6 @@ from core_rl.distributed.agreement import on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError, raise_all
 
-__all__ = ["STEP", "RunCheckpoint", "RunCheckpoints", "name_of", "open_run_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"^\.?step-(\d{8,})(\.core-rl-old)?$")

@@ -15,8 +15,6 @@ from core_rl.checkpoint.tensor_files import SafetensorsFile, write_file
 from core_rl.errors import CheckpointDamaged, CheckpointNotFound, WeightsError
 from core_rl.state.slices import Shard
 
-__all__ = ["ShardFiles", "bounds_of", "files_of", "write_copies"]
-
 HEADER = "core_rl_shards"
 
 

@@ -17,8 +17,6 @@ from core_rl.checkpoint.model_files import read_index
 from core_rl.distributed.agreement import describe, error_of
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
 
-__all__ = ["SafetensorsFile", "TensorFiles", "write_file", "write_tensors"]
-
 MAX_FILE_BYTES = 2 * 2**30
 """Size of a file of an export, in bytes; the writer keeps one file in host memory."""
 MAPPED_BYTES = 256 * 2**20

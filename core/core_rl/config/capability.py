@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Capability"]
-
 
 class Capability(StrEnum):
     """Optional features of an engine. A feature that a spec does not list is *not supported*.

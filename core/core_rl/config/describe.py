@@ -13,8 +13,6 @@ from pydantic_core import PydanticUndefined
 
 from core_rl.config.secret import SecretReference
 
-__all__ = ["FieldHelp", "describe_fields"]
-
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 

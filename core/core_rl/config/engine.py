@@ -12,8 +12,6 @@ from core_rl.config.base import Config
 from core_rl.config.layout import ParallelLayout
 from core_rl.config.paths import HubPath, ImportPath, LocalPath
 
-__all__ = ["MOMENT_BYTES", "MuonConfig", "ParameterRule", "UpdateType"]
-
 UpdateType = Literal["adamw", "adamw_8bit", "muon"]
 MOMENT_BYTES: Mapping[UpdateType, float] = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "muon": 4.0}
 """Bytes of the moments of one weight: both of AdamW in float32, or in 8 bits with a scale for each block of 256; and

@@ -11,8 +11,6 @@ from core_rl.config.engine import EngineConfig
 from core_rl.config.paths import HUB_ID, absolute_path
 from core_rl.errors import ConfigError
 
-__all__ = ["hub_source", "local_model_path", "with_local_model"]
-
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]

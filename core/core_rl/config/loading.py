@@ -17,8 +17,6 @@ import yaml
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError, raise_all
 
-__all__ = ["Override", "apply_overrides", "load_yaml", "parse_overrides"]
-
 Override: TypeAlias = tuple[tuple[str, ...], Any]
 """A path of keys, and the value to set there."""
 

@@ -12,8 +12,6 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator
 
-__all__ = ["HubPath", "ImportPath", "LocalPath", "NestedImportPaths", "ProgramPath", "absolute_path"]
-
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 FILE_REFERENCE = re.compile(r"(?P<file>.*\.py)(?P<attribute>:[\w.]+)", re.DOTALL)
 

@@ -13,8 +13,6 @@ from pydantic_core import CoreSchema, core_schema
 
 from core_rl.errors import ConfigError
 
-__all__ = ["HIDDEN", "SecretReference", "hidden", "literal_secrets", "unset_references"]
-
 HIDDEN = "***"
 """The text that stands for a secret in messages."""
 HOW = (

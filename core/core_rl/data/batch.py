@@ -18,8 +18,6 @@ from core_rl.data.pinned import to_device
 from core_rl.data.prefix_order import PrefixOrder
 from core_rl.errors import BatchError, raise_all
 
-__all__ = ["LOSS_MASK", "SequenceBatch"]
-
 LOSS_MASK = "loss_mask"
 """The token field that marks the trained tokens (bool ``[T]``)."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["GRID", "NO_MEDIA", "PIXELS", "Media", "count_patches", "join_media", "media_violations"]
-
 Media = Mapping[str, Tensor]
 """Arguments of a vision-language model for one sequence, on the CPU: ``pixel_values`` and ``image_grid_thw``, their
 video twins, or others. The first dimension of each runs over patches, images or videos, in the order of the

@@ -17,20 +17,6 @@ from core_rl.data.outputs import SEQUENCE_OUTPUTS, ModelOutput
 from core_rl.data.prefixes import SharedUnits
 from core_rl.errors import BatchError, raise_all
 
-__all__ = [
-    "MicroBatchSpec",
-    "balanced",
-    "best_fit",
-    "count_micro_batches",
-    "plan_micro_batches",
-    "shard",
-    "shard_plan",
-    "units",
-    "unshard_output",
-    "unshard_rows",
-    "weighted_units",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSpec:

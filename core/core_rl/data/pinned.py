@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["to_device"]
-
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``. CUDA takes it from pinned memory: of other memory, a copy waits for all that is queued

@@ -9,8 +9,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PrefixOrder"]
-
 
 @dataclass(frozen=True)
 class PrefixOrder:

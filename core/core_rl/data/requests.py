@@ -24,8 +24,6 @@ from core_rl.errors import ConfigError, EngineContractError, raise_all
 if TYPE_CHECKING:
     from core_rl.data.media import Media
 
-__all__ = ["LLMRequest", "LLMResponse", "SamplingParams", "StopReason"]
-
 StopReason = Literal["stop", "length", "abort"]
 STOP_REASONS: tuple[StopReason, ...] = ("stop", "length", "abort")
 SEED_LIMIT = 2**63

@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError, CoreRLError, raise_all
 
-__all__ = ["agree", "describe", "error_of", "first_on_each_machine", "on_all", "on_leader"]
-
 T = TypeVar("T")
 
 

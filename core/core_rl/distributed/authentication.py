@@ -12,8 +12,6 @@ import secrets
 from core_rl.distributed.channel import Channel
 from core_rl.errors import ClusterError
 
-__all__ = ["WrongKey", "admit", "new_key", "present_key"]
-
 KEY_BYTES = 32
 NONCE_BYTES = 32
 PROOF_BYTES = 32

@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-__all__ = ["FRAME_HEADER", "JOINED_BYTES", "LIMIT_BYTES", "Buffer", "Channel", "MessageTooLarge", "set_lease"]
-
 FRAME_HEADER = struct.Struct("!Q")
 """The length of a message, before its bytes."""
 Buffer: TypeAlias = bytes | bytearray | memoryview

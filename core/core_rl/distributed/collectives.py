@@ -16,15 +16,6 @@ from torch import Tensor
 
 from core_rl.distributed.comm import Comm
 
-__all__ = [
-    "all_gather_single",
-    "all_to_all",
-    "copy_to_region",
-    "gather",
-    "reduce_from_region",
-    "reduce_scatter",
-]
-
 # torch 2.11 has them under older names.
 all_gather_single: Callable[..., object] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

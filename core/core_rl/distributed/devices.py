@@ -8,16 +8,6 @@ import torch
 
 from core_rl.errors import ConfigError
 
-__all__ = [
-    "chosen_device",
-    "device_type",
-    "expand_segments",
-    "give_back_cache",
-    "segments_expand",
-    "use_device",
-    "wants_cuda",
-]
-
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with torch's settings of CUDA memory."""
 

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from core_rl.errors import EngineStateError, RolloutError
 
-__all__ = ["LoopThread", "being_cancelled"]
-
 CLOSE_TIMEOUT_S = 30.0
 
 _Result = TypeVar("_Result")

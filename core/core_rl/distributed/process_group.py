@@ -16,19 +16,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from core_rl.distributed.comm import Comm
 from core_rl.errors import ConfigError, EngineStateError
 
-__all__ = [
-    "LaunchedWorld",
-    "Meeting",
-    "Membership",
-    "RankAddress",
-    "join",
-    "launched_world",
-    "listen_on",
-    "local_index",
-    "open_store",
-    "require_single_process",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 from core_rl.errors import ConfigError
 
-__all__ = ["short_socket_names", "socket_directory"]
-
 LONGEST = 60
 """Bytes of a directory below which `multiprocessing`, torch and servers have room for the rest of a name."""
 SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  (files are made with names that nobody can foresee)

@@ -36,8 +36,6 @@ from core_rl.weight_sync.delta import DeltaEncoder
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl.weight_sync.update import weight_update
 
-__all__ = ["Parts", "Persistence", "TrainComponents"]
-
 FORMAT_CAPABILITY: dict[CheckpointFormat, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINT,
     "portable": Capability.PORTABLE_CHECKPOINT,

@@ -29,8 +29,6 @@ from core_rl.rollout.episodes import StalenessLimit
 from core_rl.rollout.executor import WorkflowExecutor
 from core_rl.rollout.workflow import AcceptFn, RolloutWorkflow
 
-__all__ = ["InferenceEngine"]
-
 
 @final
 class InferenceEngine:

@@ -33,8 +33,6 @@ from core_rl.errors import (
 )
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["InferenceComponents", "RequestGate"]
-
 
 def check_config(spec: EngineSpec, config: InferenceEngineConfig) -> None:
     """Raise `LayoutError`, `UnsupportedCapability` or `ConfigError` for settings that the engine does not declare."""

@@ -18,8 +18,6 @@ from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.packages import refuse_packages
 from core_rl.registry.spec import MIGRATION_PAGE, EngineSpec
 
-__all__ = ["check_backend", "load_backend", "load_engine"]
-
 Backend = AnyTrainBackend | InferenceBackend[Any]
 
 

@@ -13,8 +13,6 @@ from core_rl.engine.runtime import Runtime
 from core_rl.errors import EngineStateError
 from core_rl.state.memory import HostCopies
 
-__all__ = ["Modes", "parts_of"]
-
 MEMORY: dict[StatePart, tuple[MemoryPart, ...]] = {
     "model": ("weights", "gradients"),
     "optimizer": ("optimizer",),

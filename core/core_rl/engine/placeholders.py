@@ -13,8 +13,6 @@ from core_rl.data.media import GRID, PIXELS, Media
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["placeholder_violations"]
-
 VIDEO = "video"
 """Part of the names of arguments for videos."""
 

@@ -19,8 +19,6 @@ from core_rl.state.store import TensorStore
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["Runtime"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:

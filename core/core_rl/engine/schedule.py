@@ -10,8 +10,6 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import load_object
 
-__all__ = ["ScheduleFunction", "learning_rate", "schedule_length"]
-
 
 @dataclass(frozen=True)
 class ScheduleFunction:

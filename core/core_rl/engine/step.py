@@ -28,8 +28,6 @@ from core_rl.engine.schedule import learning_rate
 from core_rl.errors import BatchError, CoreRLError, EngineStateError, LossError, OutOfDeviceMemory
 from core_rl.state.memory import give_back_freed
 
-__all__ = ["Accumulated", "TrainStep"]
-
 logger = logging.getLogger(__name__)
 
 LESS_MEMORY = (

@@ -18,8 +18,6 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import DeltaRefused, WeightsError
 from core_rl.weight_sync.rendezvous import abandon, expecting, forget_error
 
-__all__ = ["WeightReceiver", "WeightSender", "WeightUpdates", "abandon_until_done", "sync_weights"]
-
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1

@@ -39,8 +39,6 @@ from core_rl.state.memory import give_back_freed
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["TrainEngine"]
-
 
 @final
 class TrainEngine:

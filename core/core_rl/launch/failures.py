@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from core_rl.errors import CoreRLError, RankFailed
 
-__all__ = ["Failure"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:

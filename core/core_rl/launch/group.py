@@ -25,9 +25,6 @@ from core_rl.launch.messages import Call, cut
 from core_rl.launch.ranks import EngineRanks, ResultT
 from core_rl.launch.remote import gather_tensors
 
-__all__ = ["EngineGroup"]
-
-
 P = ParamSpec("P")
 FORWARD_FIELDS = (LOSS_MASK, "routing")
 """Fields that a forward pass may look at, besides ids and bounds; a hook may want any."""

@@ -15,20 +15,6 @@ from core_rl.launch.process import RankProcess
 from core_rl.machine import cpu_cores
 from core_rl.registry.objects import declared_in, load_entry_point
 
-__all__ = [
-    "EXIT_WAIT_S",
-    "GROUP",
-    "Endable",
-    "Hosts",
-    "Kept",
-    "LocalHosts",
-    "LocalRank",
-    "Rank",
-    "Slot",
-    "end_ranks",
-    "load_hosts",
-]
-
 GROUP = "rl_hosts"
 """The entry-point group in which a distribution declares classes of `Hosts` by name."""
 EXIT_WAIT_S = 5.0

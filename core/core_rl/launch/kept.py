@@ -14,8 +14,6 @@ from itertools import accumulate
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import GroupError
 
-__all__ = ["KeptMessage", "Reference", "can_keep"]
-
 ALIGNMENT = 64
 """Alignment of each buffer in bytes."""
 

@@ -11,8 +11,6 @@ from core_rl.launch.hosts import Hosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 
-__all__ = ["ServerProcess", "call_on_machines", "server_processes"]
-
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
 NO_ENGINE = 0

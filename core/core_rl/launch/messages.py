@@ -22,18 +22,6 @@ from core_rl.errors import GroupError
 from core_rl.launch.failures import Failure
 from core_rl.launch.kept import Reference
 
-__all__ = [
-    "Call",
-    "cut",
-    "pack_arguments",
-    "pack_call",
-    "pack_reply",
-    "packed",
-    "unpack_call",
-    "unpack_reply",
-    "unpacked",
-]
-
 SMALLEST_BYTES = 4096
 """Smaller buffers go into the stream."""
 

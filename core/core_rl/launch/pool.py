@@ -19,8 +19,6 @@ from core_rl.launch.hosts import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
 from core_rl.launch.messages import Call, pack_arguments, pack_call, packed, unpack_reply
 
-__all__ = ["RankPool", "Watch"]
-
 START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
 GRACE_S = 5.0

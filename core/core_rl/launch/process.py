@@ -21,15 +21,6 @@ from core_rl.errors import GroupError
 from core_rl.launch.process_tree import ProcessTree
 from core_rl.launch.worker import DRIVER_SIGNALS, DUMP_SIGNAL, rank_main
 
-__all__ = [
-    "RankProcess",
-    "end_fork_server",
-    "end_if_rank_imports_script",
-    "signals_for_driver",
-    "start_fork_server",
-    "start_process",
-]
-
 PRELOAD, FURTHER = "core_rl.launch.fork_server", "CORE_RL_PRELOAD"
 """A module that the fork server imports, and the environment variable that it reads; it imports torch."""
 DUMP_WAIT_S = 1.0

@@ -8,8 +8,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ProcessTree"]
-
 PIDFD_SIGNAL_PROCESS_GROUP = 1 << 2
 """The flag of ``pidfd_send_signal`` for the whole process group, since Linux 6.9."""
 

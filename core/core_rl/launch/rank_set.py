@@ -15,8 +15,6 @@ from core_rl.launch.pool import RankPool
 from core_rl.launch.process import start_fork_server
 from core_rl.launch.remote import RankInfo
 
-__all__ = ["RankSet"]
-
 
 class RankSet:
     """Rank processes, the groups that use them, and the one world of the groups' engines.

@@ -21,8 +21,6 @@ from core_rl.launch.remote import MakeEngine, RankInfo
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["EngineRanks"]
-
 ResultT = TypeVar("ResultT")
 ArgTs = TypeVarTuple("ArgTs")
 Section = Mapping[str, object]

@@ -25,8 +25,6 @@ from core_rl.launch.failures import Failure
 from core_rl.launch.messages import pack_reply, unpack_call
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["MakeEngine", "RankInfo", "RankState", "answer_calls", "gather_tensors"]
-
 MakeEngine = Callable[[EngineSpec, TrainEngineConfig], TrainEngine]
 
 

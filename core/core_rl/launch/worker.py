@@ -17,8 +17,6 @@ from multiprocessing.connection import wait
 
 from core_rl.distributed.channel import Channel
 
-__all__ = ["DUMP_SIGNAL", "end_with_driver", "rank_main"]
-
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a rank write the stacks of its threads, even while it hangs in a collective."""
 

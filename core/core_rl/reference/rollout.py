@@ -45,8 +45,6 @@ from core_rl.toolkit.vision import sequence_arguments
 from core_rl.weight_sync.delta import DeltaDecoder
 from core_rl.weight_sync.update import weight_update
 
-__all__ = ["ReferenceRolloutBackend"]
-
 _Row = TypeVar("_Row")
 _Result = TypeVar("_Result")
 

@@ -28,8 +28,6 @@ from core_rl.data.requests import SamplingParams, StopReason
 from core_rl.toolkit.positions import frequencies_change
 from core_rl.toolkit.vision import is_vision_model, sequence_arguments
 
-__all__ = ["Completion", "generate"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:

@@ -23,8 +23,6 @@ from core_rl.toolkit.positions import require_positions
 from core_rl.toolkit.routers import Routers
 from core_rl.toolkit.vision import sequence_arguments
 
-__all__ = ["ReferenceBackend"]
-
 
 class ReferenceBackend(HFBackend[TrainEngineConfig]):
     """One process, float32, eager."""

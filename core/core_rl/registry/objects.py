@@ -19,8 +19,6 @@ import importlib_metadata as metadata
 
 from core_rl.errors import CoreRLError, EngineBroken
 
-__all__ = ["EntryPoint", "declared_in", "is_reference", "load_entry_point", "load_object"]
-
 _REFERENCE = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*|.+\.py):([^\W\d]\w*)")
 _MISSING = object()
 

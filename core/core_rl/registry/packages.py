@@ -13,16 +13,6 @@ from packaging.version import InvalidVersion
 
 from core_rl.errors import MissingPackage, UnsupportedPackage, raise_all
 
-__all__ = [
-    "TORCH",
-    "TRANSFORMERS",
-    "FailingVersions",
-    "PackageVersions",
-    "refuse_packages",
-    "warn_of_untried",
-    "wrong_packages",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.errors import EngineStateError, RolloutError
 from core_rl.rollout.workflow import AcceptFn, Episode, RolloutWorkflow
 
-__all__ = ["EpisodeQueue", "StalenessLimit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessLimit:

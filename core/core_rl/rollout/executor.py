@@ -14,8 +14,6 @@ from core_rl.errors import RolloutError
 from core_rl.rollout.episodes import EpisodeQueue, StalenessLimit
 from core_rl.rollout.workflow import AcceptFn, Episode, RolloutWorkflow, TokenGenerator
 
-__all__ = ["WorkflowExecutor"]
-
 _Data = Mapping[str, Any]
 
 

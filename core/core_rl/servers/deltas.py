@@ -23,8 +23,6 @@ from core_rl.weight_sync.delta import DeltaDecoder, DeltaWeights
 from core_rl.weight_sync.messages import Bucket
 from core_rl.weight_sync.update import weight_update
 
-__all__ = ["ReceivedChanges"]
-
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", MANIFEST)
 
 

@@ -12,8 +12,6 @@ from core_rl.servers.wire import Wire
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["ImageFields"]
-
 RECENT = 256
 """Encoded images that are kept, for the groups in flight."""
 

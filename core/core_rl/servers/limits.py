@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from core_rl.backend.meta import SyncMethod
 from core_rl.data.requests import SamplingParams
 
-__all__ = ["NO_LIMITS", "ServerLimits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:

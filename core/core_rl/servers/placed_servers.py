@@ -14,8 +14,6 @@ from core_rl.servers.config import ServerEngineConfig
 from core_rl.servers.process import ServerProcess, bound
 from core_rl.weight_sync.cuda import CudaEnvironment
 
-__all__ = ["PlacedServer", "Start"]
-
 Start: TypeAlias = Callable[[Any, int, str | None], ServerProcess]
 """Function of a module that starts the server of a config, on a port, for clients with the API key.
 

@@ -17,8 +17,6 @@ from core_rl.backend.tensors import LocalSlice, box_region
 from core_rl.distributed.comm import Comm
 from core_rl.state.slices import Box, Placements
 
-__all__ = ["BUCKET_BYTES", "Gather", "buckets"]
-
 T = TypeVar("T")
 
 BUCKET_BYTES = 32 * 2**20

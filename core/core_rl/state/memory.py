@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-__all__ = ["HostCopies", "give_back_freed", "own_memory"]
-
 CHUNK_BYTES = 2**28
 """Host memory is taken in pieces of this size: CUDA's pinned allocations are rounded up to a power of two."""
 

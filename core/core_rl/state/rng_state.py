@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["RngState"]
-
 
 class RngState:
     """States of torch's own generators, of the CPU and of ``device``, as one engine left them.

@@ -13,8 +13,6 @@ from core_rl.backend.tensors import ShardedState, box_region
 from core_rl.distributed.comm import Comm
 from core_rl.errors import EngineContractError, raise_all
 
-__all__ = ["Box", "Placements", "Shard", "copy_shards", "gather_placements", "writers"]
-
 Shape = tuple[int, ...]
 Key = tuple[str, Shape, Shape]
 """Name, offsets and shape of a box."""

@@ -21,8 +21,6 @@ from core_rl.errors import WeightsError, raise_all
 from core_rl.state.gather import Gather
 from core_rl.state.slices import Placements, Shard, gather_placements, writers
 
-__all__ = ["CHUNK", "TensorStore", "digest_of_parts", "global_grad_norm", "is_float32_head"]
-
 WEIGHTS = ("params", "master")
 CHUNK = 2**20
 """Elements upcast at once: the float64 copy of a shard stays at 8 MiB."""

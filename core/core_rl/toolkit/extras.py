@@ -7,8 +7,6 @@ from typing import Any
 
 from core_rl.errors import MissingPackage
 
-__all__ = ["import_extra"]
-
 
 def import_extra(module: str, need: str) -> Any:
     """The ``module``, whose first part is also the name of the extra.

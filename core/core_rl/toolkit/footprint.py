@@ -12,8 +12,6 @@ from core_rl.config.engine import ModelConfig
 from core_rl.toolkit.experts import expert_modules
 from core_rl.toolkit.meta_build import model_on_meta
 
-__all__ = ["Footprint", "footprint_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-__all__ = ["InPlaceReduceScatter", "add_up_gradients", "fsdp_modules", "reset_pass", "reshard"]
-
 
 class InPlaceReduceScatter(ReduceScatter):
     """Gives FSDP the same memory for the sum of gradients as for the gradients of the one rank that there is.

@@ -33,18 +33,6 @@ from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, Uns
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name
 
-__all__ = [
-    "carried_tensors",
-    "exported_config",
-    "exported_shapes",
-    "model_files",
-    "name_as_in_files",
-    "require_causal",
-    "require_text",
-    "require_unquantized",
-    "transpose_as_in_files",
-]
-
 
 def model_files(model: ModelConfig) -> TensorFiles:
     """The files of ``model.path``; raises `ConfigError` for damaged ones, and where all weights are pickled."""

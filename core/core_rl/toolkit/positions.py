@@ -20,14 +20,6 @@ from core_rl.data.pinned import to_device
 from core_rl.errors import BatchError
 from core_rl.toolkit.parallel_context import TokenSlice
 
-__all__ = [
-    "RotaryEmbeddings",
-    "frequencies_change",
-    "make_rotary_stateless",
-    "require_positions",
-    "rotary_modules",
-]
-
 LEARNED = frozenset({"wpe", "embed_positions", "position_embeddings", "positions_embed"})
 """Names of tables of learned positions in transformers."""
 

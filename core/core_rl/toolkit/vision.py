@@ -25,16 +25,6 @@ from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.segments import Blocks, Segments
 
-__all__ = [
-    "ImageFeatures",
-    "PackedVision",
-    "blank_image",
-    "check_vision",
-    "has_tower",
-    "is_vision_model",
-    "sequence_arguments",
-]
-
 MODEL_TYPES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 """Families whose packed images the conformance suite compares with transformers; others attend in other ways."""
 

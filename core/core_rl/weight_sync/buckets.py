@@ -15,8 +15,6 @@ from core_rl.errors import WeightsError
 from core_rl.weight_sync.cuda import device_bytes
 from core_rl.weight_sync.messages import REPLY_TIMEOUT_S, Bucket, shared_by_name
 
-__all__ = ["Filling", "HostStaging", "RemoteBucket", "flat_bytes", "require_shared_memory", "start_of"]
-
 ALIGNMENT = 64
 DIRECTORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 

@@ -15,19 +15,6 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from core_rl.distributed.devices import expand_segments, segments_expand
 from core_rl.errors import WeightsError, raise_all
 
-__all__ = [
-    "DEVICE",
-    "CudaEnvironment",
-    "DeviceMemory",
-    "Opened",
-    "can_open",
-    "device_bytes",
-    "gpu_uuid",
-    "nccl_version",
-    "require_nccl",
-    "shared_with",
-]
-
 NCCL_LIBRARY = "libnccl.so.2"
 Version = tuple[int, ...]
 DEVICE = 6

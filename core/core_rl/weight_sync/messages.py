@@ -25,21 +25,6 @@ from core_rl.distributed.sockets import short_socket_names
 from core_rl.errors import WeightsError, raise_all
 from core_rl.weight_sync.cuda import CudaEnvironment
 
-__all__ = [
-    "REPLY_TIMEOUT_S",
-    "AdapterMetadata",
-    "Bucket",
-    "GroupAddress",
-    "Kind",
-    "ReceiverRanks",
-    "RemoteChannel",
-    "digest_of",
-    "pickled_by_name",
-    "receive_message",
-    "send_message",
-    "shared_by_name",
-]
-
 Bucket = list[tuple[str, Tensor]]
 """Tensors with their names, as views of one piece of shared memory."""
 Backend = Literal["gloo", "nccl"]

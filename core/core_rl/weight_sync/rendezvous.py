@@ -28,8 +28,6 @@ from core_rl.distributed.sockets import socket_directory
 from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync.messages import RemoteChannel
 
-__all__ = ["abandon", "accepted", "connect", "expecting", "forget_error"]
-
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 300.0

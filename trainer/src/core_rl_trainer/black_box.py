@@ -43,8 +43,6 @@ from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.plan.build import with_temperature
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["BlackBoxTrainer"]
-
 RECIPES = ("ppo_actor", "sft")
 """Interfaces whose recipes are compared with others."""
 CLIPPED = ("clipped", "dual_clipped", "gspo", "cispo")

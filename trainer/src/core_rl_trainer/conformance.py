@@ -9,8 +9,6 @@ from core_rl_conformance.profile import Profile
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 from core_rl_oracle.loss_names import AdvantageRule, Aggregation, KLEstimator, Objective
 
-__all__ = ["SPEC"]
-
 SPEC = TrainerSpec(
     name="core-rl",
     factory="core_rl_trainer.black_box:BlackBoxTrainer",

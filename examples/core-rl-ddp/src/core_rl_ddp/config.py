@@ -7,8 +7,6 @@ from pydantic import Field
 from core_rl.config.base import Config
 from core_rl.config.engine import TrainEngineConfig
 
-__all__ = ["DDPConfig", "DDPOptions"]
-
 
 class DDPOptions(Config):
     """Options of this engine alone."""

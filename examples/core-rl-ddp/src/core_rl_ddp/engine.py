@@ -15,8 +15,6 @@ from core_rl.toolkit import (
 )
 from core_rl_ddp.config import DDPConfig
 
-__all__ = ["DDPBackend"]
-
 
 class DDPBackend(HFBackend[DDPConfig]):
     """Every rank has the whole model, and runs it on its own sequences."""

@@ -5,6 +5,4 @@ from __future__ import annotations
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile
 
-__all__ = ["PROFILE"]
-
 PROFILE = Profile(layouts=(ParallelLayout(dp=1), ParallelLayout(dp=2)), families=("llama",))

@@ -35,8 +35,6 @@ from core_rl.toolkit import (
 )
 from core_rl_tiny.model import Llama, Rows
 
-__all__ = ["TinyBackend"]
-
 
 @dataclass(frozen=True)
 class TinyState:

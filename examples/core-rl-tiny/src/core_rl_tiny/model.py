@@ -13,8 +13,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from core_rl.errors import UnsupportedCapability
 
-__all__ = ["Llama", "Rows"]
-
 SCALED = ("linear", "llama3")
 """Scalings of the rotary frequencies that do not depend on the length of a sequence, and scale nothing else."""
 

@@ -33,8 +33,6 @@ from core_rl_areal.attention import PACKED
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
 from core_rl_oracle.loss_names import AdvantageRule
 
-__all__ = ["PPOBlackBox", "SFTBlackBox"]
-
 NO_LIMIT = 1e9
 """For limits that AReaL can't turn off."""
 NORMALIZATIONS: Mapping[AdvantageRule, Mapping[str, Any]] = {

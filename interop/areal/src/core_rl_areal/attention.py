@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-__all__ = ["PACKED"]
-
 PACKED = "core_rl_packed"
 """Its name in transformers' `AttentionInterface`."""
 

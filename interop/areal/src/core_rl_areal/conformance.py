@@ -8,8 +8,6 @@ from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
-__all__ = ["GSPO", "PPO", "SFT", "SFT_SDPA"]
-
 FEATURES = frozenset(
     {
         Feature.GRADIENTS,

@@ -17,8 +17,6 @@ from core_rl_conformance.trainers.interface import TrainSequence
 from core_rl_oracle.policy_losses import PolicyLoss
 from core_rl_trl.black_box import BlackBox, changed, make_tokenizer
 
-__all__ = ["GRPOBlackBox", "SFTBlackBox"]
-
 IGNORED = -100
 LOSS_TYPES = {"token_mean": "dapo", "sequence_mean": "grpo", "fixed_length": "dr_grpo"}
 """``loss_type`` of `GRPOTrainer` by aggregation."""

@@ -22,8 +22,6 @@ from core_rl.errors import ConfigError
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
 from core_rl_oracle.policy_losses import PolicyLoss
 
-__all__ = ["BlackBox", "changed", "make_tokenizer"]
-
 NO_CLIPPING = 1e9
 ADAPTER = ".default"
 """The adapter's name in names of its parameters, but not in its file."""

@@ -9,8 +9,6 @@ from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
-__all__ = ["DPO", "GRPO", "REWARD", "SFT"]
-
 FEATURES = frozenset(
     {
         Feature.GRADIENTS,

@@ -14,8 +14,6 @@ from core_rl_conformance.trainers.interface import TrainSequence
 from core_rl_oracle.policy_losses import PolicyLoss
 from core_rl_trl.black_box import BlackBox, make_tokenizer
 
-__all__ = ["DPOBlackBox", "RewardBlackBox"]
-
 COUNTER = "num_tokens"
 """A count of the whole run, and of no batch."""
 

@@ -40,21 +40,6 @@ from verl.workers.utils.losses import ppo_loss
 
 from core_rl_verl.config import PREFIX, CoreRLEngineConfig
 
-__all__ = [
-    "LIMIT",
-    "OURS",
-    "TINY",
-    "Rollout",
-    "actor",
-    "batch_of",
-    "compared_steps",
-    "difference",
-    "record",
-    "save_model",
-    "step",
-    "worker_of",
-]
-
 TINY: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 64,

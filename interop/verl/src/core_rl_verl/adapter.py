@@ -35,8 +35,6 @@ from core_rl.errors import ConfigError, LayoutError
 from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
 from core_rl_oracle.loss_names import AdvantageRule
 
-__all__ = ["PPOBlackBox", "SFTBlackBox"]
-
 AGGREGATIONS = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",

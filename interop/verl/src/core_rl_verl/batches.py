@@ -16,8 +16,6 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.errors import ConfigError
 
-__all__ = ["as_verl", "check_data", "cut", "nested_rows", "sequences", "temperature"]
-
 UNSUPPORTED = (
     "distillation_use_topk",
     "distillation_only",

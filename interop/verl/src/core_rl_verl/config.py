@@ -14,8 +14,6 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import load_config
 from core_rl_conformance.profile import laid_over
 
-__all__ = ["PREFIX", "CoreRLEngineConfig", "first_lr_step", "train_config"]
-
 PREFIX = "core_rl_"
 """Of a strategy: ``core_rl_fsdp`` is the engine ``fsdp``."""
 DTYPES = {

@@ -31,8 +31,6 @@ from core_rl.errors import ConfigError
 from core_rl_verl.batches import as_verl, check_data, cut, nested_rows, sequences, temperature
 from core_rl_verl.config import PREFIX, first_lr_step, train_config
 
-__all__ = ["CoreRLEngine"]
-
 CONTENTS = {"model", "optimizer", "extra", "hf_model"}
 
 

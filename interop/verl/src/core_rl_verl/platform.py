@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["register_cpu"]
-
 
 def register_cpu() -> None:
     """Register the platform ``cpu``, which the variable ``VERL_PLATFORM`` selects.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["ActivationOffload", "HostCopy", "SideCopies"]
-
 SMALLEST_BYTES = 1024
 """Smaller tensors stay where they are: moving one takes longer than it saves (torchtune keeps the same bound)."""
 

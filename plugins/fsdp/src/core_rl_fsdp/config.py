@@ -9,8 +9,6 @@ from pydantic import Field
 from core_rl.config.base import Config
 from core_rl.config.engine import StateBytes, TrainEngineConfig
 
-__all__ = ["FSDPConfig", "FSDPOptions"]
-
 
 class FSDPOptions(Config):
     """Options of FSDP alone."""

@@ -7,8 +7,6 @@ from functools import partial
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import DENSE, ROUTED, VISION, VISION_MOE, Profile, Setting
 
-__all__ = ["PROFILE"]
-
 LINEAR = tuple(family for family in DENSE if family != "gpt2")
 """Models of plain linear layers, which tensor parallelism needs; experts are fused."""
 

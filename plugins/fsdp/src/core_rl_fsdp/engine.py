@@ -34,8 +34,6 @@ from core_rl_fsdp.meshes import Meshes, check_copies
 from core_rl_fsdp.sharding import apply_expert_parallel, shard_modules
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
 
-__all__ = ["FSDPBackend"]
-
 
 class FSDPBackend(HFBackend[FSDPConfig]):
     """Weights, gradients and optimizer state are sharded; see `Meshes` for over which ranks."""

@@ -21,8 +21,6 @@ from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import LayoutError
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["Meshes", "check_copies"]
-
 REPLICATE, SHARD, TENSOR, EXPERT = "replicate", "shard", "tensor", "expert"
 
 

@@ -23,12 +23,6 @@ from core_rl.toolkit.fully_sharded import add_up_gradients, fsdp_modules
 from core_rl.toolkit.packed import PackedModel
 from core_rl_fsdp.config import FSDPConfig
 
-__all__ = [
-    "apply_expert_parallel",
-    "shard_experts",
-    "shard_modules",
-]
-
 REDUCE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

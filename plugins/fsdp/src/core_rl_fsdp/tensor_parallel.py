@@ -24,8 +24,6 @@ from core_rl.toolkit.dtensor import own_part, shard_parameter
 from core_rl.toolkit.parallel_context import ModelShards
 from core_rl.toolkit.vision import is_vision_model
 
-__all__ = ["apply_tensor_parallel", "check_sequence_parallel", "check_tensor_parallel"]
-
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicated_with_grad_allreduce",)
 """Styles of transformers for weights that every rank has in full inside its part of an attention layer."""

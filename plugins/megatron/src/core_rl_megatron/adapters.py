@@ -29,8 +29,6 @@ from core_rl.config.engine import LoraConfig
 from core_rl_megatron.experts import TokenLinear
 from core_rl_megatron.naming import RowBox
 
-__all__ = ["add_adapters", "enable_adapters"]
-
 
 def add_adapters(
     chunk: nn.Module,

@@ -42,8 +42,6 @@ from core_rl_megatron.schedule import Schedule
 from core_rl_megatron.sharded_state import CheckpointTensors, MegatronState
 from core_rl_megatron.translation import check_adapted, check_model_layout, is_hybrid
 
-__all__ = ["MegatronBackend"]
-
 
 class MegatronBackend(TrainBackend[MegatronConfig], SupportsRngState):
     """One rank of a model in Megatron's layouts."""

@@ -8,8 +8,6 @@ from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import HYBRID, HYBRID_MOE, MOE, Profile, Setting
 from core_rl_megatron.versions import packs_delta_net
 
-__all__ = ["PROFILE"]
-
 LINEAR = ("qwen3", "llama", "qwen2")
 HYBRIDS, MIXED = ((HYBRID, HYBRID_MOE), (MOE, HYBRID_MOE)) if packs_delta_net() else ((), (MOE,))
 WITH_IMAGES = ("qwen3_vl", "qwen2_5_vl")

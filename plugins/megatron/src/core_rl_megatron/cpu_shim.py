@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from core_rl.errors import ConfigError
 
-__all__ = ["building", "install", "use_cpu"]
-
 CPU = torch.device("cpu")
 SITES = (
     "distributed.param_and_grad_buffer",  # torch.cuda.current_device() for the buffers

@@ -20,8 +20,6 @@ from core_rl.errors import MissingPackage
 from core_rl.toolkit.segments import Segments
 from core_rl_megatron import cpu_shim
 
-__all__ = ["PackedDeltaNet", "causal_conv1d", "delta_net_spec", "gated_delta_rule", "l2norm"]
-
 PACKAGE = "megatron.core.ssm.gated_delta_net"
 MODULES = (PACKAGE, f"{PACKAGE}.common", f"{PACKAGE}.gdn")
 """0.18 has the first, 0.19 all of them."""

@@ -20,16 +20,6 @@ from core_rl.distributed.collectives import gather
 from core_rl.toolkit.parallel_context import ModelShards, TokenSlice
 from core_rl.toolkit.routers import Routing, routing_outputs
 
-__all__ = [
-    "GroupedExperts",
-    "PackedRouter",
-    "SharedExpert",
-    "TokenLinear",
-    "mark_experts",
-    "routers_of",
-    "whole_outputs",
-]
-
 
 class PackedRouter(TopKRouter):  # type: ignore[misc]
     """Softmax over all experts, then the likeliest ``k``, their gates normalised if so configured.

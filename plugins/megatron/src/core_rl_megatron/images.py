@@ -20,8 +20,6 @@ from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.vision import ImageFeatures, PackedVision
 from core_rl_megatron.rotary import frequency_axes
 
-__all__ = ["StageImages", "level_adder", "level_count"]
-
 
 class StageImages(nn.Module):
     """Positions of the tokens of ``model``, and on the first stage its ``tower``, whose weights have no values."""

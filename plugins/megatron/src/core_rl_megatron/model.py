@@ -28,8 +28,6 @@ from core_rl_megatron.sharded_state import CheckpointTensors
 from core_rl_megatron.translation import transformer_config
 from core_rl_megatron.versions import forget_reduction
 
-__all__ = ["Buckets", "StageModel", "build_stage", "wrap_chunks"]
-
 
 @dataclass(frozen=True)
 class StageModel:

@@ -36,8 +36,6 @@ from core_rl_megatron.rotary import compiled_rotated, rotary_frequencies, rotate
 from core_rl_megatron.translation import BY_KEY_HEAD, is_hybrid
 from core_rl_megatron.versions import submodules_of
 
-__all__ = ["PackedGPT", "ScalarHead", "build_chunk"]
-
 
 @dataclass
 class _PackedParams(PackedSeqParams):  # type: ignore[misc]

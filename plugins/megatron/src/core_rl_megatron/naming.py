@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from core_rl.errors import EngineContractError
 from core_rl_megatron.modules import PackedGPT, ScalarHead
 
-__all__ = ["FlatRange", "RowBox", "boxes_of", "name_in_model"]
-
 Shape = tuple[int, ...]
 
 

@@ -23,8 +23,6 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.toolkit.optimizer import create_moments, set_step_count
 from core_rl_megatron.naming import FlatRange
 
-__all__ = ["MOMENTS", "ShardedOptimizer"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -15,8 +15,6 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl.toolkit.build import ALIGNMENT
 from core_rl_megatron.config import MegatronConfig
 
-__all__ = ["check_options", "check_settings", "groups_experts", "uses_fusions"]
-
 
 def check_options(config: MegatronConfig, model: PretrainedConfig) -> None:
     """Raise one `ConfigError` with every option that ``model``, the other fields or this machine do not allow."""

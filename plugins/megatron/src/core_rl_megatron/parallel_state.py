@@ -22,8 +22,6 @@ from core_rl.errors import EngineStateError, LayoutError
 from core_rl.seeds import derive_seed
 from core_rl.toolkit.parallel_context import ModelShards
 
-__all__ = ["MegatronRngState", "join_groups", "leave_groups", "model_shards", "rank_groups"]
-
 
 class _Present:
     """Megatron's groups of this process, and how many engines use them."""

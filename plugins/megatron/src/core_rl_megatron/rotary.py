@@ -11,8 +11,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from core_rl.errors import UnsupportedCapability
 
-__all__ = ["compiled_rotated", "frequency_axes", "rotary_frequencies", "rotated"]
-
 FIXED_ROPE = ("default", "linear", "llama3")
 """Kinds of rotary frequencies that neither depend on the length of the sequence nor scale the scores."""
 INTERLEAVED = frozenset({"qwen3_vl_text"})

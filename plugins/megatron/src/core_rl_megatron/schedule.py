@@ -31,8 +31,6 @@ from core_rl_megatron.experts import PackedRouter, routers_of, whole_outputs
 from core_rl_megatron.model import StageModel
 from core_rl_megatron.parallel_state import model_shards
 
-__all__ = ["Schedule"]
-
 GROUPS = ["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"]
 """Process groups that a schedule takes."""
 DIMENSIONS = 3

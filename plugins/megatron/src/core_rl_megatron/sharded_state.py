@@ -19,8 +19,6 @@ from core_rl.toolkit.model_files import carried_tensors
 from core_rl_megatron.naming import FlatRange, RowBox
 from core_rl_megatron.optimizer import MOMENTS, ShardedOptimizer
 
-__all__ = ["CheckpointTensors", "MegatronState"]
-
 Shape = tuple[int, ...]
 Key = tuple[str, Shape, Shape]
 """Name, offsets and shape of a box."""

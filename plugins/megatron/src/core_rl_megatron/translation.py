@@ -20,16 +20,6 @@ from core_rl_megatron.images import level_count
 from core_rl_megatron.options import uses_fusions
 from core_rl_megatron.versions import no_cuda_graphs, packs_delta_net
 
-__all__ = [
-    "BY_KEY_HEAD",
-    "check_adapted",
-    "check_model_layout",
-    "family_of",
-    "is_hybrid",
-    "transformer_config",
-]
-
-
 FAMILIES: dict[str, dict[str, bool]] = {
     "llama": {},
     "qwen2": {"add_qkv_bias": True},

@@ -10,8 +10,6 @@ import importlib_metadata as metadata
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from packaging.version import Version
 
-__all__ = ["forget_reduction", "hide_deprecations", "no_cuda_graphs", "packs_delta_net", "submodules_of"]
-
 DEPRECATED = "GPTModel IS DEPRECATED"
 
 

@@ -15,8 +15,6 @@ from core_rl.config.engine import LoraConfig
 from core_rl.servers.adapters import AdapterForm, adapted_modules, require_taken
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
 
-__all__ = ["SglangAdapterForm"]
-
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
 CPU_MULTIPLE = 32

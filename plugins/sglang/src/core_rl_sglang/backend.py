@@ -11,8 +11,6 @@ from core_rl_sglang.process import served_model, start
 from core_rl_sglang.server import SGLangServer
 from core_rl_sglang.wire import SglangWire
 
-__all__ = ["SGLangBackend"]
-
 
 class SGLangBackend(ServerBackend[SglangConfig]):
     """Calls SGLang servers."""

@@ -11,8 +11,6 @@ from pydantic import Field, model_validator
 from core_rl.errors import ConfigError
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 
-__all__ = ["PYTHON_VARIABLE", "SglangConfig", "SglangOptions"]
-
 PYTHON_VARIABLE = "CORE_RL_SGLANG_PYTHON"
 
 

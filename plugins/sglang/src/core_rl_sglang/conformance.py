@@ -5,8 +5,6 @@ from __future__ import annotations
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Setting
 
-__all__ = ["PROFILE"]
-
 PROFILE = Profile(
     layouts=(ParallelLayout(), ParallelLayout(dp=2)),
     # SGLang cannot divide gpt2's odd MLP among two ranks.

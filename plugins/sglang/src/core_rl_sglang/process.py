@@ -18,8 +18,6 @@ from core_rl_sglang.adapters import SglangAdapterForm
 from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.serve import SERVES_IMAGES
 
-__all__ = ["arguments_of", "served_model", "start"]
-
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_TOKENS = 16384
 IMAGE_MODELS = ("qwen3_vl",)

@@ -18,8 +18,6 @@ from core_rl.weight_sync.buckets import flat_bytes, start_of
 from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.messages import Bucket, GroupAddress, pickled_by_name
 
-__all__ = ["SGLangServer", "flattened_bucket"]
-
 DTYPES: Mapping[str | None, str | None] = {"auto": None, "half": "float16", "float": "float32"}
 """Dtypes by their other names in ``--dtype``; ``auto`` depends on the model's config."""
 

@@ -14,8 +14,6 @@ from core_rl.errors import RolloutError
 from core_rl.servers.wire import Scores, Wire, readable, versions_of
 from core_rl_sglang.serve import IMAGES
 
-__all__ = ["SglangWire"]
-
 MOST_LIKELY_ONLY = 1e-9
 """A ``top_p`` that any token reaches by itself."""
 

@@ -29,8 +29,6 @@ from core_rl_torchtitan.modules import PackedDecoder
 from core_rl_torchtitan.row_layout import RowLayout, Run, probed_runs
 from core_rl_torchtitan.translation import check_model_layout, decoder_config
 
-__all__ = ["TorchtitanBackend", "materialize", "tie"]
-
 
 class TorchtitanBackend(HFBackend[TorchtitanConfig]):
     """Weights, gradients and moments are sharded over data and context parallel ranks, and cut over tensor parallel

@@ -7,8 +7,6 @@ from functools import partial
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import MOE, Profile, Setting
 
-__all__ = ["PROFILE"]
-
 DENSE = ("qwen3", "llama")
 
 dense = partial(Setting, families=DENSE)

@@ -13,8 +13,6 @@ from core_rl.errors import LayoutError
 from core_rl.toolkit.parallel_context import ModelShards
 from core_rl_torchtitan.process_settings import device_type
 
-__all__ = ["Meshes", "check_copies"]
-
 
 def check_copies(layout: ParallelLayout, replicas: int) -> None:
     """Raise `LayoutError` where ``layout`` has no room for ``replicas`` copies of the weights."""

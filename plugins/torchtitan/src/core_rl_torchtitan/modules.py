@@ -25,8 +25,6 @@ from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_output
 from core_rl.toolkit.parallel_context import ModelShards
 from core_rl.toolkit.segments import Segments
 
-__all__ = ["Experts", "OutputHead", "PackedAttention", "PackedDecoder", "PackedEmbedding"]
-
 HeadOutputs = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """Outputs by hidden states ``[L, H]`` and this rank's rows of the head."""
 

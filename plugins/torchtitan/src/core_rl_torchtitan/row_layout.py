@@ -19,8 +19,6 @@ from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.dtensor import LocalPart
 from core_rl_torchtitan.translation import adapter_of
 
-__all__ = ["RowLayout", "Run", "probed_runs"]
-
 Shape = tuple[int, ...]
 
 

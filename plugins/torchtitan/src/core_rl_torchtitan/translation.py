@@ -32,8 +32,6 @@ from core_rl.errors import LayoutError, UnsupportedCapability, raise_all
 from core_rl.toolkit.attention import check_heads
 from core_rl_torchtitan.modules import Experts, OutputHead, PackedAttention, PackedEmbedding
 
-__all__ = ["adapter_of", "check_model_layout", "decoder_config"]
-
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 NO_INIT: dict[str, Any] = {}
 """torchtitan draws no weights: all are loaded."""

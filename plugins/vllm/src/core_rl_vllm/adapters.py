@@ -11,8 +11,6 @@ from core_rl.errors import ConfigError
 from core_rl.servers.adapters import AdapterForm, require_taken
 from core_rl.toolkit.lora import adapter_shapes
 
-__all__ = ["VllmAdapterForm"]
-
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The most that the rank of an adapter may be, of which a server is given one."""
 HELD = 8

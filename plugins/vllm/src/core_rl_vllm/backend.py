@@ -24,8 +24,6 @@ from core_rl_vllm.config import VllmConfig
 from core_rl_vllm.server import TRANSFER, VllmServer
 from core_rl_vllm.wire import VllmWire
 
-__all__ = ["VllmBackend", "arguments_of", "require_cpu_heads", "visible_devices"]
-
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28
 CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})

@@ -9,8 +9,6 @@ from pydantic import Field
 
 from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback
 
-__all__ = ["PYTHON_VARIABLE", "VllmConfig", "VllmOptions"]
-
 PYTHON_VARIABLE = "CORE_RL_VLLM_PYTHON"
 
 

@@ -23,8 +23,6 @@ from core_rl.weight_sync.cuda import DEVICE, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress, shared_by_name
 from core_rl_vllm.wire import PREFIX
 
-__all__ = ["TRANSFER", "VllmServer", "on_gpu"]
-
 INFO_TIMEOUT_S = 120.0
 TRANSFER = {"backend": "core_rl"}
 """``--weight-transfer-config`` of servers with core-rl-vllm-server."""

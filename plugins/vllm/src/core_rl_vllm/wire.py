@@ -9,8 +9,6 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams, StopR
 from core_rl.servers.api import Refused
 from core_rl.servers.wire import Scores, Wire, readable, versions_of
 
-__all__ = ["PREFIX", "VllmWire"]
-
 PREFIX = "generate-tokens-"
 """Prefix of vLLM's names of requests."""
 NO_LOGPROB = -9999.0

@@ -13,8 +13,6 @@ from core_rl.config.base import Config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import masked_fill, masked_sum, segment_sum
 
-__all__ = ["Aggregation", "FixedLength", "aggregate", "sequence_mean", "weight_fn"]
-
 
 class FixedLength(Config):
     """Dr. GRPO (arXiv:2503.20783): the sum over tokens, divided by sequences times a constant length.

@@ -12,9 +12,6 @@ from core_rl.config.base import Config
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point, load_object
 
-__all__ = ["Custom", "declared", "find_object", "named_kind", "named_or_fields"]
-
-
 GROUP = "rl_interfaces"
 """The entry-point group of interfaces, advantage rules and policy losses."""
 

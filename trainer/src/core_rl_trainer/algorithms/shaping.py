@@ -10,8 +10,6 @@ from core_rl.data.outputs import masked_fill, segment_sum
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms.fields import check_finite
 
-__all__ = ["groups_with_signal", "overlong_penalty", "token_rewards", "truncated_sequences"]
-
 
 def token_rewards(rewards: Tensor, batch: SequenceBatch, penalties: Tensor | None = None) -> Tensor:
     """The reward of each sequence at its last trained token, minus ``penalties [T]`` at all trained tokens.

@@ -14,8 +14,6 @@ from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 
-__all__ = ["UpdatesConfig", "merge_updates", "peers", "run_updates"]
-
 
 class UpdatesConfig(Config):
     """The number of optimizer steps on a batch."""

@@ -12,8 +12,6 @@ from rich.table import Table
 from core_rl_trainer.data.tokenizers import describe_end_tokens
 from core_rl_trainer.plan.report import PlanReport, RoleReport
 
-__all__ = ["print_plan"]
-
 SHOWN = 16
 """Ranks of a role that are listed."""
 MEMORY = ("weights", "gradients", "moments", "transient", "activations", "logits", "total")

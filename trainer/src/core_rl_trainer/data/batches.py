@@ -17,13 +17,6 @@ from core_rl_trainer.data.datasets import SampleDataset
 from core_rl_trainer.data.kinds import Sample, media_of
 from core_rl_trainer.data.plain import NUMBER, ROW
 
-__all__ = [
-    "NumberedBatches",
-    "demonstration_batch",
-    "preference_batch",
-    "row_of",
-]
-
 
 class NumberedBatches(Iterator[list[Sample]]):
     """Batches of ``batch_size`` samples, each with its position in the data order; ``limit`` samples at most.

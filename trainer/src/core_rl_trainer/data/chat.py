@@ -31,8 +31,6 @@ from core_rl_trainer.data.pieces import continuation_ids, split_ids, text_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["NO_FIELDS", "Encoded", "encode_chat", "end_of", "ended_ids", "prompt_ids"]
-
 Encoded = tuple[list[int], list[bool]]
 """Token ids of a sequence, and which of them are trained."""
 

@@ -28,8 +28,6 @@ from core_rl_trainer.data.pieces import leading_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CLOCK", "ChatFormat", "ChatTemplate"]
-
 CLOCK = "strftime_now"
 """The function with which a template reads the time."""
 TIME_CODES = ("-d", "-m", "-H", "-I", *"aAbBcdeHIjmMpSuUwWxXyYzZ", "%")

@@ -16,8 +16,6 @@ from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.messages import EMPTY, MESSAGE_FIELDS, shortened
 from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_implicit_prompt
 
-__all__ = ["mapped", "unused_columns"]
-
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "instruction", "problem", "input"),
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),

@@ -17,8 +17,6 @@ from core_rl_trainer.data.image_fields import CHATS, all_texts
 from core_rl_trainer.data.kinds import ExampleKind, Sample, Size, images_of
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 
-__all__ = ["ExampleDataset", "MixedDataset", "SampleDataset"]
-
 logger = logging.getLogger(__name__)
 
 PLACES = re.compile(r"<(?:image|video|audio)>")

@@ -15,15 +15,6 @@ from core_rl_trainer.data.pieces import split_ids, text_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "CHAT_FIELDS",
-    "demonstration_sequences",
-    "encode_completion",
-    "encode_demonstration",
-    "encode_prompt",
-    "encode_text",
-]
-
 Messages = Sequence[Message]
 CHAT_FIELDS = ("tools", "documents", "chat_template_kwargs")
 """Fields of an example that a chat template renders."""

@@ -12,18 +12,6 @@ from typing import Any
 
 from core_rl_trainer.data.messages import EMPTY, is_blank, message_problem, shortened
 
-__all__ = [
-    "Example",
-    "ExampleCheck",
-    "Examples",
-    "answer_text",
-    "check_demonstration",
-    "check_preference",
-    "check_prompt",
-    "joined",
-    "place_in_parts",
-]
-
 Example = dict[str, Any]
 ExampleCheck = Callable[[Example], str | None]
 """Returns the problem of an example, or None."""

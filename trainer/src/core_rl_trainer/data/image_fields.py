@@ -16,19 +16,6 @@ from core_rl_trainer.data.image_files import BASE64, KEYS, UNREAD_FIX, ImageName
 from core_rl_trainer.data.json_text import parse_json
 from core_rl_trainer.data.kinds import IMAGES
 
-__all__ = [
-    "CHATS",
-    "COLUMNS",
-    "PLACE",
-    "all_texts",
-    "image_parts",
-    "is_file",
-    "is_image",
-    "is_pictured",
-    "located",
-    "with_image_names",
-]
-
 COLUMNS = (IMAGES, "image")
 """Fields of an example with its images; an example has either."""
 PLACE = "<image>"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFile import ImageFile
 
-__all__ = ["ImageName", "image_name", "is_picture", "png", "read_image", "small_copy", "to_rgb"]
-
 KEYS = ("bytes", "image", "image_url", "url", "source", "data", "base64", "path")
 """Keys of an object that hold an image, in the order of preference."""
 READ = (*KEYS, "type", "index", "media_type", "mime_type")

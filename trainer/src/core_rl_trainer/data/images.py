@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from core_rl.data.media import Media
 
-__all__ = ["ImageEncoder", "images_digest", "with_images", "without_images"]
-
 ANY_PLACE = re.compile(r"<\|?(image|img|picture)[^<>]{0,12}>", re.IGNORECASE)
 """Places of images, also as other systems write them."""
 SIZES = {

@@ -10,9 +10,6 @@ from typing import Any, NoReturn, Self
 
 from core_rl.errors import BatchError
 
-__all__ = ["WrittenFloat", "check_characters", "parse_json", "parsed_chats"]
-
-
 STRUCTURED = ("messages", "conversations", "tools", "documents", "chat_template_kwargs", "history")
 """Fields that are never texts."""
 CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content)["']\s*:""")

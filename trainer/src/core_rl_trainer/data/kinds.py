@@ -21,19 +21,6 @@ from core_rl_trainer.data.examples import (
 )
 from core_rl_trainer.data.plain import MEDIA, OWN_FIELDS, json_text
 
-__all__ = [
-    "DEMONSTRATIONS",
-    "IMAGES",
-    "PREFERENCES",
-    "PROMPTS",
-    "ExampleKind",
-    "Sample",
-    "Size",
-    "images_of",
-    "media_of",
-    "within_vocabulary",
-]
-
 IMAGES = "images"
 """The field of an example with its images, and of a sample with their names."""
 Sample = Mapping[str, Any]

@@ -10,23 +10,6 @@ from typing import Any
 
 from core_rl.errors import BatchError
 
-__all__ = [
-    "EMPTY",
-    "MESSAGE_FIELDS",
-    "REASONING",
-    "Message",
-    "in_any_place",
-    "is_blank",
-    "is_trained",
-    "message_forms",
-    "message_problem",
-    "message_text",
-    "missing_text",
-    "reasoning_of",
-    "shortened",
-    "squeezed",
-]
-
 Message = Mapping[str, Any]
 
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")

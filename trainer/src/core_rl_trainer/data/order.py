@@ -10,8 +10,6 @@ import torch
 
 from core_rl.seeds import derive_seed
 
-__all__ = ["MixedOrder", "Order", "ShuffledOrder"]
-
 
 class ShuffledOrder(Iterator[int]):
     """An endless order of ``size`` items, shuffled anew in each pass."""

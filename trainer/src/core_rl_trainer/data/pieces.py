@@ -14,8 +14,6 @@ from core_rl.errors import BatchError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["continuation_ids", "decoded", "leading_ids", "shared_length", "split_ids", "text_ids"]
-
 CONTEXTS = ("a", "0", ".", "\n")
 """Texts of several kinds: a text merges with few of them."""
 SHOWN = 20

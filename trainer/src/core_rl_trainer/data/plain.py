@@ -18,8 +18,6 @@ from core_rl.errors import BatchError
 from core_rl_trainer.data.image_files import is_picture, png
 from core_rl_trainer.data.json_text import WrittenFloat
 
-__all__ = ["MEDIA", "NUMBER", "OWN_FIELDS", "ROW", "json_text", "sample_fields", "shortened", "shown"]
-
 MEDIA = "_media"
 """The field of a sample that holds the images of each sequence, as arguments of the model; absent without images."""
 NUMBER = "_number"

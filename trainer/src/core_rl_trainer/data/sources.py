@@ -13,8 +13,6 @@ from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.tables import TABLE_FILES, read_directory, read_hub, read_table_file
 from core_rl_trainer.data.text_files import SEPARATORS, data_suffix, read_csv, read_json
 
-__all__ = ["data_files", "is_hub_dataset", "is_missing", "open_source"]
-
 DATA_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|bz2|xz|zst|zip)$", re.IGNORECASE)
 """Suffixes of files, which are no datasets of the Hub."""
 

@@ -15,8 +15,6 @@ from core_rl_trainer.data.training_data import TrainingData
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataStatistics", "Packing", "SourceStatistics", "describe_data"]
-
 STEPS = 16
 """Steps whose micro-batches are counted."""
 DRAWN = 256

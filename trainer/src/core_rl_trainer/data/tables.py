@@ -22,8 +22,6 @@ from core_rl_trainer.data.json_text import WrittenFloat
 from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.data.text_files import read_json
 
-__all__ = ["TABLE_FILES", "read_directory", "read_hub", "read_table_file"]
-
 TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """The builder of ``datasets`` that reads a file, by suffix."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -21,8 +21,6 @@ from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.json_text import check_characters, parse_json
 
-__all__ = ["SEPARATORS", "data_suffix", "read_csv", "read_json"]
-
 OPENERS: Mapping[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 -d", ".7z": "7z x"}
 """Commands that decompress unsupported files, by suffix."""

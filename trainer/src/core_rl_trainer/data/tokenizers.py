@@ -16,18 +16,6 @@ from core_rl_trainer.data.pieces import decoded, leading_ids, shared_length, tex
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "all_end_tokens",
-    "check_same_tokens",
-    "context_length",
-    "decoded_runs",
-    "describe_end_tokens",
-    "load_tokenizer",
-    "marked_text",
-    "require_end_tokens",
-    "vocabulary_size",
-]
-
 COPY = (
     "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
 )

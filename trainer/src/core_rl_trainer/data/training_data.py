@@ -27,8 +27,6 @@ from core_rl_trainer.data.tokenizers import all_end_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TrainingData", "load_training_data"]
-
 SPLIT = 0x5EED
 """Separates the seed of the split from the seeds of the data order."""
 Encode = Callable[[Examples, int], SampleDataset]

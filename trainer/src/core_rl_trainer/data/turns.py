@@ -12,8 +12,6 @@ from core_rl_trainer.data.examples import Example
 from core_rl_trainer.data.json_text import parse_json
 from core_rl_trainer.data.messages import shortened
 
-__all__ = ["are_turns", "as_turns", "with_context", "with_implicit_prompt"]
-
 ROLES: Mapping[str, tuple[str, ...]] = {
     "system": ("developer",),
     "user": ("human",),

@@ -25,8 +25,6 @@ from core_rl_trainer.rewards.text import completion_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MessageEnvironment", "Rubric", "VerifiersEnvironment", "verifiers_examples"]
-
 Message = Mapping[str, Any]
 State = dict[str, Any]
 

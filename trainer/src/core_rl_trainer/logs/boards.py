@@ -11,8 +11,6 @@ from typing import Any, Literal
 from core_rl.config.base import Config
 from core_rl.errors import ConfigError
 
-__all__ = ["WandbBoard", "WandbSection", "load_wandb"]
-
 
 class WandbSection(Config):
     """A run in Weights & Biases (``pip install wandb``), with the same values as ``metrics.jsonl``."""

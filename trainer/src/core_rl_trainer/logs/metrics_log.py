@@ -14,8 +14,6 @@ from core_rl.errors import CheckpointError
 from core_rl_trainer.data.plain import json_text
 from core_rl_trainer.outputs.run_files import METRICS, replace_text
 
-__all__ = ["MetricsBoard", "MetricsLog", "Row", "StepLog", "TensorBoard", "read_steps"]
-
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]

@@ -21,8 +21,6 @@ from core_rl_trainer.data.image_files import small_copy
 from core_rl_trainer.logs.metrics_log import Row
 from core_rl_trainer.logs.samples import LARGEST_SIDE
 
-__all__ = ["Charts", "RunPage", "Status", "charts_of", "main_chart", "run_machine"]
-
 Status = Literal["running", "stopped", "complete"]
 Points = tuple[tuple[float, float | None], ...]
 

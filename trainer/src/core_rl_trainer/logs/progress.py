@@ -23,8 +23,6 @@ from rich.progress import (
 
 from core_rl.errors import ConfigError
 
-__all__ = ["TERMINAL", "TerminalLog", "TrainingProgress", "print_line", "print_result"]
-
 TERMINAL = logging.getLogger("core_rl_trainer.terminal")
 """The lines on the terminal, for the log file of a run alone."""
 TERMINAL.propagate = False

@@ -16,8 +16,6 @@ from core_rl_trainer.data.tokenizers import decoded_runs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SHOWN", "Evaluation", "ExampleSample", "RolloutSample", "example_samples", "rollout_samples"]
-
 Segments = tuple[tuple[str, str], ...]
 
 SHOWN = 4

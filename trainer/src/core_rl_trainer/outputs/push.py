@@ -20,8 +20,6 @@ from core_rl_trainer.outputs.run_files import read_json, replace_text
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-__all__ = ["HubSection", "model_card", "push_run", "require_hub"]
-
 RECORD = "hub.json"
 """The upload that is done."""
 

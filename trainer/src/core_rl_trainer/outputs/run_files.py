@@ -12,23 +12,6 @@ from typing import Any, TextIO
 
 from core_rl.errors import ConfigError
 
-__all__ = [
-    "IDENTITY",
-    "LOCK",
-    "LOG",
-    "METRICS",
-    "PAGE",
-    "PICTURE",
-    "RECIPE",
-    "RESTARTS",
-    "RESULT",
-    "STATUS",
-    "locked",
-    "read_json",
-    "replace_text",
-    "require_free_directory",
-]
-
 RECIPE = "recipe.yaml"
 """The recipe with all defaults."""
 IDENTITY = "identity.json"

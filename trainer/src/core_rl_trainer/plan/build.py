@@ -57,8 +57,6 @@ from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PlanBuilder", "with_temperature"]
-
 logger = logging.getLogger(__name__)
 
 REMARK = 500

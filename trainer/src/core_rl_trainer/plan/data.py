@@ -29,8 +29,6 @@ from core_rl_trainer.recipe.rollout import RolloutSection
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["earlier_runs", "plan_data", "require_budget", "with_template_time"]
-
 DataPlan: TypeAlias = tuple[TrainingData, Workload, DataStatistics]
 
 

@@ -13,8 +13,6 @@ from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineKind, EngineSpec
 from core_rl_trainer.recipe.sections import ModelSection
 
-__all__ = ["ConfiguredEngine", "EngineSections"]
-
 ConfiguredEngine: TypeAlias = tuple[EngineSpec, EngineConfig]
 
 

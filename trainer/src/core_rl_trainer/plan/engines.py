@@ -34,17 +34,6 @@ from core_rl_trainer.recipe.placement import PlacementSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import CriticSection, ModelSection, RewardModelSection
 
-__all__ = [
-    "Trainer",
-    "checked_trainer",
-    "other_trainers",
-    "plan_online_engines",
-    "plan_supervised_engine",
-    "require_trainer_capabilities",
-    "resume_format",
-    "trained_engine",
-]
-
 Trainer: TypeAlias = tuple[EngineSpec, TrainEngineConfig]
 TrainerPlans: TypeAlias = dict[str, EnginePlan[TrainEngineConfig]]
 RolloutPlan: TypeAlias = EnginePlan[InferenceEngineConfig]

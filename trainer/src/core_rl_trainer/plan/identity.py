@@ -20,8 +20,6 @@ from core_rl_trainer.data.sources import data_files
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import ModelSection
 
-__all__ = ["RunIdentity", "differing_fields"]
-
 CHANGEABLE = (
     "steps",
     "save_every",

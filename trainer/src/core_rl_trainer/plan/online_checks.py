@@ -20,15 +20,6 @@ from core_rl_trainer.rewards.calls import ENDINGS, describe_error, name_of
 from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.rewards.text import AnswerCheck
 
-__all__ = [
-    "check_algorithm",
-    "check_filter",
-    "check_sampling",
-    "check_token_ids",
-    "longest_prompt",
-    "with_answer_checks",
-]
-
 logger = logging.getLogger(__name__)
 
 FROM_CRITIC = frozenset({VALUES, BOOTSTRAP})

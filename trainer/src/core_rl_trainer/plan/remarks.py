@@ -12,8 +12,6 @@ from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
 from core_rl_trainer.recipe.sections import ModelSection
 
-__all__ = ["plan_remarks"]
-
 RANKS_PER_CORE = 4
 """More ranks for each CPU core are worth a remark."""
 HIGH_LR = 0.1

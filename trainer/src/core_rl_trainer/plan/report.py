@@ -39,8 +39,6 @@ from core_rl_trainer.data.statistics import DataStatistics
 from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
 from core_rl_trainer.plan.slots import describe_slots
 
-__all__ = ["MemoryEstimate", "PlanReport", "RankReport", "RoleReport", "estimate_memory", "report_plan"]
-
 BYTES = {"float32": 4, "bfloat16": 2}
 
 

@@ -30,8 +30,6 @@ from core_rl_trainer.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from core_rl_trainer.plan.run_plan import RunPlan
 
-__all__ = ["preflight", "resolve"]
-
 CLOSE = 1.25
 """A disk with less than this times the bytes of a run is worth a remark."""
 

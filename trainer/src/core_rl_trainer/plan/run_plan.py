@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["TRAINED", "EnginePlan", "RunFiles", "RunPlan", "Schedule", "Workload"]
-
 ConfigT_co = TypeVar("ConfigT_co", bound=EngineConfig, covariant=True)
 
 TRAINED = ("model", "actor", "critic")

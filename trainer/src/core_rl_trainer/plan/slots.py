@@ -18,17 +18,6 @@ from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.recipe.placement import PlacementSection, RolePlacement
 
-__all__ = [
-    "describe_ranks",
-    "describe_slots",
-    "misplaced_roles",
-    "place_ranks",
-    "placement_problems",
-    "require_free_device",
-    "require_sync_memory",
-    "sender_slot",
-]
-
 
 def place_ranks(ranks: int, placement: RolePlacement | None, cluster: ClusterSection) -> tuple[Slot, ...]:
     """The slots of ``ranks`` ranks, in their order; fewer where there is no room for all of them."""

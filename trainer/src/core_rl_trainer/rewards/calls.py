@@ -17,20 +17,6 @@ from core_rl.distributed.loop_thread import LoopThread, being_cancelled
 from core_rl.errors import RolloutError
 from core_rl_trainer.rewards.threads import CallThreads
 
-__all__ = [
-    "ENDINGS",
-    "awaited",
-    "call_on_loop",
-    "call_user",
-    "code_of",
-    "describe_error",
-    "gather_group",
-    "guarded",
-    "is_coroutine_function",
-    "name_of",
-    "place_of",
-]
-
 _Value = TypeVar("_Value")
 
 USER_THREADS = CallThreads("core-rl-user-code")

@@ -11,14 +11,6 @@ from pydantic import Field
 from core_rl.config.base import Config
 from core_rl.config.paths import ImportPath
 
-__all__ = [
-    "ENVIRONMENT",
-    "REWARD_MODEL",
-    "RewardSection",
-    "duplicate_names",
-    "with_one_kind_of_reward",
-]
-
 REWARD_MODEL = "reward_model"
 """The name of the metric of the reward model's scores, after ``reward/``."""
 ENVIRONMENT = "environment"

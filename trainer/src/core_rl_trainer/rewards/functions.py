@@ -15,17 +15,6 @@ from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
 if TYPE_CHECKING:
     from core_rl.data.batch import SequenceBatch
 
-__all__ = [
-    "BatchedRewardFn",
-    "RewardFn",
-    "as_reward",
-    "as_rewards",
-    "compute_reward",
-    "compute_rewards",
-    "load_callable",
-    "rewards_differ",
-]
-
 LIMIT = "rollout.reward_timeout_s"
 """The setting that limits the time of a reward."""
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127

@@ -13,8 +13,6 @@ from core_rl_trainer.data.plain import json_text, sample_fields, shown
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["HttpReward", "is_url"]
-
 ATTEMPTS = 4
 FIRST_DELAY_S = 0.25
 """Before the second attempt; it doubles."""

@@ -22,8 +22,6 @@ except ImportError as _missing:
         'it needs math-verify, which is not installed; pip install "core-rl-trainer[math]"'
     ) from _missing
 
-__all__ = ["math_verify"]
-
 # It warns of the time limits that are off below.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 

@@ -7,8 +7,6 @@ import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
-__all__ = ["NUMBER", "last_numbers", "only_number"]
-
 NUMBER = re.compile(
     r"""
     (?:(?P<whole>\d+)[ ]+(?=\d+[ ]?/[ ]?\d))?          # 1 1/2

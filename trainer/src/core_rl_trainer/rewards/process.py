@@ -26,8 +26,6 @@ from core_rl.launch.worker import end_with_driver
 from core_rl_trainer.rewards.calls import ENDINGS, awaited, describe_error, name_of, place_of
 from core_rl_trainer.rewards.functions import LIMIT, as_reward, as_rewards
 
-__all__ = ["ProcessReward"]
-
 START_TIMEOUT_S = 120.0
 """Time limit for a process to start and to import the function."""
 LINE_SIGNAL = signal.SIGVTALRM

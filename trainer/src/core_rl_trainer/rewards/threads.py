@@ -7,8 +7,6 @@ from collections.abc import Callable
 from contextvars import Context
 from queue import Empty, SimpleQueue
 
-__all__ = ["CallThreads"]
-
 IDLE_S = 1.0
 """Seconds after which a thread without a call ends."""
 

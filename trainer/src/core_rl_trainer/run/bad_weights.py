@@ -13,8 +13,6 @@ import torch
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError, RunStopped, WeightsError, raise_all
 
-__all__ = ["require_finite_weights", "weights_are_blamed"]
-
 SIGNS = re.compile(r"\b(nan|inf|infinite|finite|probability)\b", re.IGNORECASE)
 """Words of an error that weights which are not finite may have caused."""
 SHOWN = 3

@@ -11,8 +11,6 @@ from typing import Any
 from core_rl.errors import ConfigError
 from core_rl_trainer.recipe.sections import KeepBest
 
-__all__ = ["BestModel"]
-
 
 class BestModel:
     """Keeps it in ``root/step-00000010`` in Hugging Face format; ``link`` leads there.

@@ -24,8 +24,6 @@ from core_rl_trainer.callbacks import (
 from core_rl_trainer.errors import CallbackError
 from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = ["GROUP", "Callbacks"]
-
 logger = logging.getLogger(__name__)
 
 GROUP = "core_rl_callbacks"

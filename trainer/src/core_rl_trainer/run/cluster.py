@@ -17,8 +17,6 @@ from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run.resources import MachineRequest
 
-__all__ = ["check_machines", "cluster_hosts", "open_cluster", "require_shared"]
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 

@@ -17,8 +17,6 @@ from core_rl.launch.hosts import Hosts
 from core_rl.launch.machines import server_processes
 from core_rl_trainer.plan.run_plan import EnginePlan
 
-__all__ = ["Roles", "micro_batches_of", "open_roles", "open_trainers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:

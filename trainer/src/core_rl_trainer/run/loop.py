@@ -29,8 +29,6 @@ from core_rl_trainer.run.saving import RunSaver
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.watch import Watch
 
-__all__ = ["Learner", "Phases", "RunLoop"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:

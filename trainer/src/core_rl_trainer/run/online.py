@@ -31,8 +31,6 @@ from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.run.scoring import Scoring
 from core_rl_trainer.workflows.user_code import open_user_code
 
-__all__ = ["OnlineLearner", "WeightSync", "interrupted", "open_online"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSync:

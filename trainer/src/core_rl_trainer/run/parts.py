@@ -16,8 +16,6 @@ from core_rl.launch.group import EngineGroup
 from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.plan.engines import resume_format
 
-__all__ = ["has_portable", "part_writers", "readable_part", "restore_parts"]
-
 PORTABLE = "-portable"
 """The end of the name of a part that is written in ``portable`` besides the engine's own format."""
 

@@ -14,8 +14,6 @@ from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
 from core_rl_trainer.run.run_directory import RunDirectory
 
-__all__ = ["RunRecords"]
-
 logger = logging.getLogger(__name__)
 
 

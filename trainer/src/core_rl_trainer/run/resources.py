@@ -14,8 +14,6 @@ from core_rl.launch.hosts import Slot
 from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import SchedulingSection
 
-__all__ = ["MachineRequest", "machine_request"]
-
 Device = Literal["auto", "cpu", "cuda"]
 
 

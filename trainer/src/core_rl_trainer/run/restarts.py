@@ -12,8 +12,6 @@ from core_rl_trainer.logs.progress import print_line
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run.run_directory import RunDirectory
 
-__all__ = ["Restarts"]
-
 logger = logging.getLogger(__name__)
 
 LOSSES = (ClusterError, RankDied, RankTimeout)

@@ -29,8 +29,6 @@ from core_rl_trainer.workflows.user_code import UserCode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["NumberedWorkflow", "Rollouts"]
-
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
 

@@ -37,8 +37,6 @@ from core_rl_trainer.plan.run_plan import RunFiles
 from core_rl_trainer.recipe.recipe import HERE
 from core_rl_trainer.run.source import find_source
 
-__all__ = ["RunDirectory", "open_run_directory", "recorded_identity", "refuse_other_run"]
-
 OWNED = (
     RECIPE,
     IDENTITY,

@@ -12,8 +12,6 @@ from core_rl.checkpoint.run import PendingCheckpoint, RunCheckpoints
 from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl_trainer.run.signals import DeferredInterrupt
 
-__all__ = ["RunSaver"]
-
 logger = logging.getLogger(__name__)
 
 

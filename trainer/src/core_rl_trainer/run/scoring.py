@@ -28,8 +28,6 @@ from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM
 from core_rl_trainer.run.engines import Roles
 
-__all__ = ["Scoring"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:

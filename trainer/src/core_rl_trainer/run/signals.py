@@ -15,8 +15,6 @@ from typing import NoReturn, TypeAlias
 
 from core_rl_trainer.errors import StoppedBySignal
 
-__all__ = ["DeferredInterrupt", "EndedBySignal", "StopSignals"]
-
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

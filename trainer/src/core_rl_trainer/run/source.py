@@ -11,8 +11,6 @@ from core_rl.errors import ConfigError, CoreRLError, ExitCode, RunStopped, raise
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.plan.run_plan import RunFiles
 
-__all__ = ["failures_with_hint", "find_source", "resume_hint"]
-
 
 def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]) -> RunCheckpoint | None:
     """The verified checkpoint from which a run of ``steps`` steps starts; None where it has no other run to start from.

@@ -33,8 +33,6 @@ from core_rl_trainer.run.run_directory import RunDirectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SupervisedLearner", "open_supervised"]
-
 MODEL = "model"
 """The role of the trained model."""
 

@@ -38,8 +38,6 @@ from core_rl_trainer.run.source import failures_with_hint
 from core_rl_trainer.run.supervised import SupervisedLearner, open_supervised
 from core_rl_trainer.run.watch import Watch
 
-__all__ = ["open_learner", "run_plan"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from core_rl_trainer.data.tokenizers import describe_end_tokens
 from core_rl_trainer.recipe.sections import StopSection
 
-__all__ = ["Verdict", "Watch"]
-
 logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]

@@ -27,8 +27,6 @@ from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
 from core_rl_trainer.rewards.terms import GroupScorer, Reward, WeightedRewards, reward_fields
 
-__all__ = ["GreedyBaselineWorkflow", "MultiTurnWorkflow", "SingleTurnWorkflow"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SingleTurnWorkflow:

@@ -23,8 +23,6 @@ from core_rl_trainer.rewards.text import NamedReward, TextReward
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LoadedCode", "UserCode", "load_user_code", "open_user_code"]
-
 CLOSE_TIMEOUT_S = 1.0
 """Time limit for closing the event loop of rewards, in seconds; a blocked loop ends with the process."""
 

@@ -12,8 +12,6 @@ from torch._C._distributed_c10d import TCPStore  # public as torch.distributed.T
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["Group", "GroupAddress"]
-
 JOIN_S = 60.0
 """The longest wait for ranks to join."""
 BROADCAST_S = 300.0

@@ -9,8 +9,6 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-__all__ = ["keep_tied_heads_current"]
-
 TIED = "core_rl_tied"
 """The mark of a head that shares the embedding's weights."""
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from vllm import sampling_params
 from vllm.v1.sample.sampler import Sampler
 
-__all__ = ["report_full_distribution", "take_every_temperature"]
-
 HIGHEST = 2.0
 """The highest temperature that vLLM takes."""
 

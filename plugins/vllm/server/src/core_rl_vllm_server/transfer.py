@@ -18,8 +18,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from core_rl_vllm_server.group import Group, GroupAddress
 
-__all__ = ["Bucket", "BucketTransferEngine", "Join"]
-
 
 @dataclass
 class Join(GroupAddress, WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is in another environment
