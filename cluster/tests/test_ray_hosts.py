@@ -15,7 +15,7 @@ from core_rl.distributed.channel import Channel
 from core_rl.errors import ConfigError, GroupError, MissingPackage
 from core_rl_cluster import RayHosts
 from core_rl_cluster.machine import accept, environment_of_ranks, interface_of
-from core_rl_cluster.nodes import shortage
+from core_rl_cluster.ray import shortage
 
 
 def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
+from core_rl.toolkit.hf_backend import check_packing
 from core_rl.toolkit.packed import PackedModel
-from core_rl.toolkit.packing_probe import check_packing
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 TABLE = "<!-- verdicts -->\n"

@@ -10,25 +10,62 @@ from collections.abc import Collection, Generator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import importlib_metadata as metadata
 import pytest
 import torch
 import transformers
 from transformers.utils import logging as hf_logging
 from xdist.scheduler import LoadScopeScheduling
 
-from core_rl.errors import CoreRLError, MissingPackage
+from core_rl.config.capability import Capability
+from core_rl.errors import ConfigError, CoreRLError, MissingPackage, raise_all
 from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec, check_spec
 from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.profile import MOE
 from core_rl_conformance.report.code import suite_code
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan, level
 from core_rl_conformance.session.matrix import Selection, load_target, select
 from core_rl_conformance.session.summary import Summary
-from core_rl_conformance.session.trainers import load_trainer
+from core_rl_conformance.trainers.spec import TrainerSpec, find_trainer
+
+
+def load_trainer(name: str, known_checks: Collection[str]) -> Target:
+    """The trainer ``name`` with its profile; raises `ConfigError` with everything that is wrong with them."""
+    trainer, distribution, version = find_trainer(name)
+    origin = f"trainer {name!r}"
+    profile = trainer.profile
+    spec = EngineSpec(
+        name=trainer.name,
+        kind="train",
+        protocol=PROTOCOL_VERSION,
+        factory=trainer.factory,
+        config="core_rl.config.engine:TrainEngineConfig",
+        capabilities=frozenset(_capabilities(trainer)),
+        description=trainer.description,
+    )
+    check_spec(spec, origin)
+    raise_all(ConfigError, f"the profile of {origin}", profile.violations(spec, known_checks))
+    if trainer.package:
+        try:
+            version = f"{trainer.package} {metadata.version(trainer.package)}"
+        except metadata.PackageNotFoundError as error:
+            raise ConfigError(f"{origin} needs {trainer.package}, which is not installed") from error
+    return Target(spec=spec, profile=profile, trainer=trainer, distribution=distribution, version=version)
+
+
+def _capabilities(trainer: TrainerSpec) -> set[Capability]:
+    """Capabilities that the layouts, dtypes and models of its profile show."""
+    profile = trainer.profile
+    layouts = (layout.needed_capabilities() for layout in profile.layouts)
+    special = {Capability.BFLOAT16} if "bfloat16" in profile.dtypes else set()
+    return set().union(*layouts, special, {Capability.MOE} if MOE in profile.families else set())
+
 
 CASE = re.compile(r"(?P<module>[^/]*)\.py::[^\[]*\[.*?-(?P<model>[^-]+-(?:bfloat16|float32))")
 """The name of a case, as far as its model and dtype."""

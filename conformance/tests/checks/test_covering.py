@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_rl_conformance.inputs.covering import covering_array, pairs_of, share
+from core_rl_conformance.checks.combinations import covering_array, pairs_of, share
 
 VALUES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=4, unique=True)
 OPTIONS = st.dictionaries(st.text("xyz", min_size=1, max_size=3), VALUES, min_size=2, max_size=6)

@@ -17,7 +17,7 @@ from core_rl_conformance.catalogue import load_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.session.trainers import load_trainer
+from core_rl_conformance.session.session import load_trainer
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 from core_rl_trainer.conformance import SPEC as TRAINER
 

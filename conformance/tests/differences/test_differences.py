@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from trainers.recipes import SPEC, RecipeTrainer
 
-from core_rl_conformance.differences.frozen import drawn_rows, rollouts_of
 from core_rl_conformance.differences.replay import Measured, compare_measured, measure_trainer
-from core_rl_conformance.differences.run import MODEL
+from core_rl_conformance.differences.run import MODEL, drawn_rows, rollouts_of
 from core_rl_conformance.inputs.tiny_models import ModelStore
 
 BY_DAY = ("nothing", "mask", "seed", "several")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core_rl.errors import ConfigError
-from core_rl_conformance.differences.frozen import read_rows, rollouts_of
+from core_rl_conformance.differences.run import read_rows, rollouts_of
 
 LINES: list[dict[str, object]] = [
     {"prompt_ids": [1, 2] * 40, "completion_ids": [3] * 80, "reward": 1.0, "advantage": 0.5},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core_rl_conformance.hints.schedules import MISTAKES, explain_rates
+from core_rl_conformance.checks.optimizer import MISTAKES, explain_rates
 from core_rl_oracle.oracle import Schedule
 
 SCHEDULE = Schedule(type="cosine", warmup_steps=3, total_steps=8, min_lr_ratio=0.1)

@@ -18,7 +18,7 @@ from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.profile import Profile, Waiver
 from core_rl_conformance.report.files import read_report
 from core_rl_conformance.session.matrix import Selection, load_target, pair_cases, three_rank_cases
-from core_rl_conformance.session.trainers import load_trainer
+from core_rl_conformance.session.session import load_trainer
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
 
 pytest_plugins = ["pytester"]

@@ -19,9 +19,8 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.toolkit.attention import PACKED_ATTENTION, register_packed_attention
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.hf_backend import HFBackend
+from core_rl.toolkit.hf_backend import HFBackend, check_packing
 from core_rl.toolkit.packed import PackedModel
-from core_rl.toolkit.packing_probe import check_packing
 
 
 def let_state_leak(model: PackedModel) -> None:

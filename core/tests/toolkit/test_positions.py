@@ -22,7 +22,7 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import BatchError, UnsupportedCapability
 from core_rl.toolkit.build import build_model
-from core_rl.toolkit.packing_probe import check_packing, small_thresholds
+from core_rl.toolkit.hf_backend import check_packing, small_thresholds
 from core_rl.toolkit.parallel_context import WHOLE, TokenSlice
 from core_rl.toolkit.positions import RotaryEmbeddings, frequencies_change, rotary_modules
 

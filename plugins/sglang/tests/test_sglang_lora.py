@@ -23,8 +23,7 @@ from core_rl.errors import ConfigError, WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures.streaming import sent
-from core_rl_sglang.adapters import SglangAdapterForm
-from core_rl_sglang.process import served_model
+from core_rl_sglang.process import SglangAdapterForm, served_model
 
 LORA: dict[str, Any] = {"rank": 2, "alpha": 6, "rslora": True, "target_modules": ["k_proj", "down_proj"]}
 SHORT = SamplingParams(max_new_tokens=4, ignore_eos=True)

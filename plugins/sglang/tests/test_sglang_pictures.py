@@ -15,8 +15,8 @@ from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.images import ImageFields
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages, vision_config
+from core_rl_sglang.backend import SglangWire
 from core_rl_sglang.serve import IMAGES, _processed, _tell_apart
-from core_rl_sglang.wire import SglangWire
 
 MODEL = vision_config("qwen3_vl")
 SIZES = ((2, 4), (2, 2))

@@ -13,7 +13,7 @@ from core_rl.errors import RolloutError
 from core_rl.servers.labels import label_of
 from core_rl.servers.pool import BLOCK, SLACK, PrefixRouter
 from core_rl.servers.wire import StaleServer
-from core_rl_sglang.wire import SglangWire
+from core_rl_sglang.backend import SglangWire
 
 EOS = {2, 5}
 WIRE = SglangWire()

@@ -40,7 +40,7 @@ from core_rl.errors import RolloutError, WeightsError
 from core_rl.servers.server import Server
 from core_rl.weight_sync import distributed
 from core_rl.weight_sync.update import weight_update
-from core_rl_conformance.procedures.deltas import DeltaSender, with_few_changes
+from core_rl_conformance.checks.deltas import DeltaSender, with_few_changes
 from core_rl_conformance.procedures.streaming import tensors_of
 
 __all__ = ["gpu"]

@@ -30,7 +30,7 @@ from core_rl.errors import WeightsError
 from core_rl.weight_sync.cuda import DEVICE, DeviceMemory
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_vllm.config import PYTHON_VARIABLE
+from core_rl_vllm.backend import PYTHON_VARIABLE
 from core_rl_vllm.server import on_gpu
 
 

@@ -21,7 +21,7 @@ from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.servers.target import launched_server
-from core_rl_vllm.config import PYTHON_VARIABLE
+from core_rl_vllm.backend import PYTHON_VARIABLE
 
 ENVIRONMENT = (
     "VLLM_PLUGINS= VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 "

@@ -21,8 +21,7 @@ from core_rl.servers.adapters import ServedModel
 from core_rl.servers.server import Server
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_vllm.backend import arguments_of, require_cpu_heads, visible_devices
-from core_rl_vllm.config import VllmConfig
+from core_rl_vllm.backend import VllmConfig, arguments_of, require_cpu_heads, visible_devices
 
 __all__ = ["gpu"]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
-from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
+from core_rl_trainer.run.online import mismatch_by_lag, mismatch_of, staleness_of
 
 TOKEN = st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32), st.booleans(), st.integers(0, 3))
 """Log-prob of the rollout, of the trainer, trained or not, version."""

@@ -13,7 +13,7 @@ SPEC = EngineSpec(
     kind="train",
     protocol=(0, 2),
     factory="core_rl_torchtitan.backend:TorchtitanBackend",
-    config="core_rl_torchtitan.config:TorchtitanConfig",
+    config="core_rl_torchtitan.backend:TorchtitanConfig",
     capabilities=frozenset(
         {
             Capability.DATA_PARALLEL,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
+from pydantic import Field
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.decoder import Decoder
@@ -14,20 +19,145 @@ from transformers import PreTrainedModel
 
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, PassMode
+from core_rl.config.base import Config
+from core_rl.config.engine import StateBytes, TrainEngineConfig
+from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.errors import ConfigError, UnsupportedCapability
+from core_rl.errors import ConfigError, LayoutError, UnsupportedCapability
 from core_rl.toolkit.build import read_config
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.fully_sharded import add_up_gradients, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.hf_state import checkpoint_layout, fill, planned_model
-from core_rl_torchtitan.config import TorchtitanConfig
-from core_rl_torchtitan.meshes import Meshes, check_copies
+from core_rl.toolkit.parallel_context import ModelShards
 from core_rl_torchtitan.modules import PackedDecoder
 from core_rl_torchtitan.row_layout import RowLayout, Run, probed_runs
 from core_rl_torchtitan.translation import check_model_layout, decoder_config
+
+
+@contextmanager
+def device_type(name: str) -> Iterator[None]:
+    """Let torchtitan make meshes of the device type ``name`` inside the context.
+
+    It decides at import (tools/utils.py), for "cuda" where there is no accelerator.
+    """
+    from torchtitan.distributed import parallel_dims
+
+    decided = parallel_dims.device_type
+    parallel_dims.device_type = name
+    try:
+        yield
+    finally:
+        parallel_dims.device_type = decided
+
+
+def check_copies(layout: ParallelLayout, replicas: int) -> None:
+    """Raise `LayoutError` where ``layout`` has no room for ``replicas`` copies of the weights."""
+    if layout.dp % replicas:
+        raise LayoutError(
+            f"options.replicas={replicas} must divide dp={layout.dp}: each copy of the weights is sharded over "
+            "dp / replicas ranks; change either"
+        )
+    ranks = layout.dp // replicas * layout.cp
+    if ranks % layout.ep:
+        raise LayoutError(
+            f"ep={layout.ep} must divide dp / replicas * cp = {ranks}: experts are spread over the ranks that share "
+            "one copy of the weights; change either"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Meshes:
+    """All meshes and groups of an engine."""
+
+    dims: ParallelDims
+    groups: RankGroups
+    shards: ModelShards
+    """Distribution of one copy of the model and of its tokens."""
+
+    @property
+    def experts(self) -> DeviceMesh | None:
+        """The ranks with the same experts; None without expert parallelism."""
+        names = ["dp_replicate", "efsdp"] if self.dims.dp_replicate_enabled else ["efsdp"]
+        mesh: DeviceMesh | None = self.dims.get_optional_mesh(names)
+        return mesh
+
+    @staticmethod
+    def join(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
+        """Meshes of ``layout``, shared with the engines of this process that have equal ones; collective.
+
+        They live as long as the world: DTensor caches meshes by value, and torchtitan gives its own no unique names.
+        """
+        check_copies(layout, replicas)
+        key = (Meshes, layout, replicas, world.device)
+        if key not in world.shared:
+            world.shared[key] = _made(world, layout, replicas)
+        meshes: Meshes = world.shared[key]
+        return meshes
+
+
+def _made(world: Comm, layout: ParallelLayout, replicas: int) -> Meshes:
+    dims = ParallelDims(
+        dp_replicate=replicas,
+        dp_shard=layout.dp // replicas,
+        cp=layout.cp,
+        tp=layout.tp,
+        pp=layout.pp,
+        ep=layout.ep,
+        world_size=layout.world_size,
+        spmd_backend="partial_dtensor",
+    )
+    with device_type(world.device.type):
+        dims.build_mesh()
+
+    def ranks(name: str) -> Comm:
+        mesh = dims.get_optional_mesh(name)
+        return Comm(None if mesh is None else mesh.get_group(), world.device)
+
+    shards = ModelShards(context=ranks("cp"), tensor=ranks("tp"), sequence_parallel=layout.sequence_parallel)
+    size = layout.cp * layout.tp
+    if size == 1:
+        return Meshes(dims, RankGroups(data_parallel=world), shards)
+    mesh = init_device_mesh(world.device.type, (layout.dp, size), mesh_dim_names=("data", "model"))
+    data, model = (Comm(mesh.get_group(name), world.device) for name in ("data", "model"))
+    return Meshes(dims, RankGroups(data_parallel=data, model_parallel=model), shards)
+
+
+class TorchtitanOptions(Config):
+    """Settings of torchtitan's own."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the sharded weights among the data-parallel ranks (torchtitan's ``data_parallel_replicate_degree``)."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered weights after the forward pass and gather them again in the backward pass: of all modules, of none,
+    or of all but the last, which the backward pass begins with."""
+
+
+class TorchtitanConfig(TrainEngineConfig):
+    """The common config and torchtitan's own section."""
+
+    options: TorchtitanOptions = TorchtitanOptions()
+
+    def state_bytes(self, parameters: int, trained: int) -> StateBytes:
+        """In float32, spread over the ranks of one copy (ZeRO-3, arXiv:1910.02054, section 5.3)."""
+        ranks = self.layout.world_size / self.options.replicas
+        return StateBytes(
+            weights=4 * parameters / ranks,
+            gradients=4 * trained / ranks,
+            moments=self.moment_bytes * trained / ranks,
+        )
+
+    def gathered_bytes(self, parameters: int, outer: int, layers: int) -> float:
+        """In the compute dtype, embeddings and head, and two layers (with ``"never"`` all of them); while the gradients
+        of one layer are on their way out.
+        """
+        layer = (parameters - outer) / layers
+        gathered = layers if self.options.fsdp_reshard_after_forward == "never" else min(2, layers)
+        leaving = 0.0 if self.optimizer is None else 4 * layer
+        size = 2 if self.dtype == "bfloat16" else 4
+        return (size * (outer + gathered * layer) + leaving) / self.layout.tp
 
 
 class TorchtitanBackend(HFBackend[TorchtitanConfig]):

@@ -12,7 +12,7 @@ SPEC = EngineSpec(
     kind="inference",
     protocol=(0, 2),
     factory="core_rl_vllm.backend:VllmBackend",
-    config="core_rl_vllm.config:VllmConfig",
+    config="core_rl_vllm.backend:VllmConfig",
     capabilities=frozenset(
         {
             Capability.BFLOAT16,

@@ -4,25 +4,97 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from core_rl.backend.inference_backend import TopLogprobs
+from core_rl.config.engine import LoraConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.servers.adapters import ServedModel
+from core_rl.servers.adapters import AdapterForm, ServedModel, require_taken
 from core_rl.servers.backend import ServerBackend
+from core_rl.servers.config import ServerEngineConfig, ServerOptions, is_loopback
 from core_rl.servers.process import ServerProcess
-from core_rl_vllm.adapters import VllmAdapterForm
-from core_rl_vllm.config import VllmConfig
+from core_rl.toolkit.lora import adapter_shapes
 from core_rl_vllm.server import TRANSFER, VllmServer
 from core_rl_vllm.wire import VllmWire
+
+PYTHON_VARIABLE = "CORE_RL_VLLM_PYTHON"
+
+
+class VllmOptions(ServerOptions):
+    """Options of vLLM alone."""
+
+    flags: ClassVar[Mapping[str, str]] = {
+        "--api-key": "options.api_key",
+        "--gpu-memory-utilization": "options.memory_fraction",
+        "--host": "options.host",
+        "--kv-cache-memory-bytes": "options.cache_bytes",
+        "--max-num-seqs": "options.max_running_requests",
+        "--port": "options.ports",
+    }
+
+    cache_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of the cache of keys and values of one launched server. By default vLLM decides by the memory of the
+    accelerator; on a CPU they are 256 MiB."""
+
+    private_network: bool = False
+    """Whether every machine that reaches launched servers is trusted. Needed for servers that listen on another address
+    than the loopback, also on the machines of a cluster: vLLM's key does not protect the routes that change weights."""
+
+    def exposure(self, host: str) -> str | None:
+        if not is_loopback(host) and not self.private_network:
+            return (
+                f"host = {host!r}: vLLM's key does not protect the routes that change weights; set host to 127.0.0.1, "
+                "or private_network to true where only trusted machines reach it"
+            )
+        return super().exposure(host)
+
+
+class VllmConfig(ServerEngineConfig):
+    """The common config and vLLM's own section.
+
+    ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
+    """
+
+    product = "vLLM"
+    module = "vllm"
+    python_variable = PYTHON_VARIABLE
+
+    options: VllmOptions = VllmOptions()
+
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The most that the rank of an adapter may be, of which a server is given one."""
+HELD = 8
+"""Adapters that a server holds: one for each version that a request in flight may have begun with."""
+
+
+class VllmAdapterForm(AdapterForm):
+    """The adapters of one kind over one model."""
+
+    @staticmethod
+    def of(lora: LoraConfig, path: Path, config: PretrainedConfig) -> VllmAdapterForm:
+        """The form of ``lora`` over the model in ``path``; raises `ConfigError` for adapters vLLM does not take."""
+        shapes = adapter_shapes(config, lora)
+        require_taken(shapes, "vLLM")
+        if lora.rank > RANKS[-1]:
+            raise ConfigError(f"model.lora.rank = {lora.rank}, and vLLM takes {RANKS[-1]} at most")
+        return VllmAdapterForm(lora=lora, base=str(path), shapes=shapes)
+
+    def arguments(self) -> list[str]:
+        """Command-line arguments of a server that loads such adapters."""
+        most = min(rank for rank in RANKS if rank >= self.lora.rank)
+        return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", str(HELD)]
+
 
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28

@@ -226,7 +226,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
         Metrics are means over the updates, extremes their extremes. A batch without any sequence is logged and
         changes nothing. The mismatch between the log-probs of rollout and train engine is not among them: that is
-        `core_rl_trainer.logs.mismatch`, which a loop calls with the log-probs of `inference`.
+        `core_rl_trainer.run.online`, which a loop calls with the log-probs of `inference`.
         """
         comm, config = peers(engine), self.config
         if ADVANTAGES not in batch:

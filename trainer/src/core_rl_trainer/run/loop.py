@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -10,8 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from core_rl.checkpoint.run import RunCheckpoint
+from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.data.batch import SequenceBatch
+from core_rl.errors import CheckpointError, ConfigError, CoreRLError, RunStopped, WeightsError, raise_all
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms.interface import ModelInterface
 from core_rl_trainer.data.batches import NumberedBatches
@@ -19,7 +25,6 @@ from core_rl_trainer.errors import NothingLearned
 from core_rl_trainer.logs.progress import TrainingProgress, print_line
 from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import Schedule
-from core_rl_trainer.run.bad_weights import require_finite_weights, weights_are_blamed
 from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.run.callbacks import Callbacks
 from core_rl_trainer.run.parts import part_writers, restore_parts
@@ -28,6 +33,66 @@ from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.run.saving import RunSaver
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.watch import Watch
+
+SIGNS = re.compile(r"\b(nan|inf|infinite|finite|probability)\b", re.IGNORECASE)
+"""Words of an error that weights which are not finite may have caused."""
+SHOWN = 3
+"""Tensors that an error names."""
+
+
+@contextmanager
+def weights_are_blamed(models: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside that speak of NaN become a `WeightsError`, where files of ``models`` have some.
+
+    ``models`` are directories by their fields.
+
+    Reading all weights takes a while: it is done only then.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped):
+        raise
+    except (CoreRLError, RuntimeError) as error:
+        if SIGNS.search(str(error)):
+            _raise_if_bad(models, error)
+        raise
+
+
+def require_finite_weights(models: Mapping[str, str], metrics: Mapping[str, float]) -> None:
+    """Raise `WeightsError` for NaN in first ``metrics`` that comes from the model's files."""
+    if not all(math.isfinite(value) for value in metrics.values()):
+        _raise_if_bad(models, None)
+
+
+def _raise_if_bad(models: Mapping[str, str], cause: Exception | None) -> None:
+    problems = [text for field, path in models.items() for text in _bad(field, Path(path))]
+    try:
+        raise_all(WeightsError, "the weights that the run starts from are not finite", problems)
+    except WeightsError as error:
+        raise error from cause
+
+
+def _bad(field: str, directory: Path) -> Iterator[str]:
+    """A line for each file with such weights."""
+    by_file: dict[str, list[str]] = {}
+    try:
+        files = TensorFiles(directory, "model")
+        for name in files.names():
+            tensor = files.read(name)
+            wrong = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0
+            if wrong:
+                by_file.setdefault(files.file_of(name), []).append(
+                    f"{name} ({wrong:,} of {tensor.numel():,} values)"
+                )
+    except CheckpointError:
+        return  # files that cannot be read are an error of their own
+    for file, tensors in by_file.items():
+        more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
+        shown = ", ".join(tensors[:SHOWN])
+        yield (
+            f"{field}: {directory / file} has NaN or infinity in {shown}{more}; replace the file, for example by "
+            "a new download or an earlier checkpoint"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,34 +2,199 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from core_rl.backend.meta import BETWEEN_MACHINES, FinetuneSpec, SyncMethod, WeightUpdateMeta
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import sync_weights
-from core_rl.errors import WeightsError
+from core_rl.errors import RolloutError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
-from core_rl_trainer.algorithms.fields import BASELINE_REWARDS
-from core_rl_trainer.algorithms.interface import make_interface
+from core_rl_trainer.algorithms.fields import (
+    ADVANTAGES,
+    BASELINE_REWARDS,
+    BEHAVIOUR,
+    BOOTSTRAP,
+    PROXIMAL,
+    REFERENCE,
+    REWARDS,
+    SCORES,
+    VALUES,
+)
+from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
+from core_rl_trainer.algorithms.preferences import RewardModelConfig, RewardModelInterface
 from core_rl_trainer.data.batches import NumberedBatches
-from core_rl_trainer.logs.mismatch import mismatch_by_lag, mismatch_of, staleness_of
 from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import RunPlan
-from core_rl_trainer.rewards.terms import reward_metrics
+from core_rl_trainer.rewards.config import REWARD_MODEL
+from core_rl_trainer.rewards.terms import TERM, reward_metrics
 from core_rl_trainer.run.engines import Roles, open_roles
 from core_rl_trainer.run.loop import Learner, Phases
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.run.run_directory import RunDirectory
-from core_rl_trainer.run.scoring import Scoring
 from core_rl_trainer.workflows.user_code import open_user_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """The forward passes between a rollout and the updates."""
+
+    roles: Roles
+    actor: ModelInterface[Any]
+    critic: ModelInterface[Any] | None
+    reward_weight: float
+    mb_spec: MicroBatchSpec
+
+    def complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
+        """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
+        fields = self.actor.wanted_fields
+        (scored,) = self.add_scores(batch)
+        with self.roles.working(self.roles.actor) as engine:
+            recomputed = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+        if PROXIMAL in fields:
+            scored = scored.with_tokens(**{PROXIMAL: recomputed})
+        if REFERENCE in fields:
+            with self.roles.as_reference() as engine:
+                reference = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+            scored = scored.with_tokens(**{REFERENCE: reference})
+        if self.critic is not None and self.roles.critic is not None:
+            with self.roles.working(self.roles.critic) as engine:
+                valued = self.critic.inference(engine, batch, self.mb_spec)
+            scored = scored.with_tokens(**{VALUES: valued[VALUES]})
+            scored = scored.with_sequences(**{BOOTSTRAP: valued[BOOTSTRAP]})
+        return scored, recomputed
+
+    def evaluated(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
+        """``batches`` of an evaluation, with the rewards that training uses."""
+        if self.roles.reward is None:
+            return batches
+        with self.roles.training():
+            return self.add_scores(*batches)
+
+    def add_scores(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
+        """``batches`` with the scores of the reward model added to the rewards, and as the term ``reward_model``.
+
+        Raises `RolloutError` for a score that is not finite.
+        """
+        if self.roles.reward is None:
+            return batches
+        with self.roles.working(self.roles.reward) as engine:
+            return tuple(self._scored(engine, batch) for batch in batches)
+
+    def _scored(self, engine: EngineGroup, batch: SequenceBatch) -> SequenceBatch:
+        model = RewardModelInterface(RewardModelConfig())
+        scores = model.inference(engine, batch, self.mb_spec)[SCORES]
+        wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
+        if wrong:
+            raise RolloutError(
+                f"the reward model's score of sequence {wrong[0]} is {float(scores[wrong[0]])}"
+            )
+        rewards = batch[REWARDS] + self.reward_weight * scores
+        return batch.with_sequences(**{REWARDS: rewards, f"{TERM}{REWARD_MODEL}": scores})
+
+    def train(self, batch: SequenceBatch) -> dict[str, float]:
+        """The updates on a completed batch, the critic's first; its metrics begin with ``critic_``."""
+        prepared = self.actor.prepare(batch)
+        metrics = _largest_advantage(prepared)
+        if self.critic is not None and self.roles.critic is not None:
+            with self.roles.working(self.roles.critic) as engine:
+                critic_metrics = self.critic.train_step(engine, prepared, self.mb_spec)
+                engine.lr_scheduler_step()
+            metrics |= {f"critic_{name}": value for name, value in critic_metrics.items()}
+        with self.roles.working(self.roles.actor) as engine:
+            metrics |= self.actor.train_step(engine, prepared, self.mb_spec)
+            engine.lr_scheduler_step()
+        return metrics
+
+
+def _largest_advantage(batch: SequenceBatch) -> dict[str, float]:
+    """The largest magnitude among the trained tokens: 0 where nothing is learned. None for rules without advantages."""
+    if ADVANTAGES not in batch:
+        return {}
+    return {"advantage_max": max(batch[ADVANTAGES][batch.loss_mask].abs().tolist(), default=0.0)}
+
+
+LOGPROBS, VERSIONS = "logprobs", "versions"
+NAMES = ("mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatch_ppl_ratio")
+
+
+def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = None) -> dict[str, float]:
+    """The five numbers of the module's docstring, as ``mismatch_k1`` and so on.
+
+    ``trainer [T]`` are the train engine's log-probs; the rollout's are the batch's ``logprobs``.
+    ``counted`` (bool ``[T]``) narrows the trained tokens further. Values at other tokens may be
+    anything. Without a counted token all numbers are NaN.
+    """
+    mask = batch.loss_mask if counted is None else batch.loss_mask & counted
+    if not bool(mask.any()):
+        return dict.fromkeys(NAMES, math.nan)
+    d = trainer[mask].detach().double() - batch[LOGPROBS][mask].double()
+    values = (
+        -d.mean(),
+        (torch.expm1(d) - d).mean(),
+        torch.expm1(2 * d).mean(),
+        d.abs().max(),
+        _reduce(-d, _owners(mask, batch), "mean").exp().mean(),
+    )
+    return dict(zip(NAMES, map(float, values), strict=True))
+
+
+def _owners(mask: Tensor, batch: SequenceBatch) -> Tensor:
+    """For each token of ``mask [T]``, the number of its sequence among sequences with such tokens; int64 ``[N]``."""
+    lengths = torch.tensor(batch.lengths, device=mask.device)
+    owner: Tensor = torch.repeat_interleave(lengths)[mask].unique_consecutive(return_inverse=True)[1]
+    return owner
+
+
+def _reduce(values: Tensor, owner: Tensor, how: str) -> Tensor:
+    """``values [N]`` reduced over each sequence."""
+    zeros = values.new_zeros(int(owner.max()) + 1)
+    return zeros.scatter_reduce(0, owner, values, how, include_self=False)
+
+
+def mismatch_by_lag(trainer: Tensor, batch: SequenceBatch, version: int) -> dict[str, float]:
+    """`mismatch_of` for the tokens of each lag by itself, as ``mismatch_k1_lag0`` and so on.
+
+    The lag of a token is ``version``, that of the weights to be trained, minus its own in ``versions``.
+    """
+    lags = version - batch[VERSIONS]
+    present = lags[batch.loss_mask].unique().tolist()
+    return {
+        f"{name}_lag{lag}": value
+        for lag in present
+        for name, value in mismatch_of(trainer, batch, lags == lag).items()
+    }
+
+
+def staleness_of(batch: SequenceBatch, version: int) -> dict[str, float]:
+    """The lag of a batch's trained tokens when the weights of ``version`` are trained on them.
+
+    ``staleness_mean`` and ``staleness_max`` are lags in versions, over tokens; ``mixed_versions`` is the
+    share of sequences whose tokens come from more than one version: generation continued across a weight sync.
+    """
+    mask = batch.loss_mask
+    if not bool(mask.any()):
+        return dict.fromkeys(("staleness_mean", "staleness_max", "mixed_versions"), math.nan)
+    lags = (version - batch[VERSIONS])[mask].double()
+    owner = _owners(mask, batch)
+    mixed = _reduce(lags, owner, "amax") != _reduce(lags, owner, "amin")
+    return {
+        "staleness_mean": float(lags.mean()),
+        "staleness_max": float(lags.max()),
+        "mixed_versions": float(mixed.double().mean()),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
