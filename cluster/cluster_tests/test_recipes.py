@@ -59,7 +59,7 @@ def test_a_server_on_a_third_machine(
     monkeypatch.setenv("SERVER_KEY", "a key of this test")
     section_of_server = {"options": {"api_key": "${env:SERVER_KEY}", **options}}
     rollout = {"engine": server, "prompts_per_step": 4, "group_size": 2, "max_new_tokens": 4, "sync": sync}
-    changes = FSDP | {"rollout": rollout, "steps": 2, "algorithm": {"type_": "ppo_actor"}}
+    changes = FSDP | {"rollout": rollout, "steps": 2, "algorithm": {"type": "ppo_actor"}}
     changes["engines"] = {**FSDP["engines"], server: section_of_server}  # type: ignore[dict-item]
     changes["placement"] = {"actor": {"machines": [0, 1]}, "rollout": {"machines": [2]}}
     changes["cluster"] = section(machines=3)

@@ -59,7 +59,7 @@ def server_recipe(
         engine="fsdp",
         engines={engine: dict(settings)},
         rollout=selected | rollout,
-        algorithm={"type_": "ppo_actor", "args": {"kl_coef": 0.0}},
+        algorithm={"type": "ppo_actor", "args": {"kl_coef": 0.0}},
     )
 
 

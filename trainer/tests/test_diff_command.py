@@ -17,7 +17,7 @@ output_dir: nowhere
 steps: 20
 optimizer: {lr: 1.0e-3, schedule: {type: linear}}
 algorithm:
-  type_: ppo_actor
+  type: ppo_actor
   args: ARGS
 """
 LEFT = "{minibatches: 4, kl_coef: 0.02, kl_estimator: k3}"

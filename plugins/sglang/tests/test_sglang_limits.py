@@ -189,7 +189,7 @@ def test_shared_device_recipe_is_checked_early(
         "reward": "math",
         "rollout": {"engine": "sglang"},
         "steps": 1,
-        "algorithm": {"type_": "ppo_actor"},
+        "algorithm": {"type": "ppo_actor"},
         "output_dir": str(tmp_path / "out"),
     }
     recipe = load_recipe(values | changes)

@@ -82,9 +82,9 @@ class BlackBoxTrainer:
         """
         parsed = parse_config(Recipe, load_yaml(recipe), recipe)
         algorithm = with_temperature(parsed.algorithm, parsed.rollout.temperature)
-        if algorithm.type_ not in RECIPES:
+        if algorithm.type not in RECIPES:
             raise ConfigError(
-                f"{recipe}: field 'algorithm.type_' = {algorithm.type_!r}: expected {' or '.join(RECIPES)}"
+                f"{recipe}: field 'algorithm.type' = {algorithm.type!r}: expected {' or '.join(RECIPES)}"
             )
         once = dict.fromkeys(algorithm.args.keys() & {"minibatches", "epochs"}, 1)
         spec = get_spec(parsed.engine)

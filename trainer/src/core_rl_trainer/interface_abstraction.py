@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import ConfigDict, Field
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from core_rl.config.paths import ImportPath, NestedImportPaths
@@ -14,7 +17,14 @@ __all__ = ["ModelInterfaceAbstraction"]
 class ModelInterfaceAbstraction:
     """The name of an interface, and its settings."""
 
-    type_: ImportPath
+    type: ImportPath
     """A registered name, or ``"module:Class"``."""
     args: NestedImportPaths = Field(default_factory=dict)
     """Fields of the interface's config."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_retired(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "type_" in values:
+            raise ValueError(f"algorithm.type_ = {values['type_']!r}: the field is algorithm.type now")
+        return values

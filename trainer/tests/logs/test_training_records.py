@@ -314,8 +314,10 @@ def test_recorded_retired_fields_are_translated(
     recipe = _recipe(tmp_path)
     identity = RunIdentity.of(recipe)
     old_data = {name: value for name, value in identity.recipe["data"].items() if name != "unusable"}
-    boards = {"trackio": {"project": "sums"}}
-    before = replace(identity, recipe={**identity.recipe, **boards, "data": {**old_data, **recorded}})
+    former = {"trackio": {"project": "sums"}, "cluster": {"type": "slurm", "layouts": {}, "port": 0}}
+    algorithm = {"type_": identity.recipe["algorithm"]["type"], "args": identity.recipe["algorithm"]["args"]}
+    values = {**identity.recipe, **former, "algorithm": algorithm, "data": {**old_data, **recorded}}
+    before = replace(identity, recipe=values)
     changes = before.refused_changes(RunIdentity.of(_recipe(tmp_path, data={**old_data, **now})))
     assert (changes == []) is resumes
 

@@ -226,7 +226,7 @@ def test_cards_name_no_path_of_this_machine(tmp_path: Path) -> None:
         "model": {"path": str(snapshot), "lora": {"path": str(tmp_path / "adapter")}},
         "data": {"train": [str(tmp_path / "train.jsonl"), {"path": "org/data", "weight": 1.0}]},
         "rollout": {"stop": ["/end", "</s>", "/ no"]},
-        "algorithm": {"type_": "grpo", "args": {}},
+        "algorithm": {"type": "grpo", "args": {}},
         "reward": f"{tmp_path}/rewards.py:score",
         "output_dir": str(tmp_path / "out"),
         "engine": "fsdp",

@@ -42,7 +42,7 @@ def plan(directory: Path, values: dict[str, Any], *overrides: str) -> PlanReport
 
 
 def test_plan_counts_work_of_run(start: Path, tmp_path: Path) -> None:
-    algorithm = {"type_": "ppo", "args": {"kl_coef": 0.05, "minibatches": 2, "epochs": 2}}
+    algorithm = {"type": "ppo", "args": {"kl_coef": 0.05, "minibatches": 2, "epochs": 2}}
     values = support.recipe_values(start, tmp_path / "out", algorithm=algorithm, critic={})
     report = plan(tmp_path, values, "steps=8", "micro_batch_tokens=20")
     assert (report.steps, report.workload.updates_per_step, report.passes) == (8, 4, 3.0)
@@ -134,7 +134,7 @@ def test_train_engine_calls_have_recipe_timeout(
         pass
 
 
-PPO: dict[str, Any] = {"algorithm": {"type_": "ppo", "args": {"kl_coef": 0.05}}, "critic": {}}
+PPO: dict[str, Any] = {"algorithm": {"type": "ppo", "args": {"kl_coef": 0.05}}, "critic": {}}
 DP2 = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}}
 TWO_BY_TWO = {"actor": [0, 1], "critic": [2, 3], "reference": [3, 2]}
 

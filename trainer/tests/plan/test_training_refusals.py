@@ -53,7 +53,7 @@ def test_models_without_log_probs_of_all_tokens(
     change(config)
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps(config))
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": algorithm})
     values["model"] = {"path": str(model)}
     with pytest.raises(CoreRLError, match=message):
         dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
@@ -85,7 +85,7 @@ def test_runs_need_an_end_token(
     _edited(model / "tokenizer_config.json", eos_token="<new>" if end == "beyond" else None)
     _edited(model / "config.json", eos_token_id=support.EOS if end == "config" else None)
     (model / "generation_config.json").unlink()
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm}, **changes)
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": algorithm}, **changes)
     data = str(start / changes.get("data", "train.jsonl"))
     values |= {"model": {"path": str(model)}, "data": {"train": data}}
     del values["eval_every"]
@@ -211,7 +211,7 @@ NOTHING = "matches all parameters, so that nothing is left to train"
 def test_frozen_patterns_leave_something_to_train(
     start: Path, tmp_path: Path, algorithm: str, model: dict[str, Any], message: str | None
 ) -> None:
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": algorithm})
     values["model"] |= model
     if algorithm == "ppo":
         values["critic"] = {}

@@ -286,7 +286,7 @@ def test_nonfinite_loss_keeps_previous_checkpoint(
 
 
 def test_completions_need_company_to_be_compared(start: Path, tmp_path: Path) -> None:
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": "rloo"})
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": "rloo"})
     values["rollout"]["group_size"] = 1
     with pytest.raises(ConfigError, match="rollout.group_size = 1: the interface 'rloo' compares"):
         run(support.write_recipe(tmp_path / "r.yaml", values))

@@ -78,7 +78,7 @@ def test_a_wrong_recipe_names_field_value_and_fix(
             "rollout.engine = 'reference': this engine is for train",
         ),
         (["engines.reference.layuot.dp=2"], "engine 'reference': unknown field 'layuot'"),
-        (["algorithm.type_=grop"], "no interface 'grop'; did you mean 'grpo'"),
+        (["algorithm.type=grop"], "no interface 'grop'; did you mean 'grpo'"),
         (["algorithm.args.clip=0.1"], "unknown field 'clip'"),
         (["reward=core_rl_trainer.rewards.text:nothing"], "no attribute 'nothing'"),
     ],

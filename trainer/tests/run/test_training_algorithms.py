@@ -31,7 +31,7 @@ from core_rl_trainer.run.engines import Roles
 from core_rl_trainer.run.online import OnlineLearner
 from core_rl_trainer.run.supervised import SupervisedLearner
 
-PPO = {"type_": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
+PPO = {"type": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon": 100, "minibatches": 2}}
 CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}
 
 
@@ -182,7 +182,7 @@ def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Pat
     values = support.recipe_values(
         start,
         tmp_path / "out",
-        algorithm={"type_": "rloo"},
+        algorithm={"type": "rloo"},
         rewards=[
             {"function": "core_rl_trainer.rewards.text:text_match", "weight": 0.5},
             {"function": f"{tmp_path}/ranks.py:ranks", "batched": True},
@@ -246,7 +246,7 @@ def test_delta_sync_has_the_actors_weights(
     ],
 )
 def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> None:
-    section = {"type_": algorithm}
+    section = {"type": algorithm}
     run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=section, steps=2))
     rows = support.curve(tmp_path / "out")[1:]
     assert all(row["update_successful"] == 1 for row in rows)
@@ -255,7 +255,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": {"type_": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
+        ({"algorithm": {"type": "ppo"}}, "'ppo' needs a critic; add a section 'critic'"),
         ({"critic": {}}, "'ppo_actor' has no use for a critic"),
         ({"algorithm": PPO, "critic": {"args": {"clip": 1}}}, "'ppo_critic': unknown field 'clip'"),
         (
@@ -282,7 +282,7 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         (
             {
                 "algorithm": {
-                    "type_": "ppo",
+                    "type": "ppo",
                     "args": {
                         "mask_truncated_completions": True,
                         "advantage": {"type": "gae", "bootstrap_truncated": True},
@@ -291,8 +291,8 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
             },
             "'ppo'.*bootstrap_truncated has no effect; set either to false",
         ),
-        ({"algorithm": {"type_": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
-        ({"algorithm": {"type_": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
+        ({"algorithm": {"type": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
+        ({"algorithm": {"type": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
         ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
     ],
 )

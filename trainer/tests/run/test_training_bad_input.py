@@ -37,7 +37,7 @@ def leaves(answer, sample):
 async def blocks(answer, sample):
     time.sleep(600)
 """
-GRPO = {"type_": "grpo"}
+GRPO = {"type": "grpo"}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ LONG = {"prompt": "1+" * 20 + "=", "answer": 20}
 def test_bad_data_is_named_before_anything_starts(
     start: Path, tmp_path: Path, rows: tuple[dict[str, Any], ...], which: str, message: str, algorithm: str
 ) -> None:
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type_": algorithm})
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": algorithm})
     values["data"] |= {which: _rows(tmp_path, *rows)}
     if algorithm == "sft":
         message = message.replace("prompts", "examples").replace("42", "45").replace("28", "32")
@@ -177,16 +177,16 @@ def test_bad_data_is_named_before_anything_starts(
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"type_": "sft", "args": {"kl_coef": 0.1}}, "'sft': unknown field 'kl_coef'"),
-        ({"type_": "dpo", "args": {"advantage": "gae"}}, "'dpo': unknown field 'advantage'"),
-        ({"type_": "grpo", "args": {"beta": 0.1}}, "'grpo': unknown field 'beta'"),
+        ({"type": "sft", "args": {"kl_coef": 0.1}}, "'sft': unknown field 'kl_coef'"),
+        ({"type": "dpo", "args": {"advantage": "gae"}}, "'dpo': unknown field 'advantage'"),
+        ({"type": "grpo", "args": {"beta": 0.1}}, "'grpo': unknown field 'beta'"),
         (
-            {"type_": "grpo", "args": {"loss": {"clip": 0.1}}},
+            {"type": "grpo", "args": {"loss": {"clip": 0.1}}},
             "'grpo': unknown field 'loss.*clip'.*did you mean",
         ),
-        ({"type_": "grpo", "args": {"advantage": "gae"}}, "'grpo' needs a critic"),
-        ({"type_": "reward_model", "args": {"loss": "gspo"}}, "'reward_model': unknown field 'loss'"),
-        ({"type_": "ppo_critic"}, "'ppo_critic' trains a critic.*set algorithm.type_=ppo"),
+        ({"type": "grpo", "args": {"advantage": "gae"}}, "'grpo' needs a critic"),
+        ({"type": "reward_model", "args": {"loss": "gspo"}}, "'reward_model': unknown field 'loss'"),
+        ({"type": "ppo_critic"}, "'ppo_critic' trains a critic.*set algorithm.type=ppo"),
     ],
     ids=str,
 )

@@ -192,7 +192,7 @@ def make_interface(abstraction: ModelInterfaceAbstraction) -> ModelInterface[Any
 
     Raises `ConfigError` for an unknown, ambiguous or broken name and for settings it does not take.
     """
-    name = abstraction.type_
+    name = abstraction.type
     cls, values = interface_class(name), _with_preset(name, abstraction.args)
     return cls(parse_config(cls.config_class, values, f"interface {name!r}"))
 

@@ -123,7 +123,7 @@ def model_card(
     recipe: Mapping[str, Any], datasets: Sequence[str], section: HubSection, result: Mapping[str, Any]
 ) -> str:
     """The text of ``README.md``, for a run of ``recipe`` on ``datasets`` of the Hub with this ``result``."""
-    adapter, algorithm = section.upload == "adapter", recipe["algorithm"]["type_"]
+    adapter, algorithm = section.upload == "adapter", recipe["algorithm"]["type"]
     base, _ = hub_source(recipe["model"]["path"])
     fields = {
         "library_name": "peft" if adapter else "transformers",

@@ -151,7 +151,7 @@ class PlanBuilder:
     def _check_sections(self) -> None:
         """Raise `ConfigError` for sections that do not go with the algorithm; warn of unread sections."""
         recipe, interface = self._recipe, self._interface
-        name = recipe.algorithm.type_
+        name = recipe.algorithm.type
         if isinstance(interface, SupervisedInterface):
             _warn_of(name, "data", [repr(field) for field in FOR_ROLLOUTS if _is_set(recipe, field)])
             refused = [field for field in ("critic", "reward_model") if getattr(recipe, field) is not None]
@@ -235,9 +235,9 @@ def check_adapter(model: ModelConfig) -> None:
 
 def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
     """``algorithm`` with the temperature of the rollouts, where it has such a setting."""
-    fields = interface_class(algorithm.type_).config_class.model_fields
+    fields = interface_class(algorithm.type).config_class.model_fields
     shared = {"temperature": temperature} if "temperature" in fields else {}
-    return ModelInterfaceAbstraction(algorithm.type_, shared | algorithm.args)
+    return ModelInterfaceAbstraction(algorithm.type, shared | algorithm.args)
 
 
 def _is_set(section: Config, name: str) -> bool:

@@ -63,7 +63,7 @@ REASONS = (
 )
 """Why a field may not change, by the first pattern that matches."""
 
-SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type_", "rollout.prompts_per_step")
+SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type", "rollout.prompts_per_step")
 """Fields, as patterns, that a run shares with the one from whose checkpoint it starts."""
 
 RETIRED: Mapping[tuple[str, str], Mapping[Any, Mapping[str, Any]]] = {
@@ -214,7 +214,10 @@ def _with_defaults(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """``recipe`` without fields of an earlier version that had no effect, and with the present names of others."""
     values = copy.deepcopy(dict(recipe))
-    values.pop("trackio", None)  # no step depends on it
+    for section in ("trackio", "cluster"):  # no step depends on them
+        values.pop(section, None)
+    if "type_" in (algorithm := values.get("algorithm") or {}):
+        algorithm["type"] = algorithm.pop("type_")
     for (section, field), meanings in RETIRED.items():
         part: dict[str, Any] = values.get(section) or {}
         if field in part and part[field] in meanings:

@@ -124,7 +124,7 @@ def check_algorithm(
     fields = algorithm.wanted_fields
     if isinstance(algorithm, PPOCriticInterface):
         raise ConfigError(
-            f"the interface {name!r} trains a critic, which needs an actor; set algorithm.type_=ppo, and put "
+            f"the interface {name!r} trains a critic, which needs an actor; set algorithm.type=ppo, and put "
             "these settings into the section 'critic'"
         )
     unknown = sorted(fields - PROVIDED)
@@ -139,7 +139,7 @@ def check_algorithm(
     if algorithm.compares_completions and group_size == 1:
         raise ConfigError(
             f"rollout.group_size = 1: the interface {name!r} compares the completions of a prompt with each other, so "
-            "that all advantages would be 0; set it to 2 or more (often 8), or take algorithm.type_=reinforce_plus_plus"
+            "that all advantages would be 0; set it to 2 or more (often 8), or take algorithm.type=reinforce_plus_plus"
         )
     if has_critic and not fields & FROM_CRITIC:
         raise ConfigError(

@@ -131,7 +131,7 @@ def report_plan(plan: RunPlan) -> PlanReport:
     recipe, workload, schedule = plan.recipe, plan.workload, plan.schedule
     sequences = workload.examples_per_step * workload.sequences_per_example
     return PlanReport(
-        algorithm=plan.algorithm.type_,
+        algorithm=plan.algorithm.type,
         output_dir=str(plan.files.directory),
         steps=schedule.steps,
         workload=workload,
