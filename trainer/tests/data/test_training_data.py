@@ -18,8 +18,8 @@ from core_rl_trainer.data.batches import NumberedBatches, row_of
 from core_rl_trainer.data.datasets import ExampleDataset, SampleDataset
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.kinds import PROMPTS
-from core_rl_trainer.data.plain import NUMBER
 from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
+from core_rl_trainer.data.plain import NUMBER
 
 
 @pytest.fixture(scope="module")

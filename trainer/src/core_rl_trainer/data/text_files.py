@@ -21,7 +21,7 @@ from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.json_text import check_characters, parse_json
 
-__all__ = ["SEPARATORS", "data_suffix", "read_csv", "read_json"]
+__all__ = ["JSON_SUFFIXES", "SEPARATORS", "data_suffix", "read_csv", "read_json"]
 
 OPENERS: Mapping[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 -d", ".7z": "7z x"}
@@ -34,6 +34,7 @@ WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Separators of columns, by suffix."""
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 NAMES = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a vertical bar"}
 
 
@@ -69,7 +70,7 @@ def read_json(path: Path) -> Examples:
     """The examples of ``path``. Raises `ConfigError` for a file of another type."""
     content, suffix = _content(path), data_suffix(path)
     head = content[:4096].lstrip()
-    if b"\0" in head or (suffix not in (".json", ".jsonl", ".ndjson") and head[:1] not in (b"{", b"")):
+    if b"\0" in head or (suffix not in JSON_SUFFIXES and head[:1] not in (b"{", b"")):
         raise ConfigError(
             f"{path}: is no JSONL file; data files are .jsonl, .json, .parquet and .csv. Convert it, or correct "
             "its suffix"
