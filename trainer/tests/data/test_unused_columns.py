@@ -37,7 +37,7 @@ TOKENIZER = chat_tokenizer("qwen3")
 TOKENIZER.chat_template = TEMPLATE
 
 
-def turn(role: str, text: str, **fields: Any) -> dict[str, Any]:
+def turn(role: str, text: Any, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": text, **fields}
 
 
