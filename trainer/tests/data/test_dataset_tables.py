@@ -117,6 +117,26 @@ def test_json_in_directories_keeps_digits(tmp_path: Path, suffix: str) -> None:
     assert examples.label(1) == f"train-1.jsonl{suffix}: line 1"
 
 
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        (("a.jsonl", "b.csv"), "b.csv"),
+        (("a.jsonl", "c.jsonl", "sub/b.parquet"), "sub/b.parquet"),
+        (("train.jsonl", "extra.jsonl"), "extra.jsonl"),
+        (("a.jsonl", "b.json", ".c.csv", "dataset_info.json", "LICENSE.txt"), None),
+    ],
+)
+def test_files_left_out_are_refused(tmp_path: Path, names: tuple[str, ...], left: str | None) -> None:
+    for name in names:
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text('{"prompt": "q", "answer": "1"}\n')
+    if left is None:
+        assert len(open_source(DataSource(path=str(tmp_path / "d")))) == 2
+    else:
+        with pytest.raises(ConfigError, match=f"'{left}' would not be read"):
+            open_source(DataSource(path=str(tmp_path / "d")))
+
+
 def test_messages_lack_keys_of_further_rows(tmp_path: Path) -> None:
     calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("sum", "product")]
     chats = [

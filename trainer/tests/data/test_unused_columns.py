@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from core_rl.config.base import parse_config
 from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.data.config import DataSection
-from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
+from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind, images_of
+from core_rl_trainer.data.plain import sample_fields
 from core_rl_trainer.data.training_data import load_training_data
 
 TEMPLATE = """\
@@ -35,7 +37,7 @@ TOKENIZER = chat_tokenizer("qwen3")
 TOKENIZER.chat_template = TEMPLATE
 
 
-def turn(role: str, text: str, **fields: Any) -> dict[str, Any]:
+def turn(role: str, text: Any, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": text, **fields}
 
 
@@ -260,6 +262,21 @@ USED: list[tuple[ExampleKind, dict[str, Any], str, list[str]]] = [
         c("user:U1", "assistant:A1", "user:U1") + OPEN,
         ["A2"],
     ),
+    *(
+        (
+            DEMONSTRATIONS,
+            {"messages": [U1, A1 | mark, U1, A2]},
+            c("user:U1", "assistant:A1", "user:U1") + OPEN,
+            ["A2"],
+        )
+        for mark in ({"loss_mask": 0}, {"loss_scale": 0.0}, {"trainable": False, "mask": None})
+    ),
+    (
+        DEMONSTRATIONS,
+        {"messages": [U1, turn("assistant", "", function_call=json.dumps(CALL))]},
+        c("user:U1") + OPEN,
+        ['f({"x": 1})'],
+    ),
     (PREFERENCES, {"conversations": [shared("human", "U1")], **PAIR}, c("user:U1") + OPEN, ["A1", "A2"]),
     (PREFERENCES, {"messages": [U1], "system": "S", **PAIR}, c("system:S", "user:U1") + OPEN, ["A1", "A2"]),
     (PREFERENCES, {"messages": [U1], "chosen": "A1", "rejected": "A2"}, c("user:U1") + OPEN, ["A1", "A2"]),
@@ -311,6 +328,42 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),
     (PREFERENCES, {"conversation": [U1], **PAIR}, "data.columns.prompt=conversation"),
     (PREFERENCES, {"prompt": "P", "chosen": "A", "rejected": "B", "margin": 1.5}, "'margin' .1.5.: no loss"),
+    (PROMPTS, {"prompt": "P", "_row": 3}, "'_row', which is a field of the trainer"),
+    (PROMPTS, {"prompt": "P", "prompt_ids": [3]}, "'prompt_ids', which is a field of the trainer"),
+    (DEMONSTRATIONS, ALPACA | {"label": False}, "'label' of true or false"),
+    (DEMONSTRATIONS, {"prompt": "P", "answer": "A", "label": "False"}, "'label' of true or false"),
+    (
+        DEMONSTRATIONS,
+        {"system_prompt": "S", "question": "Q", "response": "A"},
+        "answer=response data.columns.system=system_prompt",
+    ),
+    (
+        PREFERENCES,
+        {"prompt": "P", "response_a": "A", "response_b": "B", "winner": "response_a"},
+        "data.columns.chosen=COLUMN data.columns.rejected=COLUMN",
+    ),
+    *(
+        (DEMONSTRATIONS, {"messages": [U1, turn("assistant", text, **fields)]}, message)
+        for text, fields, message in (
+            ("A", {"mask": True}, "message 2 has a field 'mask'"),
+            ("A", {"train_detail": [{"train": False}]}, "a field 'train_detail'"),
+            ("A", {"loss_weights": 0}, "a field 'loss_weights'"),
+            ("A", {"loss_mask": 0.5}, "loss_mask = 0.5"),
+            ("A", {"images": ["a.png"]}, "a field 'images'"),
+            ("A", {"audio": {"id": "3"}}, "a field 'audio'"),
+            ("A", {"thought": "T"}, "drops 'reasoning' .'T'."),
+            ("A", {"thought": "T", "reasoning": "R"}, "'reasoning' and 'thought' that differ"),
+            ("", {"refusal": "no"}, "drops 'refusal' .'no'."),
+            ("", {"function_calls": "f(3)"}, "drops 'function_calls'"),
+            ("", {"functions": [{"name": "f"}]}, "drops 'functions'"),
+            ("", {}, "has an empty turn of the assistant as message 2"),
+            ([{"type": "text", "text": "A", "image": "a.png"}], {}, "a text with 'image' among its parts"),
+        )
+    ),
+    (DEMONSTRATIONS, {"messages": [S1 | {"functions": "f"}, U1, A1]}, "drops 'functions' .'f'."),
+    (PROMPTS, {"prompt": [U1 | {"image": "a.png"}]}, "a field 'image'"),
+    (PROMPTS, {"prompt": [U1, A1 | {"function_calls": "f"}, U1]}, "drops 'function_calls'"),
+    (PREFERENCES, {"prompt": [U1], "chosen": [A1 | {"mask": 1}], "rejected": [A2]}, "a field 'mask'"),
     (PROMPTS, {"messages": [U1, A1]}, "'messages' that end with a turn of the assistant"),
     (PROMPTS, {"conversations": CHAT}, "'conversations' that end with a turn of the assistant"),
 ]
@@ -320,7 +373,7 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
 def test_rows_with_unclear_columns_are_refused(
     tmp_path: Path, kind: ExampleKind, row: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(BatchError, match=f"a.jsonl: line 1 .*{message}") as caught:
+    with pytest.raises(BatchError, match=f"a.jsonl: line 1[: ].*{message}") as caught:
         outcome(tmp_path / "a.jsonl", [row], kind)
     assert len(str(caught.value)) < 1500
 
@@ -334,6 +387,27 @@ def test_sources_have_chats_or_texts(tmp_path: Path, place: int, context: dict[s
     assert "".join(prompts).count(OPEN) - ("history" in context) == 3
     rows[place] |= {"system": "", "history": []}
     assert outcome(tmp_path / "a.jsonl", rows, PROMPTS).prompts == "P0|P1|P2"
+
+
+@pytest.mark.parametrize("value", [3, "three", ["a.jpg"], {"type": "tv"}])
+@pytest.mark.parametrize("name", ["media", "_media_", "_id", "index", "sequences", "source"])
+def test_rewards_get_any_column(tmp_path: Path, name: str, value: Any) -> None:
+    support.write_jsonl(tmp_path / "a.jsonl", [{"prompt": "P", name: value}])
+    section = parse_config(DataSection, {"train": str(tmp_path / "a.jsonl")}, "data")
+    data = load_training_data(section, PROMPTS, TOKENIZER, 0, limit=99, vocabulary=len(TOKENIZER))
+    (sample,) = next(NumberedBatches(data.train, 1, 0))
+    assert sample_fields(sample)[name] == value and not images_of(sample)
+
+
+@pytest.mark.parametrize("kind", [DEMONSTRATIONS, PROMPTS])
+def test_places_without_image_are_named_once(tmp_path: Path, kind: ExampleKind) -> None:
+    row = {"prompt": "<image> and <video>", "answer": "A", "images": 3 if kind is PROMPTS else None}
+    row = {name: value for name, value in row.items() if value is not None}
+    if kind is DEMONSTRATIONS:
+        assert outcome(tmp_path / "a.jsonl", [row] * 2, kind).warning.endswith("image: <image>, <video>")
+    else:
+        with pytest.raises(BatchError, match="trained on text alone"):
+            outcome(tmp_path / "a.jsonl", [row] * 2, kind)
 
 
 def test_replaced_columns_are_named(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _continues(prompt: Any, completion: Any) -> bool:
 
 def _turns_problem(completion: Any) -> str | None:
     """The reason why turns cannot follow a prompt; None for a completion of another type."""
-    if not isinstance(completion, list):
+    if not isinstance(completion, list) or not all(isinstance(turn, dict) for turn in completion):
         return None
     return _chat_problem(completion) or f"that cannot follow its 'prompt': {shortened(completion)}"
 

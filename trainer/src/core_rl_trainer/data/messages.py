@@ -18,6 +18,7 @@ MARKS = ("weight", "trainable", "train", "training", "loss", "loss_mask", "loss_
 """Fields of a message that mark a turn as trained, 1, or not, 0."""
 MARK = re.compile(r"train|loss|mask|weight|learn", re.IGNORECASE)
 """Part of the names of further such fields, whose values have no common meaning."""
+MARK_FIX = "write 'weight' as 0 for a turn not to be trained, or remove it"
 SHOWN_FIELDS = ("refusal", "function_call", "functions", "function_calls")
 """Fields of a message whose texts a template shows, or the message is refused."""
 MESSAGE_FIELDS = frozenset(
@@ -93,29 +94,28 @@ def message_problem(message: object) -> str | None:
     """A problem of a chat message, or None."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not message["role"]:
         return f"no 'role' and 'content': {shortened(message)}"
-    if problem := next(filter(None, map(_field_problem, message, message.values())), None):
-        return problem
     content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        if problem := next(filter(None, map(_part_problem, content)), None):
-            return problem
-    elif content is None:
+    parts = content if isinstance(content, list) else ()
+    problems = [_fields_problem(message), *map(_part_problem, parts)]
+    if problem := next(filter(None, problems), None):
+        return problem
+    if content is None:
         if not calls:
             return "no text as 'content'"
-    elif not isinstance(content, str):
+    elif not isinstance(content, str | list):
         return f"no text as 'content', but {shortened(content)}"
     return None if calls is None else _calls_problem(calls)
 
 
-def _field_problem(name: str, value: object) -> str | None:
-    fix = REFUSED.get(name)
-    if name not in MARKS and MARK.search(name):
-        fix = "write 'weight' as 0 for a turn not to be trained, or remove it"
-    return (
-        f"a field {name!r} ({shortened(value)}), which is not read; {fix}"
-        if fix and value not in EMPTY
-        else None
-    )
+def _fields_problem(message: Message) -> str | None:
+    """A field with a meaning that nothing here has, or two of the same meaning that differ."""
+    for name, value in message.items():
+        fix = MARK_FIX if name not in MARKS and MARK.search(name) else REFUSED.get(name)
+        if fix and value not in EMPTY:
+            return f"a field {name!r} ({shortened(value)}), which is not read; {fix}"
+    reasoning = [name for name in REASONING if message.get(name)]
+    differ = len({str(message[name]) for name in reasoning}) > 1
+    return f"{' and '.join(map(repr, reasoning))} that differ; remove either" if differ else None
 
 
 def _part_problem(part: object) -> str | None:

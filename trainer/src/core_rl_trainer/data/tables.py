@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
 from functools import partial
@@ -20,10 +21,12 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.examples import Example, Examples, joined
 from core_rl_trainer.data.json_text import WrittenFloat
 from core_rl_trainer.data.plain import json_text
-from core_rl_trainer.data.text_files import read_json
+from core_rl_trainer.data.text_files import JSON_SUFFIXES, SEPARATORS, data_suffix, read_json
 
 TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
 """The builder of ``datasets`` that reads a file, by suffix."""
+DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json")
+"""Files about a dataset, without examples."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 OFF = ("", "0", "false", "no", "off")
 SHORT_FLOATS = ("float16", "float32")
@@ -138,11 +141,32 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
 
 
 def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[str, list[str]]:
-    """The files of each split, where they are JSON: a table would not keep the digits of their numbers."""
+    """The files of each split, where they are JSON: a table would not keep the digits of their numbers.
+
+    Raises `ConfigError` for further files of examples, which ``datasets`` leaves out unless its README names files.
+    """
     builder = datasets.load_dataset_builder(str(path), config)
-    if builder.name != "json" or not builder.config.data_files:
-        return {}
-    return {str(split): list(files) for split, files in builder.config.data_files.items()}
+    files = {str(split): list(names) for split, names in (builder.config.data_files or {}).items()}
+    card = path / "README.md"
+    if not card.is_file() or "data_files" not in card.read_text(errors="replace"):
+        taken = {Path(name).resolve() for names in files.values() for name in names}
+        left = [str(file.relative_to(path)) for file in _example_files(path) if file.resolve() not in taken]
+        if left:
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            raise ConfigError(
+                f"{path}: {', '.join(map(repr, left[:3]))}{more} would not be read, beside the files of the format "
+                f"{builder.name!r}; name each file as a source of its own, or move it out of the directory"
+            )
+    return files if builder.name == "json" else {}
+
+
+def _example_files(path: Path) -> Iterator[Path]:
+    """The files in a directory with the suffix of a format; without hidden and descriptive ones."""
+    suffixes = (*TABLE_FILES, *SEPARATORS, *JSON_SUFFIXES)
+    for file in sorted(path.rglob("*")):
+        hidden = any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
+        if data_suffix(file) in suffixes and not hidden and file.is_file() and file.name not in DESCRIPTIONS:
+            yield file
 
 
 def _load_tables(datasets: ModuleType, name: str, config: str | None, revision: str | None = None) -> Any:

@@ -32,6 +32,7 @@ WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 """Separators of columns, by suffix."""
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 NAMES = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a vertical bar"}
 
 
@@ -67,7 +68,7 @@ def read_json(path: Path) -> Examples:
     """The examples of ``path``. Raises `ConfigError` for a file of another type."""
     content, suffix = _content(path), data_suffix(path)
     head = content[:4096].lstrip()
-    if b"\0" in head or (suffix not in (".json", ".jsonl", ".ndjson") and head[:1] not in (b"{", b"")):
+    if b"\0" in head or (suffix not in JSON_SUFFIXES and head[:1] not in (b"{", b"")):
         raise ConfigError(
             f"{path}: is no JSONL file; data files are .jsonl, .json, .parquet and .csv. Convert it, or correct "
             "its suffix"
