@@ -87,9 +87,8 @@ class PlanBuilder:
             schedule_length(recipe.optimizer, recipe.steps)
         if recipe.wandb is not None:
             load_wandb()
-        require_hub(
-            recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
-        )
+        if recipe.push_to_hub is not None:
+            require_hub()
         self._check_sections()
         trainer = trained_engine(trained, self._interface)
         check_adapter(trainer[1].model)

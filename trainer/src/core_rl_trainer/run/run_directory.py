@@ -54,7 +54,6 @@ OWNED = (
     "weights",
     "model",
     "adapter",
-    "hub.json",
     "best",
     "best_model",
     PICTURE,
