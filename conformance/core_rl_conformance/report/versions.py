@@ -17,8 +17,8 @@ HEAD = """\
 
 The quick form of the suite (one layout of two ranks) with several versions of its dependencies, from the reports in
 `docs/results/versions`. `nox -s versions` writes reports, and `core-rl report docs/results/versions/*.json --versions
-docs/support.md` this page; a report of a server has the server's version in its name. The last column has the comparison
-with the largest error in relation to its limit.
+docs/support.md` this page; a report of a server has the server's version in its name. The last column has the
+comparison with the largest error in relation to its limit.
 """
 
 
