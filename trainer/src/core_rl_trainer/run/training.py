@@ -53,7 +53,7 @@ def run_plan(
     callbacks = Callbacks(plan.recipe, added)
     for remark in plan.remarks:
         logger.warning("%s", remark)
-    for line in plan.statistics.lines():
+    for line in plan.data_summary.lines():
         print_line(console, line)
     with open_run_directory(plan.files, plan.identity()) as directory:
         log.open(directory.log)
