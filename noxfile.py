@@ -410,11 +410,42 @@ def pytest(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, env=ENV)
 
 
+TRAINED = ["reference", "fsdp"]
+LOWEST = (
+    "fsspec==2024.6.0 httpcore==1.0.9 httpx==0.28.1 huggingface-hub==1.5.0 importlib-metadata==8.0.0 jinja2==3.1.0 "
+    "numpy==1.26.0 peft==0.19.0 pydantic==2.11.0 pydantic-core==2.33.0 rich==13.8.0 tokenizers==0.22.1 "
+    "transformers==5.13.0 typer==0.20.0"
+)
+# By name: Python, engines, and pins in place of those in constraints/tested.txt.
+VERSIONS = {
+    "tested-3.11": ("3.11", [*TRAINED, "megatron"], ""),
+    "tested-3.12": ("3.12", [*TRAINED, "megatron"], ""),
+    "lowest": ("3.11", TRAINED, LOWEST),
+    "megatron-0.16": ("3.12", ["megatron"], "megatron-core==0.16.1"),
+    "megatron-0.17": ("3.12", ["megatron"], "megatron-core==0.17.1"),
+    "megatron-0.18": ("3.12", ["megatron"], "megatron-core==0.18.2"),
+    "newest-transformers": ("3.11", TRAINED, "transformers==5.24.0"),
+    "torch-2.11": ("3.12", [*TRAINED, "megatron"], "setuptools==81.0.0 torch==2.11.0"),
+    "torch-2.14": ("3.11", TRAINED, "torch==2.14.1"),
+}
+
+
 @nox.session
-def versions(session: nox.Session) -> None:
-    """Run the quick form with each installed set of versions, or `-- NAME ...`; `-- --install NAME` installs one."""
-    _install(session, "conformance")
-    session.run("python", "tools/versions.py", *session.posargs)
+@nox.parametrize(
+    ["python", "environment"],
+    [(values[0], name) for name, values in VERSIONS.items()],
+    ids=list(VERSIONS),
+)
+def versions(session: nox.Session, environment: str) -> None:
+    """Run the quick form with other versions of dependencies; `-s "versions(lowest)"` takes one, gigabytes each."""
+    _, engines, pins = VERSIONS[environment]
+    lines = {line.partition("==")[0]: line for line in [*CONSTRAINTS.read_text().splitlines(), *pins.split()]}
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text("\n".join(lines.values()) + "\n")
+    plugins = ["-e", "plugins/fsdp", "-e", "plugins/megatron"]
+    session.install("-c", str(constraints), "-e", ".[conformance]", *plugins)
+    report = f"--report=docs/results/versions/{environment}.json"
+    _conformance(session, engines, "--quick", report, *session.posargs)
 
 
 @nox.session(venv_backend="none")

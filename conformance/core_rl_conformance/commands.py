@@ -78,6 +78,10 @@ def report(
         str,
         typer.Option("--profile", help="The profile of the badge: sft, rl-sync, rl-async, moe, lora or vlm."),
     ] = "sft",
+    versions: Annotated[
+        Path | None,
+        typer.Option("--versions", help="Write a page of the environments of REPORTS.", show_default=False),
+    ] = None,
     _schema: Annotated[
         bool,
         typer.Option(
@@ -108,6 +112,11 @@ def report(
         from core_rl_conformance.report.badge import badge_of
 
         write_text(badge, badge_of(list(loaded.values()), profile))
+        return
+    if versions is not None:
+        from core_rl_conformance.report.versions import versions_page
+
+        write_text(versions, versions_page({path.stem: entry for path, entry in loaded.items()}))
         return
     board = scoreboard.merge(loaded.values())
     if markdown is not None:

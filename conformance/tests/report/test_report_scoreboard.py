@@ -34,6 +34,13 @@ def test_engines_of_several_reports_stand_side_by_side() -> None:
     assert [check.identifier for check in board.checks] == ["I2.logprobs", "I10.value"]
 
 
+def test_support_page_shows_committed_reports(tmp_path: Path) -> None:
+    docs, page = Path(__file__).parents[3] / "docs", tmp_path / "support.md"
+    with pytest.raises(SystemExit) as caught:
+        main(["report", *map(str, sorted(docs.glob("results/versions/*.json"))), "--versions", str(page)])
+    assert not caught.value.code and page.read_text() == (docs / "support.md").read_text()
+
+
 FAILED = case("I10.value", Outcome.FAILED)
 MERGES = [
     pytest.param(

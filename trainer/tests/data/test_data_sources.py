@@ -1,4 +1,4 @@
-"""Data sources: file types, columns, formats of other systems, mixtures, splits, unusable rows, statistics."""
+"""Data sources: file types, columns, formats of other systems, mixtures, splits, unusable rows, summaries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
 from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
-from core_rl_trainer.data.statistics import describe_data
+from core_rl_trainer.data.summary import summarize_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.plan.online_checks import with_answer_checks
 from core_rl_trainer.rewards.text import integer_match, text_match
@@ -614,7 +614,7 @@ def test_retired_settings_are_refused(setting: dict[str, Any], message: str) -> 
         parse_config(DataSection, {"train": "a.jsonl", **setting}, "data")
 
 
-# ------------------------------------------------------------------- statistics
+# ---------------------------------------------------------------------- summary
 
 
 def test_template_settings_need_chats(tmp_path: Path, tokenizer: Any) -> None:
@@ -623,22 +623,13 @@ def test_template_settings_need_chats(tmp_path: Path, tokenizer: Any) -> None:
         load(tokenizer, DEMONSTRATIONS, train=path, template_args={"enable_thinking": False})
 
 
-def test_statistics_count_lengths_shares_and_fill(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [
-        {"prompt": "1" * length, "answer": 1} for length in (2, 4, 6, 40)
-    ]  # and three tokens of each example
+def test_summary_counts_examples_and_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    # And three tokens of each example.
+    rows = [{"prompt": "1" * length, "answer": 1} for length in (2, 4, 6, 40)]
     paths = [write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:1])]
-    sources = [{"path": path, "weight": weight} for path, weight in zip(paths, (3, 1), strict=True)]
-    data = load(tokenizer, DEMONSTRATIONS, train=sources, unusable="drop")
-    statistics = describe_data(data, tokenizer, seed=0, batch_size=4, ranks=1, budget=16)
-    first = statistics.sources[0]
-    assert (first.examples, first.left_out, first.tokens, first.share) == (3, 1, 21, 0.75)
-    assert (first.shortest, first.median, first.longest) == (5, 7, 9)
-    # Each step has three examples of the first source and one of the second: 26 tokens in two micro-batches.
-    assert statistics.packing is not None
-    assert statistics.packing.micro_batches == 2 and statistics.packing.fill == pytest.approx(26 / 32)
-    assert (
-        "3 examples, 75% of the draws, 1 left out, 21 tokens, 6 of them trained, 5 to 9 each, median 7"
-        in statistics.lines()[0]
-    )
-    assert statistics.lines()[0].endswith("micro-batches are 81% full")
+    data = load(tokenizer, DEMONSTRATIONS, train=paths, unusable="drop")
+    line, preview = summarize_data(data, tokenizer, seed=0).lines()
+    first, second = line.split("; ")
+    assert first.endswith("a.jsonl: 3 examples (1 left out), 21 tokens")
+    assert second.endswith("b.jsonl: 1 examples, 5 tokens")
+    assert preview.startswith("first example: ") and "⟦" in preview

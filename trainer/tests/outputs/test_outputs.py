@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.cli import main
-from core_rl.errors import CheckpointError, ConfigError, CoreRLError
+from core_rl.errors import CheckpointError, ConfigError
 from core_rl_trainer import load_recipe, train
 from core_rl_trainer.export import export_checkpoint
-from core_rl_trainer.outputs.push import HubSection, model_card, push_run, require_hub
+from core_rl_trainer.outputs.push import HubSection, model_card, push_model, require_hub
 from core_rl_trainer.recipe.recipe import Recipe
 
 LORA = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -182,20 +182,20 @@ def complete_run(start: Path, directory: Path, **changes: Any) -> Recipe:
     return recipe
 
 
-def push(recipe: Recipe, directory: Path, api: HfApi) -> str | None:
-    assert recipe.push_to_hub is not None
-    card = model_card(recipe.model_dump(mode="json"), [], recipe.push_to_hub, RESULT)
-    return push_run(recipe.push_to_hub, directory, card, api)
+def push(recipe: Recipe, model: Path, api: HfApi) -> str:
+    section = HubSection(**PUSH)
+    return push_model(
+        section, model, model_card(recipe.model_dump(mode="json"), section.repo_id, RESULT), api
+    )
 
 
-def test_complete_run_uploads_once_with_card(
+def test_complete_run_uploads_model_with_card(
     start: Path, tmp_path: Path, hub: tuple[HfApi, type[FakeHub]]
 ) -> None:
     api, handler = hub
     recipe = complete_run(start, tmp_path, push_to_hub=PUSH)
     with support.open_directory(recipe) as directory:
-        assert str(push(recipe, directory.path, api)).endswith("/acme/sums")
-        assert push(recipe, directory.path, api) is None
+        assert push(recipe, directory.model, api).endswith("/acme/sums")
     calls = [call for call in handler.calls if call[0] != "/api/validate-yaml"]  # of the card's head
     paths = [path for path, _ in calls]
     assert paths == [
@@ -210,13 +210,9 @@ def test_complete_run_uploads_once_with_card(
     assert files["model.safetensors"] == weights and files["chat_template.jinja"].decode() == TEMPLATE
     card = files["README.md"].decode()
     head = yaml.safe_load(card.split("---\n")[1])
-    assert head == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["core-rl", "sft"],
-    }
-    assert "| `eval_loss` | 2.5 | 1.25 |" in card
-    assert yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])["data"]["batch_size"] == 6
+    assert head == {"library_name": "transformers", "tags": ["core-rl", "sft"]}
+    result, written = (yaml.safe_load(part.split("```")[0]) for part in card.split("```yaml\n")[1:])
+    assert result == RESULT and written["data"]["batch_size"] == 6
 
 
 def test_cards_name_no_path_of_this_machine(tmp_path: Path) -> None:
@@ -232,10 +228,10 @@ def test_cards_name_no_path_of_this_machine(tmp_path: Path) -> None:
         "engine": "fsdp",
         "steps": 1,
     }
-    card = model_card(recipe, [], HubSection(repo_id="acme/sums"), {})
+    card = model_card(recipe, "acme/sums", {"output_dir": str(tmp_path)})
     assert str(tmp_path) not in card and "base_model: acme/tiny" in card
-    written = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
-    assert written["model"] == {"path": f"acme/tiny@{'a' * 40}", "lora": {"path": "adapter"}}
+    written = yaml.safe_load(card.split("```yaml\n")[2].split("```")[0])
+    assert written["model"] == {"path": "a" * 40, "lora": {"path": "adapter"}}
     assert written["data"]["train"] == ["train.jsonl", {"path": "org/data", "weight": 1.0}]
     assert written["reward"] == "rewards.py:score" and written["rollout"] == recipe["rollout"]
 
@@ -250,33 +246,24 @@ def test_a_failed_upload_is_named_and_tried_again(
         with pytest.raises(
             CheckpointError, match=r"upload to 'acme/sums' failed: .*403.*the same command uploads it"
         ):
-            push(recipe, directory.path, api)
+            push(recipe, directory.model, api)
         handler.status = 200
-        assert push(recipe, directory.path, api) is not None
+        assert push(recipe, directory.model, api)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"push_to_hub": {"repo_id": "sums"}}, "'push_to_hub.repo_id' = 'sums'"),
-        ({"push_to_hub": PUSH | {"upload": "adapter"}}, "set model.lora, or upload 'model'"),
-        ({"push_to_hub": PUSH | {"upload": "best_model"}}, "set keep_best, or upload 'model'"),
-        ({"push_to_hub": PUSH}, "there is no token; log in with `hf auth login`, or set HF_TOKEN"),
-    ],
+    ("offline", "message"),
+    [(False, "there is no token; log in with `hf auth login`"), (True, "HF_HUB_OFFLINE forbids the upload")],
 )
 def test_impossible_upload_is_refused_early(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+    monkeypatch: pytest.MonkeyPatch, offline: bool, message: str
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: offline)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(CoreRLError, match=message):
-        require_hub(
-            load_recipe(write_recipe(start, tmp_path, **changes)).push_to_hub, lora=False, keeps_best=False
-        )
+    with pytest.raises(ConfigError, match=message):
+        require_hub()
 
 
-def test_upload_to_offline_hub_is_refused(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids the upload"):
-        require_hub(HubSection(**PUSH), lora=False, keeps_best=False)
+def test_repository_without_owner_is_refused(start: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'push_to_hub.repo_id' = 'sums'"):
+        load_recipe(write_recipe(start, tmp_path, push_to_hub={"repo_id": "sums"}))

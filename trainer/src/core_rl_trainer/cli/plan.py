@@ -47,19 +47,17 @@ def _run(plan: PlanReport) -> Table:
     updates = "1 update" if workload.updates_per_step == 1 else f"{workload.updates_per_step} updates"
     product = f"{workload.examples_per_step:,} examples * {workload.sequences_per_example}"
     sequences = f"{product} = {plan.sequences_per_step:,} sequences"
-    packing = plan.data.packing
-    filled = f", {packing.fill:.0%} full, {packing.micro_batches:.3g} a step and rank" if packing else ""
     rows = (
         ("algorithm", plan.algorithm + (f", completions at most {old} versions old" if old else "")),
         ("data", f"{workload.examples:,} examples to train on, {workload.held_out:,} held out"),
-        *(("", part.line()) for part in plan.data.sources),
+        ("", plan.data.sources),
         ("steps", f"{plan.steps:,}, with {updates} each: {plan.passes:.3g} passes over the data"),
         (
             "each step",
             f"{sequences} of at most {workload.longest:,} tokens, at most {plan.tokens_per_step:,} in all",
         ),
         ("end tokens", describe_end_tokens(plan.end_tokens)),
-        ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens{filled}"),
+        ("micro-batch", f"at most {plan.micro_batch_tokens:,} tokens"),
         ("besides", f"{plan.evaluations} evaluations, {plan.checkpoints} checkpoints, in {plan.output_dir}"),
         ("cluster", plan.cluster),
     )

@@ -83,9 +83,8 @@ class PlanBuilder:
             schedule_length(recipe.optimizer, recipe.steps)
         if recipe.wandb is not None:
             load_wandb()
-        require_hub(
-            recipe.push_to_hub, lora=recipe.model.lora is not None, keeps_best=recipe.keep_best is not None
-        )
+        if recipe.push_to_hub is not None:
+            require_hub()
         self._check_sections()
         trainer = trained_engine(trained, self._interface)
         check_adapter(trainer[1].model)
@@ -98,16 +97,14 @@ class PlanBuilder:
         end_tokens = require_end_tokens(tokenizer, *stops)
         earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)
         section = with_template_time(recipe.data, tokenizer, earlier)
-        data, workload, statistics = plan_data(
+        data, workload, data_summary = plan_data(
             section,
             self._interface,
             tokenizer,
             recipe.rollout,
             context=context_length(recipe.model.path),
             models=recipe.model_directories.values(),
-            budget=recipe.micro_batch_tokens,
             seed=recipe.seed,
-            ranks=trainer[1].layout.dp,
             vision_model=recipe.model.path if recipe.model.vision else None,
             rewards=code.rewards.values() if code else (),
         )
@@ -123,7 +120,7 @@ class PlanBuilder:
             cluster=recipe.cluster,
             workload=workload,
             data=data,
-            statistics=statistics,
+            data_summary=data_summary,
             tokenizer=tokenizer,
             end_tokens=end_tokens,
             code=code,

@@ -18,7 +18,7 @@ from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.chat_template import CLOCK
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.statistics import DataStatistics, describe_data
+from core_rl_trainer.data.summary import DataSummary, summarize_data
 from core_rl_trainer.data.tokenizers import vocabulary_size
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
 from core_rl_trainer.outputs.run_files import RECIPE
@@ -29,10 +29,10 @@ from core_rl_trainer.recipe.rollout import RolloutSection
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DataPlan: TypeAlias = tuple[TrainingData, Workload, DataStatistics]
+DataPlan: TypeAlias = tuple[TrainingData, Workload, DataSummary]
 
 
-def plan_data(  # noqa: PLR0913  (sections of a recipe)
+def plan_data(
     section: DataSection,
     interface: ModelInterface[Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -40,17 +40,15 @@ def plan_data(  # noqa: PLR0913  (sections of a recipe)
     *,
     context: int | None,
     models: Collection[str],
-    budget: int,
     seed: int,
-    ranks: int,
     vision_model: str | None,
     rewards: Collection[Callable[..., Any]] = (),
 ) -> DataPlan:
-    """The examples of ``section``, with bounds and statistics of them.
+    """The examples of ``section``, with bounds and a summary of them.
 
-    ``models`` are directories, of which the trained one has this ``context``; ``budget`` tokens fit into a micro-batch,
-    and ``ranks`` share the examples of a step. ``vision_model`` is the directory of a trained vision-language model,
-    and ``rewards`` are the functions that compare with answers. Raises `ConfigError` where a sequence does not fit.
+    ``models`` are directories, of which the trained one has this ``context``. ``vision_model`` is the directory of a
+    trained vision-language model, and ``rewards`` are the functions that compare with answers. Raises
+    `ConfigError` where a sequence does not fit.
     """
     supervised = isinstance(interface, SupervisedInterface)
     completion = rollout.max_new_tokens * (rollout.max_turns if rollout.environment else 1)
@@ -68,15 +66,7 @@ def plan_data(  # noqa: PLR0913  (sections of a recipe)
         if supervised
         else _online_workload(data, rollout, completion, context, interface.config)
     )
-    statistics = describe_data(
-        data,
-        tokenizer,
-        seed=seed,
-        batch_size=workload.examples_per_step,
-        ranks=ranks if supervised else 1,
-        budget=budget if supervised else None,
-    )
-    return data, workload, statistics
+    return data, workload, summarize_data(data, tokenizer, seed)
 
 
 def _example_kind(interface: ModelInterface[Any]) -> ExampleKind:

@@ -35,7 +35,7 @@ import torch
 from core_rl.config.engine import EngineConfig, TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
-from core_rl_trainer.data.statistics import DataStatistics
+from core_rl_trainer.data.summary import DataSummary
 from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
 from core_rl_trainer.plan.slots import describe_slots
 
@@ -104,7 +104,7 @@ class PlanReport:
     output_dir: str
     steps: int
     workload: Workload
-    data: DataStatistics
+    data: DataSummary
     end_tokens: Mapping[int, str]
     """Texts of the tokens that end a sequence, by id."""
     passes: float
@@ -135,7 +135,7 @@ def report_plan(plan: RunPlan) -> PlanReport:
         output_dir=str(plan.files.directory),
         steps=schedule.steps,
         workload=workload,
-        data=plan.statistics,
+        data=plan.data_summary,
         end_tokens=plan.end_tokens,
         passes=schedule.steps * workload.examples_per_step / workload.examples,
         sequences_per_step=sequences,

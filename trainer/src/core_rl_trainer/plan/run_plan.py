@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
-from core_rl_trainer.data.statistics import DataStatistics
+from core_rl_trainer.data.summary import DataSummary
 from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.plan.identity import RunIdentity
@@ -112,7 +112,7 @@ class RunPlan:
     cluster: ClusterSection
     workload: Workload
     data: TrainingData
-    statistics: DataStatistics
+    data_summary: DataSummary
     tokenizer: PreTrainedTokenizerBase
     end_tokens: Mapping[int, str]
     """Texts of the tokens that end a sequence, by id."""

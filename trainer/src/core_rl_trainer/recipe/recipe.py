@@ -124,7 +124,7 @@ class Recipe(Config):
     wandb: WandbSection | None = None
     """Show the metrics in Weights & Biases as well."""
     push_to_hub: HubSection | None = None
-    """Upload the result of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
+    """Upload the model of the complete run to the Hugging Face Hub. It may change when a run is resumed: a complete
     run is uploaded then."""
     callbacks: tuple[ImportPath, ...] = ()
     """Functions of the events of the run (`core_rl_trainer.callbacks`), or classes of them: each a name that an

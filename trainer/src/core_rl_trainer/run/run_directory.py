@@ -53,7 +53,6 @@ OWNED = (
     "weights",
     "model",
     "adapter",
-    "hub.json",
     "best",
     "best_model",
     PICTURE,

@@ -14,13 +14,12 @@ from core_rl.engine.schedule import schedule_length
 from core_rl.errors import BatchError, CoreRLError
 from core_rl.launch.hosts import Hosts
 from core_rl_trainer.callbacks import Callback
-from core_rl_trainer.data.sources import is_hub_dataset
 from core_rl_trainer.errors import StepError
 from core_rl_trainer.logs.boards import WandbBoard
 from core_rl_trainer.logs.metrics_log import MetricsBoard
 from core_rl_trainer.logs.page import RunPage
 from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line, print_result
-from core_rl_trainer.outputs.push import model_card, push_run
+from core_rl_trainer.outputs.push import model_card, push_model
 from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.plan.slots import describe_ranks, sender_slot
 from core_rl_trainer.run.best_model import BestModel
@@ -53,7 +52,7 @@ def run_plan(
     callbacks = Callbacks(plan.recipe, added)
     for remark in plan.remarks:
         logger.warning("%s", remark)
-    for line in plan.statistics.lines():
+    for line in plan.data_summary.lines():
         print_line(console, line)
     with open_run_directory(plan.files, plan.identity()) as directory:
         log.open(directory.log)
@@ -65,7 +64,9 @@ def run_plan(
             text = f"the run in {directory.path} is complete; a larger steps extends it, fresh=true starts it over"
             print_line(console, text)
         print_result(console, result)
-        if not result.get("stopped") and (url := _push(plan, directory, result)) is not None:
+        hub, recipe = plan.recipe.push_to_hub, plan.recipe.model_dump(mode="json")
+        if hub is not None and not result.get("stopped"):
+            url = push_model(hub, directory.model, model_card(recipe, hub.repo_id, result))
             print_line(console, f"uploaded to {url}")
     return result
 
@@ -213,13 +214,3 @@ def _result(plan: RunPlan, directory: RunDirectory, loop: RunLoop, step: int) ->
         "adapter": str(directory.adapter) if plan.trains_adapter else None,
         "best_model": str(directory.best_model) if best else None,
     }
-
-
-def _push(plan: RunPlan, directory: RunDirectory, result: dict[str, Any]) -> str | None:
-    """Upload the output of a complete run; the address of the repository, None where nothing is uploaded."""
-    recipe = plan.recipe
-    if recipe.push_to_hub is None:
-        return None
-    datasets = [source.path.partition("@")[0] for source in recipe.data.train if is_hub_dataset(source)]
-    card = model_card(recipe.model_dump(mode="json"), datasets, recipe.push_to_hub, result)
-    return push_run(recipe.push_to_hub, directory.path, card)
