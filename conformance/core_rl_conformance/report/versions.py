@@ -8,8 +8,6 @@ from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report.model import EngineRecord, Report
 from core_rl_conformance.report.scoreboard import table_lines
 
-__all__ = ["versions_page"]
-
 PACKAGES = ("torch", "transformers", "pydantic", "peft", "megatron-core", "torchtitan")
 """Packages with a column."""
 HEAD = """\

@@ -11,8 +11,6 @@ from core_rl_trainer.data.training_data import TrainingData
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataSummary", "summarize_data"]
-
 PREVIEW = 2
 """Sequences of an example that are shown: as many as a preference has."""
 

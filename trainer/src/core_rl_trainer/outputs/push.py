@@ -18,8 +18,6 @@ from core_rl.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-__all__ = ["HubSection", "model_card", "push_model", "require_hub"]
-
 PLACE = re.compile(r"(?<=[\s'\"])(~|/[^/\s'\"]+)/([^\s'\"]*/)?(?=[^/\s'\"])")
 """The folders of an absolute path, of this machine alone."""
 
