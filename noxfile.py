@@ -24,7 +24,7 @@ TRAINER, CLUSTER = "./trainer", "./cluster"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang", "plugins/vllm"]
 EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
-# Those with layouts, on which the checks below are repeated, and the examples.
+# Engines with layouts, on which the checks below are repeated, and the examples.
 DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
 EXAMPLE_ENGINES = ["ddp", "tiny"]
 # A test of the example, which its users have: by day it would repeat the checks below.
@@ -416,7 +416,7 @@ LOWEST = (
     "numpy==1.26.0 peft==0.19.0 pydantic==2.11.0 pydantic-core==2.33.0 rich==13.8.0 tokenizers==0.22.1 "
     "transformers==5.13.0 typer==0.20.0"
 )
-# By name: Python, engines, and pins in place of those in constraints/tested.txt.
+# By name: Python, engines, and pins in place of the pins in constraints/tested.txt.
 VERSIONS = {
     "tested-3.11": ("3.11", [*TRAINED, "megatron"], ""),
     "tested-3.12": ("3.12", [*TRAINED, "megatron"], ""),

@@ -118,7 +118,7 @@ class MachineActor:
     # ------------------------------------------------------------------ ranks
 
     def listen(self, rank_ids: Sequence[int]) -> list[int]:
-        """Ports for the driver's connections to new ranks; ``rank_ids`` stand for them among those of all groups."""
+        """Ports for the driver's connections to new ranks; ``rank_ids`` stand for them among the ranks of all groups."""
         for rank_id in rank_ids:
             self._listeners[rank_id] = socket.create_server((self._address, 0))
         return [self._listeners[rank_id].getsockname()[1] for rank_id in rank_ids]
@@ -126,7 +126,7 @@ class MachineActor:
     def start(self, ranks: Mapping[int, int], environ: Mapping[str, str]) -> list[int]:
         """Start ranks, whose connections are on their way: numbers by id. Returns process ids; raises `GroupError`.
 
-        ``environ`` has variables besides those of this machine.
+        ``environ`` has variables besides this machine's.
         """
         full = environment_of_ranks(environ, self._address)
         return [self._start(rank_id, rank, full) for rank_id, rank in ranks.items()]

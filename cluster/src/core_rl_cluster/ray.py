@@ -106,7 +106,7 @@ class RayHosts:
     ``address`` is that of the cluster, by default what ``RAY_ADDRESS`` names or that of this machine. A
     program that has called ``ray.init()`` keeps its connection. A machine from which nothing comes for ``lease_s``
     seconds is lost, and ends its ranks by itself. Ranks get the environment of their machine, a few of the driver's
-    variables that mean the same everywhere, and those of ``environment``.
+    variables that mean the same everywhere, and ``environment``.
 
     The machines are taken at first use, or by entering the context, and let go by `close`, or when the driver ends.
 

@@ -211,6 +211,6 @@ class RayMachine:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of ``error``, and the first line of its message: those of Ray have many."""
+    """The kind of ``error``, and the first line of its message: Ray's messages have many."""
     text = str(getattr(error, "cause", None) or error).strip()
     return f"{type(error).__name__}: {text.partition(chr(10))[0]}"

@@ -45,7 +45,7 @@ def start_fork_server(modules: Iterable[str] = ()) -> None:
     os.environ[FURTHER] = ",".join(modules)
     try:
         with short_socket_names():
-            util.get_temp_dir()  # its sockets', and those of all children
+            util.get_temp_dir()  # its sockets' and all children's
         with signals_for_driver():
             forkserver.ensure_running()
     finally:

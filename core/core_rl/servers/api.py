@@ -163,7 +163,7 @@ def requests_at_one_time() -> int:
     """Requests that may be in flight, after this process's soft limit was raised to its hard one.
 
     Each may need two files for a moment: where the event loop was late, all idle connections have expired, and their
-    files are closed only after those of the new ones were opened.
+    files are closed only after the new ones' were opened.
     """
     files = most_open_files()
     return max(1, (files - min(SPARE_FILES, files // 2)) // 2)

@@ -78,7 +78,7 @@ def build_optimizer(
                 "lr_factor": setting.lr_factor,
                 "weight_decay": setting.weight_decay,
             }
-            for setting in sorted(groups, reverse=True)  # those that decay come first
+            for setting in sorted(groups, reverse=True)  # tensors that decay come first
         ],
         lr=config.lr,
         betas=config.betas,

@@ -341,7 +341,7 @@ def _put_context(result: Example, kind: ExampleKind) -> None:
         return
     system, history = result.pop("system", None), result.pop("history", None) or []
     if history and kind.name == "demonstrations" and field == "prompt" and not _lacks(result, "answer"):
-        answer = result.pop("answer")  # those of the history are trained, too
+        answer = result.pop("answer")  # answers of the history are trained, too
         if not isinstance(answer, list):
             answer = [{"role": "assistant", "content": answer_text(answer)}]
         del result["prompt"]

@@ -256,7 +256,7 @@ def _processed(encoder: ImageEncoder, source: str | bytes) -> Media:
 
 
 def _fields(kind: ExampleKind, example: Example) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The fields of ``example`` that may have images, and those with texts that the model writes."""
+    """The fields of ``example`` that may have images, and fields with texts that the model writes."""
     if kind.name == "demonstrations" and example.get("messages") is not None:
         return ("messages",), ()
     if kind.name == "demonstrations" and example.get("prompt") is None:

@@ -44,7 +44,7 @@ class SchedulingSection(Config):
     resources: dict[Line, Annotated[float, Field(gt=0.0)]] = Field(default_factory=dict)
     """Other resources of Ray, such as ``accelerator_type:H100: 0.001``."""
     env: dict[VariableName, Line] = Field(default_factory=dict)
-    """Environment variables of the ranks, besides those of the engines."""
+    """Environment variables of the ranks, besides the engines'."""
 
 
 class ClusterSection(Config):

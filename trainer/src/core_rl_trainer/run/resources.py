@@ -43,7 +43,7 @@ def machine_request(
 ) -> MachineRequest:
     """Each amount of ``scheduling``, by default the needs of engines on ``device`` on the machine with the most.
 
-    ``engines`` are those of the cluster's machines, by role. Amounts that no engine knows are left out.
+    ``engines`` are on the cluster's machines, by role. Amounts that no engine knows are left out.
     """
     roles = [_need(engine, device) for engine in engines.values()]
     machines = {slot.machine for role in roles for slot in role.slots}
