@@ -1,6 +1,6 @@
 """Real Ray on pretend machines: the head where the test runs, and a node on each machine. Never ``ray stop``.
 
-``ray stop`` ends every Ray on the box. Here each process is tied to the one that started it.
+``ray stop`` ends every Ray on the box. Here each process is tied to its parent.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class RayHosts:
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _reserve(self, bundle: Mapping[str, float], deadline: float) -> None:
-        """Make the placement group; one that does not fit would wait for ever."""
+        """Make the placement group, which would wait for ever where it does not fit."""
         bundles = [dict(bundle)] * self.machines
         self._group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         logger.info("waiting for %d Ray nodes with %s each", self.machines, amounts(bundle))
