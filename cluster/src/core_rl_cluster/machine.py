@@ -118,7 +118,7 @@ class MachineActor:
     # ------------------------------------------------------------------ ranks
 
     def listen(self, rank_ids: Sequence[int]) -> list[int]:
-        """Ports for the driver's connections to new ranks; ``rank_ids`` stand for them among the ranks of all groups."""
+        """Ports for the driver's connections to new ranks; ``rank_ids`` number them in all groups."""
         for rank_id in rank_ids:
             self._listeners[rank_id] = socket.create_server((self._address, 0))
         return [self._listeners[rank_id].getsockname()[1] for rank_id in rank_ids]

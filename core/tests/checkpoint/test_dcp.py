@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.checkpoint.dcp_files import DcpFiles, write_slices
+from core_rl.checkpoint.dcp import DcpFiles, write_slices
 from core_rl.config.engine import OptimizerConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm

@@ -18,9 +18,8 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.dtensor import local_part
-from core_rl_fsdp.activation_offload import HostCopy
 from core_rl_fsdp.config import FSDPConfig
-from core_rl_fsdp.engine import FSDPBackend
+from core_rl_fsdp.engine import FSDPBackend, HostCopy
 
 LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
 BUDGET = MicroBatchSpec(max_tokens=32)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl_fsdp.activation_offload import SideCopies
+from core_rl_fsdp.engine import SideCopies
 
 DEVICE = torch.device("meta")
 

@@ -25,9 +25,9 @@ from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 from core_rl_oracle.oracle import Oracle
+from core_rl_sglang.backend import flattened_bucket
 from core_rl_sglang.config import PYTHON_VARIABLE
 from core_rl_sglang.process import SCRIPT
-from core_rl_sglang.server import flattened_bucket
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
 LENGTH = 300
