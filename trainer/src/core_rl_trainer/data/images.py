@@ -130,7 +130,7 @@ class ImageEncoder:
         """
         from transformers import AutoImageProcessor
 
-        from core_rl.toolkit.build import read_config
+        from core_rl.checkpoint.model_config import read_config
 
         config = read_config(ModelConfig(path=path))
         names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
