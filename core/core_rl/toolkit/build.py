@@ -116,13 +116,8 @@ def building(model: ModelConfig) -> Iterator[None]:
                 "attention interface, so a packed batch cannot be computed right; choose another model, or the engine "
                 "'reference'"
             ) from error
-        fault = (
-            ""
-            if isinstance(error, OSError | ValueError | RuntimeError)
-            else "a field of its config.json does not fit: "
-        )
         raise ConfigError(
-            f"the model {model.path or model.config!r} cannot be built: {fault}{cause_of(error)}"
+            f"the model {model.path or model.config!r} cannot be built: {cause_of(error)}"
         ) from error
 
 
