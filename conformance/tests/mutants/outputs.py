@@ -19,7 +19,7 @@ from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.errors import ConfigError
 from core_rl.reference.train import ReferenceBackend
-from core_rl.toolkit.build import read_config
+from core_rl.checkpoint.model_config import read_config
 from core_rl.toolkit.segments import Segments
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from mutants.bases import Packed, TrainContext

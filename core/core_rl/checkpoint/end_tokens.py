@@ -16,13 +16,17 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from core_rl.checkpoint.model_config import GENERATION, cause_of, generation_config
 from core_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-GENERATION = "generation_config.json"
 TOKENIZER = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "chat_template.jinja")
 """Files that change when the end tokens of a tokenizer do."""
+COPY = (
+    "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
+)
+"""The fix for a directory without a tokenizer."""
 CONTENT = "4217"
 """A content of messages that no template writes by itself."""
 _Ends = tuple[frozenset[int], frozenset[int]]
@@ -57,11 +61,14 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # tokenizers raises Exception itself for files that it cannot parse
-        cause = (str(error).splitlines() or [repr(error)])[0].rstrip(" :")
-        raise ConfigError(f"its tokenizer cannot be loaded: {cause}") from error
+        raise ConfigError(f"its tokenizer cannot be loaded: {cause_of(error)}; {COPY}") from error
     # Where there are no files, transformers makes a tokenizer of special tokens alone.
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
-        raise ConfigError("there is no tokenizer in it")
+        raise ConfigError(f"there is no tokenizer in it; {COPY}")
+    if tokenizer.split_special_tokens:
+        raise ConfigError(
+            "split_special_tokens in tokenizer_config.json spells special tokens as letters; set it to false"
+        )
     return tokenizer
 
 
@@ -83,7 +90,7 @@ def write_end_tokens(
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     else:
         # The `config` that transformers has loaded is without them.
-        loaded = model_path is not None and _generation_config(Path(model_path))
+        loaded = model_path is not None and generation_config(Path(model_path))
         fields = (loaded or GenerationConfig.from_model_config(config)).to_diff_dict()
     complete = set(_listed(fields.get("eos_token_id"))) >= set(ends)
     if written and complete:
@@ -108,20 +115,7 @@ def _names_end(directory: Path) -> bool:
 
 
 def _generation_ids(directory: Path) -> set[int]:
-    config = _generation_config(directory)
-    return set(_ids(config)) if (directory / GENERATION).is_file() else set()
-
-
-def _generation_config(directory: Path) -> GenerationConfig:
-    """The generation config of a model: in its file, or else in its ``config.json``, as models of 2023 have it."""
-    own = (directory / GENERATION).is_file()
-    name = GENERATION if own else "config.json"
-    try:
-        return GenerationConfig.from_pretrained(
-            directory, name, local_files_only=True, _from_model_config=not own
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{directory / name}: its fields of generation cannot be read: {error}") from error
+    return set(_ids(generation_config(directory))) if (directory / GENERATION).is_file() else set()
 
 
 def _tokenizer_ends(directory: Path) -> _Ends:

@@ -19,10 +19,10 @@ from transformers import PretrainedConfig
 from core_rl.backend.inference_backend import ModelLimits
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.checkpoint.end_tokens import end_tokens
+from core_rl.checkpoint.model_config import read_config
 from core_rl.checkpoint.tensor_files import write_tensors
 from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.errors import ConfigError
-from core_rl.toolkit.build import read_config
 from core_rl.toolkit.meta_build import digest_of_directory
 from core_rl.toolkit.model_files import exported_shapes
 

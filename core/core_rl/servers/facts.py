@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from core_rl.checkpoint.end_tokens import read_tokenizer
+from core_rl.checkpoint.model_config import read_config
 from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.checkpoint.precisions import quantized_layers, shown_layers
 from core_rl.config.engine import DType, ModelConfig
 from core_rl.servers.adapters import ServedModel
 from core_rl.servers.limits import NO_LIMITS, ServerLimits
-from core_rl.toolkit.build import read_config
 
 __all__ = ["ServerFacts", "is_directory", "misfits", "warn_if_untested"]
 

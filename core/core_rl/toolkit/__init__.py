@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from core_rl.backend.train_backend import BuildContext as BuildContext
     from core_rl.backend.train_backend import PassMode as PassMode
     from core_rl.backend.train_backend import TrainBackend as TrainBackend
+    from core_rl.checkpoint.model_config import read_config as read_config
     from core_rl.checkpoint.tensor_files import TensorFiles as TensorFiles
     from core_rl.config.base import Config as Config
     from core_rl.config.engine import ModelConfig as ModelConfig
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from core_rl.toolkit.attention import PACKED_ATTENTION as PACKED_ATTENTION
     from core_rl.toolkit.attention import register_packed_attention as register_packed_attention
     from core_rl.toolkit.build import build_model as build_model
-    from core_rl.toolkit.build import read_config as read_config
     from core_rl.toolkit.hf_backend import HFBackend as HFBackend
     from core_rl.toolkit.meta_build import build_on_meta as build_on_meta
     from core_rl.toolkit.optimizer import build_adamw as build_adamw

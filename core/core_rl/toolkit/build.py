@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -23,6 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as hf_logging
 
+from core_rl.checkpoint.model_config import BUILD_ERRORS, cause_of, read_config
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION
@@ -44,40 +41,9 @@ __all__ = [
     "freeze",
     "is_new_head",
     "model_family",
-    "read_config",
     "require_fitting",
     "use_experts_kernel",
 ]
-
-BUILD_ERRORS = (
-    *(OSError, ValueError, RuntimeError, SafetensorError),
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError),
-)
-"""Errors of transformers for files and configs. A wrong value fails where a layer first computes with it."""
-
-
-def read_config(model: ModelConfig) -> PretrainedConfig:
-    """The transformers config that ``model`` names, with one label for a value or reward head.
-
-    Raises `ConfigError` for a missing directory or a config that transformers refuses.
-    """
-    config: PretrainedConfig
-    try:
-        if model.path is not None:
-            if not (Path(model.path) / "config.json").is_file():
-                raise ConfigError(
-                    f"model.path = {model.path!r} holds no config.json; name a Hugging Face model directory"
-                )
-            config = AutoConfig.from_pretrained(model.path, local_files_only=True)
-        else:
-            config = AutoConfig.for_model(**(model.config or {}))
-    except (*BUILD_ERRORS, StrictDataclassError) as error:
-        raise ConfigError(
-            f"transformers refuses the model config {model.path or model.config!r}: {error}"
-        ) from error
-    if model.head != "lm":
-        config.num_labels = 1
-    return config
 
 
 def buildable_config(model: ModelConfig) -> PretrainedConfig:
@@ -150,12 +116,9 @@ def building(model: ModelConfig) -> Iterator[None]:
                 "attention interface, so a packed batch cannot be computed right; choose another model, or the engine "
                 "'reference'"
             ) from error
-        reason = str(error).partition("\nModel type should be one of")[0]  # some hundred names follow
-        if not isinstance(error, OSError | ValueError | RuntimeError):
-            reason = (
-                f"a field of its config.json does not fit transformers ({type(error).__name__}: {reason})"
-            )
-        raise ConfigError(f"the model {model.path or model.config!r} cannot be built: {reason}") from error
+        raise ConfigError(
+            f"the model {model.path or model.config!r} cannot be built: {cause_of(error)}"
+        ) from error
 
 
 def attention_of(config: PretrainedConfig, implementation: str) -> str | dict[str, str]:

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
@@ -26,6 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from core_rl.backend.tensors import MappedSource, TensorSource
+from core_rl.checkpoint.model_config import read_config
 from core_rl.checkpoint.model_files import pickled_weights
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
@@ -61,10 +61,13 @@ def require_text(config: PretrainedConfig, name: str) -> None:
 
 
 def require_causal(built: PreTrainedModel, model: ModelConfig) -> None:
-    """Raise `ConfigError` for an encoder with the head of a language model."""
+    """Raise `ConfigError` for an encoder with the head of a language model, and for a config that asks for one."""
     # A decoder has self-attention that is causal, and may have cross-attention that is not.
     causal = {module.is_causal for module in built.modules() if hasattr(module, "is_causal")}
-    if model.head == "lm" and causal == {False} and not getattr(built.config, "is_decoder", False):
+    text = built.config.get_text_config(decoder=True)
+    asked = text.is_encoder_decoder or getattr(text, "is_causal", True) is False
+    encoder = causal == {False} and not getattr(built.config, "is_decoder", False)
+    if model.head == "lm" and (asked or encoder):
         raise ConfigError(
             f"the model {model.path or model.config!r} of type {built.config.model_type!r} is an encoder: each token "
             "sees those after it, so that log-probs of the next token mean nothing; take a causal language model"
@@ -172,7 +175,7 @@ def exported_config(
     trained: PretrainedConfig = built.config
     if carried is None or model.head != "lm":
         return trained
-    source = _config(model)
+    source = read_config(model)
     if "text_config" in type(source).sub_configs:
         return source
     config = copy.deepcopy(trained)
@@ -192,17 +195,11 @@ def exported_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | ({} if carried is None else {name: carried.shape(name) for name in carried.names()})
 
 
-def _config(model: ModelConfig) -> PretrainedConfig:
-    """The config in ``model.path``."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(model.path or "", local_files_only=True)
-    return config
-
-
 def _planned(model: ModelConfig) -> PreTrainedModel:
     """The language model in ``model.path``, without memory."""
     family: Any = AutoModelForImageTextToText if model.vision else AutoModelForCausalLM
     with torch.device("meta"):
-        built: PreTrainedModel = family.from_config(_config(model))
+        built: PreTrainedModel = family.from_config(read_config(model))
     return built
 
 
@@ -222,7 +219,7 @@ def _renamed(built: PreTrainedModel, names: Iterable[str], conversions: list[Wei
 
 def require_unquantized(model: ModelConfig) -> None:
     """Raise `UnsupportedCapability` for weights with scales, which are no parameters."""
-    if getattr(_config(model), "quantization_config", None) is not None:
+    if getattr(read_config(model), "quantization_config", None) is not None:
         raise UnsupportedCapability(
             f"the weights in {model.path!r} are quantized, and trained weights do not fit their scales; set "
             "model.path to weights in bfloat16 or float32"

@@ -99,11 +99,15 @@ def test_unreadable_tokenizers_have_no_end_token(tmp_path: Path, text: str) -> N
     assert end_tokens(AutoConfig.from_pretrained(directory), directory) == (END,)
 
 
-def test_unreadable_generation_configs_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", *(f'{{"eos_token_id": {end}}}' for end in ('"2"', "[[2]]", "2.0", "true", "[null]", "{}"))],
+)
+def test_unreadable_generation_configs_are_named(tmp_path: Path, text: str) -> None:
     directory = save_model(tmp_path, eos_token_id=END)
-    (directory / "generation_config.json").write_text("{")
+    (directory / "generation_config.json").write_text(text)
     with pytest.raises(
-        ConfigError, match=r"generation_config\.json: its fields of generation cannot be read"
+        ConfigError, match=r"generation_config\.json: (its fields of generation|eos_token_id is)"
     ):
         end_tokens(AutoConfig.from_pretrained(directory), directory)
 

@@ -224,14 +224,23 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
         {"num_attention_heads": 0},
         {"num_hidden_layers": "2"},
         {"vocab_size": -1},
+        {"vocab_size": None},
+        {"dtype": "float99"},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        {"model_type": "unknown"},
+        {"is_causal": False},
+        {"is_encoder_decoder": True},
     ],
     ids=str,
 )
 def test_wrong_config_values_raise_config_error(fields: dict[str, Any], tmp_path: Path) -> None:
     file = written("llama", tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    with pytest.raises(ConfigError, match=r"cannot be built|refuses the model config"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be built|refuses the model config|is an encoder"
+    ) as raised:
         model_on_meta(ModelConfig(path=str(tmp_path)))
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_quantized_weights_are_not_trained(tmp_path: Path) -> None:

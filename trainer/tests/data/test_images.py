@@ -657,10 +657,11 @@ def test_text_models_refuse_only_images(model: Path, image: Path, row: dict[str,
     [
         ({"patch_size": 8}, "patch_size = 8, and the model has"),
         ({"merge_size": 1}, "merge_size = 1, and the model"),
+        ({"image_processor_type": "CLIPImageProcessor"}, "gives no 'image_grid_thw'"),
     ],
 )
 def test_processor_of_another_model_is_refused(
-    model: Path, image: Path, tmp_path: Path, change: dict[str, int], message: str
+    model: Path, image: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()

@@ -98,6 +98,27 @@ def test_runs_need_an_end_token(
         dry_run(recipe)
 
 
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens in tokenizer_config"),
+        ("generation_config.json", {"eos_token_id": "2"}, r"generation_config\.json: eos_token_id is '2'"),
+        ("config.json", {"hidden_size": "32"}, r"config\.json: .*'hidden_size' expected int"),
+        ("config.json", {"vocab_size": 64}, r"do not fit their config: .*misshapen"),
+        ("config.json", {"is_causal": False}, "is an encoder"),
+    ],
+)
+def test_wrong_model_files_are_refused(
+    start: Path, tmp_path: Path, file: str, fields: dict[str, Any], message: str
+) -> None:
+    model = tmp_path / "model"
+    _link(start, model)
+    _edited(model / file, **fields)
+    values = support.recipe_values(start, tmp_path / "out") | {"model": {"path": str(model)}}
+    with pytest.raises(ConfigError, match=message):
+        dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
+
+
 def test_token_ids_beyond_the_vocabulary(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(start, tmp_path / "out")
     values["rollout"] |= {"stop_token_ids": [2, 99], "logit_bias": {15: 1.0}, "off_distribution": "warn"}

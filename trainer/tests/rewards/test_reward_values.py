@@ -79,6 +79,11 @@ def test_written_numbers_match_their_value_only(sign: str, number: int, mark: st
         ("\\frac{-1}{2}", -0.5, 1),
         ("5", "5 dollars", 1),
         ("-3", "x = -3", 1),
+        ("-5", "- 5", 1),
+        ("5", "- 5", 0),
+        ("- 5\n- 6", 6, 1),
+        ("#### - 6", -6, 1),
+        ("\\boxed{- 5}", "\\boxed{- 5}", 1),
         ("5", "\\boxed{5\\text{ km/h}}", 1),
         ("12", "long 5 + 7 = 12 #### 12", 1),
     ],
@@ -99,13 +104,30 @@ def test_meaningless_answers_are_problems(reward: Any, answer: Any) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    ["5 and 7", "5,6", "2026-01-02", "Monday", "10:30", True, "5 million", "2 pi", "B2", "5x", "100 200 300"],
+    [
+        "5 and 7",
+        "5,6",
+        "2026-01-02",
+        "Monday",
+        "10:30",
+        True,
+        "5 million",
+        "2 pi",
+        "B2",
+        "5x",
+        "100 200 300",
+        "--5",
+        "- \\boxed{5}",
+        "5-",
+    ],
 )
 def test_other_texts_are_no_numbers(answer: Any) -> None:
     assert "not a number alone" in integer_match.check_answer(answer)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("value", [10**400, 1j, None, "1", (1.0,), {}, torch.ones(2), np.ones(2), 1e39])
+@pytest.mark.parametrize(
+    "value", [10**400, 1j, None, "1", (1.0,), {}, torch.ones(2), np.ones(2), 1e39, np.ma.masked]
+)
 def test_other_values_are_no_rewards(value: Any) -> None:
     with pytest.raises(RolloutError, match=r"^it returned .*\nfix: return a"):
         as_reward(value, "it")

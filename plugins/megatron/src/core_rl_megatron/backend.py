@@ -20,12 +20,13 @@ from core_rl.backend.protocols import LowRank, MemoryPart, SupportsRngState
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import TensorSource
 from core_rl.backend.train_backend import BuildContext, PassMode, TrainBackend
+from core_rl.checkpoint.model_config import read_config
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.agreement import on_all
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.toolkit.build import buildable_config, read_config
+from core_rl.toolkit.build import buildable_config
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_state import fill, planned_model
 from core_rl.toolkit.lora import adapter_config, low_rank_products

@@ -26,7 +26,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, LayoutError, UnsupportedCapability
-from core_rl.toolkit.build import read_config
+from core_rl.checkpoint.model_config import read_config
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.fully_sharded import add_up_gradients, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend

@@ -129,7 +129,7 @@ class ImageEncoder:
         """
         from transformers import AutoImageProcessor
 
-        from core_rl.toolkit.build import read_config
+        from core_rl.checkpoint.model_config import cause_of, read_config
 
         config = read_config(ModelConfig(path=path))
         names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
@@ -143,8 +143,8 @@ class ImageEncoder:
             processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(
-                f"model.path = {path!r} has no image processor: {error}; copy preprocessor_config.json of the model "
-                "that it was trained from into this directory, and install pillow"
+                f"model.path = {path!r} has no image processor: {cause_of(error)}; copy preprocessor_config.json of "
+                "the model that it was trained from into this directory, and install pillow"
             ) from error
         sizes = [(name, getattr(processor, name, None), other) for name, other in SIZES.items()]
         problems = [
@@ -153,6 +153,10 @@ class ImageEncoder:
             for name, size, other in sizes
             if size != (expected := getattr(config.vision_config, other))
         ]
+        if GRID not in processor.model_input_names:
+            problems = [
+                f"{type(processor).__name__} gives no {GRID!r}, which the model takes; copy this file of that model"
+            ]
         raise_all(ConfigError, f"model.path = {path!r}: preprocessor_config.json", problems)
         tokens = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
         return ImageEncoder(

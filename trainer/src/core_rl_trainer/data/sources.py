@@ -198,10 +198,11 @@ def _select_split(origin: str, tables: Any, split: str | None, default_split: st
 
 
 def _datasets() -> ModuleType:
-    """The package ``datasets``, which takes a second to import, without progress bars."""
+    """The package ``datasets``, which takes a second to import, without progress bars and logged errors."""
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.logging.get_logger("datasets.packaged_modules").setLevel("CRITICAL")  # it raises them as well
     module: ModuleType = datasets
     return module
 

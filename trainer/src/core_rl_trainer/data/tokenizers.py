@@ -41,10 +41,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     from core_rl.checkpoint.end_tokens import read_tokenizer
 
+    vocabulary_size(path)  # whose config.json is at fault has no tokenizer either
     try:
         tokenizer = read_tokenizer(path)
     except ConfigError as error:
-        raise ConfigError(f"model.path = {path!r}: {error}; {COPY}") from error
+        raise ConfigError(f"model.path = {path!r}: {error}") from error
     ends = sorted(all_end_tokens(tokenizer))
     texts = [text for end in ends if (text := tokenizer.convert_ids_to_tokens(end))]
     if tokenizer.eos_token_id not in ends and texts:
@@ -54,7 +55,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def vocabulary_size(path: str) -> int:
     """The number of embeddings of the text model in ``path``."""
-    from core_rl.toolkit.build import read_config
+    from core_rl.checkpoint.model_config import read_config
 
     return int(read_config(ModelConfig(path=path)).get_text_config().vocab_size)
 
@@ -62,7 +63,7 @@ def vocabulary_size(path: str) -> int:
 def context_length(path: str) -> int | None:
     """The most tokens of a sequence of the text model in ``path``; None where its config has no limit."""
     from core_rl.backend.inference_backend import ModelLimits
-    from core_rl.toolkit.build import read_config
+    from core_rl.checkpoint.model_config import read_config
 
     return ModelLimits.of(read_config(ModelConfig(path=path))).context_length
 
@@ -114,7 +115,7 @@ def all_end_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 @lru_cache(maxsize=8)
 def _model_ends(path: str, _modified: tuple[int, ...]) -> frozenset[int]:
     from core_rl.checkpoint.end_tokens import end_tokens
-    from core_rl.toolkit.build import read_config
+    from core_rl.checkpoint.model_config import read_config
 
     return frozenset(end_tokens(read_config(ModelConfig(path=path)), path))
 

@@ -17,6 +17,7 @@ from core_rl.errors import CheckpointError, ConfigError, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import machine_problems
+from core_rl.toolkit.meta_build import build_on_meta
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
@@ -112,6 +113,8 @@ class PlanBuilder:
         recipe = recipe.with_steps(len(data.train), batch_size)
         schedule_length(recipe.optimizer, recipe.steps)
         require_budget(workload.largest_unit, recipe.micro_batch_tokens)
+        for planned in trainers.values():  # compares shapes in the files with the config's
+            build_on_meta(planned.config.model, seed=0, attn_implementation="eager")
         plan = RunPlan(
             recipe=recipe.model_copy(update={"data": section}),
             algorithm=self._algorithm,

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.registry.objects import load_object
 from core_rl_trainer.data.plain import shown
@@ -90,7 +92,7 @@ def as_reward(value: object, subject: str, place: str = "") -> float:
 
     Arrays and tensors of one element are numbers, as truth values are. A text is none.
     """
-    number = _number(value)
+    number = None if np.ma.is_masked(value) else _number(value)
     if number is None:
         batched = ", or set 'batched: true' in 'rewards'" if isinstance(value, list | tuple) else ""
         raise RolloutError(

@@ -30,6 +30,8 @@ PARSING_LIMIT_S = 5
 """Time limit for an answer before the run starts, in seconds."""
 FORMULA = re.compile(r"\$[^$\n]*\w[^$\n]*\$|.*\\boxed\{.*\w.*", re.DOTALL | re.ASCII)
 """An answer in which math-verify always reads an expression."""
+PRICES = re.compile(r"\$\d[^$]*\s\$\d")
+"""Two prices, whose dollars enclose no formula."""
 EXPONENT = re.compile(r"\s*[-+]?\d+(\.\d+)?[eE][-+]?\d{1,3}\s*", re.ASCII)
 WORD = re.compile(r"(?<!\S)(?!(?:and|or|sin|cos|tan|log|sqrt)\b)[A-Za-z]{3,}")
 PLAIN_NUMBER = re.compile(r"(?:^|[\s=])[$€£¥₹]?-?\d")
@@ -50,7 +52,7 @@ def _is_readable(answer: Any) -> bool | None:
         return math.isfinite(answer) or None
     if isinstance(answer, str) and any(FORMULA.fullmatch(text) for text in _forms(answer)):
         return True
-    return bool(_parsed(answer)) or None
+    return None if PRICES.search(str(answer)) else bool(_parsed(answer)) or None
 
 
 @checks_answers(lambda answer: answer_problem(answer, _is_readable, "a formula or a number"))

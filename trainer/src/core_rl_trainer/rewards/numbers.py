@@ -40,9 +40,9 @@ LATEX = (
     (re.compile(r"\\[dt]?frac *\{ *(-?\d+) *\} *\{ *(\d+) *\}"), r"\1/\2"),
     (re.compile(r"\\[dt]?frac *(\d) *(\d)"), r"\1/\2"),
 )
-AROUND = re.compile(r"\\(?:boxed|text\w*|math\w+|circ)\b|\\[()\[\]%$]|[$€£¥₹%°^{}*]|\.$|^[-+]")
+AROUND = re.compile(r"\\(?:boxed|text\w*|math\w+|circ)\b|\\[()\[\]%$]|[$€£¥₹%°^{}*]|\.$")
 """Text around a single number that does not change it."""
-NAME = re.compile(r"[A-Za-z]+ *= *[-+]?")
+NAME = re.compile(r"[A-Za-z]+ *=")
 UNIT = re.compile(
     r"(?: *(?!(?:hundred|thousand|[mbtr]+illion|dozen|half|pi|sqrt|and|or|to)s?\b)[A-Za-z]{2,}(?:/[A-Za-z]+)?){1,3}"
 )
@@ -76,8 +76,10 @@ def only_number(text: str) -> Fraction | None:
     if len(matches) != 1 or _is_list(matches[0]):
         return None
     [match] = matches
-    before, after = (AROUND.sub("", part).strip() for part in (text[: match.start()], text[match.end() :]))
-    plain = before in {"", "-"} or NAME.fullmatch(before)
+    sign = SIGN.search(text, endpos=match.start())
+    parts = (text[: sign.start() if sign else match.start()], text[match.end() :])
+    before, after = (AROUND.sub("", part).strip() for part in parts)
+    plain = not before or NAME.fullmatch(before)
     return _value(match, text) if plain and (not after or UNIT.fullmatch(after)) else None
 
 
@@ -115,6 +117,7 @@ def _is_negative(before: str) -> bool:
     if sign is None or sign["sign"] == "+":
         return False
     before = before[: sign.start()]
-    if sign["gap"] and not before.rstrip(" ").endswith(tuple("=({[:<>≈$")):
+    # At the beginning of another line it is a bullet.
+    if sign["gap"] and before.strip() and not before.rstrip(" ").endswith(tuple("=({[:<>≈$#*")):
         return False
     return not (before[-1:].isalnum() or before[-1:] in tuple(")]}%") or before.rstrip(" $\\")[-1:].isdigit())

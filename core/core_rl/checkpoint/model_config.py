@@ -1,0 +1,76 @@
+"""The one entrance to the configs of a model directory: errors name the file and what transformers refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from core_rl.config.engine import ModelConfig
+from core_rl.errors import ConfigError
+
+__all__ = ["BUILD_ERRORS", "GENERATION", "cause_of", "generation_config", "read_config"]
+
+PLAIN_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
+BUILD_ERRORS = (
+    *PLAIN_ERRORS,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError),
+)
+"""Errors of transformers for files and configs. A wrong value fails where a layer first computes with it."""
+GENERATION = "generation_config.json"
+SHOWN = 300
+"""Characters of another library's error that are shown; names of all models may follow."""
+
+
+def cause_of(error: Exception) -> str:
+    """The text of an error of another library on one line, with its type where the text alone says little."""
+    text = " ".join(str(error).partition("\nModel type should be one of")[0].split())
+    if not isinstance(error, PLAIN_ERRORS) or not text:
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 2]} …"
+
+
+def read_config(model: ModelConfig) -> PretrainedConfig:
+    """The transformers config that ``model`` names, with one label for a value or reward head.
+
+    Raises `ConfigError` for a missing directory or a config that transformers refuses.
+    """
+    file = None if model.path is None else Path(model.path, "config.json")
+    if file is not None and not file.is_file():
+        raise ConfigError(
+            f"model.path = {model.path!r} holds no config.json; name a Hugging Face model directory"
+        )
+    config: PretrainedConfig
+    try:
+        if file is None:
+            config = AutoConfig.for_model(**(model.config or {}))
+        else:
+            config = AutoConfig.from_pretrained(file.parent, local_files_only=True)
+    except BUILD_ERRORS as error:
+        raise ConfigError(
+            f"transformers refuses the model config {file or model.config}: {cause_of(error)}; correct it"
+        ) from error
+    if model.head != "lm":
+        config.num_labels = 1
+    return config
+
+
+def generation_config(directory: Path) -> GenerationConfig:
+    """The generation config of a model: in its file, or else in its ``config.json``, as models of 2023 have it.
+
+    Raises `ConfigError` for a file that cannot be read, and for end tokens that are no ids.
+    """
+    file = directory / GENERATION
+    file = file if file.is_file() else directory / "config.json"
+    try:
+        config = GenerationConfig.from_pretrained(
+            directory, file.name, local_files_only=True, _from_model_config=file.name != GENERATION
+        )
+    except BUILD_ERRORS as error:
+        raise ConfigError(f"{file}: its fields of generation cannot be read: {cause_of(error)}") from error
+    ends = config.eos_token_id
+    if ends is not None and any(type(end) is not int for end in (ends if isinstance(ends, list) else [ends])):
+        raise ConfigError(f"{file}: eos_token_id is {str(ends)[:80]!r}; write a token id, or a list of them")
+    return config
