@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
+from core_rl.checkpoint.model_config import read_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
@@ -19,7 +20,6 @@ from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.errors import ConfigError
 from core_rl.reference.train import ReferenceBackend
-from core_rl.checkpoint.model_config import read_config
 from core_rl.toolkit.segments import Segments
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
 from mutants.bases import Packed, TrainContext

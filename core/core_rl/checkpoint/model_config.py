@@ -11,8 +11,6 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError
 
-__all__ = ["BUILD_ERRORS", "GENERATION", "cause_of", "generation_config", "read_config"]
-
 PLAIN_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
 BUILD_ERRORS = (
     *PLAIN_ERRORS,

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import BuildContext, PassMode
+from core_rl.checkpoint.model_config import read_config
 from core_rl.config.base import Config
 from core_rl.config.engine import StateBytes, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
@@ -26,7 +27,6 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
 from core_rl.errors import ConfigError, LayoutError, UnsupportedCapability
-from core_rl.checkpoint.model_config import read_config
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.fully_sharded import add_up_gradients, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend
