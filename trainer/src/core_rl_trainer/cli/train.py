@@ -11,7 +11,6 @@ import typer
 
 if TYPE_CHECKING:
     from core_rl_trainer.plan.report import PlanReport
-    from core_rl_trainer.recipe.recipe import Recipe
 
 
 def train(
@@ -59,19 +58,19 @@ def train(
     try:
         result = train_loaded(loaded)
     except EndedBySignal as ended:
-        _print_end(str(ended), loaded)
+        _print_end(str(ended), loaded.directory, fresh=loaded.fresh)
         raise typer.Exit(SIGNAL_BASE + ended.number) from None
     except KeyboardInterrupt:
-        _print_end("interrupted", loaded)
+        _print_end("interrupted", loaded.directory, fresh=loaded.fresh)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(result))
 
 
-def _print_end(reason: str, recipe: Recipe) -> None:
+def _print_end(reason: str, directory: Path, *, fresh: bool) -> None:
     from core_rl_trainer.run.source import resume_hint
 
-    typer.secho(f"{reason}; {resume_hint(recipe.directory, recipe.fresh)}", err=True)
+    typer.secho(f"{reason}; {resume_hint(directory, fresh)}", err=True)
 
 
 def _print_plan(report: PlanReport, recipe: Mapping[str, Any], as_json: bool) -> None:
