@@ -46,8 +46,7 @@ from core_rl_conformance.findings import (
     weights_finding,
 )
 from core_rl_conformance.hints import diagnose
-from core_rl_conformance.hints.diagnose import Explain
-from core_rl_conformance.hints.explanations import Again, explain_loss, explain_named, explain_tokens
+from core_rl_conformance.hints.diagnose import Again, Explain, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged, with_images
 from core_rl_conformance.inputs.losses import CheckLoss

@@ -16,10 +16,9 @@ from torch import Tensor
 from core_rl.config.engine import Head
 from core_rl.data.micro_batch import shard_plan
 from core_rl.engine.loading import load_engine
-from core_rl.launch.hosts import Hosts
 from core_rl_conformance.disk_cache import DiskCache
-from core_rl_conformance.hints.explanations import Mistakes
-from core_rl_conformance.hints.output_mistakes import MISTAKES
+from core_rl_conformance.hints.diagnose import Mistakes
+from core_rl_conformance.hints.mistakes import OUTPUTS
 from core_rl_conformance.inputs.data import Ragged, Repeated
 from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMeanLoss, wrong_temperatures
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
@@ -132,13 +131,12 @@ class ExpectedValues:
         directory: Path,
         timeout_s: float = CALL_TIMEOUT_S,
         make_engine: MakeEngine = load_engine,
-        hosts: Hosts | None = None,
         cache: DiskCache | None = None,
     ) -> None:
         self.directory = directory
         self._cache = cache
         self.models = ModelStore(directory / "models")
-        self.groups = GroupPool(timeout_s, make_engine, hosts)
+        self.groups = GroupPool(timeout_s, make_engine)
         self.servers = ServerPool(make_engine)
         self.trainers = TrainerPool(timeout_s)
         self._kept: dict[Hashable, Any] = {}
@@ -380,7 +378,7 @@ def _mistaken(
     """Sentences about mistakes of language models, and all outputs with each."""
     if all("logits" in outputs for outputs in truth):
         ids = [torch.tensor(sequence.input_ids) for sequence in sequences]
-        for sentence, mistake in MISTAKES.items():
+        for sentence, mistake in OUTPUTS.items():
             yield sentence, [{**right, **mistake(right, row)} for right, row in zip(truth, ids, strict=True)]
 
 

@@ -94,10 +94,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "MINUTES",
         "help": "no checks: for so long, calls in any order with sizes over powers of two, drawn from the seed",
     },
-    "--agents": {
-        "action": "store_true",
-        "help": "ranks under two agents, as on two machines: the way of calls over a network",
-    },
     "--call-timeout": {
         "type": float,
         "default": 120.0,

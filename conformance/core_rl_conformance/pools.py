@@ -16,7 +16,6 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
-from core_rl.launch.hosts import Hosts, LocalHosts
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.outcomes import NotRun
 
@@ -39,12 +38,9 @@ def use_deterministic_kernels(_engine: TrainEngine) -> None:
 class GroupPool:
     """One group of ranks for each engine, kept between checks and initialized anew for each of them."""
 
-    def __init__(
-        self, timeout_s: float = CALL_TIMEOUT_S, make: MakeEngine = load_engine, hosts: Hosts | None = None
-    ) -> None:
+    def __init__(self, timeout_s: float = CALL_TIMEOUT_S, make: MakeEngine = load_engine) -> None:
         self.timeout_s = timeout_s
         self.make = make
-        self.hosts = hosts or LocalHosts()
         self.hangs: Counter[tuple[str, str]] = Counter()
         """Number of calls that timed out, by engine and layout."""
         self.starting_s = 0.0
@@ -58,7 +54,7 @@ class GroupPool:
 
         Raises `NotRun` where this machine has fewer GPUs than ranks.
         """
-        if config.device == "cuda" and isinstance(self.hosts, LocalHosts):
+        if config.device == "cuda":
             _require_devices(config.layout.world_size)
         group = self._groups.get(spec.name)
         if group is None or group.spec != spec:
@@ -69,7 +65,6 @@ class GroupPool:
                 timeout_s=self.timeout_s,
                 threads_per_rank=1,
                 make_engine=self.make,
-                hosts=self.hosts,
             )
             self._groups[spec.name] = group
             self.starting_s += group.starting_s
@@ -90,7 +85,6 @@ class GroupPool:
         """End all processes."""
         for name in list(self._groups):
             self.discard(name)
-        self.hosts.close()
 
 
 def _require_devices(ranks: int) -> None:

@@ -15,18 +15,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from field import critic_dropout, from_reports, packed_images, packed_neighbours, temperature
+from field import from_reports
 from field.frameworks import FRAMEWORKS
 from field.page import PAGE, text
 from field.result import Result, State, read, write
-from field.row import measured
+from field.rows import ROWS, measured
 
-ROWS = {
-    "packed-neighbours": packed_neighbours.ROW,
-    "packed-images": packed_images.ROW,
-    "critic-dropout": critic_dropout.ROW,
-    "temperature": temperature.ROW,
-}
 TIMEOUT_S = 280
 
 

@@ -16,8 +16,7 @@ from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
-from core_rl_conformance.hints.diagnose import compare_named, compare_tokens
-from core_rl_conformance.hints.explanations import explain_tokens
+from core_rl_conformance.hints.diagnose import compare_named, compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter

@@ -10,7 +10,7 @@ import torch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.hints.adamw import Steps, compare_steps
+from core_rl_conformance.hints.mistakes import Steps, compare_steps
 from core_rl_conformance.inputs.losses import InfiniteGradientLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.moving import state, verify_state

@@ -13,7 +13,7 @@ from torch import Tensor
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.adamw import Steps
+from core_rl_conformance.hints.mistakes import Steps
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_oracle.muon import (

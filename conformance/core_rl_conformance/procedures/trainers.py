@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedGradients, GradientRuns, Judged, run_gradients
-from core_rl_conformance.hints.explanations import Mistakes, explain_loss, explain_named
+from core_rl_conformance.hints.diagnose import Mistakes, explain_loss, explain_named
 from core_rl_conformance.inputs.rollouts import LENGTHS, PAIR, Rollouts, draw_rollouts, with_shared_prompts
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel

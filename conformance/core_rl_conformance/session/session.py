@@ -19,7 +19,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError, CoreRLError, MissingPackage, raise_all
-from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec, check_spec
 from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
@@ -166,9 +165,7 @@ class ConformanceSession:
         timeout_s: float = self.config.getoption("core_rl_call_timeout")
         with (
             TemporaryDirectory(prefix="core-rl-conformance-") as directory,
-            ExpectedValues(
-                Path(directory), timeout_s, hosts=self._hosts(), cache=self._cache()
-            ) as expected_values,
+            ExpectedValues(Path(directory), timeout_s, cache=self._cache()) as expected_values,
         ):
             self.config.stash[EXPECTED_VALUES] = expected_values
             return (yield)
@@ -183,14 +180,6 @@ class ConformanceSession:
         on_disk = DiskCache(cache.mkdir("core-rl-expected"), " ".join(code))
         on_disk.trim()
         return on_disk
-
-    def _hosts(self) -> Hosts:
-        """Hosts of the ranks; agents start when the first group does."""
-        return (
-            load_hosts("rehearsal")(machines=2, ranks_per_machine=8)
-            if self.config.getoption("core_rl_agents")
-            else LocalHosts()
-        )
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from contextlib import ExitStack, suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from core_rl.errors import GroupError, RankDied, RankTimeout
-from core_rl.launch.failures import Failure
-from core_rl.launch.process import start_process
+from core_rl.backend.meta import FinetuneSpec
+from core_rl.distributed.process_group import RankAddress
+from core_rl.errors import CoreRLError, GroupError
+from core_rl.launch.hosts import LocalHosts
+from core_rl.launch.messages import Call
+from core_rl.launch.pool import RankPool
 from core_rl.registry.objects import load_object
 from core_rl.servers.process import bound
-from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
+from core_rl_conformance.trainers.interface import MicroBatches, Trainer, TrainerSetup, TrainSequence
 
+ENGINE = 0
 SAME = 1e-6
 """Relative difference of a metric between ranks: their own sums may round apart."""
 END_S = 10.0
@@ -38,40 +36,37 @@ class RankTrainers:
     def __init__(self, factory: str, timeout_s: float) -> None:
         self._factory = factory
         self._timeout_s = timeout_s
-        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._pool: RankPool | None = None
+        self._size = 0
         self._reserved = ExitStack()
         """The port on which the first rank listens, for as long as there are ranks."""
 
     def build(self, setup: TrainerSetup) -> None:
         """Start the processes, where their number is another, and build in each."""
-        if len(self._ranks) != setup.ranks:
-            self.close()
-            self._start(setup.ranks)
-        self._call("build", [(setup,)] * setup.ranks)
+        self._start(setup.ranks)
+        self._all("build", setup)
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """Build in one process."""
-        if len(self._ranks) != 1:
-            self.close()
-            self._start(1)
+        self._start(1)
         self._all("build_recipe", recipe, model_dir)
 
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
     ) -> Mapping[str, float]:
         """Each rank takes its stretch of ``sequences``."""
-        size = -(-len(sequences) // len(self._ranks))
-        parts = [list(sequences[size * rank : size * (rank + 1)]) for rank in range(len(self._ranks))]
-        first, *others = self._call("train_batch", [(part, cut, apply) for part in parts])
-        for rank, other in enumerate(others, 1):
+        size = -(-len(sequences) // self._size)
+        parts = [list(sequences[size * rank : size * (rank + 1)]) for rank in range(self._size)]
+        answers = self._call("train_batch", [(part, cut, apply) for part in parts])
+        first: Mapping[str, float] = answers[0]
+        for rank, other in enumerate(answers[1:], 1):
             if not _same(first, other):
                 raise GroupError(
                     f"train_batch() returned {first!r} on rank 0 and {other!r} on rank {rank}; reduce metrics, and "
                     "return the same on all ranks",
                     rank,
                 )
-        answer: Mapping[str, float] = first
-        return answer
+        return first
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Full tensors of the first rank."""
@@ -100,13 +95,12 @@ class RankTrainers:
 
     def close(self) -> None:
         """End the processes."""
-        for _, connection in self._ranks:
-            connection.close()
-        for process, _ in self._ranks:
-            process.join(END_S)
-            if process.is_alive():
-                process.kill()
-        self._ranks = []
+        if self._pool is not None:
+            if self._pool.is_idle:
+                with suppress(CoreRLError):  # of a trainer that cannot close: its process ends all the same
+                    self._pool.call(Call(ENGINE, "destroy"), [()] * self._size, END_S)
+            self._pool.close()
+        self._pool, self._size = None, 0
         self._reserved.close()
 
     def _tensors(self, method: str) -> Mapping[str, Tensor]:
@@ -120,84 +114,50 @@ class RankTrainers:
         return tensors
 
     def _all(self, method: str, *arguments: object) -> list[Any]:
-        return self._call(method, [arguments] * len(self._ranks))
+        return self._call(method, [()] * self._size, *arguments)
 
-    def _call(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        """The answers of all ranks."""
-        for (_, connection), own in zip(self._ranks, arguments, strict=True):
-            connection.send_bytes(pickle.dumps((method, own)))
-        answers = self._answers(method)
-        for rank, answer in sorted(answers.items()):
-            if isinstance(answer, Failure):
-                if len(answers) < len(self._ranks):
-                    self.close()  # the others wait for this rank
-                raise answer.to_error(rank, len(arguments))
-        return [answers[rank] for rank in range(len(self._ranks))]
-
-    def _answers(self, method: str) -> dict[int, Any]:
-        """The answers by rank: all of them, or the first ones if a rank fails and others never finish."""
-        pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
-        answers: dict[int, Any] = {}
-        deadline = time.monotonic() + self._timeout_s
-        while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-            if not ready and any(isinstance(answer, Failure) for answer in answers.values()):
-                return answers
-            if not ready:
-                self.close()
-                rank = min(pending.values())
-                raise RankTimeout(f"rank {rank} did not answer {method}() within {self._timeout_s:g} s", rank)
-            for connection in ready:
-                rank = pending.pop(connection)  # type: ignore[call-overload]  # they are all ours
-                answers[rank] = self._received(rank, method)
-                if isinstance(answers[rank], Failure):
-                    deadline = min(deadline, time.monotonic() + END_S)
-        return answers
-
-    def _received(self, rank: int, method: str) -> Any:
-        try:
-            return pickle.loads(self._ranks[rank][1].recv_bytes())  # noqa: S301  a process that we started
-        except EOFError as error:
-            self.close()
-            raise RankDied(f"rank {rank} ended during {method}()", rank) from error
+    def _call(self, method: str, per_rank: Sequence[tuple[object, ...]], *arguments: object) -> list[Any]:
+        """The answers of all ranks to ``method`` with the rank's own arguments, and ``arguments`` behind them."""
+        if self._pool is None:
+            raise GroupError(f"{method}() needs ranks; call build() first")
+        return self._pool.call(Call(ENGINE, method, arguments), per_rank, self._timeout_s)
 
     def _start(self, count: int) -> None:
+        """Have ``count`` ranks: new ones, unless the present ones wait for a call."""
+        if self._size == count and self._pool is not None and self._pool.is_idle:
+            return
+        self.close()
         port = self._reserved.enter_context(bound("127.0.0.1", 0)).getsockname()[1]
-        for rank in range(count):
-            ours, theirs = Pipe()
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "LOCAL_WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            process = start_process(_serve, (theirs, self._factory, variables), f"trainer rank {rank}")
-            theirs.close()
-            self._ranks.append((process, ours))
+        hosts = LocalHosts()
+        self._pool, self._size = RankPool(hosts), count
+        self._pool.grow(hosts.slots(count, None, None))
+        self._all("prepare", 1, _RankTrainer, self._factory, port)
+        addresses = [RankAddress(rank=rank, world_size=count) for rank in range(count)]
+        self._call("initialize", [(address,) for address in addresses], None)
 
 
-def _serve(connection: Connection, factory: str, variables: Mapping[str, str]) -> None:
-    """Answer calls until the suite closes its end of ``connection``."""
-    os.environ.update(variables)
-    torch.set_num_threads(1)
-    trainer: Any = None
-    while True:
-        try:
-            method, arguments = pickle.loads(connection.recv_bytes())  # noqa: S301  the suite sent it
-        except EOFError:
-            break
-        try:
-            if trainer is None:
-                kind: Any = load_object(factory, "the trainer")
-                trainer = kind()
-            answer = getattr(trainer, method)(*arguments)
-        except BaseException as error:  # noqa: BLE001  the process boundary: the suite raises it
-            answer = Failure.of(error)
-        connection.send_bytes(pickle.dumps(answer))
-    if trainer is not None:
-        trainer.close()
+class _RankTrainer:
+    """The trainer of one rank, in the place of an engine; it meets the others at ``port``, as torchrun has it."""
+
+    data_parallel_rank, data_parallel_size, is_output_rank = 0, 1, True
+
+    def __init__(self, factory: str, port: int) -> None:
+        self._factory, self._port = factory, port
+
+    def initialize(self, addr: RankAddress, _ft_spec: FinetuneSpec | None) -> None:
+        """Construct the trainer."""
+        rank, size = str(addr.rank), str(addr.world_size)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port))
+        kind: Any = load_object(self._factory, "the trainer")
+        self._trainer: Trainer = kind()
+
+    def destroy(self) -> None:
+        """Close it."""
+        self._trainer.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -96,7 +96,7 @@ def test_trainer_in_processes_passes(
         ("OwnLoss", GroupError, "on rank 1; reduce metrics"),
         ("TensorsOnLastRank", GroupError, r"gradients\(\) returned nothing on rank 0, and tensors on \[1\]"),
         ("Raises", RankFailed, "rank 1 of 2 failed: ArithmeticError: no gradients here"),
-        ("Ends", RankDied, r"rank 1 ended during gradients\(\)"),
+        ("Ends", RankDied, "rank 1 ended with exit code 3 during gradients"),
     ],
 )
 def test_wrong_rank_is_named(

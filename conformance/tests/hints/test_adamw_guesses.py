@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.adamw import DENOMINATORS, RULES, Steps, compare_steps
+from core_rl_conformance.hints.mistakes import DENOMINATORS, RULES, Steps, compare_steps
 from core_rl_oracle.oracle import AdamW, OptimizerState
 from core_rl_oracle.tolerance import Tolerance
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl_conformance.hints.explanations import explain_loss, explain_named, explain_tokens
+from core_rl_conformance.hints.diagnose import explain_loss, explain_named, explain_tokens
 from core_rl_conformance.inputs.losses import SequenceMeanLoss, TokenMeanLoss
 from core_rl_conformance.session.items import last_line
 from core_rl_oracle.oracle import Gradients

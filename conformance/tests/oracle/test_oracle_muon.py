@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from core_rl_conformance.hints.adamw import Steps
+from core_rl_conformance.hints.mistakes import Steps
 from core_rl_conformance.procedures.mixed import FUSED, likely_mistake, of_fused, of_shards
 from core_rl_oracle.muon import MixedOptimizer, Settings, hidden_matrix, mixed_tolerances
 from core_rl_oracle.oracle import AdamW, OptimizerState

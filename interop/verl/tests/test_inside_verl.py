@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import core_rl_verl.actor_steps  # noqa: F401  # it selects the platform before verl is imported
+import actor_steps  # it selects the platform before verl is imported
 
 # isort: split
 import pytest
 import torch
-from core_rl_verl.actor_steps import (
+from actor_steps import (
     LIMIT,
     OURS,
     TINY,
@@ -70,9 +70,7 @@ def test_ten_actor_steps_match_verl() -> None:
 
 def test_two_ranks_match_verl() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, "-m", "core_rl_verl.actor_steps"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, actor_steps.__file__], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

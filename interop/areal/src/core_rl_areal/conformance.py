@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
@@ -19,31 +20,25 @@ FEATURES = frozenset(
         Feature.LORA,
     }
 )
-OWNER = "AReaL"
+known = partial(Waiver, owner="AReaL", raises=AssertionError)
 WAIVERS = (
-    Waiver(
+    known(
         check="T4.first-token",
         reason="train_lm and compute_advantages shift masks by torch.roll, which moves the first entry of the longest "
         "row to its last token; that token is trained to predict the next sequence's first (no upstream report known)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
-    Waiver(
+    known(
         check="T7.resume",
         reason="the checkpoints of FSDPEngine hold no scheduler, so that a resumed run starts its schedule again: "
         "falling from 0.05, with 2 of 7 steps saved, the second step after it has the rate 0.025 for 0.0452 "
         "(no upstream report known)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
 )
 PACKED_SDPA = tuple(
-    Waiver(
+    known(
         check=check,
         reason="'sdpa' is accepted for packed rows without a mask, so that sequences see their neighbours "
         "(https://github.com/areal-project/AReaL/issues/1442, closed as stale)",
-        owner=OWNER,
-        raises=AssertionError,
     )
     for check in (
         "T1.cross-entropy",

@@ -24,62 +24,48 @@ FEATURES = frozenset(
 OF_PAIRS = FEATURES - {Feature.MASK_HOLES, Feature.LORA, Feature.RECIPES}
 PROFILE = Profile(layouts=(ParallelLayout(),))
 
-OWNER = "TRL"
+known = partial(Waiver, owner="TRL", raises=AssertionError)
 WAIVERS = (
-    Waiver(
+    known(
         check="T2.entropy",
         reason="the entropy bonus is the mean over the tokens of each micro-batch, so that it depends on the cut "
         "(added by https://github.com/huggingface/trl/pull/6140)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
-    Waiver(
+    known(
         check="T4.untrained",
         reason="loss types 'grpo' and 'dr_grpo' divide by all completions, also by completions with an empty mask "
         "(https://github.com/huggingface/trl/issues/6369 mended it for 'dapo')",
-        owner=OWNER,
-        raises=AssertionError,
     ),
-    Waiver(
+    known(
         check="T8.epochs",
         reason="RepeatSampler leaves out the prompts that do not fill a last generation batch, 1 of 25 in batches of 8 "
         "(https://github.com/huggingface/trl/pull/5652 tests it so)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
 )
 
-SHORT = Waiver(
+SHORT = known(
     check="T3.pairs",
     reason="the loss is a mean of micro-batch means, so that pairs of a shorter last micro-batch weigh more (no "
     "upstream report known; https://github.com/huggingface/trl/pull/2615 divides by the number of micro-batches)",
-    owner=OWNER,
-    raises=AssertionError,
 )
 DPO_WAIVERS = (
     SHORT,
-    Waiver(
+    known(
         check="T3.metrics",
         reason="entropy, mean logits and token accuracy are means over tokens of each micro-batch, averaged over "
         "micro-batches (no upstream report known; https://github.com/huggingface/trl/pull/5620 is about ranks)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
 )
 REWARD_WAIVERS = (
     SHORT,
-    Waiver(
+    known(
         check="T3.metrics",
         reason="'min_reward' and 'max_reward' are means of the extremes of micro-batches (no upstream report known)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
-    Waiver(
+    known(
         check="T4.last-token",
         reason="with EOS for padding, the score of a sequence that ends in EOS is read one token early "
         "(https://github.com/huggingface/transformers/issues/35352)",
-        owner=OWNER,
-        raises=AssertionError,
     ),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from core_rl.config.layout import ParallelLayout
 from core_rl_conformance.profile import Profile, Waiver
@@ -22,35 +23,27 @@ FEATURES = frozenset(
 POLICY_FEATURES = FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE}
 LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
 FAMILIES = ("qwen3", "llama", "qwen2", "gemma2")
-OWNER = "verl"
-FIRST_TOKENS = Waiver(
+known = partial(Waiver, owner="verl", raises=AssertionError)
+FIRST_TOKENS = known(
     check="T4.first-token",
     reason="sft_loss rolls the mask over all packed rows, so that the last token of a sequence is trained to predict "
     "the first of the next (https://github.com/verl-project/verl/pull/5797, closed)",
-    owner=OWNER,
-    raises=AssertionError,
     dtypes=("float32",),  # in bfloat16 the error is within the rounding of a tiny model
 )
-METRICS = Waiver(
+METRICS = known(
     check="T3.metrics",
     reason="pg_clipfrac and ppo_kl are means of micro-batches' means (no upstream report known)",
-    owner=OWNER,
-    raises=AssertionError,
 )
-UNTRAINED = Waiver(
+UNTRAINED = known(
     check="T4.untrained",
     reason="the 'seq-mean' modes divide by all sequences, also by sequences with an empty mask "
     "(https://github.com/verl-project/verl/pull/4510)",
-    owner=OWNER,
-    raises=AssertionError,
 )
 PADDED_LENGTH = tuple(
-    Waiver(
+    known(
         check=check,
         reason="with loss_scale_factor null, its default, 'seq-mean-token-sum-norm' divides by the padded length of "
         "each micro-batch (https://github.com/verl-project/verl/pull/5366)",
-        owner=OWNER,
-        raises=AssertionError,
     )
     for check in (
         "T1.reinforce",
@@ -77,7 +70,8 @@ SFT = TrainerSpec(
     profile=replace(PROFILE, waivers=(FIRST_TOKENS,)),
     package="verl",
 )
-PPO = TrainerSpec(
+PPO = replace(
+    SFT,
     name="verl-ppo",
     factory="core_rl_verl.cpu:PPOBlackBox",
     description="FSDPEngineWithLMHead (fsdp2) with ppo_loss, packed rows",
@@ -85,12 +79,8 @@ PPO = TrainerSpec(
     aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
     advantages=frozenset({"grpo", "dr_grpo", "rloo"}),
     kl_estimators=frozenset({"k1", "k2", "k3"}),
-    schedules=frozenset({"constant", "cosine"}),
-    warmup_from_zero=True,
     features=POLICY_FEATURES,
-    processes="each rank",
     profile=replace(PROFILE, waivers=(METRICS, UNTRAINED)),
-    package="verl",
 )
 GSPO = TrainerSpec(
     name="verl-gspo",
@@ -103,18 +93,16 @@ GSPO = TrainerSpec(
     profile=replace(PROFILE, waivers=(METRICS, UNTRAINED)),
     package="verl",
 )
-PPO_DEFAULT = TrainerSpec(
+PPO_DEFAULT = replace(
+    GSPO,
     name="verl-ppo-default",
-    factory="core_rl_verl.cpu:PPOBlackBox",
     description="ppo_loss, 'seq-mean-token-sum-norm' with loss_scale_factor at its default, null",
     objectives=frozenset({"reinforce"}),
     aggregations=frozenset({"fixed_length"}),
-    features=frozenset({Feature.GRADIENTS, Feature.TOKEN_BUDGET, Feature.SEQUENCE_COUNT}),
-    processes="each rank",
+    features=GSPO.features - {Feature.MASK_HOLES},
     profile=Profile(
         layouts=LAYOUTS, families=FAMILIES, options={"default_scale_factor": True}, waivers=PADDED_LENGTH
     ),
-    package="verl",
 )
 OFFLOAD = replace(
     SFT,

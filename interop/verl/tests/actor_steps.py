@@ -1,7 +1,7 @@
 """verl's actor update over recorded rollouts, on an engine of core-rl and on verl's own.
 
-    python -m core_rl_verl.actor_steps
-    torchrun --nproc-per-node=2 -m core_rl_verl.actor_steps
+    python interop/verl/tests/actor_steps.py
+    torchrun --nproc-per-node=2 interop/verl/tests/actor_steps.py
 
 Prints loss and gradient norm of each step side by side, as rows of a Markdown table.
 """
@@ -21,6 +21,7 @@ import core_rl_verl.cpu  # noqa: F401  # it selects and registers the platform
 # isort: split
 import torch
 import torch.distributed as dist
+from core_rl_verl.config import PREFIX, CoreRLEngineConfig
 from rich.console import Console
 from tensordict import TensorDict
 from torch import Tensor
@@ -37,8 +38,6 @@ from verl.workers.config import (
 )
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
-
-from core_rl_verl.config import PREFIX, CoreRLEngineConfig
 
 TINY: dict[str, Any] = {
     "model_type": "qwen3",

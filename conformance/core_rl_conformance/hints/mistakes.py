@@ -1,16 +1,18 @@
-"""Known mistakes around AdamW: steps with each mistake, to compare with a wrong engine's."""
+"""Known mistakes around optimizer steps, schedules and outputs, each computed from right values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from core_rl_conformance.hints.diagnose import Finding, compare_named
-from core_rl_oracle.oracle import AdamW, OptimizerState, grad_norm
+from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, grad_norm
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
 Grads = Mapping[str, Tensor]
@@ -202,4 +204,115 @@ RULES: Mapping[str, StepRule] = {
     **{f"the bias correction stays at step {last}": partial(_step_up_to, last) for last in range(1, 8)},
     **{sentence: partial(_step_over, denominator) for sentence, denominator in DENOMINATORS.items()},
     **{f"the step count wraps around at {size}": partial(_step_modulo, size) for size in (2**8, 2**16)},
+}
+
+
+Factor = Callable[[Schedule, int], float]
+"""The factor of the learning rate, from a schedule and the number of a step."""
+
+
+def _late_warmup(schedule: Schedule, step: int) -> float:
+    warm = step < schedule.warmup_steps
+    return step / (schedule.warmup_steps + 1) if warm else schedule.factor(step)
+
+
+def _from_zero(schedule: Schedule, step: int) -> float:
+    """As in transformers' ``get_linear_schedule_with_warmup``."""
+    warm = step < schedule.warmup_steps
+    return step / schedule.warmup_steps if warm else schedule.factor(step)
+
+
+def _zero_behind_the_end(schedule: Schedule, step: int) -> float:
+    ended = schedule.total_steps is not None and step > schedule.total_steps
+    return 0.0 if ended else schedule.factor(step)
+
+
+def _of_type(schedule: Schedule, step: int) -> float:
+    other = replace(schedule, type="linear" if schedule.type == "cosine" else "cosine")
+    return schedule.factor(step) if schedule.total_steps is None else other.factor(step)
+
+
+RATES: Mapping[str, Factor] = {
+    "the warm-up is late by one step, and begins with 0": _late_warmup,
+    "the warm-up begins with 0, and rises by step / warmup_steps": _from_zero,
+    "there is no warm-up": lambda schedule, step: replace(schedule, warmup_steps=0).factor(step),
+    "each step has the rate of the step before": lambda schedule, step: schedule.factor(max(0, step - 1)),
+    "each step has the rate of the step after": lambda schedule, step: schedule.factor(step + 1),
+    "the rate is 0 behind the end, and not the smallest": _zero_behind_the_end,
+    "min_lr_ratio is not used": lambda schedule, step: replace(schedule, min_lr_ratio=0.0).factor(step),
+    "a cosine decays as a line, or a line as a cosine": _of_type,
+    "the rate never decays": lambda schedule, step: replace(schedule, type="constant").factor(step),
+}
+
+
+def explain_rates(
+    got: Sequence[float], steps: Sequence[int], schedule: Schedule, lr: float, limit: float
+) -> str | None:
+    """The mistake that gives the rates ``got`` of all ``steps``, each within ``limit``."""
+    return next(
+        (
+            sentence
+            for sentence, factor in RATES.items()
+            if all(
+                abs(rate - lr * factor(schedule, step)) <= limit
+                for rate, step in zip(got, steps, strict=True)
+            )
+        ),
+        None,
+    )
+
+
+Outputs = Mapping[str, Tensor]
+Mistake = Callable[[Outputs, Tensor], dict[str, Tensor]]
+"""Wrong outputs, from all right ones and the token ids ``[L]``; ``logits [L, V]`` is among them."""
+COLUMNS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+MULTIPLES = (64, 128, 256)
+
+
+def _roll(shift: int, outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
+    log_p = outputs["logits"].log_softmax(-1)
+    drawn = log_p.gather(-1, ids.roll(-shift)[:, None])[:, 0]
+    return {"logprobs": torch.cat([torch.zeros_like(drawn[:1]), drawn[1:]])}
+
+
+def _add_columns(count: int, outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
+    """The softmax with ``count`` more logits of 0."""
+    logits = outputs["logits"]
+    total = torch.logaddexp(logits.logsumexp(-1), logits.new_tensor(math.log(count)))
+    drawn = logits.gather(-1, ids[:, None])[:, 0] - total
+    entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+    later = torch.arange(len(ids)) > 0
+    return {"logprobs": drawn * later, "entropy": entropy * later}
+
+
+def _pad(multiple: int, outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
+    return _add_columns(-outputs["logits"].shape[-1] % multiple or multiple, outputs, ids)
+
+
+def _round(outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
+    """Logits in bfloat16."""
+    log_p = outputs["logits"].bfloat16().double().log_softmax(-1)
+    later = torch.arange(len(ids)) > 0
+    drawn, entropy = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    return {"logprobs": drawn * later, "entropy": entropy * later}
+
+
+OUTPUTS: Mapping[str, Mistake] = {
+    "logits are rounded to bfloat16": _round,
+    "labels are rolled one token too far: a position is compared with the token after its own": partial(
+        _roll, 1
+    ),
+    "labels are not rolled: a position is compared with the token before its own": partial(_roll, -1),
+    **{
+        f"the softmax counts {count} more columns than the vocabulary has, with logits of 0": partial(
+            _add_columns, count
+        )
+        for count in COLUMNS
+    },
+    **{
+        f"the softmax counts the columns that pad the vocabulary to a multiple of {multiple}": partial(
+            _pad, multiple
+        )
+        for multiple in MULTIPLES
+    },
 }
