@@ -7,8 +7,8 @@ from contextvars import ContextVar
 
 import pytest
 
-from core_rl_trainer.rewards import threads
-from core_rl_trainer.rewards.threads import CallThreads
+from core_rl_trainer.rewards import calls as threads
+from core_rl_trainer.rewards.calls import CallThreads
 
 NAME: ContextVar[str] = ContextVar("NAME", default="unset")
 
