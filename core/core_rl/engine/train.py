@@ -57,7 +57,7 @@ class TrainEngine:
     def __init_subclass__(cls) -> None:
         raise EngineContractError(
             f"{cls.__module__}.{cls.__qualname__} subclasses TrainEngine, which is final; implement TrainBackend "
-            "(docs/write-an-engine.md)"
+            "(docs/engine-migration.md)"
         )
 
     def __init__(

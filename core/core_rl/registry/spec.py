@@ -20,7 +20,7 @@ PROTOCOL_VERSION: tuple[int, int] = (0, 2)
 """The version of the interface that this core speaks. The major number of an engine is equal; below 1.0 its minor
 number is equal as well, and from 1.0 on it is not larger."""
 
-MIGRATION_PAGE = "docs/engine-reference.md"
+MIGRATION_PAGE = "docs/engine-migration.md"
 """Page with the changes between versions of the engine interface, for engine authors."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
