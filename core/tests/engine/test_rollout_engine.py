@@ -539,7 +539,8 @@ def test_destroy_ignores_unresponsive_server(backend: ToyBackend, monkeypatch: p
 
 def test_a_subclass_of_the_final_engine_raises() -> None:
     with pytest.raises(
-        EngineContractError, match=r"Mine is a subclass of InferenceEngine.*docs/write-an-inference-engine\.md"
+        EngineContractError,
+        match=r"Mine is a subclass of InferenceEngine.*docs/write-an-inference-engine\.md",
     ):
         type("Mine", (InferenceEngine,), {})
 
