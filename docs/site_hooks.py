@@ -69,7 +69,7 @@ def _home(readme: str) -> str:
 
 def _shown(path: Path, target: str) -> str:
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":  # its own links are those of the repository
+    if path.suffix == ".md":  # its own links lead into the repository
         return re.sub(r"!?\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
     language = LANGUAGES.get(path.suffix, "text")
     return f'# {target}\n\n````{language} linenums="1"\n{text}\n````\n'
