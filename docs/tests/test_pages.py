@@ -33,7 +33,7 @@ DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.MULTILINE)
 NOT_RUN = {
     "needs a run of another page": 2,
     "installs packages": 6,
-    "installs everything and trains for minutes": 2,
+    "installs everything and trains for minutes": 1,
     "trains for a minute": 5,
     "needs an SGLang environment": 3,
     "needs a server": 1,
