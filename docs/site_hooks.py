@@ -1,4 +1,4 @@
-"""mkdocs hooks: a link from a page to a file of the repository leads to a page of the site that shows the file."""
+"""mkdocs hooks: README.md is the home page; a link to a file of the repository leads to a page that shows the file."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def source_page(target: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file of the repository that a page links to."""
+    """Add the home page, and a page for each file of the repository that a page links to."""
     root = Path(config.config_file_path).parent
+    files.append(
+        File.generated(config, "index.md", content=_home((root / "README.md").read_text(encoding="utf-8")))
+    )
     for file in list(files.documentation_pages()):
-        text = FENCED.sub("", Path(str(file.abs_src_path)).read_text(encoding="utf-8"))
+        text = FENCED.sub("", file.content_string)
         targets = {outside(file.src_uri, link) for _, link, _, _ in LINK.findall(text)} - {None}
         for target in sorted(str(target) for target in targets):
             path, uri = root / target, source_page(target)
@@ -55,9 +58,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(moved, markdown)
 
 
+def _home(readme: str) -> str:
+    """README.md as a page of ``docs``."""
+    return re.sub(
+        r"\]\((?![a-z]+:)([^)]+)\)",
+        lambda link: f"]({normpath('../' + link[1]).removeprefix('../docs/')})",
+        readme,
+    )
+
+
 def _shown(path: Path, target: str) -> str:
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":  # its own links are those of the repository
+    if path.suffix == ".md":  # its own links lead into the repository
         return re.sub(r"!?\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
     language = LANGUAGES.get(path.suffix, "text")
     return f'# {target}\n\n````{language} linenums="1"\n{text}\n````\n'

@@ -81,7 +81,7 @@ def main() -> None:
     texts = read_texts(arguments.data, AutoTokenizer.from_pretrained(arguments.model))
     engine = load_engine(arguments.engine, config)
     if not isinstance(engine, TrainEngine):
-        parser.error(f"--engine {arguments.engine}: it is for inference; name one that trains")
+        parser.error(f"--engine {arguments.engine}: it is for inference; name a train engine")
     # Joins the world that the launcher names in the environment.
     engine.initialize(None, FinetuneSpec(dataset_size=arguments.steps))
     for step in range(arguments.steps):

@@ -17,7 +17,7 @@ def elements(result: Any) -> int:
 
 
 class CountedOperations(TorchDispatchMode):
-    """Elements of the results of all operations inside the context, also of those of a backward pass."""
+    """Elements of the results of all operations inside the context, a backward pass included."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ class CountedOperations(TorchDispatchMode):
 
 
 class CountedCalls(TorchFunctionMode):
-    """Elements of the results of functions of torch inside the context, also of those that give lists."""
+    """Elements of the results of functions of torch inside the context, lists of results included."""
 
     def __init__(self) -> None:
         super().__init__()

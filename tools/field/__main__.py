@@ -36,7 +36,7 @@ def _in_process(framework: str, name: str) -> list[Result]:
 
 
 def _in_child(framework: str, name: str) -> list[Result]:
-    """The results of a process of its own; one that dies has not run."""
+    """The results of a process of its own; a row whose process dies has not run."""
     with tempfile.TemporaryDirectory() as directory, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])

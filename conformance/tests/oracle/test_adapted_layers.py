@@ -1,4 +1,4 @@
-"""Layers that get an adapter: those of ``peft``'s ``all-linear``, in the toolkit and in the oracle."""
+"""Layers that get an adapter, by ``peft``'s ``all-linear``, in the toolkit and in the oracle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def adapted_by_toolkit(model: PreTrainedModel, head: Head) -> set[str]:
 
 
 def adapted_by_peft(model: PreTrainedModel, head: Head) -> set[str]:
-    """Layers of the text; ``peft`` adapts those of towers as well, and wraps parameters of routers and experts."""
+    """Layers of the text; ``peft`` adapts layers of towers as well, and wraps parameters of routers and experts."""
     names = {id(module): name for name, module in model.named_modules()}
     text = {names[id(module)] for module in text_of(model).modules()}
     task = "CAUSAL_LM" if head == "lm" else "SEQ_CLS"

@@ -63,7 +63,7 @@ class InferenceEngine:
     def __init_subclass__(cls) -> None:
         raise EngineContractError(
             f"{cls.__module__}.{cls.__qualname__} is a subclass of InferenceEngine, which is final; write an "
-            "InferenceBackend instead, see docs/engine-migration.md"
+            "InferenceBackend instead, see docs/write-an-inference-engine.md"
         )
 
     # ------------------------------------------------------------- life cycle

@@ -16,7 +16,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineBroken, EngineContractError, raise_all
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.registry.packages import refuse_packages
-from core_rl.registry.spec import MIGRATION_PAGE, EngineSpec
+from core_rl.registry.spec import CONTRACT_PAGE, EngineSpec
 
 Backend = AnyTrainBackend | InferenceBackend[Any]
 
@@ -53,7 +53,7 @@ def check_backend(spec: EngineSpec, backend: type[Any]) -> None:
     A declared capability that has protocols is implemented by a protocol. A protocol among the bases has all of its
     methods, and its capability, if any, is declared. A method of that name in any other class is a helper.
     """
-    subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({MIGRATION_PAGE})"
+    subject = f"engine {spec.name!r}: {backend.__module__}.{backend.__qualname__} ({CONTRACT_PAGE})"
     raise_all(EngineContractError, subject, _differences(spec, backend))
 
 

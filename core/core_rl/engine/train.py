@@ -57,7 +57,7 @@ class TrainEngine:
     def __init_subclass__(cls) -> None:
         raise EngineContractError(
             f"{cls.__module__}.{cls.__qualname__} subclasses TrainEngine, which is final; implement TrainBackend "
-            "(docs/engine-migration.md)"
+            "(docs/write-an-engine.md)"
         )
 
     def __init__(

@@ -12,7 +12,7 @@ from core_rl.errors import EngineBroken, EngineIncompatible, raise_all
 from core_rl.registry.objects import is_reference
 from core_rl.registry.packages import PackageVersions, wrong_packages
 
-__all__ = ["MIGRATION_PAGE", "PROTOCOL_VERSION", "EngineKind", "EngineSpec", "check_spec"]
+__all__ = ["CONTRACT_PAGE", "PROTOCOL_VERSION", "EngineKind", "EngineSpec", "check_spec"]
 
 EngineKind = Literal["train", "inference"]
 
@@ -20,8 +20,8 @@ PROTOCOL_VERSION: tuple[int, int] = (0, 2)
 """The version of the interface that this core speaks. The major number of an engine is equal; below 1.0 its minor
 number is equal as well, and from 1.0 on it is not larger."""
 
-MIGRATION_PAGE = "docs/engine-migration.md"
-"""Page with the changes between versions of the engine interface, for engine authors."""
+CONTRACT_PAGE = "docs/engine-reference.md"
+"""Page with the contract of this version of the interface, for engine authors."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -90,7 +90,7 @@ def _check_protocol(spec: EngineSpec, origin: object) -> None:
     (major, minor), (core_major, core_minor) = spec.protocol, PROTOCOL_VERSION
     if major == core_major and (minor == core_minor or (major > 0 and minor < core_minor)):
         return
-    fix = "upgrade core-rl" if spec.protocol > PROTOCOL_VERSION else f"upgrade the plugin ({MIGRATION_PAGE})"
+    fix = "upgrade core-rl" if spec.protocol > PROTOCOL_VERSION else f"upgrade the plugin ({CONTRACT_PAGE})"
     raise EngineIncompatible(
         f"{origin} was written for version {major}.{minor} of the engine interface; "
         f"this core-rl speaks {core_major}.{core_minor}; {fix}"

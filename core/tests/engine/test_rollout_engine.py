@@ -540,7 +540,7 @@ def test_destroy_ignores_unresponsive_server(backend: ToyBackend, monkeypatch: p
 def test_a_subclass_of_the_final_engine_raises() -> None:
     with pytest.raises(
         EngineContractError,
-        match=r"Mine is a subclass of InferenceEngine.*docs/engine-migration\.md",
+        match=r"Mine is a subclass of InferenceEngine.*docs/write-an-inference-engine\.md",
     ):
         type("Mine", (InferenceEngine,), {})
 

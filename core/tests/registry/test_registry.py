@@ -261,7 +261,7 @@ MAJOR, MINOR = PROTOCOL_VERSION
         ((MAJOR, MINOR + 1), "upgrade core-rl"),
         ((MAJOR + 1, 0), "upgrade core-rl"),
         ((MAJOR - 1, 9), "upgrade the plugin"),
-        ((MAJOR, MINOR - 1), r"upgrade the plugin \(docs/engine-migration.md\)"),
+        ((MAJOR, MINOR - 1), r"upgrade the plugin \(docs/engine-reference.md\)"),
     ],
 )
 def test_incompatible_protocol_is_refused_before_import(

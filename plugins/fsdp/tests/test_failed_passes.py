@@ -1,4 +1,4 @@
-"""A pass that raises leaves an engine that can be used again, or one that has failed."""
+"""A pass that raises leaves an engine that can be used again, or a failed engine."""
 
 from __future__ import annotations
 

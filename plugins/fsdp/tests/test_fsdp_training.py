@@ -75,7 +75,7 @@ def train_on_part(engine: TrainEngine, actor: PPOActorInterface, part: SequenceB
 
 
 def test_spmd_algorithm_agrees_with_driver() -> None:
-    """Whitening, its moments, importance and mismatch are those of the global batch."""
+    """Whitening, its moments, importance and mismatch belong to the global batch."""
     config = PPOActorConfig(
         advantage=ReinforcePlusPlus(), whiten_advantages=True, correction=TokenTruncated(limit=1.5)
     )

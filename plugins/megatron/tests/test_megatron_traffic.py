@@ -1,6 +1,6 @@
 """Bytes that an export of Megatron's states moves, at 8 and at 64 ranks: each byte once, to the writer alone.
 
-The boxes are those that the engine computes. A stage is built on the meta device, and all of its ranks have parameters
+The engine computes the boxes. A stage is built on the meta device, and all of its ranks have parameters
 of the same shapes.
 """
 

@@ -66,7 +66,7 @@ def _logits(oracle: Oracle, row: list[int]) -> torch.Tensor:
 
 
 def require_serves(engine: InferenceEngine, model: str) -> None:
-    """The log-probs of ``BATCH`` are those of ``model``."""
+    """The log-probs of ``BATCH`` by ``model``."""
     rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
     oracle = Oracle(Path(model))
     expected = torch.cat([_logits(oracle, row) for row in rows]).float()

@@ -97,7 +97,7 @@ sys.exit(3)
 
 
 def test_server_port_is_reserved_until_listening(tmp_path: Path) -> None:
-    """One that was only looked up was taken by a process group while the server was starting."""
+    """A port that was only looked up was taken by a process group while the server was starting."""
     (tmp_path / "listens.py").write_text(LISTENS)
     engine = build(
         tiny_model(tmp_path), python=script(tmp_path, f'exec {sys.executable} {tmp_path}/listens.py "$@"')

@@ -21,7 +21,7 @@ STAGES = (("fsdp", {"dp": 2}), ("torchtitan", {"dp": 2, "tp": 2}), ("megatron", 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_portable_checkpoint_moves_through_three_engines(kind: str, tmp_path: Path) -> None:
-    """Weights, moments and the count of steps: six steps equal those of an engine that never changed."""
+    """Weights, moments and the count of steps: six steps equal six of an engine that never changed."""
     model = {"model_type": kind, "tie_word_embeddings": kind == "qwen3"}
     with support.started(support.config("reference", model=model), "reference") as group:
         expected = [group.train_batch(support.batch(seed), LOSS, CUT) for seed in range(6)]

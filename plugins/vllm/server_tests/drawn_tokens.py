@@ -31,7 +31,7 @@ def logprobs_of(model: str, row: list[int], temperature: float = 1.0) -> torch.T
 
 
 def require_serves(engine: InferenceEngine, model: str) -> None:
-    """The log-probs of ``BATCH`` are those of ``model``."""
+    """The log-probs of ``BATCH`` by ``model``."""
     expected = []
     for row in (row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)):
         selected = logprobs_of(model, row).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
