@@ -152,7 +152,7 @@ class Recipe(Config):
         if not isinstance(values, Mapping):
             return values
         if values.get("trackio") is not None:
-            raise ValueError("unknown field 'trackio': write a callback, as docs/train-a-model.md#from-python does")
+            raise ValueError("unknown field 'trackio': write a callback, see docs/train-a-model.md")
         known = {name: value for name, value in values.items() if name != "trackio"}  # null in earlier runs
         return with_one_kind_of_reward(plain_values(known))
 
