@@ -195,7 +195,7 @@ class RayMachine:
             rank.end(End(self.lost))
 
     def _await_ends(self) -> None:
-        """Have Ray tell when ranks end, or the actor does."""
+        """Have Ray report ends of ranks, or of the actor."""
         self._actor.ends.remote().future().add_done_callback(self._take_ends)
 
     def _take_ends(self, answer: Any) -> None:
