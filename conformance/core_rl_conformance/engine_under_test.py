@@ -59,9 +59,9 @@ from core_rl_oracle.tolerance import Tolerance
 
 ONE_PASS = MicroBatchSpec(count=1)
 BUDGET = MicroBatchSpec(max_tokens=64)
+"""Several micro-batches of unequal numbers of sequences."""
 REFUSALS = (UnsupportedCapability, LayoutError)
 """The errors of an engine that does not compute a model or an option, and of degrees that do not fit."""
-"""Several micro-batches of unequal numbers of sequences."""
 ConfigT = TypeVar("ConfigT", TrainEngineConfig, InferenceEngineConfig)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,4 +1,4 @@
-"""core-rl: one interface for LLM post-training engines, and algorithms on top of it.
+"""core-rl: one interface for LLM post-training engines, and the kit to build them.
 
 What lists engines and reports errors is imported at once. The other names are imported on first use (PEP 562), so
 that ``import core_rl`` is quick and loads neither torch nor any backend.

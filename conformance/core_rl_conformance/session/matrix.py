@@ -22,7 +22,7 @@ Place = tuple[Setting, str, DType]
 FULL = 2
 """Number of layouts of a profile that share its models in each check: one and several ranks differ most."""
 OF_STATE = 2
-"""Checks that are independent of the model run on every so manieth of the layouts besides the second."""
+"""Checks that are independent of the model run on the second layout, and on one of so many others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Selection:
     seed: int = 0
     quick: bool = False
     sample_every: int = 1
-    """Above 1, each check is run on the second layout, on every so manieth of the others, and with that part of the
+    """Above 1, each check is run on the second layout, on one of so many of the others, and with that part of the
     models."""
     device: str = "cpu"
     soak_minutes: float | None = None

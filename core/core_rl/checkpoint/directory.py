@@ -21,7 +21,7 @@ from core_rl.checkpoint.manifest import (
     records_of,
     to_json,
 )
-from core_rl.distributed.agreement import agree, on_all, on_leader
+from core_rl.distributed.agreement import gather_or_raise, on_all, on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import (
     CheckpointDamaged,
@@ -56,7 +56,9 @@ def write_checkpoint(
         names = on_leader(world, lambda: file_names(staged), subject, CheckpointError)[
             world.rank :: world.size
         ]
-        shares = agree(world, lambda: records_of(staged, names, _threads(world)), subject, CheckpointError)
+        shares = gather_or_raise(
+            world, lambda: records_of(staged, names, _threads(world)), subject, CheckpointError
+        )
         records = {name: record for share in shares for name, record in share.items()}
         manifest = Manifest.of(kind, state, records)
         on_leader(world, lambda: LocalStorage(path).commit(staged, manifest), subject, CheckpointError)
@@ -103,7 +105,7 @@ def open_checkpoint(
     files, measured = on_leader(world, recorded, subject)
     on_all(world, lambda: check_visible(directory), subject)
     share = {name: files[name] for name in list(files)[world.rank :: world.size]}
-    shares = agree(world, lambda: find_damage(directory, share, measured, _threads(world)), subject)
+    shares = gather_or_raise(world, lambda: find_damage(directory, share, measured, _threads(world)), subject)
     problems = {name: problem for share in shares for name, problem in share.items()}
     raise_all(
         CheckpointDamaged,

@@ -28,7 +28,7 @@ COPY = (
 )
 """The fix for a directory without a tokenizer."""
 CONTENT = "4217"
-"""A content of messages that no template writes by itself."""
+"""Content of a message that no chat template adds by itself."""
 _Ends = tuple[frozenset[int], frozenset[int]]
 NO_ENDS: _Ends = (frozenset(), frozenset())
 NEW_PADDING = "<|pad|>"

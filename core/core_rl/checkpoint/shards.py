@@ -51,7 +51,7 @@ class _Piece:
     offsets: tuple[int, ...]
 
     def overlap(self, target: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """The part of ``wanted`` (start and stop in each dimension) that the piece covers."""
+        """The part of ``target`` (start and stop in each dimension) that the piece covers."""
         bounds = zip(target, self.offsets, self.shape, strict=True)
         return [(max(start, at), min(stop, at + size)) for (start, stop), at, size in bounds]
 

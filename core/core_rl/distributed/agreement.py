@@ -15,7 +15,7 @@ from core_rl.errors import CheckpointError, CoreRLError, raise_all
 T = TypeVar("T")
 
 
-def agree(
+def gather_or_raise(
     comm: Comm,
     compute: Callable[[], T],
     subject: str,
@@ -57,9 +57,9 @@ def on_all(
     subject: str,
     kind: type[CoreRLError] | None = None,
 ) -> T:
-    """``action()`` on every rank; returns this rank's own result, and raises as `agree` does. Collective."""
+    """``action()`` on every rank; returns this rank's own result, and raises as `gather_or_raise` does. Collective."""
     results: list[T] = []
-    agree(comm, lambda: results.append(action()), subject, kind)
+    gather_or_raise(comm, lambda: results.append(action()), subject, kind)
     return results[0]
 
 
@@ -69,7 +69,7 @@ def on_leader(
     subject: str,
     kind: type[CoreRLError] | None = None,
 ) -> T:
-    """``action()`` on rank 0 alone; every rank returns its result, or raises as `agree` does. Collective."""
+    """``action()`` on rank 0 alone; every rank returns its result, or raises as `gather_or_raise` does. Collective."""
     result = on_all(comm, lambda: action() if comm.rank == 0 else None, subject, kind)
     return comm.broadcast(cast("T", result))
 
@@ -77,7 +77,7 @@ def on_leader(
 def first_on_each_machine(comm: Comm, action: Callable[[bool], T], subject: str) -> T:
     """``action(True)`` on one rank of each machine, then ``action(False)`` on its others. Collective.
 
-    For files on the machine's disk. Returns this rank's own result, and raises as `agree` does.
+    For files on the machine's disk. Returns this rank's own result, and raises as `gather_or_raise` does.
     """
     is_first = comm.gather(node()).index(node()) == comm.rank
     result = on_all(comm, lambda: action(True) if is_first else None, subject)

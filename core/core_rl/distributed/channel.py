@@ -97,7 +97,7 @@ class Channel:
         return sizes
 
     def send_bytes(self, data: Buffer, deadline: float | None) -> None:
-        """Send ``data`` to somebody who knows its length; as `send`."""
+        """Send ``data`` without its length, which the receiver knows; as `send`."""
         self._limit(deadline)
         self._socket.sendall(data)
 

@@ -20,7 +20,7 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec, count_micro_batches, plan_micro_batches
 from core_rl.data.outputs import OutputName
-from core_rl.distributed.agreement import agree
+from core_rl.distributed.agreement import gather_or_raise
 from core_rl.engine import guards
 from core_rl.engine.modes import Modes
 from core_rl.engine.runtime import Runtime
@@ -108,7 +108,7 @@ class TrainStep:
             step = CollectStep(micro_batches, outputs, temperature, post_hook)
             with self._marking_failure(training=False):
                 self._run(micro_batches, step, "forward")
-                agree(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
+                gather_or_raise(run.world, step.raise_failure, "the pass failed", foreign=BatchError)
         collected = run.groups.model_parallel.broadcast(step.collected, run.groups.output_source)
         # This rank alone may raise here: no collective follows.
         guards.check_output_seqlens(output_seqlens, batch)
@@ -129,7 +129,7 @@ class TrainStep:
             guards.check_routing(run.spec, batch, run.model)
             return count_micro_batches(batch, spec)
 
-        count = max(agree(run.groups.data_parallel, count_here, "the batch", foreign=BatchError))
+        count = max(gather_or_raise(run.groups.data_parallel, count_here, "the batch", foreign=BatchError))
         multiple = run.backend.micro_batch_multiple
         plan = plan_micro_batches(batch, spec, -(-count // multiple) * multiple)
         return MicroBatches(batch, plan, run.device, shares)
@@ -158,7 +158,7 @@ class TrainStep:
         def weight_here() -> tuple[int, float]:
             return group.rank, sum(map(loss.weight, micro_batches.real()))
 
-        weights = dict(agree(world, weight_here, "weight_fn", foreign=LossError))
+        weights = dict(gather_or_raise(world, weight_here, "weight_fn", foreign=LossError))
         return [weights[rank] for rank in range(group.size)]
 
     def _run(self, micro_batches: MicroBatches, step: LossStep | CollectStep, mode: PassMode) -> None:
@@ -232,7 +232,7 @@ class TrainStep:
             step.raise_failure()
             return (merge_metrics(step.metrics), step.total()) if is_output_rank else None
 
-        gathered = agree(self.runtime.world, result_here, "the pass failed", foreign=LossError)
+        gathered = gather_or_raise(self.runtime.world, result_here, "the pass failed", foreign=LossError)
         answers = [answer for answer in gathered if answer is not None]
         totals = [total for _, total in answers]
         if loss.normalize_scope == "global":

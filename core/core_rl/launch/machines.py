@@ -43,7 +43,7 @@ def server_processes(
     ranks_per_server: int = 1,
     machines: Sequence[int] | None = None,
     devices: Sequence[int] | None = None,
-) -> list[ServerProcess]:
+) -> list[HostProcess]:
     """A process for each of ``servers`` servers, with ``ranks_per_server`` devices of one machine each.
 
     Servers fill one machine after the other: ``machines`` and, on each, ``devices``, as for `EngineGroup`. Nothing is
@@ -57,10 +57,10 @@ def server_processes(
             f"servers {split} of {ranks_per_server} ranks would lie on two machines each; choose a multiple of "
             f"{ranks_per_server} devices on each machine"
         )
-    return [ServerProcess(hosts, share) for share in shares]
+    return [HostProcess(hosts, share) for share in shares]
 
 
-class ServerProcess:
+class HostProcess:
     """A process on a machine, for one server; its children end with it. Any thread may call it."""
 
     def __init__(self, hosts: Hosts, slots: Sequence[Slot]) -> None:

@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 """Seconds for the other ranks to answer after a failure: they may wait for the failed rank in a collective.
 
-A rank that still imports a module has not come to any: for it they begin again."""
+A rank that still imports a module has not reached the collective: its seconds start again."""
 IMPORTING = "<frozen importlib._bootstrap>"
 """Part of a stack inside an import."""
 KEPT_BYTES = 2**20

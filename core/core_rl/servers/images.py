@@ -1,4 +1,4 @@
-"""Images of requests, as servers of one kind read them."""
+"""Images of requests, as the servers of one product read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Wire`: requests and responses as servers of one kind write them."""
+"""`Wire`: requests and responses, as the servers of one product write them."""
 
 from __future__ import annotations
 

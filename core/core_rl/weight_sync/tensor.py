@@ -78,7 +78,7 @@ class TensorUpdate:
         """Send ``stream`` to the caller of `receive`; returns on all ranks of ``comm`` when it is installed there.
 
         The rank with ``is_writer`` gets the tensors and sends them from ``device``. It meets the receiver first, while
-        the others wait for it on the CPU: in a collective of an accelerator, they would be taken for hanging. Where
+        the others wait for it on the CPU: in a collective of an accelerator, their watchdog would end them. Where
         that fails, no rank begins the stream; a stream that has begun is consumed to its end, also after an error.
         Raises one `WeightsError` on all ranks if one fails.
 

@@ -9,7 +9,7 @@ import pytest
 from checkpoint_support import on_ranks
 
 from core_rl.distributed import agreement
-from core_rl.distributed.agreement import agree, first_on_each_machine, on_all, on_leader
+from core_rl.distributed.agreement import first_on_each_machine, gather_or_raise, on_all, on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import BatchError, CheckpointError, LossError
 
@@ -28,12 +28,12 @@ def failing(error: Exception, *ranks: int) -> Callable[[Comm], Callable[[], int]
 
 def test_results_of_all_ranks() -> None:
     whole = failing(KeyError())
-    assert on_ranks(3, lambda comm: agree(comm, whole(comm), "a step")) == [[0, 10, 20]] * 3
+    assert on_ranks(3, lambda comm: gather_or_raise(comm, whole(comm), "a step")) == [[0, 10, 20]] * 3
     assert on_ranks(3, lambda comm: on_all(comm, whole(comm), "a step")) == [0, 10, 20]
     assert on_ranks(3, lambda comm: on_leader(comm, whole(comm), "a step")) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("together", [agree, on_all])
+@pytest.mark.parametrize("together", [gather_or_raise, on_all])
 @pytest.mark.parametrize(
     ("error", "settings", "kind", "reason"),
     [
@@ -55,9 +55,9 @@ def test_rank_error_is_raised_on_all_ranks(
 
 def test_foreign_exception_takes_given_kind() -> None:
     with pytest.raises(LossError, match="^a step: ValueError: odd$"):
-        agree(Comm(), failing(ValueError("odd"), 0)(Comm()), "a step", foreign=LossError)
+        gather_or_raise(Comm(), failing(ValueError("odd"), 0)(Comm()), "a step", foreign=LossError)
     with pytest.raises(BatchError):
-        agree(Comm(), failing(BatchError("too long"), 0)(Comm()), "a step", foreign=LossError)
+        gather_or_raise(Comm(), failing(BatchError("too long"), 0)(Comm()), "a step", foreign=LossError)
 
 
 def test_leader_error_is_raised_on_all_ranks() -> None:

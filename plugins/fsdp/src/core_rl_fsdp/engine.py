@@ -80,7 +80,7 @@ class SideCopies:
             stream.wait_stream(module.current_stream(device))
             with module.stream(stream):
                 values.copy_(tensor.detach(), non_blocking=True)
-            tensor.record_stream(stream)  # or its memory were another tensor's before it is read
+            tensor.record_stream(stream)  # its memory is not reused before it is read
         self._last = HostCopy(values, device, self._last)
         return self._last
 

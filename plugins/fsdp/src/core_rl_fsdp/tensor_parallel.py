@@ -60,7 +60,7 @@ def check_tensor_parallel(model: PreTrainedModel, degree: int) -> None:
 def check_sequence_parallel(model: PreTrainedModel) -> None:
     """Raise `LayoutError` where the plan leaves attention layers whole: each rank would attend to its tokens alone.
 
-    And for a vision-language model.
+    Raises it for a vision-language model as well.
     """
     if is_vision_model(model):
         raise LayoutError(
