@@ -69,6 +69,11 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise ConfigError(
             "split_special_tokens in tokenizer_config.json spells special tokens as letters; set it to false"
         )
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if rate := getattr(model, "dropout", None):
+        raise ConfigError(
+            f"dropout = {rate} in tokenizer.json gives a text other ids each time; set it to null"
+        )
     return tokenizer
 
 

@@ -328,6 +328,7 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),
     (PREFERENCES, {"conversation": [U1], **PAIR}, "data.columns.prompt=conversation"),
     (PREFERENCES, {"prompt": "P", "chosen": "A", "rejected": "B", "margin": 1.5}, "'margin' .1.5.: no loss"),
+    (PREFERENCES, {"prompt": "P", **PAIR, "rejected_images": ["r.png"]}, "'rejected_images' .*both sides"),
     (PROMPTS, {"prompt": "P", "_row": 3}, "'_row', which is a field of the trainer"),
     (PROMPTS, {"prompt": "P", "prompt_ids": [3]}, "'prompt_ids', which is a field of the trainer"),
     (DEMONSTRATIONS, ALPACA | {"label": False}, "'label' of true or false"),

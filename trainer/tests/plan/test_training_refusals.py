@@ -119,6 +119,35 @@ def test_wrong_model_files_are_refused(
         dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
 
 
+def test_random_merges_of_tokenizer_are_refused(start: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    _link(start, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    symbols = {"\u2581": 0, "a": 1, "b": 2, "ab": 3, "</s>": 4}
+    tokenizer["model"] = {"type": "BPE", "dropout": 0.5, "vocab": symbols, "merges": [["a", "b"]]}
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"dropout = 0\.5 in tokenizer\.json"):
+        load_tokenizer(str(model))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [("text, sample", False), ("*args", False), ("text", True), ("source, text, truth, extra=None", True)],
+)
+def test_reward_of_other_arguments_is_refused(
+    start: Path, tmp_path: Path, arguments: str, refused: bool
+) -> None:
+    (tmp_path / "score.py").write_text(f"def score({arguments}):\n    return 1.0\n")
+    values = support.recipe_values(start, tmp_path / "out", reward=f"{tmp_path / 'score.py'}:score")
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    if not refused:
+        dry_run(recipe)
+        return
+    with pytest.raises(ConfigError, match="a reward is called with the text of a completion and its sample"):
+        dry_run(recipe)
+
+
 def test_token_ids_beyond_the_vocabulary(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(start, tmp_path / "out")
     values["rollout"] |= {"stop_token_ids": [2, 99], "logit_bias": {15: 1.0}, "off_distribution": "warn"}

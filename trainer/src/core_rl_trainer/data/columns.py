@@ -49,6 +49,7 @@ REFUSED: Mapping[str, tuple[object, str]] = {
     "functions": (None, "write data.columns.tools=functions where they are tools, or remove the column"),
     "margin": (0, "no loss reads a margin; remove the column"),
     "kto_tag": (None, UNPAIRED_FIX),
+    "rejected_images": (None, "both sides of a pair have the images of 'images'; remove the column"),
 }
 """Columns with a meaning in other systems that nothing here has: the value without an effect, and the remedy."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from core_rl.distributed.loop_thread import LoopThread
-from core_rl.errors import RolloutError
+from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
 from core_rl_trainer.rewards.calls import call_on_loop, call_user, name_of
@@ -60,7 +61,21 @@ def load_user_code(
 
 
 def _loaded(field: str, name: str, batched: bool) -> Callable[..., Any]:
-    return HttpReward(name, batched) if is_url(name) else load_callable(field, name)
+    if is_url(name):
+        return HttpReward(name, batched)
+    function: Callable[..., Any] = load_callable(field, name)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        return function
+    try:
+        signature.bind("", {})
+    except TypeError as error:
+        raise ConfigError(
+            f"{field} = {name!r} takes {signature}: {error}; a reward is called with the text of a completion and its "
+            "sample, so wrap it in a function of these two"
+        ) from error
+    return function
 
 
 def _optional(field: str, name: str | None) -> Any:
