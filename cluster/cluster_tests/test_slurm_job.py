@@ -30,6 +30,7 @@ def job_script() -> str:
 def test_the_job_script_of_the_page_trains(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("ray")
     changes = {"engine": "fsdp", "engines": {"fsdp": {"layout": {"dp": 2}}}, "steps": 2}
     train(runs.supervised_values(start, tmp_path / "one", "sft", **changes), console=Console(quiet=True))
     many = tmp_path / "many"
