@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,9 @@ class ShiftedRollout(ReferenceRolloutBackend):
 
 
 @pytest.fixture(scope="module")
-def start(start: Path) -> Path:
-    register_engine(stepwise_rollout.SPEC)
-    return start
+def start(start: Path) -> Iterator[Path]:
+    with register_engine(stepwise_rollout.SPEC):  # a worker may begin with this module twice
+        yield start
 
 
 @pytest.fixture
