@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from core_rl.config.layout import ParallelLayout
+from core_rl.errors import LayoutError
+
 
 class InPlaceReduceScatter(ReduceScatter):
     """Gives FSDP the same memory for the sum of gradients as for the gradients of the one rank that there is.
@@ -84,3 +87,18 @@ def reset_pass(root: FSDPModule) -> None:
             unsharded: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
             if unsharded is not None:
                 unsharded.grad = None
+
+
+def check_copies(layout: ParallelLayout, replicas: int) -> None:
+    """Raise `LayoutError` where ``layout`` has no room for ``replicas`` copies of the weights."""
+    if layout.dp % replicas:
+        raise LayoutError(
+            f"options.replicas={replicas} must divide dp={layout.dp}: each copy of the weights is sharded over "
+            "dp / replicas ranks; change either"
+        )
+    ranks = layout.dp // replicas * layout.cp
+    if ranks % layout.ep:
+        raise LayoutError(
+            f"ep={layout.ep} must divide dp / replicas * cp = {ranks}: experts are spread over the ranks that share "
+            "one copy of the weights; change either"
+        )

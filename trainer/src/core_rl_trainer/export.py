@@ -25,7 +25,6 @@ from core_rl_trainer.recipe.recipe import Recipe, with_local_models
 from core_rl_trainer.run.cluster import open_cluster, require_shared
 from core_rl_trainer.run.engines import open_trainers
 from core_rl_trainer.run.parts import readable_part
-from core_rl_trainer.run.resources import machine_request
 
 __all__ = ["ExportFormat", "export_checkpoint"]
 
@@ -66,8 +65,7 @@ def export_checkpoint(
         engine = EnginePlan(spec=spec, config=weights, slots=slots)
         save = interface.save if kind == "hf" else interface.save_adapter
         output.parent.mkdir(parents=True, exist_ok=True)
-        request = machine_request({"actor": engine}, recipe.cluster.scheduling, recipe.device)
-        with open_cluster(recipe.cluster, request) as hosts:
+        with open_cluster(recipe.cluster, {"actor": engine}, recipe.device) as hosts:
             require_shared(hosts, "--output", output.parent, engine.machines)
             with _loaded_engine(engine, checkpoint, recipe.timeouts.call_s, hosts) as group:
                 save(group, str(output), tokenizer_path=recipe.model.path)

@@ -21,10 +21,9 @@ from core_rl_trainer.plan.slots import sender_slot
 from core_rl_trainer.recipe.cluster import ClusterSection
 from core_rl_trainer.run import cluster
 from core_rl_trainer.run.cluster import check_machines, cluster_hosts, missing_paths, open_cluster
-from core_rl_trainer.run.resources import MachineRequest
 
 RAY = {"type": "ray", "machines": 2, "ranks_per_machine": 2}
-REQUEST = MachineRequest(resources={"CPU": 3}, env={"A": "b"})
+SCHEDULING = {"cpu": 3, "env": {"A": "b"}}
 
 
 def section(**values: Any) -> ClusterSection:
@@ -33,9 +32,11 @@ def section(**values: Any) -> ClusterSection:
 
 def test_a_section_makes_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    assert isinstance(cluster_hosts(section(), REQUEST), LocalHosts)
+    assert isinstance(cluster_hosts(section(), {}, "cpu"), LocalHosts)
     monkeypatch.setenv("FLAG", "1")
-    hosts = cluster_hosts(section(**RAY, wait_s=5.0, lease_s=7.0, environment=["FLAG"]), REQUEST)
+    hosts = cluster_hosts(
+        section(**RAY, wait_s=5.0, lease_s=7.0, environment=["FLAG"], scheduling=SCHEDULING), {}, "cpu"
+    )
     assert isinstance(hosts, RayHosts)
     assert (hosts.machines, hosts.ranks_per_machine, hosts.wait_s, hosts.lease_s) == (2, 2, 5.0, 7.0)
     assert (hosts.resources, hosts.environment, hosts.address) == (
@@ -45,11 +46,11 @@ def test_a_section_makes_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.delenv("FLAG")
     with pytest.raises(ConfigError, match=r"cluster.environment = \['FLAG'\]: not set on this machine"):
-        cluster_hosts(section(**RAY, environment=["FLAG"]), REQUEST)
+        cluster_hosts(section(**RAY, environment=["FLAG"]), {}, "cpu")
 
 
 def test_a_function_runs_on_each_machine() -> None:
-    with open_cluster(section(), REQUEST) as hosts:
+    with open_cluster(section(), {}, "cpu") as hosts:
         missing = call_on_machines(hosts, [0], missing_paths, [os.devnull, "/nowhere"])
     assert missing == {0: (os.uname().nodename, ["/nowhere"])}
 

@@ -26,7 +26,7 @@ from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_pa
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
 from core_rl.toolkit.experts import check_expert_parallel
-from core_rl.toolkit.fully_sharded import reset_pass, reshard
+from core_rl.toolkit.fully_sharded import check_copies, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
@@ -34,7 +34,7 @@ from core_rl.toolkit.meta_build import build_on_meta, model_on_meta
 from core_rl.toolkit.packed import PackedModel
 from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl_fsdp.config import FSDPConfig
-from core_rl_fsdp.meshes import Meshes, check_copies
+from core_rl_fsdp.meshes import Meshes
 from core_rl_fsdp.sharding import apply_expert_parallel, shard_modules
 from core_rl_fsdp.tensor_parallel import apply_tensor_parallel, check_sequence_parallel, check_tensor_parallel
 

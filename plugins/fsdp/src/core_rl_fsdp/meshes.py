@@ -18,25 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.errors import LayoutError
+from core_rl.toolkit.fully_sharded import check_copies
 from core_rl.toolkit.parallel_context import ModelShards
 
 REPLICATE, SHARD, TENSOR, EXPERT = "replicate", "shard", "tensor", "expert"
-
-
-def check_copies(layout: ParallelLayout, replicas: int) -> None:
-    """Raise `LayoutError` where ``layout`` has no room for ``replicas`` copies of the weights."""
-    if layout.dp % replicas:
-        raise LayoutError(
-            f"options.replicas={replicas} must divide dp={layout.dp}: each copy of the weights is sharded over "
-            "dp / replicas ranks; change either"
-        )
-    ranks = layout.dp // replicas * layout.cp
-    if ranks % layout.ep:
-        raise LayoutError(
-            f"ep={layout.ep} must divide dp / replicas * cp = {ranks}: experts are spread over the ranks that share "
-            "one copy of the weights; change either"
-        )
 
 
 @dataclass(eq=False)

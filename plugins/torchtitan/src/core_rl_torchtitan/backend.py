@@ -26,9 +26,9 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.comm import Comm, RankGroups
-from core_rl.errors import ConfigError, LayoutError, UnsupportedCapability
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.cuda import require_device_memory
-from core_rl.toolkit.fully_sharded import add_up_gradients, reset_pass, reshard
+from core_rl.toolkit.fully_sharded import add_up_gradients, check_copies, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend
 from core_rl.toolkit.hf_state import checkpoint_layout, fill, planned_model
 from core_rl.toolkit.parallel_context import ModelShards
@@ -51,21 +51,6 @@ def device_type(name: str) -> Iterator[None]:
         yield
     finally:
         parallel_dims.device_type = decided
-
-
-def check_copies(layout: ParallelLayout, replicas: int) -> None:
-    """Raise `LayoutError` where ``layout`` has no room for ``replicas`` copies of the weights."""
-    if layout.dp % replicas:
-        raise LayoutError(
-            f"options.replicas={replicas} must divide dp={layout.dp}: each copy of the weights is sharded over "
-            "dp / replicas ranks; change either"
-        )
-    ranks = layout.dp // replicas * layout.cp
-    if ranks % layout.ep:
-        raise LayoutError(
-            f"ep={layout.ep} must divide dp / replicas * cp = {ranks}: experts are spread over the ranks that share "
-            "one copy of the weights; change either"
-        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,29 +9,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.engine import EngineConfig, TrainEngineConfig
 from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.plan.run_plan import EnginePlan
 from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.run.resources import MachineRequest
+from core_rl_trainer.run.resources import Device, machine_request
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 
 @contextmanager
-def open_cluster(section: ClusterSection, request: MachineRequest) -> Iterator[Hosts]:
-    """The machines of ``section``; raises `ClusterError` unless all come. They are released on the way out."""
-    with closing(cluster_hosts(section, request)) as hosts:
+def open_cluster(
+    section: ClusterSection, engines: Mapping[str, EnginePlan[EngineConfig]], device: Device
+) -> Iterator[Hosts]:
+    """The machines of ``section`` for ``engines``, by role; raises `ClusterError` unless all come.
+
+    They are released on the way out.
+    """
+    with closing(cluster_hosts(section, engines, device)) as hosts:
         hosts.open()
         yield hosts
 
 
-def cluster_hosts(section: ClusterSection, request: MachineRequest) -> Hosts:
+def cluster_hosts(
+    section: ClusterSection, engines: Mapping[str, EnginePlan[EngineConfig]], device: Device
+) -> Hosts:
     """The hosts that ``section`` describes; nothing is started. Raises `ConfigError`."""
     if section.is_local:
         return LocalHosts()
+    request = machine_request(engines, section.scheduling, device)
     if missing := [name for name in section.environment if name not in os.environ]:
         raise ConfigError(
             f"cluster.environment = {missing}: not set on this machine; set them, or leave them out"

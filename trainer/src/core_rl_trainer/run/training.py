@@ -31,7 +31,6 @@ from core_rl_trainer.run.loop import RunLoop
 from core_rl_trainer.run.online import OnlineLearner, open_online
 from core_rl_trainer.run.parts import has_portable, readable_part
 from core_rl_trainer.run.records import RunRecords
-from core_rl_trainer.run.resources import machine_request
 from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.source import failures_with_hint
@@ -154,11 +153,10 @@ def _train_with_restarts(
     """The result of `_train`, which begins again after a loss of ranks, as often as ``cluster.restarts`` allows."""
     restarts = Restarts(plan.cluster, directory, console)
     placed = plan.engines if plan.serves_on_machines else plan.trainers
-    request = machine_request(placed, plan.cluster.scheduling, plan.recipe.device)
     while True:
         opened = False
         try:
-            with open_cluster(plan.cluster, request) as hosts:
+            with open_cluster(plan.cluster, placed, plan.recipe.device) as hosts:
                 opened = True
                 by_memory = plan.rollout is not None and plan.recipe.rollout.sync == "tensor"
                 sender = sender_slot(plan.trainers["actor"]).machine if by_memory else None
