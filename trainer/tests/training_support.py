@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.config import DataSource
-from core_rl_trainer.data.datasets import ExampleDataset
+from core_rl_trainer.data.datasets import SampleDataset, encode_examples
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.plan.identity import RunIdentity
@@ -56,10 +56,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def read_dataset(
     kind: ExampleKind, path: Path, tokenizer: Any, limit: int | None = None, drop: bool = False
-) -> ExampleDataset:
+) -> SampleDataset:
     """The encoded examples of a file."""
     source = open_source(DataSource(path=str(path)))
-    return ExampleDataset(source, kind, chat_format(tokenizer), drop, limit)
+    return SampleDataset([encode_examples(source, kind, chat_format(tokenizer), drop, limit)])
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:

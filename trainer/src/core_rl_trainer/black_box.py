@@ -38,7 +38,7 @@ from core_rl_trainer.algorithms.fields import (
     REWARDS,
 )
 from core_rl_trainer.algorithms.interface import ModelInterface, make_interface
-from core_rl_trainer.data.order import ShuffledOrder
+from core_rl_trainer.data.datasets import ShuffledOrder
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.plan.build import with_temperature
 from core_rl_trainer.recipe.recipe import Recipe

@@ -20,10 +20,9 @@ from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.data.columns import mapped
 from core_rl_trainer.data.config import DataSection, DataSource
-from core_rl_trainer.data.datasets import SampleDataset
+from core_rl_trainer.data.datasets import MixedOrder, SampleDataset, ShuffledOrder
 from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.order import MixedOrder, ShuffledOrder
 from core_rl_trainer.data.sources import data_files, is_missing, open_source
 from core_rl_trainer.data.summary import summarize_data
 from core_rl_trainer.data.training_data import TrainingData, load_training_data
@@ -579,13 +578,13 @@ def test_unusable_rows_are_named_or_dropped(
     with pytest.raises(BatchError, match=rf"line {place + 1}.* {reason}.*data\.unusable=drop"):
         load_with("error", lines)
     train = load_with("drop", lines)
-    assert (len(train), train.left_out) == (4, 1)
+    assert (len(train), train.parts[0].left_out) == (4, 1)
     assert re.search(rf"1 of 5 .* line {place + 1}.* {reason}", caplog.text)
     rows = [number for number in range(5) if number != place]
     assert [train.row_of(index) for index in range(4)] == [(0, number) for number in rows]
     assert [train.index_of(0, number) for number in rows] == list(range(4))
     caplog.clear()
-    assert load_with("drop", [damaged, *lines, *[damaged] * 4]).left_out == 6
+    assert load_with("drop", [damaged, *lines, *[damaged] * 4]).parts[0].left_out == 6
     names = [f"line {number}" for number in sorted({1, place + 2, 7, 8})[:3]]
     assert re.search("6 of 10 .*: .*" + ".*; .*".join(names) + ".*; and 3 more", caplog.text)
     for lines in ([damaged], [damaged] * 3):

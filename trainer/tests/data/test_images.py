@@ -79,7 +79,7 @@ def load_path(
     "row",
     [
         {"prompt": "<image>?", "images": ["red.png"]},
-        {"prompt": "<image>?", "images": "red.png"},
+        {"prompt": "<image>?", "images": "red.png", "chosen": "s", "sequences": [3]},
         {"prompt": [{"role": "user", "content": "<image>?"}], "images": ["red.png"]},
         {
             "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],

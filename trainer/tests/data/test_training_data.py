@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from core_rl.errors import BatchError, CheckpointMismatch
 from core_rl_trainer.data.batches import NumberedBatches, row_of
-from core_rl_trainer.data.datasets import ExampleDataset, SampleDataset
+from core_rl_trainer.data.datasets import MixedOrder, Order, SampleDataset, ShuffledOrder
 from core_rl_trainer.data.encoding import encode_prompt
 from core_rl_trainer.data.kinds import PROMPTS
-from core_rl_trainer.data.order import MixedOrder, Order, ShuffledOrder
 from core_rl_trainer.data.plain import NUMBER
 
 
@@ -28,7 +27,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, tokenizer: Any) -> ExampleDataset:
+def dataset(tmp_path: Path, tokenizer: Any) -> SampleDataset:
     rows = [{"prompt": f"{n}=", "answer": n} for n in range(10)]
     support.write_jsonl(tmp_path / "data.jsonl", rows)
     return support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
@@ -87,7 +86,7 @@ def test_a_tokenizer_without_bos_adds_none() -> None:
     assert tokenizer.decode(encode_prompt(support.chat_format(tokenizer), "1+2=")) == "1+2="
 
 
-def test_samples_keep_fields_of_their_line(dataset: ExampleDataset) -> None:
+def test_samples_keep_fields_of_their_line(dataset: SampleDataset) -> None:
     assert dataset[3]["answer"] == 3
     assert dataset[3]["prompt_ids"][0] == support.BOS
     assert len(dataset) == 10
@@ -122,7 +121,7 @@ def test_each_pass_shuffles_every_sample_again() -> None:
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2, 3, 7])
-def test_batches_resume_at_their_position(dataset: ExampleDataset, drawn: int) -> None:
+def test_batches_resume_at_their_position(dataset: SampleDataset, drawn: int) -> None:
     batches, resumed = (NumberedBatches(dataset, batch_size=4, seed=1) for _ in range(2))
     for _ in range(drawn):
         next(batches)
@@ -149,18 +148,18 @@ def test_named_rows_restore_samples(
         assert again == sample and str(again["answer"]) == str(sample["answer"])
 
 
-def test_whole_samples_of_earlier_checkpoints_are_taken(dataset: ExampleDataset) -> None:
+def test_whole_samples_of_earlier_checkpoints_are_taken(dataset: SampleDataset) -> None:
     sample = {"prompt": "1=", "source": "web", NUMBER: 3}
     assert NumberedBatches(dataset, 2, seed=0).sample_at(row_of(sample)) == sample
 
 
-def test_other_number_of_samples_is_refused(dataset: ExampleDataset) -> None:
+def test_other_number_of_samples_is_refused(dataset: SampleDataset) -> None:
     batches = NumberedBatches(dataset, 2, seed=0)
     with pytest.raises(CheckpointMismatch, match=r"had \[9\] samples .* and have \[10\] now"):
         batches.load_state_dict({**batches.state_dict(), "samples": [9]})
 
 
-def test_each_pass_draws_every_sample(dataset: ExampleDataset) -> None:
+def test_each_pass_draws_every_sample(dataset: SampleDataset) -> None:
     batches = NumberedBatches(dataset, batch_size=4, seed=1)
     counts = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
     assert counts == dict.fromkeys(range(10), 2)

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.errors import RolloutError
-from core_rl_trainer.data.json_text import WrittenFloat
-from core_rl_trainer.data.plain import json_text
+from core_rl_trainer.data.plain import WrittenFloat, json_text
 from core_rl_trainer.rewards.functions import as_reward
 from core_rl_trainer.rewards.text import integer_match, text_match
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.encoding import CHAT_FIELDS
 from core_rl_trainer.data.examples import Example, Examples, answer_text
-from core_rl_trainer.data.json_text import CHAT, parsed_chats
 from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.messages import EMPTY, MESSAGE_FIELDS, shortened
+from core_rl_trainer.data.plain import CHAT, parsed_chats
 from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_implicit_prompt
 
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -58,37 +57,25 @@ def mapped(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) ->
     """``examples`` in the fields of ``kind``; each row is converted from the format that it has.
 
     Text prompts are turns of the user where any row of the source has a column of `CONTEXT` or `CHAT_FIELDS`. Raises
-    `ConfigError` and `BatchError` when columns are missing that no row has.
+    `ConfigError` for mapped columns that no row has.
     """
-    chats = any(_has_context(example, columns) for _, example in _readable(examples))
+    chats = any(_has_context(row.example, columns) for row in examples.readable())
+    formats: list[str | None] = []
 
-    def convert(index: int) -> tuple[Example, str | None]:
-        example = examples[index]
-        try:
-            return _converted(_renamed(example, columns, kind), kind, chats)
-        except BatchError as error:
-            raise BatchError(f"{examples.label(index)} {error}") from error
+    def convert(example: Example) -> Example:
+        fields, name = _converted(_renamed(example, columns, kind), kind, chats)
+        formats.append(name)
+        return fields
 
-    converted = replace(examples, read=lambda index: convert(index)[0])
+    converted = replace(examples, rows=[row.converted(convert) for row in examples.rows])
     _check_columns(examples, columns, kind)
-    _check_fields(examples, converted, columns, kind)
-    with suppress(BatchError, IndexError):  # the first row is damaged, or there is none
-        return replace(converted, format=convert(0)[1])
-    return converted
-
-
-def _readable(examples: Examples) -> Iterator[tuple[int, Example]]:
-    for index in range(len(examples)):
-        with suppress(BatchError):  # it is named with all damaged ones
-            yield index, examples[index]
+    return replace(converted, format=formats[0] if formats else None)
 
 
 def _has_context(example: Example, columns: Mapping[str, str]) -> bool:
-    for name in (*CONTEXT, *CHAT_FIELDS):
-        with suppress(KeyError):
-            if _value(example, columns.get(name, name)) not in (*EMPTY, "[]", "{}", "null"):
-                return True
-    return False
+    empty = (*EMPTY, "[]", "{}", "null")
+    sources = (columns.get(name, name) for name in (*CONTEXT, *CHAT_FIELDS))
+    return any(_value(example, column) not in empty for column in sources if _has(example, column))
 
 
 def unused_columns(
@@ -148,20 +135,20 @@ def _value(example: Example, column: str) -> Any:
     return value
 
 
+def _has(example: Example, column: str) -> bool:
+    try:
+        _value(example, column)
+    except KeyError:
+        return False
+    return True
+
+
 def _check_columns(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> None:
     """Raise `ConfigError` for mapped columns that no row has."""
-    for name, column in columns.items():
-        first: Example | None = None
-        for _, example in _readable(examples):
-            try:
-                _value(example, column)
-            except KeyError:
-                first = first or example
-            else:
-                break
-        else:
-            if first is None:
-                return
+    rows = examples.readable()
+    first = next((row.example for row in rows if row.example), Example())
+    for name, column in columns.items() if rows else ():
+        if not any(_has(row.example, column) for row in rows):
             fix = "Name one of them"
             if name in first:
                 turned = f"Write data.columns.{column}={name}"
@@ -172,31 +159,30 @@ def _check_columns(examples: Examples, columns: Mapping[str, str], kind: Example
             )
 
 
-def _check_fields(
+def check_fields(
     examples: Examples, converted: Examples, taken: Mapping[str, str], kind: ExampleKind
 ) -> None:
     """Raise `BatchError` with the settings that name columns, where no row has the needed ones."""
-    first: tuple[int, Example] | None = None
-    for index, example in _readable(converted):
-        if kind.check(example) is None or not _lacks(example, "messages"):
-            return
-        first = first or (index, example)
-    if first is None:
+    rows = converted.readable()
+    if not rows or any(
+        kind.check(row.example) is None or not _lacks(row.example, "messages") for row in rows
+    ):
         return
-    index, example = first
-    columns = examples[index]
-    chat = next((name for name in SYNONYMS["messages"] if _is_chat(columns.get(name))), None)
-    missing = [name for name in kind.fields if _lacks(example, name)]
+    row, *_ = rows
+    missing = [name for name in kind.fields if _lacks(row.example, name)]
+    if not missing:
+        return
+    columns = examples.rows[row.number].example
     settings = [f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing]
+    chat = next((name for name in SYNONYMS["messages"] if _is_chat(columns.get(name))), None)
     if chat is not None and kind.name == "demonstrations":
         settings = [f"data.columns.messages={chat}"]
     if "system" not in taken and _lacks(columns, "system") and (system := _similar("system", columns)):
         settings.append(f"data.columns.system={system}")
-    if missing:
-        raise BatchError(
-            f"{examples.origin}: {examples.label(index)} {kind.check(example)}. Needed: {kind.needs}. Its columns are "
-            f"{_names(columns)}; name those to take: {' '.join(settings)}"
-        )
+    raise BatchError(
+        f"{examples.origin}: {row.label} {kind.check(row.example)}. Needed: {kind.needs}. Its columns are "
+        f"{_names(columns)}; name those to take: {' '.join(settings)}"
+    )
 
 
 def _similar(name: str, columns: Example) -> str | None:

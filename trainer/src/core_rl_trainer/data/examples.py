@@ -3,65 +3,87 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from core_rl.errors import BatchError
 from core_rl_trainer.data.messages import EMPTY, is_blank, message_problem, shortened
 
+_Raw = TypeVar("_Raw")
 Example = dict[str, Any]
 ExampleCheck = Callable[[Example], str | None]
 """Returns the problem of an example, or None."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A row of a source: an example, or the reason why there is none."""
+
+    label: str
+    """Its name in messages, such as ``line 3``."""
+    number: int
+    """Its number in the source, from 0."""
+    example: Example = field(default_factory=dict)
+    problem: str | None = None
+    """The reason, as a phrase without a subject."""
+
+    def read(self) -> Example:
+        """The example. Raises `BatchError` with the label where there is none."""
+        if self.problem is not None:
+            raise BatchError(f"{self.label} {self.problem}")
+        return self.example
+
+    def converted(self, convert: Callable[[Example], Example]) -> Row:
+        """The row with the result of ``convert``, or with the message of its `BatchError`."""
+        if self.problem is not None:
+            return self
+        try:
+            return replace(self, example=convert(self.example))
+        except BatchError as error:
+            return replace(self, example={}, problem=str(error))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Examples of one source, by number; they need not be in memory."""
+    """The rows of one source, in memory."""
 
     origin: str
     """The name of the source, in messages."""
-    count: int
-    """The number of examples."""
-    read: Callable[[int], Example]
-    """Returns one example. Raises `BatchError` that names it when it is damaged."""
-    label: Callable[[int], str]
-    """Returns the name of an example, in messages."""
-    row: Callable[[int], int] = lambda index: index
-    """Returns the number of an example in its source."""
+    rows: Sequence[Row]
     format: str | None = None
     """The name of another system's format, where the examples have it."""
-    digest: Callable[[], str] | None = None
-    """Returns the sha256 of all rows of the Hub; None where files have digests."""
+    digest: str | None = None
+    """The sha256 of all rows of the Hub; None where files have digests."""
+
+    @staticmethod
+    def parsed(origin: str, raw: Iterable[tuple[str, _Raw]], parse: Callable[[_Raw], Example]) -> Examples:
+        """The rows that ``parse`` makes of ``raw``, each with its label."""
+        rows = []
+        for number, (label, content) in enumerate(raw):
+            try:
+                rows.append(Row(label=label, number=number, example=parse(content)))
+            except BatchError as error:
+                rows.append(Row(label=label, number=number, problem=str(error)))
+        return Examples(origin=origin, rows=rows)
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Example:
-        return self.read(index)
+        return self.rows[index].read()
+
+    def readable(self) -> list[Row]:
+        """The rows that have an example."""
+        return [row for row in self.rows if row.problem is None]
 
 
 def joined(origin: str, parts: Sequence[Examples]) -> Examples:
     """The concatenated examples of all ``parts``, such as the files of a directory."""
-    ends = list(accumulate(map(len, parts)))
-
-    def read(index: int) -> Example:
-        part, number = place_in_parts(ends, index)
-        return parts[part][number]
-
-    def label(index: int) -> str:
-        part, number = place_in_parts(ends, index)
-        return f"{Path(parts[part].origin).name}: {parts[part].label(number)}"
-
-    return Examples(origin=origin, count=ends[-1] if ends else 0, read=read, label=label)
-
-
-def place_in_parts(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """The part that has ``index``, and its index there; ``ends`` are the total sizes up to each part."""
-    part = bisect_right(ends, index)
-    return part, index - (ends[part - 1] if part else 0)
+    labelled = [(f"{Path(part.origin).name}: {row.label}", row) for part in parts for row in part.rows]
+    rows = [replace(row, label=label, number=number) for number, (label, row) in enumerate(labelled)]
+    return Examples(origin=origin, rows=rows)
 
 
 # ---------------------------------------------------------------------- checks

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mimetypes
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 from core_rl.errors import BatchError
 from core_rl_trainer.data.examples import Example, Examples
 from core_rl_trainer.data.image_files import BASE64, KEYS, UNREAD_FIX, ImageName, image_name, unread_key
-from core_rl_trainer.data.json_text import parse_json
 from core_rl_trainer.data.kinds import IMAGES
+from core_rl_trainer.data.plain import parse_json
 
 COLUMNS = (IMAGES, "image")
 """Fields of an example with its images; an example has either."""
@@ -28,60 +29,44 @@ OBJECTS = re.compile(r"""\s*(\[\s*["'{\]]|\{\s*["'}])""")
 
 def located(examples: Examples, directory: Path | None) -> Examples:
     """``examples`` whose images are `ImageName`s, with paths that are relative to ``directory``, if any."""
-
-    def read(index: int) -> Example:
-        example = examples[index]
-        try:
-            return with_image_names(example, directory, examples.label(index))
-        except BatchError as error:
-            raise BatchError(f"{examples.label(index)}: {error}") from error
-
-    return replace(examples, read=read)
+    rows = [row.converted(partial(_with_image_names, directory, row.label)) for row in examples.rows]
+    return replace(examples, rows=rows)
 
 
-def with_image_names(example: Example, directory: Path | None = Path(), label: str = "") -> Example:
+def _with_image_names(directory: Path | None, label: str, example: Example) -> Example:
     """``example`` with an `ImageName` for each image, in columns and in parts of messages."""
-    naming = _Naming(directory, label)
+    numbers = count(1)
+
+    def image(name: str, value: object) -> ImageName:
+        number = next(numbers)
+        return image_name(value, f"image {number} in {name!r}", f"{label}, image {number}", directory)
+
+    def part(name: str, value: Any) -> Any:
+        if not is_image(value):
+            return value
+        if (unread := unread_key(value)) is not None:
+            raise BatchError(f"has an image with {unread!r} in {name!r}, which is not read; {UNREAD_FIX}")
+        formed = {"type": "image", "index": value.get("index")}
+        return {**formed, "image": image(name, value)} if any(value.get(key) for key in KEYS) else formed
+
     named = dict(example)
     columns = {name: images for name in COLUMNS if (images := _listed(name, named.pop(name, None)))}
     if len(columns) > 1:
         raise BatchError(f"has {' and '.join(map(repr, COLUMNS))}; remove either column")
     for name, values in columns.items():
-        named[IMAGES] = [naming.name(name, value) for value in values]
+        named[IMAGES] = [image(name, value) for value in values]
     for name in CHATS:
         if isinstance(example.get(name), list):
-            named[name] = [naming.message(name, message) for message in example[name]]
+            named[name] = [with_content(message, partial(part, name)) for message in example[name]]
     return named
 
 
-class _Naming:
-    """Names the images of one example, with consecutive numbers."""
-
-    def __init__(self, directory: Path | None, label: str) -> None:
-        self._directory, self._label = directory, label
-        self._numbers = count(1)
-
-    def name(self, name: str, value: object) -> ImageName:
-        number = next(self._numbers)
-        return image_name(
-            value, f"image {number} in {name!r}", f"{self._label}, image {number}", self._directory
-        )
-
-    def message(self, name: str, message: Any) -> Any:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
-            return message
-        return {**message, "content": [self._part(name, part) for part in message["content"]]}
-
-    def _part(self, name: str, part: Any) -> Any:
-        if not is_image(part):
-            return part
-        if (unread := unread_key(part)) is not None:
-            raise BatchError(f"has an image with {unread!r} in {name!r}, which is not read; {UNREAD_FIX}")
-        formed = {"type": "image", "index": part.get("index")}
-        if not any(part.get(key) for key in KEYS):
-            return formed
-        image = part.get("image")
-        return {**formed, "image": image if isinstance(image, ImageName) else self.name(name, part)}
+def with_content(message: Any, part: Callable[[Any], Any], text: Callable[[str], str] = str) -> Any:
+    """``message`` with the results of ``part`` for the parts of its content, or of ``text`` for a text."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        return {**message, "content": [part(item) for item in content]}
+    return {**message, "content": text(content)} if isinstance(content, str) else message
 
 
 def _listed(name: str, value: Any) -> list[Any]:

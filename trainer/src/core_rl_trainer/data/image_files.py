@@ -76,8 +76,6 @@ def image_name(value: object, place: str, label: str, directory: Path | None) ->
 
     Raises `BatchError` for a value that is no image, such as a URL.
     """
-    if isinstance(value, ImageName):
-        return value
     try:
         source = _source(value, directory)
     except BatchError as error:

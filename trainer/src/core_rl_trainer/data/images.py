@@ -25,7 +25,7 @@ from core_rl_trainer.data.image_fields import (
     is_file,
     is_image,
     is_pictured,
-    with_image_names,
+    with_content,
 )
 from core_rl_trainer.data.image_files import ImageName, read_image
 from core_rl_trainer.data.kinds import IMAGES, ExampleKind, Sample, images_of
@@ -79,7 +79,7 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
 
     def check(example: Example) -> str | None:
         try:
-            marked, images = encoder.marked(kind, with_image_names(example))
+            marked, images = encoder.marked(kind, example)
         except BatchError as error:
             return str(error)
         unused = [name for name in example.keys() - {*CHATS, "text"} if is_file(example[name])]
@@ -91,7 +91,6 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
         return kind.check(marked)
 
     def encode(chat_format: ChatFormat, example: Example) -> Sample:
-        example = with_image_names(example)
         marked, images = encoder.marked(kind, example)
         sample = kind.encode(chat_format, marked)
         if not images:
@@ -220,13 +219,14 @@ class ImageEncoder:
             counts = (media[-1][GRID].prod(-1) // merged).tolist() if places else []
             return _repeated(encoded, int(self.config.image_token_id), counts)
 
-        changed: dict[str, Any] = {}
-        if "prompt_ids" in sample:
+        changed: dict[str, Any]
+        if "prompt_ids" in sample:  # next to columns of any name
             ids = list(sample["prompt_ids"])
-            changed["prompt_ids"] = grown((ids, [False] * len(ids)))[0]
-        if "sequences" in sample:
-            changed["sequences"] = [grown(sequence) for sequence in sample["sequences"]]
-        changed |= {name: grown(sample[name]) for name in ("chosen", "rejected") if name in sample}
+            changed = {"prompt_ids": grown((ids, [False] * len(ids)))[0]}
+        elif "sequences" in sample:
+            changed = {"sequences": [grown(sequence) for sequence in sample["sequences"]]}
+        else:
+            changed = {name: grown(sample[name]) for name in ("chosen", "rejected")}
         seen = max((len(arguments[GRID]) for arguments in media if arguments), default=0)
         for image in images[seen:]:  # behind the last trained turn
             self._features(image)
@@ -315,14 +315,9 @@ class _Places:
         return [self._message(message) for message in value] if isinstance(value, list) else value
 
     def _message(self, message: Any) -> Any:
-        if not isinstance(message, Mapping) or message.get("role") == "assistant":
+        if isinstance(message, Mapping) and message.get("role") == "assistant":
             return message
-        content = message.get("content")
-        if isinstance(content, str):
-            return {**message, "content": self._text(content)}
-        if isinstance(content, list):
-            return {**message, "content": [self._part(part) for part in content]}
-        return message
+        return with_content(message, self._part, self._text)
 
     def _part(self, part: Any) -> Any:
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):

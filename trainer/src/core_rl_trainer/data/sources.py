@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +18,7 @@ from core_rl.config.paths import HUB_ID
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.examples import Example, Examples, joined
-from core_rl_trainer.data.json_text import WrittenFloat
-from core_rl_trainer.data.plain import json_text
+from core_rl_trainer.data.plain import WrittenFloat, json_text
 from core_rl_trainer.data.text_files import JSON_SUFFIXES, SEPARATORS, data_suffix, read_csv, read_json
 
 TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
@@ -42,13 +40,10 @@ def _rows(origin: str, table: Any) -> Examples:
         try:
             row = table[index]
         except (ArithmeticError, ValueError) as error:
-            raise BatchError(f"{label(index)} has {_unreadable(table, index)}: {error}") from error
+            raise BatchError(f"has {_unreadable(table, index)}: {error}") from error
         return {name: _plain(value, types[name]) for name, value in row.items()}
 
-    def label(index: int) -> str:
-        return f"row {index + 1}"
-
-    return Examples(origin=origin, count=len(table), read=read, label=label)
+    return Examples.parsed(origin, ((f"row {index + 1}", index) for index in range(len(table))), read)
 
 
 def _unreadable(table: Any, index: int) -> str:
@@ -227,15 +222,15 @@ def read_hub(
         raise ConfigError(_problem(name, revision, error)) from error
     origin = name if revision is None else f"{name}@{revision}"
     examples = _rows(origin, _select_split(origin, tables, split, default_split))
-    return replace(examples, digest=partial(_digest, examples))
+    return replace(examples, digest=_digest(examples))
 
 
 def _digest(examples: Examples) -> str:
     """The sha256 of the rows; fingerprints of ``datasets`` depend on its cache as well."""
     total = hashlib.sha256()
-    for index in range(len(examples)):
+    for row in examples.rows:
         try:
-            text = json_text(examples[index])
+            text = json_text(row.read())
         except BatchError as error:
             text = str(error)
         total.update(f"{text}\n".encode())

@@ -35,7 +35,7 @@ def summarize_data(data: TrainingData, tokenizer: PreTrainedTokenizerBase, seed:
         f"{part.origin}: {len(part):,} examples"
         + (f" in the format {part.format}" if part.format else "")
         + (f" ({part.left_out:,} left out)" if part.left_out else "")
-        + f", {sum(sum(part.size(index).units) for index in range(len(part))):,} tokens"
+        + f", {sum(sum(size.units) for size in part.sizes):,} tokens"
         for part in data.train.parts
     ]
     first = data.kind.sequences(data.train[next(data.train.order(seed))])

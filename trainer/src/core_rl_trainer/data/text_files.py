@@ -19,7 +19,7 @@ from typing import Any
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl_trainer.data.examples import Example, Examples
-from core_rl_trainer.data.json_text import check_characters, parse_json
+from core_rl_trainer.data.plain import check_characters, parse_json
 
 OPENERS: Mapping[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 COMMANDS: Mapping[str, str] = {".zst": "zstd -d", ".zip": "unzip", ".lz4": "lz4 -d", ".7z": "7z x"}
@@ -74,60 +74,35 @@ def read_json(path: Path) -> Examples:
             "its suffix"
         )
     if suffix == ".json" and head[:1] == b"[":
-        return _read_list(str(path), content)
-    return _read_lines(str(path), content)
+        listed = ((f"example {number}", value) for number, value in enumerate(_parsed_list(path, content), 1))
+        return Examples.parsed(str(path), listed, _checked)
+    lines = ((f"line {number}", line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
+    return Examples.parsed(str(path), lines, _parse_line)
 
 
-def _read_lines(origin: str, content: bytes) -> Examples:
-    """The examples of a JSONL file. Empty lines do not count."""
-    lines = [(number, line) for number, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-
-    def read(index: int) -> Example:
-        return _parse(lines[index][1], label(index))
-
-    def label(index: int) -> str:
-        return f"line {lines[index][0]}"
-
-    return Examples(origin=origin, count=len(lines), read=read, label=label)
-
-
-def _read_list(origin: str, content: bytes) -> Examples:
+def _parsed_list(path: Path, content: bytes) -> list[Any]:
     try:
-        examples = parse_json(content.decode("utf-8"))
+        values: list[Any] = parse_json(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise BatchError(f"{origin}: line {line} is not UTF-8: {error.reason}") from error
+        raise BatchError(f"{path}: line {line} is not UTF-8: {error.reason}") from error
     except BatchError as error:
-        raise BatchError(f"{origin} {error}") from error
-
-    def read(index: int) -> Example:
-        example = _checked(examples[index], label(index))
-        check_characters(example, label(index))
-        return example
-
-    def label(index: int) -> str:
-        return f"example {index + 1}"
-
-    return Examples(origin=origin, count=len(examples), read=read, label=label)
+        raise BatchError(f"{path} {error}") from error
+    return values
 
 
-def _parse(line: bytes, label: str) -> Example:
-    """The object in ``line``. Raises `BatchError` about it."""
+def _parse_line(line: bytes) -> Example:
     try:
-        example = parse_json(line.rstrip(b"\r\n").decode("utf-8"))
+        return _checked(parse_json(line.rstrip(b"\r\n").decode("utf-8")))
     except UnicodeDecodeError as error:
-        raise BatchError(f"{label} is not UTF-8: {error.reason} at byte {error.start}") from error
-    except BatchError as error:
-        raise BatchError(f"{label} {error}") from error
-    if b"\\u" in line:
-        check_characters(example, label)
-    return _checked(example, label)
+        raise BatchError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _checked(example: Any, label: str) -> Example:
+def _checked(example: Any) -> Example:
+    check_characters(example)
     if isinstance(example, dict):
         return example
-    raise BatchError(f"{label} is a {type(example).__name__}; it must be an object with a 'prompt'")
+    raise BatchError(f"is a {type(example).__name__}; it must be an object with a 'prompt'")
 
 
 def read_csv(path: Path, separator: str) -> Examples:
@@ -138,14 +113,8 @@ def read_csv(path: Path, separator: str) -> Examples:
     raise_all(ConfigError, f"{path}: line 1", _header_problems(columns, separator))
     if not rows:
         raise ConfigError(f"{path} has no rows; write examples into it")
-
-    def read(index: int) -> Example:
-        return _parse_row(rows[index][1], separator, columns, label(index))
-
-    def label(index: int) -> str:
-        return f"line {rows[index][0]}"
-
-    return Examples(origin=str(path), count=len(rows), read=read, label=label)
+    lines = ((f"line {number}", cells) for number, cells in rows)
+    return Examples.parsed(str(path), lines, lambda cells: _parse_cells(cells, separator, columns))
 
 
 def _table(path: Path, separator: str) -> list[tuple[int, list[str]]]:
@@ -165,20 +134,17 @@ def _table(path: Path, separator: str) -> list[tuple[int, list[str]]]:
     return rows
 
 
-def _parse_row(cells: list[str], separator: str, columns: list[str], label: str) -> Example:
-    """The example of a row. Raises `BatchError` about it."""
+def _parse_cells(cells: list[str], separator: str, columns: list[str]) -> Example:
     for cell in cells:
         try:
             cell.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise BatchError(
-                f"{label} is not UTF-8: at character {error.start + 1} of {cell[:20]!r}"
-            ) from error
+            raise BatchError(f"is not UTF-8: at character {error.start + 1} of {cell[:20]!r}") from error
     if len(cells) < len(columns):
-        raise BatchError(f"{label} has no cell for the column {columns[len(cells)]!r}")
+        raise BatchError(f"has no cell for the column {columns[len(cells)]!r}")
     if len(cells) > len(columns):
         raise BatchError(
-            f"{label} has {len(cells)} cells for {len(columns)} columns: {cells[len(columns)]!r} comes after the "
+            f"has {len(cells)} cells for {len(columns)} columns: {cells[len(columns)]!r} comes after the "
             f"column {columns[-1]!r}; quote texts that have {NAMES[separator]}"
         )
     return dict(zip(columns, cells, strict=True))

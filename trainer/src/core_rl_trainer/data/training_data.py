@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from core_rl.errors import BatchError, ConfigError, raise_all
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.columns import mapped
+from core_rl_trainer.data.columns import check_fields, mapped
 from core_rl_trainer.data.config import DataSection, DataSource
-from core_rl_trainer.data.datasets import ExampleDataset, MixedDataset, SampleDataset
+from core_rl_trainer.data.datasets import SampleDataset, SourceSamples, encode_examples
 from core_rl_trainer.data.examples import Examples
 from core_rl_trainer.data.image_fields import located
 from core_rl_trainer.data.images import ImageEncoder, images_digest, with_images, without_images
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
 SPLIT = 0x5EED
 """Separates the seed of the split from the seeds of the data order."""
-Encode = Callable[[Examples, int], SampleDataset]
-"""Makes a dataset of examples, whose first sample has the given number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +48,9 @@ class TrainingData:
             for field, dataset in (("train", self.train), ("eval", self.held_out))
             for number, part in enumerate(dataset.parts if dataset is not None else ())
         }
-        rows = {name: part.digest() for name, part in parts.items() if part.digest is not None}
-        images = {
-            f"{name}.images": digest
-            for name, part in parts.items()
-            if (digest := images_digest(part[index] for index in range(len(part))))
-        }
-        return rows | images
+        rows = {name: part.digest for name, part in parts.items() if part.digest is not None}
+        images = {f"{name}.images": images_digest(part.samples) for name, part in parts.items()}
+        return rows | {name: digest for name, digest in images.items() if digest is not None}
 
 
 def load_training_data(
@@ -88,48 +80,41 @@ def load_training_data(
         kind = without_images(kind)
     else:
         kind = with_images(kind, ImageEncoder.of(vision_model, tokenizer, section.max_image_pixels))
-    vision = vision_model is not None
-    sources = [_open(section, kind, source, "train", vision) for source in section.train]
-    common = (within_vocabulary(kind, vocabulary), chat_format, section.unusable == "drop", limit)
-
-    def encode_all(examples: Examples, first: int) -> SampleDataset:
-        return ExampleDataset(examples, *common, first)
-
-    held_out, examples = (
-        [_open(section, kind, source, None, vision) for source in section.eval or ()],
-        sources,
+    sources, evaluation = (
+        [_open(section, kind, source, split, vision_model is not None) for source in listed or ()]
+        for listed, split in ((section.train, "train"), (section.eval, None))
     )
+    examples = sources
     if section.eval_fraction is not None:
-        parts = [_split(part, section.eval_fraction, seed) for part in examples]
-        examples, held_out = [train for train, _ in parts], [part for _, part in parts if len(part)]
-        _require_split(section.eval_fraction, examples, held_out, sources)
-    train = _encoded(examples, encode_all)
+        examples, evaluation = _split(sources, section.eval_fraction, seed)
+
+    def encoded(parts: Sequence[Examples]) -> list[SourceSamples]:
+        known = within_vocabulary(kind, vocabulary)
+        return [
+            encode_examples(part, known, chat_format, section.unusable == "drop", limit) for part in parts
+        ]
+
+    train = encoded(examples)
     _require_chats(section, sources)
     weights = [source.weight for source in section.train if source.weight is not None]
     return TrainingData(
         kind=kind,
-        train=_joined(train, weights or None),
-        held_out=_joined(_encoded(held_out, encode_all), None) if held_out else None,
+        train=SampleDataset(train, weights or None),
+        held_out=SampleDataset(encoded(evaluation)) if evaluation else None,
     )
-
-
-def _encoded(parts: Sequence[Examples], encode: Encode) -> tuple[SampleDataset, ...]:
-    """One dataset for each part; their samples are numbered consecutively."""
-    datasets: list[SampleDataset] = []
-    for examples in parts:
-        datasets.append(encode(examples, sum(map(len, datasets))))
-    return tuple(datasets)
 
 
 def _open(
     section: DataSection, kind: ExampleKind, source: DataSource, default_split: str | None, vision: bool
 ) -> Examples:
-    examples = mapped(open_source(source, default_split), section.columns | source.columns, kind)
-    if not vision:
-        return examples
-    path = Path(source.path)
-    directory = path if path.is_dir() else path.parent
-    return located(examples, None if is_hub_dataset(source) else directory)
+    original, columns = open_source(source, default_split), section.columns | source.columns
+    examples = mapped(original, columns, kind)
+    if vision:
+        path = Path(source.path)
+        directory = path if path.is_dir() else path.parent
+        examples = located(examples, None if is_hub_dataset(source) else directory)
+    check_fields(original, examples, columns, kind)
+    return examples
 
 
 def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
@@ -137,7 +122,8 @@ def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
     settings = {"chat_template": section.chat_template, "template_args": section.template_args}
     if not any(settings.values()):
         return
-    if any(_has_chat(examples) for examples in sources):
+    rows = (row.example for examples in sources for row in examples.readable())
+    if any(isinstance(example.get("messages") or example.get("prompt"), list) for example in rows):
         return
     problems = [
         f"{name} = {value!r}: the data has texts, which no chat template renders; remove it, or write messages"
@@ -147,55 +133,33 @@ def _require_chats(section: DataSection, sources: Sequence[Examples]) -> None:
     raise_all(ConfigError, "data", problems)
 
 
-def _has_chat(examples: Examples) -> bool:
-    for index in range(len(examples)):
-        with suppress(BatchError):  # of a row that is left out
-            example = examples[index]
-            if isinstance(example.get("messages") or example.get("prompt"), list):
-                return True
-    return False
+def _split(sources: Sequence[Examples], fraction: float, seed: int) -> tuple[list[Examples], list[Examples]]:
+    """Examples of each source to train on, and those to evaluate, in their order in the source.
 
-
-def _joined(parts: Sequence[SampleDataset], weights: Sequence[float] | None) -> SampleDataset:
-    return parts[0] if len(parts) == 1 else MixedDataset(parts, weights)
-
-
-def _selected(examples: Examples, numbers: Tensor) -> Examples:
-    """Some of the examples of a source in their order there, with the labels that they have there."""
-    numbers = numbers.sort().values
-    return replace(
-        examples,
-        count=len(numbers),
-        read=lambda index: examples[int(numbers[index])],
-        label=lambda index: examples.label(int(numbers[index])),
-        row=lambda index: examples.row(int(numbers[index])),
-    )
-
-
-def _split(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """Examples to train on and to evaluate, in their order in the source; a function of size and seed."""
-    count = round(fraction * len(examples))
-    generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
-    shuffled = torch.randperm(len(examples), generator=generator)
-    held_out = replace(examples, digest=None)  # which training counts
-    return _selected(examples, shuffled[count:]), _selected(held_out, shuffled[:count])
-
-
-def _require_split(
-    fraction: float, train: Sequence[Examples], held_out: Sequence[Examples], sources: Sequence[Examples]
-) -> None:
-    """Raise `BatchError` when the split leaves nothing on one side."""
+    A function of size and seed. Raises `BatchError` when it leaves nothing on one side.
+    """
+    train: list[Examples] = []
+    held_out: list[Examples] = []
+    for examples in sources:
+        generator = torch.Generator().manual_seed(derive_seed(seed, SPLIT))
+        numbers = torch.randperm(len(examples), generator=generator).tolist()
+        count = round(fraction * len(examples))
+        first, second = (
+            [examples.rows[n] for n in sorted(part)] for part in (numbers[count:], numbers[:count])
+        )
+        if numbers and not first:
+            raise BatchError(
+                f"data.eval_fraction = {fraction} of the examples in {examples.origin} leaves none to train on; "
+                "lower it"
+            )
+        train.append(replace(examples, rows=first))
+        if second:  # the rows of the Hub are in the digest of the training data
+            held_out.append(replace(examples, rows=second, digest=None))
     total = sum(map(len, sources))
-    origins = ", ".join(examples.origin for examples in sources)
     if total and not held_out:
+        origins = ", ".join(examples.origin for examples in sources)
         raise BatchError(
             f"data.eval_fraction = {fraction} of the {total} examples in {origins} holds out none; raise it, or name "
             "other data in data.eval"
         )
-    empty = [
-        part.origin for part, examples in zip(train, sources, strict=True) if len(examples) and not len(part)
-    ]
-    if empty:
-        raise BatchError(
-            f"data.eval_fraction = {fraction} of the examples in {empty[0]} leaves none to train on; lower it"
-        )
+    return train, held_out

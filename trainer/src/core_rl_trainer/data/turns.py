@@ -9,8 +9,8 @@ from typing import Any
 
 from core_rl.errors import BatchError
 from core_rl_trainer.data.examples import Example
-from core_rl_trainer.data.json_text import parse_json
 from core_rl_trainer.data.messages import shortened
+from core_rl_trainer.data.plain import parse_json
 
 ROLES: Mapping[str, tuple[str, ...]] = {
     "system": ("developer",),

@@ -9,76 +9,16 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextvars import Context
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from core_rl.distributed.loop_thread import LoopThread, being_cancelled
 from core_rl.errors import RolloutError
 
-IDLE_S = 1.0
-"""Seconds after which a thread without a call ends."""
-
-
-class CallThreads:
-    """Daemon threads for a call each: an idle thread takes the next call, and a new one starts where none is idle.
-
-    A call that never returns keeps its thread, delays no other call, and does not keep the process alive, as the
-    thread of an executor would.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._idle: list[_CallThread] = []
-
-    def run(self, work: Callable[[], None]) -> threading.Thread:
-        """Call ``work``, which raises nothing, in the thread that is returned."""
-        while self._idle:
-            try:
-                thread = self._idle.pop()
-            except IndexError:  # another thread was faster
-                break
-            if thread.is_alive():  # in a forked process it is not
-                thread.calls.put(work)
-                return thread
-        thread = _CallThread(self._name, self._idle)
-        thread.calls.put(work)
-        thread.start()
-        return thread
-
-
-class _CallThread(threading.Thread):
-    """Runs its calls, and is on the list ``idle`` between two of them."""
-
-    def __init__(self, name: str, idle: list[_CallThread]) -> None:
-        super().__init__(name=name, daemon=True)
-        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._idle = idle
-
-    def run(self) -> None:
-        """Serve calls, each in a context of its own, until none comes for `IDLE_S`."""
-        while (work := self._next()) is not None:
-            Context().run(work)
-            self._idle.append(self)
-
-    def _next(self) -> Callable[[], None] | None:
-        try:
-            return self.calls.get(timeout=IDLE_S)
-        except Empty:
-            try:
-                self._idle.remove(self)
-            except ValueError:  # it was taken off the list for a call, which comes in a moment
-                return self.calls.get()
-            return None
-
-
 _Value = TypeVar("_Value")
 
-USER_THREADS = CallThreads("core-rl-user-code")
-"""For plain functions of all runs; the threads hold nothing between two calls."""
 OWN = Path(__file__).parent
 ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 """Exceptions that end a program or an event loop unless caught, such as from ``exit()`` in a function."""
@@ -198,7 +138,7 @@ def is_coroutine_function(function: object) -> bool:
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run ``function`` in a daemon thread."""
+    """Run ``function`` in a daemon thread: one of a pool that hangs would keep the process from ending."""
     outcome = _pending()
 
     def work() -> None:
@@ -207,15 +147,13 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any
         except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
             outcome.set_result(partial(_raised, error))
 
-    thread = USER_THREADS.run(work)
+    thread = threading.Thread(target=work, name="core-rl-user-code", daemon=True)
+    thread.start()
     try:
         return (await asyncio.wrap_future(outcome))()
     except asyncio.CancelledError as cancelled:
-        frame = sys._current_frames().get(thread.ident or 0)
-        lines = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
-        if outcome.done():  # the thread may have another call by now
-            lines = []
-        _note_place(cancelled, function, lines)
+        frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
+        _note_place(cancelled, function, [] if frame is None else [*traceback.walk_stack(frame)][::-1])
         raise
 
 
