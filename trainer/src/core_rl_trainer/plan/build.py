@@ -30,7 +30,7 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.boards import load_wandb
+from core_rl_trainer.logs.metrics_log import load_wandb
 from core_rl_trainer.outputs.push import require_hub
 from core_rl_trainer.plan.data import earlier_runs, plan_data, require_budget, with_template_time
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
@@ -50,8 +50,7 @@ from core_rl_trainer.plan.online_checks import (
 )
 from core_rl_trainer.plan.remarks import plan_remarks
 from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedule
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import PlacementSection
+from core_rl_trainer.recipe.cluster import ClusterSection, PlacementSection
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 
