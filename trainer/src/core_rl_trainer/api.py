@@ -64,8 +64,7 @@ def report_loaded(recipe: Recipe) -> PlanReport:
 
     from core_rl_trainer.plan.report import report_plan
     from core_rl_trainer.run.callbacks import Callbacks
-    from core_rl_trainer.run.run_directory import recorded_identity, refuse_other_run
-    from core_rl_trainer.run.source import find_source
+    from core_rl_trainer.run.run_directory import find_source, recorded_identity, refuse_other_run
 
     Callbacks(plan.recipe)
     find_source(plan.files, plan.schedule.steps, plan.identity)

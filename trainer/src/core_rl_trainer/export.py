@@ -24,7 +24,7 @@ from core_rl_trainer.plan.slots import place_ranks
 from core_rl_trainer.recipe.recipe import Recipe, with_local_models
 from core_rl_trainer.run.cluster import open_cluster, require_shared
 from core_rl_trainer.run.engines import open_trainers
-from core_rl_trainer.run.parts import readable_part
+from core_rl_trainer.run.saving import readable_part
 
 __all__ = ["ExportFormat", "export_checkpoint"]
 

@@ -20,15 +20,16 @@ from core_rl_trainer.algorithms.advantages import (
     discounted_sums,
     dr_grpo_advantages,
     gae_advantages,
+    groups_with_signal,
     grpo_advantages,
+    overlong_penalty,
     remax_advantages,
     returns_to_go,
     rloo_advantages,
     spread_to_tokens,
+    token_rewards,
     whiten,
 )
-from core_rl_trainer.algorithms.kl import KLController
-from core_rl_trainer.algorithms.shaping import groups_with_signal, overlong_penalty, token_rewards
 
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=7)
 LENGTHS = [5, 2, 9, 3, 1, 7]
@@ -255,21 +256,3 @@ def test_whitening_takes_its_moments_over_all_ranks() -> None:
     expected = whiten(batch["advantages"], batch.loss_mask)
     torch.testing.assert_close(by_rank[0], expected[batch.token_index([0, 3])])
     torch.testing.assert_close(by_rank[1], expected[batch.token_index([1, 2, 4, 5])])
-
-
-# ------------------------------------------------------------------ controller
-
-
-def test_the_kl_controller_moves_towards_its_target() -> None:
-    controller = KLController(0.1, target=0.5, horizon=100)
-    controller.update(0.55, 10)
-    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
-    controller.update(50.0, 10)  # the error is clipped
-    assert controller.coef == pytest.approx(0.101 * (1 + 0.2 * 10 / 100))
-    restored = KLController(0.1, target=0.5, horizon=100)
-    restored.load_state_dict(controller.state_dict())
-    restored.update(0.0, 10)
-    assert restored.coef == pytest.approx(0.101 * 1.02 * 0.98)
-    fixed = KLController(0.1)
-    fixed.update(50.0, 10)
-    assert fixed.coef == 0.1

@@ -41,12 +41,12 @@ from core_rl_trainer.algorithms.advantages import (
     grpo_advantages,
     rloo_advantages,
     spread_to_tokens,
+    token_rewards,
     whiten,
 )
 from core_rl_trainer.algorithms.aggregation import Aggregation, FixedLength
 from core_rl_trainer.algorithms.objectives import GSPO, Clipped
 from core_rl_trainer.algorithms.ppo_critic import ValueLoss
-from core_rl_trainer.algorithms.shaping import token_rewards
 
 ONE = MicroBatchSpec(count=1)
 LENGTHS = [6, 3, 5, 8]
@@ -320,14 +320,17 @@ def test_updates_end_above_max_kl() -> None:
     assert updates(1e-6)["updates"] == 2  # the second sees the result of the first
 
 
-def test_adaptive_kl_coefficient_is_saved_in_state() -> None:
-    config = PPOActorConfig(kl_coef=0.1, kl_target=1e-3, kl_horizon=100)
+@pytest.mark.parametrize(
+    ("target", "factor"), [(None, 0), (1e-3, 0.2), (0.4, 0.2), (5 / 11, 0.1), (5.0, -0.2)]
+)
+def test_kl_coefficient_moves_towards_its_target(target: float | None, factor: float) -> None:
+    config = PPOActorConfig(kl_coef=0.1, kl_target=target, kl_horizon=100)
     actor, batch = PPOActorInterface(config), rollout_batch()
     batch = batch.with_tokens(ref_logprobs=batch["prox_logprobs"] - 0.5)
     metrics = actor.train_step(BigramEngine(), batch, ONE)
     assert metrics["kl_coef"] == 0.1
     assert metrics["kl_before"] == pytest.approx(0.5)
-    assert actor.state_dict() == {"coef": pytest.approx(0.1 * (1 + 0.2 * 6 / 100))}
+    assert actor.state_dict() == {"coef": pytest.approx(0.1 * (1 + factor * 6 / 100))}
     restored = PPOActorInterface(config)
     restored.load_state_dict(actor.state_dict())
     assert restored.loss().kl_coef == actor.loss().kl_coef

@@ -17,8 +17,7 @@ import training_support as support
 from core_rl.config.base import parse_config
 from core_rl.errors import ConfigError
 from core_rl_trainer import load_recipe, train
-from core_rl_trainer.logs.boards import WandbBoard, WandbSection
-from core_rl_trainer.logs.metrics_log import MetricsLog, read_steps
+from core_rl_trainer.logs.metrics_log import MetricsLog, WandbBoard, WandbSection, read_steps
 from core_rl_trainer.recipe.recipe import Recipe
 
 OFFLINE = WandbSection(mode="offline", project="tests", tags=("a", "b"))

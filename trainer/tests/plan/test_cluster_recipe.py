@@ -17,10 +17,9 @@ from core_rl_trainer import dry_run, load_recipe
 from core_rl_trainer.cli.plan import print_plan
 from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.plan.slots import describe_slots, place_ranks, placement_problems
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import RolePlacement
+from core_rl_trainer.recipe.cluster import ClusterSection, RolePlacement
 from core_rl_trainer.recipe.recipe import Recipe
-from core_rl_trainer.run.resources import machine_request
+from core_rl_trainer.run.cluster import machine_request
 
 RAY = {"type": "ray", "machines": 2, "ranks_per_machine": 2}
 
@@ -164,6 +163,4 @@ def test_machines_give_what_engines_need(
 ) -> None:
     section = {"cluster": RAY | {"scheduling": scheduling}}
     plan = resolve(recipe(start, tmp_path / "out", **(section | changes)))
-    request = machine_request(plan.trainers, plan.cluster.scheduling, "cpu")
-    assert request.resources == resources
-    assert request.env == env
+    assert machine_request(plan.trainers, plan.cluster.scheduling, "cpu") == (resources, env)

@@ -50,7 +50,7 @@ def test_plan_counts_work_of_run(start: Path, tmp_path: Path) -> None:
     assert (report.evaluations, report.checkpoints) == (4, 4)  # after 0, 3, 6, 8 and 2, 4, 6, 8
     roles = {role.role: role for role in report.roles}
     assert list(roles) == ["actor", "critic", "reference", "rollout"]
-    assert roles["actor"].ranks[0].micro_batches == 9  # two sequences of nine tokens fit into twenty
+    assert roles["actor"].micro_batches == 9  # two sequences of nine tokens fit into twenty
     assert roles["reference"].memory.gradients == roles["reference"].memory.moments == 0
     assert roles["critic"].memory.logits == 0
 
@@ -187,7 +187,7 @@ def test_a_plan_is_printed_in_full(start: Path, tmp_path: Path) -> None:
         "6 examples * 3 = 18 sequences",
         "reference-rollout",
         "activations",
-        "actor: rank",
+        "sequences of a rank",
         "Nothing was started",
     ):
         assert words in text

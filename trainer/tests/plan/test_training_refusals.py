@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import training_support as support
+from safetensors.torch import save_file
 from transformers import BertConfig
 
+from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.data.tokenizers import check_same_tokens, load_tokenizer
+from core_rl_trainer.plan.build import check_adapter
 from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import load_recipe
 
@@ -272,3 +276,25 @@ def test_frozen_patterns_leave_something_to_train(
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         remarks = "".join(resolve(recipe).remarks)
         assert ("beside model.lora changes nothing" in remarks) == ("lora" in model)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj"], None),
+        (["q_proj", "v_proj"], r"not those of model.lora: .*[\s\S]*missing '.*v_proj.lora_A.weight'"),
+        (["v_proj"], r"not those of model.lora: .*[\s\S]*unexpected '.*q_proj.lora_A.weight' \[2, 16\]"),
+    ],
+)
+def test_adapter_has_the_tensors_of_its_layers(
+    start: Path, tmp_path: Path, targets: list[str], message: str | None
+) -> None:
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A.weight": torch.zeros(2, 16), f"{layer}.lora_B.weight": torch.zeros(16, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    lora = {"rank": 2, "alpha": 4, "target_modules": targets, "path": str(tmp_path)}
+    model = ModelConfig.model_validate({"path": str(start / "model"), "lora": lora})
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_adapter(model)

@@ -22,8 +22,8 @@ from core_rl.errors import (
     RolloutError,
 )
 from core_rl_trainer.errors import CallbackError, StepError, StoppedBySignal
+from core_rl_trainer.run.run_directory import failures_with_hint, resume_hint
 from core_rl_trainer.run.saving import RunSaver
-from core_rl_trainer.run.source import failures_with_hint, resume_hint
 
 
 class Engine:

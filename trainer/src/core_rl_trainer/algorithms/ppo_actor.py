@@ -14,7 +14,15 @@ from core_rl.data.batch import LOSS_MASK, SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import masked_fill
 from core_rl.distributed.comm import Comm
-from core_rl_trainer.algorithms.advantages import GRPO, AdvantageConfig, whiten
+from core_rl_trainer.algorithms.advantages import (
+    GRPO,
+    AdvantageConfig,
+    groups_with_signal,
+    overlong_penalty,
+    token_rewards,
+    truncated_sequences,
+    whiten,
+)
 from core_rl_trainer.algorithms.fields import (
     ADVANTAGES,
     BEHAVIOUR,
@@ -29,20 +37,17 @@ from core_rl_trainer.algorithms.fields import (
     require_fields,
 )
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
-from core_rl_trainer.algorithms.kl import KLController, KLEstimator, kl_estimate
+from core_rl_trainer.algorithms.kl import KLEstimator, kl_estimate
 from core_rl_trainer.algorithms.objectives import Clipped, ObjectiveConfig, PolicyLoss
 from core_rl_trainer.algorithms.off_policy import CorrectionConfig, importance_metrics
-from core_rl_trainer.algorithms.shaping import (
-    groups_with_signal,
-    overlong_penalty,
-    token_rewards,
-    truncated_sequences,
-)
 from core_rl_trainer.algorithms.updates import UpdatesConfig, merge_updates, peers, run_updates
 
 __all__ = ["OverlongConfig", "PPOActorConfig", "PPOActorInterface"]
 
 logger = logging.getLogger(__name__)
+
+MAX_ERROR = 0.2
+"""The relative error of the divergence is clipped to this on both sides (arXiv:1909.08593, section 2.2)."""
 
 
 class OverlongConfig(Config):
@@ -136,7 +141,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
 
     def __init__(self, config: PPOActorConfig) -> None:
         super().__init__(config)
-        self._kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
+        self._kl_coef = config.kl_coef
 
     @property
     def wanted_fields(self) -> frozenset[str]:
@@ -157,7 +162,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         config = self.config
         return PolicyLoss(
             objective=config.loss,
-            kl_coef=self._kl.coef if config.kl_in == "loss" else 0.0,
+            kl_coef=self._kl_coef if config.kl_in == "loss" else 0.0,
             kl_estimator=config.kl_estimator,
             entropy_coef=config.entropy_coef,
             log_entropy=config.log_entropy,
@@ -195,7 +200,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         """The KL penalty that is subtracted from the reward of each token, ``[T]``."""
         if self.config.kl_in != "reward" or not self.config.kl_coef:
             return None
-        return self._kl.coef * self._divergence(batch, self.config.kl_estimator)
+        return self._kl_coef * self._divergence(batch, self.config.kl_estimator)
 
     def _advantages(self, batch: SequenceBatch, comm: Comm) -> dict[str, torch.Tensor]:
         advantages = self.config.advantage(batch, comm).float()
@@ -253,15 +258,20 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
             yield IMPORTANCE
 
     def _control(self, batch: SequenceBatch, comm: Comm) -> dict[str, float]:
-        """Let the KL controller see the batch; the coefficient that the step had."""
+        """Adapt the KL coefficient to the divergence of the batch; the coefficient that the step had.
+
+        Proportional control of its log (arXiv:1909.08593, section 2.2). Without a target it stays.
+        """
         if REFERENCE not in batch or not self.config.kl_coef:
             return {}
         divergence = self._divergence(batch, "k1")[batch.loss_mask].double()
         local_sums = [float(divergence.sum()), float(len(divergence)), float(batch.num_sequences)]
         total, tokens, sequences = comm.sum(local_sums)
-        used = self._kl.coef
-        self._kl.update(total / max(tokens, 1.0), sequences)
-        return {"kl_coef": used, "kl_before": total / max(tokens, 1.0)}
+        kl, used, config = total / max(tokens, 1.0), self._kl_coef, self.config
+        if config.kl_target is not None:
+            error = min(max(kl / config.kl_target - 1, -MAX_ERROR), MAX_ERROR)
+            self._kl_coef *= 1 + error * sequences / config.kl_horizon
+        return {"kl_coef": used, "kl_before": kl}
 
     def inference(
         self, engine: TrainEngineLike, batch: SequenceBatch, mb_spec: MicroBatchSpec
@@ -274,7 +284,7 @@ class PPOActorInterface(ModelInterface[PPOActorConfig]):
         return batch.with_tokens(**{BEHAVIOUR: output["logprobs"]})
 
     def state_dict(self) -> dict[str, Any]:
-        return self._kl.state_dict()
+        return {"coef": self._kl_coef}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kl.load_state_dict(state)
+        self._kl_coef = float(state["coef"])

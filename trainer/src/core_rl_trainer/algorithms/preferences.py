@@ -33,47 +33,10 @@ __all__ = [
     "RewardLoss",
     "RewardModelConfig",
     "RewardModelInterface",
-    "bradley_terry_loss",
     "check_pairs",
     "count_pairs",
-    "dpo_loss",
     "find_pairs",
-    "hinge_loss",
-    "ipo_loss",
 ]
-
-
-def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
-    """``-log sigmoid(chosen - rejected - margin)`` of scores, each ``[P]``.
-
-    Bradley and Terry, Biometrika 39, 1952; as a reward model's loss in InstructGPT, arXiv:2203.02155,
-    equation 1; the margin as in Llama 2, arXiv:2307.09288, equation 2.
-    """
-    return -logsigmoid(chosen - rejected - margin)
-
-
-def dpo_loss(gain: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO (arXiv:2305.18290, equation 7): ``-log sigmoid(beta * gain)``, ``[P]``.
-
-    ``gain`` is the log-ratio to the reference of the chosen sequence, minus that of the rejected one. With
-    ``label_smoothing`` the labels are taken to be wrong this often (conservative DPO, the same paper's
-    authors: https://ericmitchell.ai/cdpo.pdf).
-    """
-    right, wrong = logsigmoid(beta * gain), logsigmoid(-beta * gain)
-    return -(1 - label_smoothing) * right - label_smoothing * wrong
-
-
-def ipo_loss(mean_gain: Tensor, beta: float) -> Tensor:
-    """IPO (arXiv:2310.12036, equation 17): ``(gain - 1 / (2 * beta))^2``, ``[P]``.
-
-    The log-ratios are means over the tokens of each sequence, as its authors have it and TRL computes it.
-    """
-    return (mean_gain - 1 / (2 * beta)).square()
-
-
-def hinge_loss(gain: Tensor, beta: float) -> Tensor:
-    """SLiC's hinge on DPO's gain (arXiv:2305.10425; as in RSO, arXiv:2309.06657): ``max(0, 1 - beta * gain)``."""
-    return torch.relu(1 - beta * gain)
 
 
 def find_pairs(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
@@ -146,7 +109,12 @@ class DPOConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss:
-    """The loss of each pair from the log-ratios to the reference, ``ref_logprobs [T]``, of its trained tokens."""
+    """The loss of each pair from its gain: the log-ratio to the reference, ``ref_logprobs [T]``, of the chosen sequence
+    minus that of the rejected one.
+
+    ``dpo`` is ``-log sigmoid(beta * gain)``, with labels wrong as often as ``label_smoothing``; ``ipo`` is
+    ``(gain - 1 / (2 * beta))^2``, with means over tokens; ``hinge`` is ``max(0, 1 - beta * gain)``.
+    """
 
     variant: Variant = "dpo"
     beta: float = 0.1
@@ -163,13 +131,14 @@ class DPOLoss:
         ratios = segment_sum(difference, batch.cu_seqlens)
         gain = ratios[chosen] - ratios[rejected]
         match self.variant:
-            case "dpo":
-                losses = dpo_loss(gain, self.beta, self.label_smoothing)
-            case "ipo":
+            case "dpo":  # arXiv:2305.18290, equation 7; with smoothing https://ericmitchell.ai/cdpo.pdf
+                right, wrong = logsigmoid(self.beta * gain), logsigmoid(-self.beta * gain)
+                losses = -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
+            case "ipo":  # arXiv:2310.12036, equation 17, over means of tokens, as its authors have it and TRL
                 means = sequence_mean(difference, batch)
-                losses = ipo_loss(means[chosen] - means[rejected], self.beta)
-            case "hinge":
-                losses = hinge_loss(gain, self.beta)
+                losses = (means[chosen] - means[rejected] - 1 / (2 * self.beta)).square()
+            case "hinge":  # SLiC (arXiv:2305.10425; as in RSO, arXiv:2309.06657)
+                losses = torch.relu(1 - self.beta * gain)
         return losses.sum(), _pair_metrics("reward", losses, ratios[chosen], ratios[rejected], self.beta)
 
 
@@ -205,7 +174,11 @@ class RewardModelConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLoss:
-    """`bradley_terry_loss` of the scores of each pair; optional sequence field ``margin``."""
+    """``-log sigmoid(chosen - rejected - margin)`` of the scores of each pair; optional sequence field ``margin``.
+
+    Bradley and Terry, Biometrika 39, 1952; InstructGPT, arXiv:2203.02155, equation 1; the margin as in Llama 2,
+    arXiv:2307.09288, equation 2.
+    """
 
     center_coef: float = 0.0
 
@@ -218,7 +191,7 @@ class RewardLoss:
         (first, second), scores = find_pairs(batch), output["scores"]
         chosen, rejected = scores[first], scores[second]
         margin = batch[MARGIN][first] if MARGIN in batch else torch.zeros_like(chosen)
-        losses = bradley_terry_loss(chosen, rejected, margin)
+        losses = -logsigmoid(chosen - rejected - margin)
         total = (losses + self.center_coef * (chosen + rejected).square()).sum()
         return total, _pair_metrics("score", losses, chosen, rejected)
 

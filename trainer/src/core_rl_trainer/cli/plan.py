@@ -12,13 +12,11 @@ from rich.table import Table
 from core_rl_trainer.data.tokenizers import describe_end_tokens
 from core_rl_trainer.plan.report import PlanReport, RoleReport
 
-SHOWN = 16
-"""Ranks of a role that are listed."""
 MEMORY = ("weights", "gradients", "moments", "transient", "activations", "logits", "total")
 
 
 def print_plan(plan: PlanReport, console: Console | None = None) -> None:
-    """Print the work of the run, of each role and of each rank, and the memory that each needs."""
+    """Print the work of the run, of each role and its ranks, and the memory that a rank needs."""
     console = console or Console(highlight=False)
     console.print(_run(plan))
     console.print(_roles(plan.roles))
@@ -28,9 +26,6 @@ def print_plan(plan: PlanReport, console: Console | None = None) -> None:
         for text in _sharing(plan.roles):
             console.print(text)
         console.print()
-    for role in plan.roles:
-        if role.ranks:
-            console.print(_ranks(role))
     for text in plan.data.preview:
         console.print("[bold]first example[/], trained tokens in ⟦ ⟧:")
         console.print(text, markup=False, soft_wrap=True)
@@ -77,6 +72,9 @@ def _roles(roles: Sequence[RoleReport]) -> Table:
         "trained": lambda role: f"{role.model.trained if role.memory.moments else 0:,}",
         "layers": lambda role: f"{role.model.layers:,}",
         "vocabulary": lambda role: f"{role.model.vocabulary:,}",
+        "ranks": lambda role: f"{role.ranks:,}" if role.ranks else "",
+        "sequences of a rank": lambda role: f"at most {role.sequences:,}" if role.ranks else "",
+        "micro-batches": lambda role: f"at most {role.micro_batches:,}" if role.ranks else "",
     }
     return _by_role("role", roles, rows)
 
@@ -84,7 +82,8 @@ def _roles(roles: Sequence[RoleReport]) -> Table:
 def _by_role(
     heading: str, roles: Sequence[RoleReport], rows: Mapping[str, Callable[[RoleReport], str]]
 ) -> Table:
-    table = _table(heading, *(role.role for role in roles))
+    columns = (role.role for role in roles)
+    table = Table(heading, *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, caption=" ")
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", *(escape(value(role)) for role in roles))
     return table
@@ -95,7 +94,7 @@ def _sharing(roles: Sequence[RoleReport]) -> Iterator[str]:
     for role in roles:
         colocated = [candidate.role for candidate in roles if candidate.colocated_with == role.role]
         if colocated:
-            count = "1 process" if len(role.ranks) == 1 else f"{len(role.ranks)} processes"
+            count = "1 process" if role.ranks == 1 else f"{role.ranks} processes"
             *some, last = [role.role, *colocated]
             yield f"{', '.join(some)} and {last} live in the same {count}."
 
@@ -109,22 +108,6 @@ def _part(name: str, role: RoleReport) -> str:
     if role.ranks or name == "weights":
         return _size(getattr(role.memory, name))
     return "and its cache" if name == "total" else ""
-
-
-def _ranks(role: RoleReport) -> Table:
-    table = _table(f"{role.role}: rank", "dp", "tp", "pp", "cp", "sequences of a step", "micro-batches")
-    for rank in role.ranks[:SHOWN]:
-        coordinates = (str(rank.coordinates[name]) for name in ("dp", "tp", "pp", "cp"))
-        table.add_row(
-            str(rank.rank), *coordinates, f"at most {rank.sequences:,}", f"at most {rank.micro_batches:,}"
-        )
-    if len(role.ranks) > SHOWN:
-        table.add_row(f"and {len(role.ranks) - SHOWN} more")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, caption=" ")
 
 
 def _size(size: float) -> str:

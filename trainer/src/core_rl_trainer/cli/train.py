@@ -68,7 +68,7 @@ def train(
 
 
 def _print_end(reason: str, directory: Path, *, fresh: bool) -> None:
-    from core_rl_trainer.run.source import resume_hint
+    from core_rl_trainer.run.run_directory import resume_hint
 
     typer.secho(f"{reason}; {resume_hint(directory, fresh)}", err=True)
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.adapter_config import adapter_problems
+from core_rl.checkpoint.formats import TENSOR_FILE
+from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
+from core_rl.distributed.comm import Comm
+from core_rl.distributed.devices import device_type
 from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
-from core_rl.errors import CheckpointError, ConfigError, raise_all
+from core_rl.errors import CheckpointError, ConfigError, WeightsError, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import machine_problems
-from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.hf_state import HFShardedState
+from core_rl.toolkit.meta_build import build_on_meta, model_on_meta
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
+from core_rl_trainer.data.config import DataSection, DataSource
 from core_rl_trainer.data.plain import shortened
 from core_rl_trainer.data.tokenizers import (
     check_same_tokens,
@@ -30,7 +38,7 @@ from core_rl_trainer.data.tokenizers import (
     vocabulary_size,
 )
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.boards import load_wandb
+from core_rl_trainer.logs.metrics_log import load_wandb
 from core_rl_trainer.outputs.push import require_hub
 from core_rl_trainer.plan.data import earlier_runs, plan_data, require_budget, with_template_time
 from core_rl_trainer.plan.engine_config import ConfiguredEngine, EngineSections
@@ -48,11 +56,9 @@ from core_rl_trainer.plan.online_checks import (
     check_sampling,
     check_token_ids,
 )
-from core_rl_trainer.plan.remarks import plan_remarks
-from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedule
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import PlacementSection
+from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedule, Workload
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.sections import ModelSection
 from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 
 if TYPE_CHECKING:
@@ -64,6 +70,11 @@ REMARK = 500
 """Characters of a remark that are shown."""
 FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "placement")
 """Fields that are read only where completions are generated."""
+RANKS_PER_CORE = 4
+"""More ranks for each CPU core are worth a remark."""
+HIGH_LR = 0.1
+MANY_PASSES = 100
+"""More passes over the data are worth a remark."""
 
 
 class PlanBuilder:
@@ -89,7 +100,7 @@ class PlanBuilder:
         self._check_sections()
         trainer = trained_engine(trained, self._interface)
         check_adapter(trainer[1].model)
-        trainers, rollout = self._roles(self._engines, trainer, recipe.cluster, recipe.placement)
+        trainers, rollout = self._roles(trainer)
         code = self._user_code() if online else None
         tokenizer = load_tokenizer(recipe.model.path)
         if online:
@@ -113,8 +124,11 @@ class PlanBuilder:
         recipe = recipe.with_steps(len(data.train), batch_size)
         schedule_length(recipe.optimizer, recipe.steps)
         require_budget(workload.largest_unit, recipe.micro_batch_tokens)
-        for planned in trainers.values():  # compares shapes in the files with the config's
-            build_on_meta(planned.config.model, seed=0, attn_implementation="eager")
+        models = {
+            planned.config.model.model_dump_json(): planned.config.model for planned in trainers.values()
+        }
+        for model in models.values():  # compares shapes in the files with the config's
+            build_on_meta(model, seed=0, attn_implementation="eager")
         plan = RunPlan(
             recipe=recipe.model_copy(update={"data": section}),
             algorithm=self._algorithm,
@@ -174,22 +188,18 @@ class PlanBuilder:
             make_interface(recipe.critic.interface)
 
     def _roles(
-        self,
-        engines: EngineSections,
-        trainer: Trainer,
-        cluster: ClusterSection,
-        placement: PlacementSection,
+        self, trainer: Trainer
     ) -> tuple[dict[str, EnginePlan[TrainEngineConfig]], EnginePlan[InferenceEngineConfig] | None]:
-        """Train engines by role, and the rollout engine, on the machines of ``cluster``."""
+        """Train engines by role, and the rollout engine; ``trainer`` is that of the trained model."""
         recipe, interface = self._recipe, self._interface
         require_trainer_capabilities(
             trainer[0], portable=recipe.save_portable_every > 0, colocated=recipe.colocated
         )
         if isinstance(interface, SupervisedInterface):
-            return plan_supervised_engine(trainer, cluster), None
+            return plan_supervised_engine(trainer, recipe.cluster), None
         peers = other_trainers(
             recipe.engine,
-            engines,
+            self._engines,
             recipe.model,
             recipe.critic,
             recipe.reward_model,
@@ -198,10 +208,10 @@ class PlanBuilder:
         return plan_online_engines(
             recipe.rollout,
             recipe.model,
-            engines,
+            self._engines,
             {"actor": trainer, **peers},
-            cluster,
-            placement,
+            recipe.cluster,
+            recipe.placement,
             colocated=recipe.colocated,
         )
 
@@ -222,15 +232,16 @@ class PlanBuilder:
 
 
 def check_adapter(model: ModelConfig) -> None:
-    """Raise one `ConfigError` with the fields of the adapter to start from that do not fit."""
+    """Raise one `ConfigError` with the fields, or the tensors, of the adapter to start from that do not fit."""
     if model.lora is None or model.lora.path is None:
         return
-    subject = f"model.lora.path = {model.lora.path!r}"
+    subject, directory = f"model.lora.path = {model.lora.path!r}", Path(model.lora.path)
     try:
-        problems = [*adapter_problems(model.lora, model.head, Path(model.lora.path))]
-    except CheckpointError as error:
+        raise_all(ConfigError, subject, [*adapter_problems(model.lora, model.head, directory)])
+        shapes = HFShardedState(model_on_meta(model), None, {}, Comm()).shapes("adapter")
+        check_source(TensorFiles(directory, TENSOR_FILE), shapes, "its tensors are not those of model.lora")
+    except (CheckpointError, WeightsError) as error:
         raise ConfigError(f"{subject}: {error}") from error
-    raise_all(ConfigError, subject, problems)
 
 
 def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
@@ -284,4 +295,86 @@ def _untouchable(options: ServerOptions) -> Iterator[str]:
         yield (
             f"options.take_over = false: training pauses the servers at {others} and loads weights into them; set it "
             "to true where nobody else uses them"
+        )
+
+
+# --------------------------------------------------------------------------------------- remarks
+
+
+def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
+    """Remarks on a plan that can run, and is probably not meant."""
+    schedule, workload, data = plan.schedule, plan.workload, plan.recipe.data
+    return (
+        *_ranks(plan.trainers, plan.cluster.is_local),
+        *_idle_ranks(plan.trainers, workload.examples_per_step * workload.sequences_per_example),
+        *_data(data, workload),
+        *_passes(schedule.steps, workload),
+        *_schedule(schedule, data.has_evaluation),
+        *_frozen(plan.recipe.model),
+    )
+
+
+def _ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], is_local: bool) -> Iterator[str]:
+    """Remarks on CPU ranks of this machine."""
+    alone = [plan.config for plan in trainers.values() if plan.colocated_with is None]
+    ranks, cores = sum(config.layout.world_size for config in alone), os.cpu_count() or 1
+    on_cpu = device_type(alone[0].device) == "cpu"
+    if is_local and on_cpu and ranks > RANKS_PER_CORE * cores:
+        yield f"{ranks} ranks on the {cores} cores of this machine: lower the degrees of engines.NAME.layout"
+
+
+def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences: int) -> Iterator[str]:
+    """Remarks on data parallel ranks without a sequence."""
+    for name, plan in trainers.items():
+        dp = plan.config.layout.dp
+        if dp > sequences:
+            yield (
+                f"layout.dp = {dp} of the {name} for {sequences} sequences of a step: the other ranks have none; lower "
+                "dp, or raise the sequences of a step"
+            )
+
+
+def _data(data: DataSection, workload: Workload) -> Iterator[str]:
+    train = {_identity(source) for source in data.train}
+    shared = sorted({source.path for source in data.eval or () if _identity(source) in train})
+    if shared:
+        yield f"data.eval = {', '.join(shared)}: also in data.train, so that evaluations measure what was trained on"
+    if workload.examples < workload.examples_per_step:
+        yield (
+            f"{workload.examples_per_step} examples in a step, and {workload.examples} to train on: each step has some "
+            "of them twice"
+        )
+
+
+def _identity(source: DataSource) -> tuple[Path, str | None, str | None]:
+    return Path(source.path).resolve(), source.config, source.split
+
+
+def _passes(steps: int, workload: Workload) -> Iterator[str]:
+    passes = steps * workload.examples_per_step / workload.examples
+    if passes > MANY_PASSES:
+        yield (
+            f"steps = {steps:,} with {workload.examples_per_step} examples each are {passes:,.0f} passes over the "
+            f"{workload.examples:,} examples: lower steps, or set epochs"
+        )
+
+
+def _schedule(schedule: Schedule, has_evaluation: bool) -> Iterator[str]:
+    if has_evaluation and schedule.eval_every > schedule.steps:
+        yield (
+            f"eval_every = {schedule.eval_every} and steps = {schedule.steps}: there are evaluations before and after "
+            "the training alone"
+        )
+    lr = schedule.optimizer.lr
+    if lr == 0:
+        yield "optimizer.lr = 0: the weights stay as they are"
+    elif lr >= HIGH_LR:
+        yield f"optimizer.lr = {lr:g} is very high; 1e-6 to 1e-3 are usual"
+
+
+def _frozen(model: ModelSection) -> Iterator[str]:
+    if model.frozen and model.lora is not None:
+        yield (
+            f"model.frozen = {list(model.frozen)} beside model.lora changes nothing: the adapter alone is trained, in "
+            "the layers of model.lora.target_modules"
         )

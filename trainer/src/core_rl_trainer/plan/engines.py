@@ -29,8 +29,7 @@ from core_rl_trainer.plan.slots import (
     require_free_device,
     require_sync_memory,
 )
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import PlacementSection
+from core_rl_trainer.recipe.cluster import ClusterSection, PlacementSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import CriticSection, ModelSection, RewardModelSection
 

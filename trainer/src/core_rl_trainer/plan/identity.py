@@ -66,11 +66,12 @@ REASONS = (
 SHARED = ("seed", "data*", "model*", "critic", "critic.path", "algorithm.type", "rollout.prompts_per_step")
 """Fields, as patterns, that a run shares with the one from whose checkpoint it starts."""
 
-RETIRED: Mapping[tuple[str, str], Mapping[Any, Mapping[str, Any]]] = {
-    ("data", "streaming"): {False: {}},
-    ("data", "too_long"): {"refuse": {"unusable": "error"}, "drop": {"unusable": "drop"}},
+RETIRED: Mapping[tuple[str, str], Callable[[Any], Mapping[str, Any] | None]] = {
+    ("data", "streaming"): {False: {}}.get,
+    ("data", "too_long"): {"refuse": {"unusable": "error"}, "drop": {"unusable": "drop"}}.get,
+    ("algorithm", "type_"): lambda name: {"type": name},
 }
-"""Values of the fields of earlier versions, and the fields that they have now."""
+"""The fields of now for values of fields of earlier versions; None for values that there are no more."""
 
 FILES = ("train", "eval")
 """Fields of the section ``data`` that name sources."""
@@ -216,12 +217,11 @@ def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
     values = copy.deepcopy(dict(recipe))
     for section in ("trackio", "cluster"):  # no step depends on them
         values.pop(section, None)
-    if "type_" in (algorithm := values.get("algorithm") or {}):
-        algorithm["type"] = algorithm.pop("type_")
-    for (section, field), meanings in RETIRED.items():
+    for (section, field), meaning in RETIRED.items():
         part: dict[str, Any] = values.get(section) or {}
-        if field in part and part[field] in meanings:
-            part.update(meanings[part.pop(field)])
+        if field in part and (present := meaning(part[field])) is not None:
+            del part[field]
+            part.update(present)
     return values
 
 

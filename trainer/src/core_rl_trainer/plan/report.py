@@ -27,7 +27,7 @@ knows what is gathered and kept of routed tokens (`TrainEngineConfig.expert_rows
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,19 +61,6 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """One rank of a train engine."""
-
-    rank: int
-    coordinates: dict[str, int]
-    """Coordinates along ``tp``, ``cp``, ``dp`` and ``pp``."""
-    sequences: int
-    """Upper bound for one pass over a step's sequences; ranks with the same ``dp`` see the same ones."""
-    micro_batches: int
-    """Upper bound for these sequences."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoleReport:
     """The engine of one role, with the memory of each rank."""
 
@@ -84,8 +71,12 @@ class RoleReport:
     device: str
     model: Footprint
     memory: MemoryEstimate
-    ranks: tuple[RankReport, ...]
-    """Empty for an inference engine, which plans its own."""
+    ranks: int
+    """Ranks of a train engine; 0 for an inference engine, which plans its own work."""
+    sequences: int
+    """Upper bound of a rank for one pass over a step's sequences; ranks with the same ``dp`` see the same ones."""
+    micro_batches: int
+    """Upper bound for these sequences."""
     machines: tuple[int, ...] = ()
     """The number of each rank's machine."""
     devices: tuple[int, ...] = ()
@@ -166,12 +157,12 @@ def _role(
 ) -> RoleReport:
     config = engine.config
     model = footprint_of(config.model)
-    ranks: tuple[RankReport, ...] = ()
+    ranks = share = micro_batches = 0
     memory = MemoryEstimate(weights=BYTES[config.dtype] * model.parameters / config.layout.tp)
     if isinstance(config, TrainEngineConfig):
-        ranks = tuple(_ranks(config, sequences, longest, budget))
-        tokens = min(budget, max(rank.sequences for rank in ranks) * longest)
-        memory = estimate_memory(config, model, tokens)
+        ranks, share = config.layout.world_size, math.ceil(sequences / config.layout.dp)
+        micro_batches = math.ceil(share / max(1, budget // longest))  # if all are as long as the longest
+        memory = estimate_memory(config, model, min(budget, share * longest))
     return RoleReport(
         role=name,
         engine=engine.spec.name,
@@ -181,23 +172,13 @@ def _role(
         model=model,
         memory=memory,
         ranks=ranks,
+        sequences=share,
+        micro_batches=micro_batches,
         machines=tuple(slot.machine for slot in engine.slots),
         devices=tuple(slot.device for slot in engine.slots),
         place=describe_slots(engine.slots),
         colocated_with=engine.colocated_with,
     )
-
-
-def _ranks(config: TrainEngineConfig, sequences: int, longest: int, budget: int) -> Iterator[RankReport]:
-    share = math.ceil(sequences / config.layout.dp)
-    in_micro_batch = max(1, budget // longest)  # sequences, if all are as long as the longest
-    for rank in range(config.layout.world_size):
-        yield RankReport(
-            rank=rank,
-            coordinates=config.layout.coordinates(rank),
-            sequences=share,
-            micro_batches=math.ceil(share / in_micro_batch),
-        )
 
 
 # ------------------------------------------------------------------------------------------ memory

@@ -15,8 +15,7 @@ from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
 from core_rl.weight_sync.buckets import require_shared_memory
 from core_rl_trainer.plan.run_plan import EnginePlan
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import PlacementSection, RolePlacement
+from core_rl_trainer.recipe.cluster import ClusterSection, PlacementSection, RolePlacement
 
 
 def place_ranks(ranks: int, placement: RolePlacement | None, cluster: ClusterSection) -> tuple[Slot, ...]:

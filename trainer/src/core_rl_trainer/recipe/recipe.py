@@ -23,10 +23,9 @@ from core_rl.errors import ConfigError, raise_all
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.sources import is_missing
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
-from core_rl_trainer.logs.boards import WandbSection
+from core_rl_trainer.logs.metrics_log import WandbSection
 from core_rl_trainer.outputs.push import HubSection
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.recipe.placement import PlacementSection
+from core_rl_trainer.recipe.cluster import ClusterSection, PlacementSection
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import (
     CriticSection,

@@ -1,21 +1,25 @@
-"""The machines of a run: start, and checks of shared paths."""
+"""The machines of a run: start, resources, and checks of shared paths."""
 
 from __future__ import annotations
 
 import os
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Literal
 
 from core_rl.config.engine import EngineConfig, TrainEngineConfig
+from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError, raise_all
 from core_rl.launch.hosts import Hosts, LocalHosts, load_hosts
 from core_rl.launch.machines import call_on_machines
 from core_rl_trainer.plan.run_plan import EnginePlan
-from core_rl_trainer.recipe.cluster import ClusterSection
-from core_rl_trainer.run.resources import Device, machine_request
+from core_rl_trainer.recipe.cluster import ClusterSection, SchedulingSection
+
+Device = Literal["auto", "cpu", "cuda"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
@@ -39,7 +43,7 @@ def cluster_hosts(
     """The hosts that ``section`` describes; nothing is started. Raises `ConfigError`."""
     if section.is_local:
         return LocalHosts()
-    request = machine_request(engines, section.scheduling, device)
+    resources, env = machine_request(engines, section.scheduling, device)
     if missing := [name for name in section.environment if name not in os.environ]:
         raise ConfigError(
             f"cluster.environment = {missing}: not set on this machine; set them, or leave them out"
@@ -48,12 +52,42 @@ def cluster_hosts(
     return load_hosts(section.type)(
         section.machines,
         section.ranks_per_machine,
-        resources=request.resources,
+        resources=resources,
         wait_s=section.wait_s,
         lease_s=section.lease_s,
-        environment={name: os.environ[name] for name in section.environment} | dict(request.env),
+        environment={name: os.environ[name] for name in section.environment} | env,
         **address,
     )
+
+
+def machine_request(
+    engines: Mapping[str, EnginePlan[EngineConfig]], scheduling: SchedulingSection, device: Device
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Amounts of each machine by Ray's names, and environment variables of its ranks.
+
+    Each amount of ``scheduling``, by default the needs of ``engines`` on ``device`` on the machine with the most.
+    ``engines`` are on the cluster's machines, by role. Amounts that no engine knows are left out.
+    """
+    cores, memory = Counter[int](), Counter[int]()
+    gpu, variables = 0, dict[str, str]()
+    for engine in engines.values():
+        config = engine.config.model_copy(update={"device": device})
+        unit = load_engine(engine.spec, config).get_scheduling_config()  # of one rank, or one server
+        variables |= dict(unit.env)
+        for slot in engine.slots:
+            cores[slot.machine] += (
+                0 if engine.colocated_with else unit.cpu
+            )  # the processes are another role's
+            memory[slot.machine] += unit.memory_mib
+            gpu = max(gpu, slot.device + 1 if unit.gpu else 0)
+    most = max(memory.values(), default=0) if scheduling.memory_mib is None else scheduling.memory_mib
+    amounts: dict[str, float | None] = {
+        "CPU": scheduling.cpu or max(cores.values(), default=0) or None,
+        "GPU": (gpu or None) if scheduling.gpu is None else scheduling.gpu,
+        "memory": 2**20 * most or None,
+    }
+    resources = {name: amount for name, amount in amounts.items() if amount is not None}
+    return resources | scheduling.resources, variables | scheduling.env
 
 
 # ---------------------------------------------------------------- shared paths
@@ -84,7 +118,7 @@ def check_machines(
 def _require_paths(hosts: Hosts, paths_by_field: Mapping[str, tuple[str, Sequence[int]]]) -> None:
     """Raise one `ConfigError` for every path that a machine lacks.
 
-    ``wanted`` has, by the name of a field, a path and the machines that read it.
+    A path and the machines that read it, by the name of a field.
     """
     if isinstance(hosts, LocalHosts):
         return

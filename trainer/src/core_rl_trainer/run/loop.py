@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -27,10 +27,9 @@ from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import Schedule
 from core_rl_trainer.run.best_model import BestModel
 from core_rl_trainer.run.callbacks import Callbacks
-from core_rl_trainer.run.parts import part_writers, restore_parts
 from core_rl_trainer.run.records import RunRecords
 from core_rl_trainer.run.run_directory import RunDirectory
-from core_rl_trainer.run.saving import RunSaver
+from core_rl_trainer.run.saving import RunSaver, part_writers, restore_parts
 from core_rl_trainer.run.signals import StopSignals
 from core_rl_trainer.run.watch import Watch
 
@@ -96,29 +95,23 @@ def _bad(field: str, directory: Path) -> Iterator[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phases:
-    """Names of the phases of a run; the metric of a step's phase is ``time_NAME_s``."""
-
-    start: str
-    """Of `Learner.start`, for the progress."""
-    batch: str
-    score: str | None = None
-    """None where nothing is scored."""
-    sync: str | None = None
-    """None where no other engine gets the weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Learner(ABC):
     """Engines, algorithm and data of a run, for `RunLoop`. The version of the weights is the number of steps.
 
     Everything random is a function of the seed and of positions in the data order.
     """
 
+    phases: ClassVar[tuple[str, str | None, str | None]]
+    """Names of `batch`, `score` and `sync`; the metric of a phase is ``time_NAME_s``. None is not measured."""
+
     interface: ModelInterface[Any]
     batches: NumberedBatches
     tokenizer_path: str
-    phases: Phases
+
+    @property
+    @abstractmethod
+    def start_phase(self) -> str:
+        """The name of `start` for the progress."""
 
     @abstractmethod
     def start(self) -> None:
@@ -225,7 +218,7 @@ class RunLoop:
             self.callbacks.step = checkpoint.step
         else:
             with weights_are_blamed(self.models):
-                with progress.phase(self.learner.phases.start):
+                with progress.phase(self.learner.start_phase):
                     self.learner.start()
                 with progress.phase("first evaluation"):
                     metrics = self._evaluate(0)
@@ -269,15 +262,16 @@ class RunLoop:
 
     def _train(self, step: int) -> dict[str, float]:
         """Rollout, score, update and sync of ``step``; its metrics. All weights have version ``step`` afterwards."""
-        learner, phases, clock = self.learner, self.learner.phases, _Clock()
-        with clock.phase(phases.batch):
+        learner, clock = self.learner, _Clock()
+        batch_phase, score_phase, sync_phase = learner.phases
+        with clock.phase(batch_phase):
             batch = learner.batch(step)
         with learner.training():
-            with clock.phase(phases.score):
+            with clock.phase(score_phase):
                 complete, metrics = learner.score(batch, step)
             with clock.phase("update"):
                 metrics |= learner.update(complete, step)
-        with clock.phase(phases.sync):
+        with clock.phase(sync_phase):
             learner.sync(step)
         speed = {"tokens_per_s": batch.num_tokens / clock.total()}
         return metrics | speed | clock.seconds | {"version": float(step)}

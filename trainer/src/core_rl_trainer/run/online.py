@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import BETWEEN_MACHINES, FinetuneSpec, SyncMethod, WeightUpdateMeta
+from core_rl.backend.meta import BETWEEN_MACHINES, FinetuneSpec, WeightUpdateMeta
 from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.capability import Capability
 from core_rl.data.batch import SequenceBatch
@@ -38,85 +38,14 @@ from core_rl_trainer.algorithms.preferences import RewardModelConfig, RewardMode
 from core_rl_trainer.data.batches import NumberedBatches
 from core_rl_trainer.logs.samples import Evaluation
 from core_rl_trainer.plan.run_plan import RunPlan
+from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM, reward_metrics
 from core_rl_trainer.run.engines import Roles, open_roles
-from core_rl_trainer.run.loop import Learner, Phases
+from core_rl_trainer.run.loop import Learner
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.workflows.user_code import open_user_code
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """The forward passes between a rollout and the updates."""
-
-    roles: Roles
-    actor: ModelInterface[Any]
-    critic: ModelInterface[Any] | None
-    reward_weight: float
-    mb_spec: MicroBatchSpec
-
-    def complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
-        """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
-        fields = self.actor.wanted_fields
-        (scored,) = self.add_scores(batch)
-        with self.roles.working(self.roles.actor) as engine:
-            recomputed = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
-        if PROXIMAL in fields:
-            scored = scored.with_tokens(**{PROXIMAL: recomputed})
-        if REFERENCE in fields:
-            with self.roles.as_reference() as engine:
-                reference = self.actor.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
-            scored = scored.with_tokens(**{REFERENCE: reference})
-        if self.critic is not None and self.roles.critic is not None:
-            with self.roles.working(self.roles.critic) as engine:
-                valued = self.critic.inference(engine, batch, self.mb_spec)
-            scored = scored.with_tokens(**{VALUES: valued[VALUES]})
-            scored = scored.with_sequences(**{BOOTSTRAP: valued[BOOTSTRAP]})
-        return scored, recomputed
-
-    def evaluated(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
-        """``batches`` of an evaluation, with the rewards that training uses."""
-        if self.roles.reward is None:
-            return batches
-        with self.roles.training():
-            return self.add_scores(*batches)
-
-    def add_scores(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
-        """``batches`` with the scores of the reward model added to the rewards, and as the term ``reward_model``.
-
-        Raises `RolloutError` for a score that is not finite.
-        """
-        if self.roles.reward is None:
-            return batches
-        with self.roles.working(self.roles.reward) as engine:
-            return tuple(self._scored(engine, batch) for batch in batches)
-
-    def _scored(self, engine: EngineGroup, batch: SequenceBatch) -> SequenceBatch:
-        model = RewardModelInterface(RewardModelConfig())
-        scores = model.inference(engine, batch, self.mb_spec)[SCORES]
-        wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
-        if wrong:
-            raise RolloutError(
-                f"the reward model's score of sequence {wrong[0]} is {float(scores[wrong[0]])}"
-            )
-        rewards = batch[REWARDS] + self.reward_weight * scores
-        return batch.with_sequences(**{REWARDS: rewards, f"{TERM}{REWARD_MODEL}": scores})
-
-    def train(self, batch: SequenceBatch) -> dict[str, float]:
-        """The updates on a completed batch, the critic's first; its metrics begin with ``critic_``."""
-        prepared = self.actor.prepare(batch)
-        metrics = _largest_advantage(prepared)
-        if self.critic is not None and self.roles.critic is not None:
-            with self.roles.working(self.roles.critic) as engine:
-                critic_metrics = self.critic.train_step(engine, prepared, self.mb_spec)
-                engine.lr_scheduler_step()
-            metrics |= {f"critic_{name}": value for name, value in critic_metrics.items()}
-        with self.roles.working(self.roles.actor) as engine:
-            metrics |= self.actor.train_step(engine, prepared, self.mb_spec)
-            engine.lr_scheduler_step()
-        return metrics
 
 
 def _largest_advantage(batch: SequenceBatch) -> dict[str, float]:
@@ -131,7 +60,7 @@ NAMES = ("mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatc
 
 
 def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = None) -> dict[str, float]:
-    """The five numbers of the module's docstring, as ``mismatch_k1`` and so on.
+    """k1, k3 and chi-squared of KL(rollout ‖ trainer), the largest difference, and the ratio of perplexities.
 
     ``trainer [T]`` are the train engine's log-probs; the rollout's are the batch's ``logprobs``.
     ``counted`` (bool ``[T]``) narrows the trained tokens further. Values at other tokens may be
@@ -198,19 +127,6 @@ def staleness_of(batch: SequenceBatch, version: int) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSync:
-    """The way of new weights to the rollout engine."""
-
-    method: SyncMethod
-    path: Path
-    """The directory of the weights, or the rendezvous file."""
-    delta: bool
-    """Whether only changes are sent."""
-    limit_s: float
-    """The time limit of one sync, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnlineLearner(Learner):
     """Training on rollouts.
 
@@ -218,11 +134,24 @@ class OnlineLearner(Learner):
     data order is the same; the weight version of a completion depends on the clock, within the bound.
     """
 
+    phases = ("rollout", "logprobs", "sync")
+
     roles: Roles
     rollouts: Rollouts
-    scoring: Scoring
-    weights: WeightSync
+    critic: ModelInterface[Any] | None
+    reward_weight: float
+    """Factor of the reward model's scores."""
+    mb_spec: MicroBatchSpec
+    settings: RolloutSection
+    weights: Path
+    """The directory through which weights go to the rollout engine, or the rendezvous file."""
+    sync_limit_s: float
+    """The time limit of one weight sync, in seconds."""
     eval_samples: Sequence[Mapping[str, Any]]
+
+    @property
+    def start_phase(self) -> str:
+        return "first weights to the rollout engine"
 
     def start(self) -> None:
         """Send the initial weights to the rollout engine."""
@@ -236,15 +165,65 @@ class OnlineLearner(Learner):
         return self.roles.training()
 
     def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
-        complete, recomputed = self.scoring.complete(batch)
+        complete, recomputed = self._complete(batch)
         metrics = _describe(complete) | self.rollouts.counters() | staleness_of(batch, step - 1)
         return complete, metrics | mismatch_of(recomputed, batch) | mismatch_by_lag(
             recomputed, batch, step - 1
         )
 
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
-        """The updates of the critic and the actor; their metrics."""
-        return self.scoring.train(batch)
+        """The updates of the critic, whose metrics begin with ``critic_``, and of the actor; their metrics."""
+        prepared = self.interface.prepare(batch)
+        metrics = _largest_advantage(prepared)
+        if self.critic is not None and self.roles.critic is not None:
+            with self.roles.working(self.roles.critic) as engine:
+                critic_metrics = self.critic.train_step(engine, prepared, self.mb_spec)
+                engine.lr_scheduler_step()
+            metrics |= {f"critic_{name}": value for name, value in critic_metrics.items()}
+        with self.roles.working(self.roles.actor) as engine:
+            metrics |= self.interface.train_step(engine, prepared, self.mb_spec)
+            engine.lr_scheduler_step()
+        return metrics
+
+    def _complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
+        """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
+        fields = self.interface.wanted_fields
+        (scored,) = self._add_scores(batch)
+        with self.roles.working(self.roles.actor) as engine:
+            recomputed = self.interface.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+        if PROXIMAL in fields:
+            scored = scored.with_tokens(**{PROXIMAL: recomputed})
+        if REFERENCE in fields:
+            with self.roles.as_reference() as engine:
+                reference = self.interface.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+            scored = scored.with_tokens(**{REFERENCE: reference})
+        if self.critic is not None and self.roles.critic is not None:
+            with self.roles.working(self.roles.critic) as engine:
+                valued = self.critic.inference(engine, batch, self.mb_spec)
+            scored = scored.with_tokens(**{VALUES: valued[VALUES]})
+            scored = scored.with_sequences(**{BOOTSTRAP: valued[BOOTSTRAP]})
+        return scored, recomputed
+
+    def _add_scores(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
+        """``batches`` with the scores of the reward model added to the rewards, and as the term ``reward_model``.
+
+        Raises `RolloutError` for a score that is not finite.
+        """
+        if self.roles.reward is None:
+            return batches
+        with self.roles.working(self.roles.reward) as engine:
+            return tuple(self._scored(engine, batch) for batch in batches)
+
+    def _scored(self, engine: EngineGroup, batch: SequenceBatch) -> SequenceBatch:
+        model = RewardModelInterface(RewardModelConfig())
+        scores = model.inference(engine, batch, self.mb_spec)[SCORES]
+        wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
+        if wrong:
+            raise RolloutError(
+                f"the reward model's score of sequence {wrong[0]} is {float(scores[wrong[0]])}"
+            )
+        rewards = batch[REWARDS] + self.reward_weight * scores
+        return batch.with_sequences(**{REWARDS: rewards, f"{TERM}{REWARD_MODEL}": scores})
 
     def sync(self, version: int) -> None:
         """Sync the actor's weights to the rollout engine as ``version``, while episodes run.
@@ -252,23 +231,23 @@ class OnlineLearner(Learner):
         Generation is interrupted where the engine can do so, and continues with the new weights.
         """
         super().sync(version)
-        weights, rollout = self.weights, self.roles.rollout
+        method, rollout, limit_s = self.settings.sync, self.roles.rollout, self.sync_limit_s
         meta = WeightUpdateMeta(
-            method=weights.method,
+            method=method,
             version=version,
-            path=str(weights.path),
-            host=self.roles.driver_address if weights.method in BETWEEN_MACHINES else None,
-            delta=weights.delta,
+            path=str(self.weights),
+            host=self.roles.driver_address if method in BETWEEN_MACHINES else None,
+            delta=self.settings.sync_delta,
         )
         try:
-            sync_weights(self, rollout, meta, weights.limit_s, interrupted(rollout))
+            sync_weights(self, rollout, meta, limit_s, interrupted(rollout))
         except TimeoutError as error:
             raise WeightsError(
-                f"the rollout engine did not take the weights of version {version} within {weights.limit_s:g} s; "
+                f"the rollout engine did not take the weights of version {version} within {limit_s:g} s; "
                 "if the sync is only slow, raise timeouts.sync_s"
             ) from error
         except WeightsError as error:
-            raise WeightsError(f"rollout.sync = {weights.method!r}: {error}") from error
+            raise WeightsError(f"rollout.sync = {method!r}: {error}") from error
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Send the actor's weights; it is on its devices only meanwhile."""
@@ -279,7 +258,14 @@ class OnlineLearner(Learner):
         """Mean rewards on the evaluation prompts with the rollout engine's weights, and some completions."""
         if not self.eval_samples:
             return Evaluation(metrics={})
-        return self.rollouts.evaluate(self.eval_samples, self.scoring.evaluated)
+        return self.rollouts.evaluate(self.eval_samples, self._evaluated)
+
+    def _evaluated(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
+        """``batches`` of an evaluation, with the rewards that training uses."""
+        if self.roles.reward is None:
+            return batches
+        with self.roles.training():
+            return self._add_scores(*batches)
 
     def model(self) -> AbstractContextManager[EngineGroup]:
         return self.roles.working(self.roles.actor)
@@ -336,31 +322,22 @@ def open_online(
             eval_samples=recipe.eval_samples,
             with_baseline=BASELINE_REWARDS in algorithm.wanted_fields,
         )
-        scoring = Scoring(
-            roles=roles,
-            actor=algorithm,
-            critic=None if critic is None else make_interface(critic.interface),
-            reward_weight=0.0 if reward_model is None else reward_model.weight,
-            mb_spec=roles.micro_batches(recipe.micro_batch_tokens, recipe.share_prefixes),
-        )
         # Without a filter, the last steps need not run ahead of the remaining prompts.
         limit = plan.schedule.steps * plan.batch_size if settings.should_accept is None else None
         batches = NumberedBatches(plan.data.train, plan.batch_size, recipe.seed, limit)
-        path = directory.weights if settings.sync == "disk" else directory.rendezvous
         held_out = plan.data.held_out
         yield OnlineLearner(
             interface=algorithm,
             batches=batches,
             tokenizer_path=recipe.model.path,
-            phases=Phases(
-                start="first weights to the rollout engine", batch="rollout", score="logprobs", sync="sync"
-            ),
             roles=roles,
             rollouts=rollouts,
-            scoring=scoring,
-            weights=WeightSync(
-                method=settings.sync, path=path, delta=settings.sync_delta, limit_s=recipe.timeouts.sync_s
-            ),
+            critic=None if critic is None else make_interface(critic.interface),
+            reward_weight=0.0 if reward_model is None else reward_model.weight,
+            mb_spec=roles.micro_batches(recipe.micro_batch_tokens, recipe.share_prefixes),
+            settings=settings,
+            weights=directory.weights if settings.sync == "disk" else directory.rendezvous,
+            sync_limit_s=recipe.timeouts.sync_s,
             eval_samples=() if held_out is None else [held_out[index] for index in range(len(held_out))],
         )
 

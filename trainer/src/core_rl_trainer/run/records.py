@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from core_rl.errors import CheckpointError, RunStopped
 from core_rl.pages import svg_document
-from core_rl_trainer.logs.metrics_log import MetricsBoard, MetricsLog, StepLog
+from core_rl_trainer.logs.metrics_log import MetricsLog, StepLog, WandbBoard
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
 from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
 from core_rl_trainer.run.run_directory import RunDirectory
@@ -24,7 +24,7 @@ class RunRecords:
     """
 
     def __init__(
-        self, directory: RunDirectory, step: int, page: RunPage, boards: Sequence[MetricsBoard] = ()
+        self, directory: RunDirectory, step: int, page: RunPage, boards: Sequence[WandbBoard] = ()
     ) -> None:
         self._directory = directory
         self._metrics = MetricsLog(directory.path, step, boards)

@@ -27,7 +27,7 @@ from core_rl_trainer.data.training_data import TrainingData
 from core_rl_trainer.logs.samples import SHOWN, Evaluation, ExampleSample, example_samples
 from core_rl_trainer.plan.run_plan import RunPlan
 from core_rl_trainer.run.engines import micro_batches_of, open_trainers
-from core_rl_trainer.run.loop import Learner, Phases
+from core_rl_trainer.run.loop import Learner
 from core_rl_trainer.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -51,14 +51,11 @@ def open_supervised(
     """Open the engine of ``plan``; it is closed on the way out."""
     recipe, interface = plan.recipe, make_interface(plan.algorithm)
     assert isinstance(interface, SupervisedInterface)  # of a plan without rollouts
-    with_reference = REFERENCE in interface.wanted_fields
-    start = "log-probs of the reference" if with_reference else "first step"
     with open_trainers(plan.trainers, finetune, recipe.timeouts.call_s, hosts) as groups:
         yield SupervisedLearner(
             interface=interface,
             batches=NumberedBatches(plan.data.train, plan.batch_size, recipe.seed),
             tokenizer_path=recipe.model.path,
-            phases=Phases(start=start, batch="data"),
             engine=groups[MODEL],
             data=plan.data,
             mb_spec=micro_batches_of([groups[MODEL]], recipe.micro_batch_tokens, recipe.share_prefixes),
@@ -71,6 +68,8 @@ def open_supervised(
 class SupervisedLearner(Learner):
     """Training on data alone."""
 
+    phases = ("data", None, None)
+
     interface: SupervisedInterface[Any]
     engine: EngineGroup
     data: TrainingData
@@ -79,6 +78,10 @@ class SupervisedLearner(Learner):
     tokenizer: PreTrainedTokenizerBase
     references: dict[str, LogProbs] = field(default_factory=dict)
     """The reference's log-probs of the training data (``train``) and the evaluation data (``eval``)."""
+
+    @property
+    def start_phase(self) -> str:
+        return "log-probs of the reference" if self._referenced else "first step"
 
     def start(self) -> None:
         """Compute the reference's log-probs, with the initial weights, and keep them on the disk."""

@@ -16,8 +16,7 @@ from core_rl.errors import BatchError, ClusterError, CoreRLError, GroupError, Ra
 from core_rl.launch.hosts import Hosts
 from core_rl_trainer.callbacks import Callback
 from core_rl_trainer.errors import StepError
-from core_rl_trainer.logs.boards import WandbBoard
-from core_rl_trainer.logs.metrics_log import MetricsBoard
+from core_rl_trainer.logs.metrics_log import WandbBoard
 from core_rl_trainer.logs.page import RunPage
 from core_rl_trainer.logs.progress import TerminalLog, TrainingProgress, print_line, print_result
 from core_rl_trainer.outputs.push import model_card, push_model
@@ -29,11 +28,10 @@ from core_rl_trainer.run.callbacks import Callbacks
 from core_rl_trainer.run.cluster import check_machines, open_cluster
 from core_rl_trainer.run.loop import RunLoop
 from core_rl_trainer.run.online import OnlineLearner, open_online
-from core_rl_trainer.run.parts import has_portable, readable_part
 from core_rl_trainer.run.records import RunRecords
-from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
+from core_rl_trainer.run.run_directory import RunDirectory, failures_with_hint, open_run_directory
+from core_rl_trainer.run.saving import has_portable, readable_part
 from core_rl_trainer.run.signals import StopSignals
-from core_rl_trainer.run.source import failures_with_hint
 from core_rl_trainer.run.supervised import SupervisedLearner, open_supervised
 from core_rl_trainer.run.watch import Watch
 
@@ -240,9 +238,7 @@ def _open_records(plan: RunPlan, directory: RunDirectory, step: int) -> RunRecor
     """The records of the run, which continue after ``step``."""
     recipe, values = plan.recipe, plan.recipe.model_dump(mode="json")
     roles = {name: (engine.spec.name, describe_ranks(engine)) for name, engine in plan.engines.items()}
-    boards: list[MetricsBoard] = []
-    if recipe.wandb is not None:
-        boards.append(WandbBoard(recipe.wandb, directory.path, values))
+    boards = () if recipe.wandb is None else (WandbBoard(recipe.wandb, directory.path, values),)
     page = RunPage(values, directory.path, cluster=str(plan.cluster), roles=roles)
     return RunRecords(directory, step, page, boards)
 
