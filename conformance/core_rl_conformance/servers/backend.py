@@ -17,9 +17,7 @@ from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
-from core_rl.servers.facts import ServerFacts, misfits
-from core_rl.servers.labels import FRESH
-from core_rl.servers.limits import NO_LIMITS
+from core_rl.servers.facts import FRESH, NO_LIMITS, ServerFacts, misfits
 from core_rl.servers.process import RunningServer, ServerProcess
 from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, Wire, readable

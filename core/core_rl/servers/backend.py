@@ -32,13 +32,10 @@ from core_rl.engine.delta_files import open_delta_update
 from core_rl.errors import LayoutError, WeightsError
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api, requests_at_one_time
-from core_rl.servers.calls import Requests, Scorer
+from core_rl.servers.calls import ImageFields, Requests, Scorer
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
-from core_rl.servers.connection import facts_of_running, require_servers
-from core_rl.servers.fleet import Fleet
-from core_rl.servers.images import ImageFields
-from core_rl.servers.placed_servers import PlacedServer
-from core_rl.servers.process import RunningServer, ServerProcess, reserve_ports
+from core_rl.servers.fleet import Fleet, facts_of_running, require_servers
+from core_rl.servers.process import PlacedServer, RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
 from core_rl.servers.weights import (
     BroadcastWeights,

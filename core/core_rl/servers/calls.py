@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,13 @@ from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import EngineStateError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused, Unreachable
-from core_rl.servers.images import ImageFields
-from core_rl.servers.labels import FRESH, UNLABELLED
+from core_rl.servers.facts import FRESH, UNLABELLED
 from core_rl.servers.pool import ServerPool
 from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, StaleServer, Wire
 
-__all__ = ["Requests", "Scorer"]
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _Result = TypeVar("_Result")
 _Row: TypeAlias = tuple[Sequence[int], Media]
@@ -36,6 +37,39 @@ REDRAWS = 16
 """Responses until there is none with a placeholder, which no image belongs to."""
 MOST_VALUES = 2**26
 """The most numbers that one call fetches as JSON."""
+RECENT = 256
+"""Encoded images that are kept, for the groups in flight."""
+
+
+class ImageFields:
+    """Fields of bodies with images for a model; requests that share images share their encoded form."""
+
+    def __init__(self, wire: Wire, model: PretrainedConfig | None) -> None:
+        self._wire = wire
+        self._recent: OrderedDict[int, _Encoded] = OrderedDict()
+        self.token: int | None = None if model is None else model.image_token_id
+        """The placeholder, which no response holds."""
+
+    def of(self, media: Media, *, scoring: bool = False) -> dict[str, Any]:
+        """The fields for a prompt with ``media``; nothing without images."""
+        if not media or self.token is None:  # the core refuses images for a model of text
+            return {}
+        return self._wire.image_fields(self._encoded(media), self.token, scoring=scoring)
+
+    def _encoded(self, media: Media) -> Any:
+        entry = self._recent.pop(id(media), None)
+        # The entry holds the images, so that no others get their id.
+        entry = entry or _Encoded(media, self._wire.encoded_images(media))
+        self._recent[id(media)] = entry
+        if len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        return entry.form
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    media: Media
+    form: Any
 
 
 class Requests:

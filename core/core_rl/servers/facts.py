@@ -1,23 +1,31 @@
-"""`ServerFacts`: the model and the settings that a server reports, compared with an engine's."""
+"""What a server reports: its model and settings (`ServerFacts`), and the label of its weights.
+
+Products keep one string for the version of their weights, and repeat it with each token. A label names the run that
+steers the server, and the version that it gave to the weights: another run can tell that a server is in use, and a run
+that its server was taken over.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from core_rl.backend.meta import SyncMethod
 from core_rl.checkpoint.end_tokens import read_tokenizer
 from core_rl.checkpoint.model_config import read_config
 from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.checkpoint.precisions import quantized_layers, shown_layers
 from core_rl.config.engine import DType, ModelConfig
+from core_rl.data.requests import SamplingParams
 from core_rl.servers.adapters import ServedModel
-from core_rl.servers.limits import NO_LIMITS, ServerLimits
-
-__all__ = ["ServerFacts", "is_directory", "misfits", "warn_if_untested"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +34,57 @@ METADATA = frozenset(
     | {f"{name}_token_id" for name in ("bos", "eos", "pad")}
 )
 """Fields of a config that change no log-prob (requests name the tokens that end them), and the audited precision."""
+FRESH = "default"
+"""The label of a server that was given no weights since it started."""
+UNLABELLED = -1
+"""The version of tokens that carry `FRESH`."""
+PREFIX = "core-rl:"
+RUN = f"{socket.gethostname()}:{os.getpid()}:{uuid4().hex[:4]}"
+"""This process, which owns the servers that it labels. Containers may share a host's name and process ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Limits of a server; by default there are none."""
+
+    temperatures: tuple[float, float] = (0.0, math.inf)
+    """The lowest and the highest positive temperature."""
+    full_distribution: bool = True
+    """Whether log-probs describe the distribution before top-k, top-p and min-p cut it."""
+    refused: Mapping[SyncMethod, str] = field(default_factory=dict)
+    """Methods of weight sync that it lacks, with the reasons."""
+    updates_tied_heads: bool = True
+    """Whether new weights of the embedding by ``disk`` reach a head that shares them."""
+    remedy: str = ""
+    """The way to a server without these limits."""
+
+    def sampling_problem(self, sampling: SamplingParams) -> str | None:
+        """The reason for which the log-probs of ``sampling`` would be wrong; None where they are right."""
+        lowest, highest = self.temperatures
+        if sampling.greedy:
+            return None
+        if not lowest <= sampling.temperature <= highest:
+            return (
+                f"draws at temperatures from {lowest:g} to {highest:g}, and not at {sampling.temperature:g}"
+            )
+        if not self.full_distribution and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+            cuts = f"top_k = {sampling.top_k}, top_p = {sampling.top_p:g}, min_p = {sampling.min_p:g}"
+            return f"reports log-probs of the distribution that these have cut: {cuts}"
+        return None
+
+    def update_problem(self, method: SyncMethod, *, tied: bool) -> str | None:
+        """The reason for which an update by ``method`` would fail; ``tied`` is for a head with the embedding's weights.
+
+        None where it would not.
+        """
+        if method in self.refused:
+            return f"takes no weights by {method!r}: {self.refused[method]}"
+        if method == "disk" and tied and not self.updates_tied_heads:
+            return "would keep its old head: the model ties the head to the embedding, whose new weights it loads alone"
+        return None
+
+
+NO_LIMITS = ServerLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +94,7 @@ class ServerFacts:
     path: str
     """The directory of its weights, or their name on the Hub."""
     label: str
-    """The version of its weights, as `core_rl.servers.labels` writes it."""
+    """The version of its weights, as `label_of` writes it."""
     ranks: int = 1
     """Tensor-parallel degree."""
     device: str
@@ -136,3 +195,21 @@ def warn_if_untested(product: str, release: str, tested: frozenset[str]) -> None
             release,
             ", ".join(sorted(tested)),
         )
+
+
+def label_of(version: int) -> str:
+    """The label of weights of ``version`` that this process has loaded."""
+    return f"{PREFIX}{RUN}:{version}"
+
+
+def owner_of(label: str) -> str | None:
+    """The `RUN` that wrote ``label``; None for a label that no run wrote."""
+    return label.removeprefix(PREFIX).rpartition(":")[0] if label.startswith(PREFIX) else None
+
+
+def version_in(label: str) -> int | None:
+    """The version in a label of this process, `UNLABELLED` in `FRESH`; None for the label of others."""
+    version = label.rpartition(":")[2]
+    if owner_of(label) == RUN and version.isdecimal():
+        return int(version)
+    return UNLABELLED if label == FRESH else None

@@ -13,8 +13,6 @@ from core_rl.servers.api import Hung, Unreachable
 from core_rl.servers.config import ServerOptions
 from core_rl.servers.server import Server
 
-__all__ = ["Failures", "PrefixRouter", "ServerPool", "failures"]
-
 logger = logging.getLogger(__name__)
 
 BLOCK = 16

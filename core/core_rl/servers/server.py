@@ -15,9 +15,7 @@ from core_rl.errors import EngineContractError, RolloutError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Api, Refused, ServerTimeout, Unreachable
 from core_rl.servers.config import Interrupt
-from core_rl.servers.facts import ServerFacts
-from core_rl.servers.labels import FRESH, label_of
-from core_rl.servers.limits import NO_LIMITS
+from core_rl.servers.facts import FRESH, NO_LIMITS, ServerFacts, label_of
 from core_rl.servers.process import RunningServer
 from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
 from core_rl.weight_sync.messages import Bucket, GroupAddress

@@ -14,8 +14,6 @@ import sys
 import threading
 from pathlib import Path
 
-__all__ = ["begin", "die_with_parent", "nccl_version", "write_environment"]
-
 
 def begin() -> str:
     """Read the API key and the file for `write_environment` from standard input; returns the key."""

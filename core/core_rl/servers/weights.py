@@ -28,8 +28,6 @@ from core_rl.weight_sync.cuda import CudaEnvironment, DeviceMemory
 from core_rl.weight_sync.distributed import RendezvousServer, WeightGroup, address_towards
 from core_rl.weight_sync.messages import Bucket, GroupAddress, ReceiverRanks
 
-__all__ = ["BroadcastWeights", "DiskWeights", "TensorWeights", "Weights", "require_shared_memory_with"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,7 +16,7 @@ from core_rl.data.media import Media
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.errors import RolloutError, UnsupportedCapability
 from core_rl.servers.api import Refused
-from core_rl.servers.labels import owner_of, version_in
+from core_rl.servers.facts import owner_of, version_in
 
 __all__ = [
     "Scores",

@@ -23,7 +23,7 @@ from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers import facts
 from core_rl.servers.api import Refused
-from core_rl.servers.labels import label_of
+from core_rl.servers.facts import label_of
 from core_rl_sglang.backend import SGLangServer
 from core_rl_trainer import dry_run, train
 

@@ -14,8 +14,7 @@ from sglang_support import API_KEY, backend_of, build, complete, request, stubs,
 
 from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.launch.machines import server_processes
-from core_rl.servers.placed_servers import reserve_port
-from core_rl.servers.process import bound
+from core_rl.servers.process import bound, reserve_port
 from core_rl.servers.weights import require_shared_memory_with
 from core_rl_cluster import RayHosts
 from core_rl_sglang.config import SglangConfig

@@ -12,7 +12,7 @@ from safetensors.torch import load
 from server_stub import engine_of
 
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.servers.images import ImageFields
+from core_rl.servers.calls import ImageFields
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages, vision_config
 from core_rl_sglang.backend import SglangWire

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import RolloutError
-from core_rl.servers.labels import label_of
+from core_rl.servers.facts import label_of
 from core_rl.servers.pool import BLOCK, SLACK, PrefixRouter
 from core_rl.servers.wire import StaleServer
 from core_rl_sglang.backend import SglangWire

@@ -12,7 +12,7 @@ from vllm_support import ADAPTERS, LONGEST, VllmStub, build, complete, connected
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import ConfigError, UnsupportedCapability
-from core_rl.servers.labels import label_of
+from core_rl.servers.facts import label_of
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.server import VllmServer
 

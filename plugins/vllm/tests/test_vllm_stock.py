@@ -12,7 +12,7 @@ from vllm_support import LONGEST, VllmStub, complete, connected, stubs, tiny_mod
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
-from core_rl.servers.labels import label_of
+from core_rl.servers.facts import label_of
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 
 INSTALL = "install core-rl-vllm-server into the server's environment"

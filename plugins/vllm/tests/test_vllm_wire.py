@@ -12,7 +12,7 @@ from vllm_support import build, tiny_model
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers.api import Refused
-from core_rl.servers.labels import label_of
+from core_rl.servers.facts import label_of
 from core_rl.servers.wire import StaleServer
 from core_rl_vllm.wire import VllmWire
 

@@ -14,8 +14,7 @@ from core_rl.errors import ConfigError
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused
 from core_rl.servers.config import Interrupt
-from core_rl.servers.facts import ServerFacts
-from core_rl.servers.limits import NO_LIMITS, ServerLimits
+from core_rl.servers.facts import NO_LIMITS, ServerFacts, ServerLimits
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import readable
 from core_rl.weight_sync.buckets import flat_bytes, start_of

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import os
 import pickle
 import queue
-import signal
+import re
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from types import FrameType
+from pathlib import Path
 from typing import Any, Self
 
-from core_rl.errors import ConfigError, EngineStateError, RolloutError
-from core_rl.launch.process import start_process
-from core_rl.launch.process_tree import ProcessTree
-from core_rl.launch.worker import end_with_driver
-from core_rl_trainer.rewards.calls import ENDINGS, awaited, describe_error, name_of, place_of
+from core_rl.errors import ConfigError, EngineStateError, GroupError, RankDied, RankTimeout, RolloutError
+from core_rl.launch.hosts import LocalHosts, Slot
+from core_rl.launch.messages import Call
+from core_rl.launch.pool import RankPool
+from core_rl_trainer.rewards.calls import ENDINGS, awaited, code_of, describe_error, name_of, place_of
 from core_rl_trainer.rewards.functions import LIMIT, as_reward, as_rewards
 
 START_TIMEOUT_S = 120.0
-"""Time limit for a process to start and to import the function."""
-LINE_SIGNAL = signal.SIGVTALRM
-"""Asks a process for the line that it is at; schedulers use other signals."""
-LINE_TIMEOUT_S = 0.5
-"""Time limit for a process to report its line; a process busy outside Python never does."""
+"""Time limit for a process to import the function."""
 
 
 class ProcessReward:
@@ -65,7 +56,7 @@ class ProcessReward:
             ) from error
         self._timeout_s = timeout_s
         self._closed = threading.Event()
-        self._workers = [_Worker(pickled, batched, place_of(fn), self._closed) for _ in range(processes)]
+        self._workers = [_Worker(fn, pickled, batched, self._closed) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -89,10 +80,8 @@ class ProcessReward:
         """Kill the processes, also those at work, and end the threads. Further calls do nothing."""
         self._closed.set()
         for worker in self._workers:
-            worker.kill()
+            worker.pool.close(wait_s=0.0)
         self._threads.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -102,112 +91,97 @@ class ProcessReward:
 
 
 class _Worker:
-    """One process, started when it is needed. One thread calls; any may kill."""
+    """One process, started when it is needed. One thread calls; any may close its ``pool``."""
 
-    def __init__(self, pickled: bytes, batched: bool, place: str, closed: threading.Event) -> None:
-        self._pickled = pickled
-        self._batched = batched
-        self._place = place
+    def __init__(
+        self, fn: Callable[..., Any], pickled: bytes, batched: bool, closed: threading.Event
+    ) -> None:
+        self._fn, self._pickled, self._batched = fn, pickled, batched
         self._closed = closed
-        self._process: BaseProcess | None = None
-        self._tree: ProcessTree | None = None
-        self._connection: Connection | None = None
+        self.pool = RankPool(LocalHosts())
 
     def call(self, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """The result for ``args``; raises `RolloutError`, and the process has ended unless the function raised it."""
         try:
-            if self._process is None:
+            if not self.pool.pids:
                 self._start()
-            return self._request(args, timeout_s)
-        except (EOFError, OSError) as error:
-            code = self.stop()
-            if self._closed.is_set():
-                raise RolloutError("its processes were closed meanwhile") from error
-            raise RolloutError(
-                f"its process ended with exit code {code}{self._place}\n"
-                "fix: look for os._exit(), a crash in compiled code, or too little memory"
-            ) from error
-
-    def _start(self) -> None:
-        self._connection, child_end = Pipe()
-        try:
-            self._process = start_process(worker_main, (child_end, self._batched), "core-rl reward")
-            assert self._process.pid is not None
-            self._tree = ProcessTree(self._process.pid)
-        finally:
-            child_end.close()
-        if self._closed.is_set():  # close() may have come too early to see this process
-            self.kill()
-        try:
-            self._request(self._pickled, START_TIMEOUT_S)
-        except RolloutError:
-            self.stop()
-            raise
-
-    def _request(self, request: object, timeout_s: float) -> Any:
-        assert self._connection is not None
-        self._connection.send(request)
-        if not self._connection.poll(timeout_s):
-            place = self._current_line() or self._place
-            self.stop()
-            raise RolloutError(
-                f"gave no result in {timeout_s:g} s{place}; its process was killed\n"
-                f"fix: look for a loop or a wait without an end there, or raise {LIMIT}"
-            )
-        fine, result = self._connection.recv()
+            fine, result = self._ask(_rewards, (self._pickled, args, self._batched), timeout_s)
+        except GroupError as error:
+            self.pool.close(wait_s=0.0)
+            raise RolloutError(self._problem(error, timeout_s)) from error
         if not fine:
             raise RolloutError(result)
         return result
 
-    def _current_line(self) -> str | None:
-        """The line that the process is at, if it reports it."""
-        assert self._process is not None and self._process.pid is not None and self._connection is not None
-        os.kill(self._process.pid, LINE_SIGNAL)
-        if not self._connection.poll(LINE_TIMEOUT_S):
-            return None
-        fine, place = self._connection.recv()
-        return None if fine else str(place)
+    def _start(self) -> None:
+        """A new process that has imported the function; `RolloutError` where it cannot."""
+        self.pool = RankPool(LocalHosts())
+        if self._closed.is_set():  # close() may have come too early to see this pool
+            raise GroupError("the processes are closed")
+        self.pool.grow([Slot(0, 0)])
+        fine, problem = self._ask(_load, (self._pickled,), START_TIMEOUT_S)
+        if not fine:
+            self.pool.close(wait_s=0.0)
+            raise RolloutError(problem)
 
-    def kill(self) -> None:
-        """Kill the process and its children, of whose group it is the leader once it is up."""
-        if (tree := self._tree) is not None:
-            tree.kill()
+    def _ask(
+        self, fn: Callable[..., tuple[bool, Any]], arguments: tuple[Any, ...], timeout_s: float
+    ) -> tuple[bool, Any]:
+        answer: tuple[bool, Any]
+        (answer,) = self.pool.call(Call(0, "run_alone", (fn, arguments)), [()], timeout_s)
+        return answer
 
-    def stop(self) -> int | None:
-        """Kill the process, wait for its end and free its resources; returns the exit code."""
-        if self._process is None:
-            return None
-        self.kill()
-        self._process.join()
-        code = self._process.exitcode
-        self._process.close()
-        if self._tree is not None:
-            self._tree.close()
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
-        return code
+    def _problem(self, error: GroupError, timeout_s: float) -> str:
+        """The ``error`` of a call, in words about the function."""
+        if self._closed.is_set():
+            return "its processes were closed meanwhile"
+        if isinstance(error, RankTimeout):
+            return (
+                f"gave no result in {timeout_s:g} s{self._line(error.traceback)}; its process was killed\n"
+                f"fix: look for a loop or a wait without an end there, or raise {LIMIT}"
+            )
+        if isinstance(error, RankDied):
+            end = error.message.removeprefix("rank 0 ").partition(" during ")[0]
+            return (
+                f"its process {end}{place_of(self._fn)}\n"
+                "fix: look for os._exit(), a crash in compiled code, or too little memory"
+            )
+        return str(error)
+
+    def _line(self, stacks: str) -> str:
+        """The line of the function in ``stacks`` of all threads, of which the main thread's comes last."""
+        code = code_of(self._fn)
+        main = re.split("hread 0x", stacks)[-1]
+        if code is None or (line := re.search(rf'"{re.escape(code.co_filename)}", line (\d+)', main)) is None:
+            return place_of(self._fn)
+        return f" ({Path(code.co_filename).name}:{line[1]})"
 
 
-def worker_main(connection: Connection, batched: bool) -> None:
-    """Answer each message with ``(True, value)``, or ``(False, message)``; the first one holds the function."""
-    end_with_driver()
-    functions: list[Callable[..., Any]] = []
+# ------------------------------------------------------------- in the process
 
-    def report_line(_signal: int, frame: FrameType | None) -> None:
-        lines = [] if frame is None else [*traceback.walk_stack(frame)][::-1]
-        connection.send((False, place_of(functions[0], lines) if functions else ""))
 
-    signal.signal(LINE_SIGNAL, report_line)
-    # One event loop for all calls: clients and locks that a function keeps belong to the loop of their first use.
-    with (
-        asyncio.Runner() as runner,
-        suppress(EOFError, BrokenPipeError, ConnectionResetError),
-    ):  # the driver's end
-        pickled = connection.recv()
-        connection.send(_outcome(pickle.loads, lambda: functions.append(pickle.loads(pickled))))  # noqa: S301 (the driver's)
-        while functions:
-            args = connection.recv()
-            connection.send(_outcome(functions[0], lambda: _rewards(functions[0], args, batched, runner)))  # noqa: B023 (called now)
+@functools.cache
+def _function(pickled: bytes) -> Callable[..., Any]:
+    """The function of this process."""
+    function: Callable[..., Any] = pickle.loads(pickled)  # noqa: S301 - the driver's
+    return function
+
+
+@functools.cache
+def _event_loop() -> asyncio.Runner:
+    """One event loop for all calls: clients and locks that a function keeps belong to the loop of their first use."""
+    return asyncio.Runner()
+
+
+def _load(pickled: bytes) -> tuple[bool, Any]:
+    """Import the function: whether it is there, and else the problem."""
+    return _outcome(pickle.loads, lambda: callable(_function(pickled)))
+
+
+def _rewards(pickled: bytes, args: tuple[Any, ...], batched: bool) -> tuple[bool, Any]:
+    """Whether the function gave a reward, or a list of them, and this; or else the problem."""
+    function = _function(pickled)
+    return _outcome(function, lambda: _checked(function, args, batched))
 
 
 def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
@@ -219,12 +193,12 @@ def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
         return False, describe_error(error, function)
 
 
-def _rewards(
-    function: Callable[..., Any], args: tuple[Any, ...], batched: bool, runner: asyncio.Runner
+def _checked(
+    function: Callable[..., Any], args: tuple[Any, ...], batched: bool
 ) -> float | list[float | None] | None:
     value = function(*args)
     if inspect.isawaitable(value):
-        value = runner.run(awaited(value))
+        value = _event_loop().run(awaited(value))
     if batched:
         return as_rewards(value, len(args[-2]), "it", place_of(function))
     return None if value is None else as_reward(value, "it", place_of(function))
