@@ -261,7 +261,7 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
 def resume_on_another_layout(subject: EngineUnderTest) -> None:
     """A checkpoint of one layout loads on another: same weights and moments, and the next steps are AdamW's.
 
-    From ``sharded``, and from ``dcp`` where ``portable_checkpoint`` is declared.
+    From ``sharded``, and from ``portable`` where it is declared.
     These have the betas, epsilon and decay of the engine's own config, which differ from the checkpoint's.
 
     Why: a resharded checkpoint that loses a rank's padding, or moments that stay where they were saved
@@ -274,10 +274,10 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     assert second is not None  # the check asks for a profile with two
     group = moving.start(subject, model)
     moving.train(group, subject, [0, 1])
-    with_dcp = "dcp" in moving.formats(subject)
+    with_portable = "portable" in moving.formats(subject)
     group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
-    if with_dcp:
-        group.save(moving.meta(subject.directory("dcp"), "dcp"))
+    if with_portable:
+        group.save(moving.meta(subject.directory("portable"), "portable"))
     expected, progress = moving.state(group), group.progress
     group = moving.start(subject, moving.elsewhere(model), layout=second, config=CHANGED)
     group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
@@ -285,10 +285,10 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     moving.verify_state(subject, label, group, expected)
     moving.verify_progress(subject, label, group, progress)
     moving.verify_next_steps(subject, group, model, label, CHANGED)
-    if with_dcp:
-        group.load(moving.meta(subject.directory("dcp"), "dcp"))
-        moving.verify_state(subject, f"from 'dcp' {label}", group, expected)
-        moving.verify_progress(subject, f"from 'dcp' {label}", group, progress)
+    if with_portable:
+        group.load(moving.meta(subject.directory("portable"), "portable"))
+        moving.verify_state(subject, f"from 'portable' {label}", group, expected)
+        moving.verify_progress(subject, f"from 'portable' {label}", group, progress)
 
 
 @check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")

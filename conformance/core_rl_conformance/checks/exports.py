@@ -22,7 +22,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per
 from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import FILE_SIZE, TinyModel, save_as
-from core_rl_conformance.procedures.moving import elsewhere
+from core_rl_conformance.procedures.moving import elsewhere, portable_tensors
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
@@ -194,7 +194,7 @@ def tensors_that_nobody_knows_are_carried(subject: EngineUnderTest) -> None:
         path = subject.directory("portable")
         group.save(SaveLoadMeta(path=str(path), format="portable", asynchronous=True))
         group.wait_for_saves()
-        _verify_carried(subject, "a 'portable' checkpoint", tensors_of(path))
+        _verify_carried(subject, "a 'portable' checkpoint", portable_tensors(path)["master"])
         group.load(SaveLoadMeta(path=str(path), format="portable"))
     if subject.spec.supports(Capability.SYNC_TENSOR):
         meta = sync_meta(subject, "tensor", 1, LARGE_BUCKET)

@@ -72,7 +72,7 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
 def used_engines_load_every_format(subject: EngineUnderTest) -> None:
     """An engine that has answered and trained loads each format, and answers with the loaded weights.
 
-    Weights, and with ``sharded``, ``portable`` and ``dcp`` moments and progress, equal the file's. With ``hf`` the
+    Weights, and with ``sharded`` and ``portable`` moments and progress, equal the file's. With ``hf`` the
     moments stay, and the next step is AdamW's. The batch that it answered before gives other log-probs.
 
     Why: answers and gathered weights that are kept by the batch outlive the weights (vllm #44371); float32 masters that

@@ -215,7 +215,7 @@ class LoadsAnything(ReferenceBackend):
 
 
 class _Misplaces(TensorStore):
-    """Writes the slices of another place or kind while a ``dcp`` checkpoint is saved."""
+    """Writes the slices of another place or kind while a ``portable`` checkpoint is saved."""
 
     saving = False
 
@@ -253,24 +253,24 @@ class _SwapsMoments(_Misplaces):
 
 
 class _SavesMisplaced(Persistence):
-    """Tells the store when a ``dcp`` checkpoint is saved."""
+    """Tells the store when a ``portable`` checkpoint is saved."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         tensors = self.runtime.tensors
         assert isinstance(tensors, _Misplaces)
-        tensors.saving = meta.format == "dcp"
+        tensors.saving = meta.format == "portable"
         super().save(meta)
         tensors.saving = False
 
 
 class SlicesAtOtherOffsets(ReferenceBackend):
-    """The slices of a ``dcp`` checkpoint are at the offsets of other slices."""
+    """The slices of a ``portable`` checkpoint are at the offsets of other slices."""
 
     components = TrainComponents(tensors=_SwapsHalves, persistence=_SavesMisplaced)
 
 
 class MomentsUnderSwappedKeys(ReferenceBackend):
-    """A ``dcp`` checkpoint has each moment under the name of the other."""
+    """A ``portable`` checkpoint has each moment under the name of the other."""
 
     components = TrainComponents(tensors=_SwapsMoments, persistence=_SavesMisplaced)
 
@@ -349,13 +349,13 @@ MUTANTS = (
         engine=SlicesAtOtherOffsets,
         killed_by="I11.load-after-use",
         issue="AReaL #1470",
-        says="master after 'dcp' was loaded",
+        says="master after 'portable' was loaded",
     ),
     Mutant(
         engine=MomentsUnderSwappedKeys,
         killed_by="I11.load-after-use",
         issue="NeMo-RL #3171",
-        says="exp_avg after 'dcp' was loaded",
+        says="exp_avg after 'portable' was loaded",
     ),
     Mutant(
         engine=SnapshotByReference,

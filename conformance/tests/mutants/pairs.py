@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
@@ -18,6 +18,7 @@ from core_rl.engine.guards import require_optimizer
 from core_rl.engine.step import TrainStep
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
+from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore
 from mutants.bases import CountsItself, OwnExport
 from mutants.zoo import Mutant
@@ -118,10 +119,10 @@ class _Rounds(TensorStore):
 
     saving = False
 
-    def stream(self, kind: str) -> NamedTensors:
-        for name, value in super().stream(kind):
-            rounded = self.saving and kind == "master" and value is not None
-            yield name, value.to(torch.bfloat16).float() if rounded and value is not None else value
+    def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
+        for shard in super().shards(kinds):
+            rounded = self.saving and shard.name.startswith("master/")
+            yield replace(shard, tensor=shard.tensor.bfloat16().float()) if rounded else shard
 
 
 class _SavesRounded(Persistence):
@@ -150,6 +151,11 @@ class _Wraps(TensorStore):
     def stream(self, kind: str) -> NamedTensors:
         for name, value in super().stream(kind):
             yield _wrapped(name, kind), value
+
+    def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
+        for shard in super().shards(kinds):
+            kind, _, name = shard.name.partition("/")
+            yield replace(shard, name=f"{kind}/{_wrapped(name, kind)}")
 
     def load(self, kind: str, source: TensorSource) -> None:
         if kind == "master":

@@ -15,7 +15,7 @@ TensorKind = str
 the names of ``peft``), or a kind of the optimizer, such as ``exp_avg``."""
 StatePart = Literal["model", "optimizer"]
 """Parts that are offloaded separately: weights with their gradients, and moments."""
-CheckpointFormat = Literal["hf", "sharded", "portable", "dcp", "adapter"]
+CheckpointFormat = Literal["hf", "sharded", "portable", "adapter"]
 SyncMethod = Literal["disk", "tensor", "distributed", "lora"]
 BETWEEN_MACHINES: tuple[SyncMethod, ...] = ("distributed", "lora")
 """Methods that take `WeightUpdateMeta.host`."""
@@ -23,7 +23,8 @@ BETWEEN_MACHINES: tuple[SyncMethod, ...] = ("distributed", "lora")
 
 def _require_one_of(field: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ConfigError(f"{field} = {value!r}; choose from {', '.join(map(repr, known))}")
+        renamed = "it is 'portable' now; " if value == "dcp" else ""
+        raise ConfigError(f"{field} = {value!r}; {renamed}choose from {', '.join(map(repr, known))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,8 @@ class SaveLoadMeta:
     """For ``hf`` and ``adapter``: a directory whose tokenizer files are copied into the export."""
     asynchronous: bool = False
     """``save`` returns when the saved state can no longer change, and the rest is done in the background; see
-    `TrainEngine.save`. ``load`` ignores it. Until it is complete, ``hf`` and ``portable`` take twice the disk space:
-    each rank writes its slices, which rank 0 then joins."""
+    `TrainEngine.save`. ``load`` ignores it. Until it is complete, ``hf`` takes twice the disk space: each rank writes
+    its slices, which rank 0 then joins."""
 
     def __post_init__(self) -> None:
         if not self.path:

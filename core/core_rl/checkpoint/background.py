@@ -17,11 +17,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from core_rl.checkpoint.directory import stage
-from core_rl.checkpoint.local import LocalStorage
+from core_rl.checkpoint.directory import LocalStorage, stage
 from core_rl.checkpoint.manifest import FileRecord, Manifest, file_names, records_of
-from core_rl.checkpoint.shards import files_of
-from core_rl.distributed.agreement import describe, error_of, on_all
+from core_rl.distributed.agreement import describe, error_of, on_all, on_leader
 from core_rl.distributed.comm import Comm
 from core_rl.errors import CheckpointError
 
@@ -39,7 +37,16 @@ class DeferredWrite:
     write: Write
     """Writes the files of this rank, from copies that no other code changes."""
     finish: Write | None = None
-    """Makes the final files on rank 0, when all ranks have written; for a local path alone."""
+    """Makes the last files on rank 0, when all ranks have written."""
+    final: str | None = None
+    """Pattern of the files of this rank that ``finish`` leaves as they are: the rank hashes them itself."""
+
+    def run(self, directory: Path, world: Comm) -> None:
+        """Do all of it now; collective. Raises one `CheckpointError` on all ranks."""
+        on_all(world, lambda: self.write(directory), "the files of all ranks", CheckpointError)
+        if self.finish is not None:
+            finish = self.finish
+            on_leader(world, lambda: finish(directory), "the last files", CheckpointError)
 
 
 def write_in_background(
@@ -68,7 +75,7 @@ def write_in_background(
             records = None
             with resources:
                 try:
-                    _write_part(staged, world.rank, deferred.write, hashes=deferred.finish is None)
+                    _write_part(staged, world.rank, deferred)
                 finally:
                     # Also after a failure: no other rank writes into the directory any more when it is removed.
                     if world.rank == 0:
@@ -112,12 +119,13 @@ class BackgroundSave:
             logger.error("the save of %r in the background failed: %s", self.path, describe(self._failure))
 
 
-def _write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
-    """Write the files of this rank and a marker with the records of its shards, if it ``hashes`` them, or a failure."""
+def _write_part(staged: Path, rank: int, deferred: DeferredWrite) -> None:
+    """Write the files of this rank, and a marker with the records of its final ones, or of a failure."""
     marker = staged / f".rank-{rank:05d}"
     try:
-        write(staged)
-        names = [file.relative_to(staged).as_posix() for file in files_of(staged, rank)] if hashes else []
+        deferred.write(staged)
+        final = sorted(staged.glob(deferred.final)) if deferred.final is not None else []
+        names = [file.relative_to(staged).as_posix() for file in final]
         records = {name: asdict(record) for name, record in records_of(staged, names, threads=1).items()}
         marker.with_suffix(".writing").write_text(json.dumps(records))
         marker.with_suffix(".writing").rename(marker.with_suffix(".done"))

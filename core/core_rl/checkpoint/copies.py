@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from fsspec.core import url_to_fs
 
-from core_rl.checkpoint.local import LocalStorage, is_url
+from core_rl.checkpoint.directory import LocalStorage, is_url
 from core_rl.checkpoint.manifest import MANIFEST, all_files, find_damage, read_manifest
 from core_rl.checkpoint.run import STEP, RunCheckpoints, name_of
 from core_rl.distributed.agreement import on_leader

@@ -1,8 +1,7 @@
 """The formats in which a train engine saves itself; see `SaveLoadMeta.format`.
 
 ``hf`` is a model directory of transformers. ``portable`` has the named tensors of weights and moments, and progress,
-for any engine and layout. ``sharded`` has each rank's slices, opaque state and random states, and progress. ``dcp`` has
-the contents of ``portable`` in the slices of each rank.
+for any engine and layout. ``sharded`` has each rank's slices, opaque state and random states, and progress.
 """
 
 from __future__ import annotations
@@ -32,15 +31,19 @@ from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.end_tokens import end_tokens, set_padding, write_end_tokens
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.model_files import copy_model_files, copy_tokenizer
-from core_rl.checkpoint.shards import ShardFiles, write_copies
+from core_rl.checkpoint.shards import ShardFiles, file_name, write_copies
 from core_rl.checkpoint.tensor_files import TensorFiles, write_tensors
 from core_rl.config.capability import Capability
 from core_rl.config.layout import ParallelLayout
 from core_rl.distributed.agreement import on_all, on_leader
-from core_rl.errors import CheckpointError, CheckpointMismatch, UnsupportedCapability, raise_all
+from core_rl.errors import CheckpointMismatch, UnsupportedCapability, raise_all
 from core_rl.state.slices import Shard, copy_shards
 
 TENSOR_FILE = "adapter_model"
+SHARDS = "shards"
+"""Directory of a checkpoint with the files of `ShardFiles`."""
+PARTS = ".parts"
+"""Directory of the slices that the writer joins."""
 
 
 def save_adapter(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
@@ -103,12 +106,6 @@ def _base_problems(expected: Mapping[str, Any], directory: Path) -> Iterator[str
         )
 
 
-SHARDS = "shards"
-"""Directory of a checkpoint with the files of `ShardFiles`."""
-PARTS = ".parts"
-"""Directory of the slices that the writer joins."""
-
-
 def _save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     """Weights, and where asked moments and random states; collective."""
     with_optimizer = contents.with_moments(meta)
@@ -122,7 +119,7 @@ def _save_sharded(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
             write_copies(_shard_directory(directory), rank, copies, size)
             copies.clear()
 
-        return DeferredWrite(write_later)
+        return DeferredWrite(write_later, final=f"{SHARDS}/{file_name(rank)}")
 
     def write(directory: Path) -> None:
         if native is not None:
@@ -235,9 +232,7 @@ def _save_hf(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
     config = copy.deepcopy(contents.backend.hf_config())
     config.dtype = contents.config.dtype
     state = {"model": contents.fingerprint(), "version": contents.progress.version}
-    return save_files(
-        contents, meta, write, state, lambda: _tensors_later(contents, {"model": kinds}, write_rest)
-    )
+    return save_files(contents, meta, write, state, lambda: _tensors_later(contents, kinds, write_rest))
 
 
 def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
@@ -256,49 +251,19 @@ def _load_hf(contents: Contents, meta: SaveLoadMeta) -> None:
         load_tensors(contents, parts, f"cannot load {meta.path!r}")
 
 
-def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
-    """Float32 weights, and where asked moments; collective."""
-    kinds = contents.kinds(meta)
-
-    def write(directory: Path) -> None:
-        errors = []
-        for kind in kinds:
-            try:
-                write_tensors(directory, kind, contents.tensors.stream(kind), writes=contents.is_writer)
-            except CheckpointError as error:  # of this rank alone: the others continue with the next kind
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    files: dict[str, Sequence[TensorKind]] = {kind: (kind,) for kind in kinds}
-    state = contents.state(contents.with_moments(meta))
-    return save_files(contents, meta, write, state, lambda: _tensors_later(contents, files))
-
-
-def _load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
-    """Weights, and where asked moments; returns the progress where asked. Collective."""
-    subject = f"cannot load {meta.path!r}"
-    with open_checkpoint(meta.path, contents.world, kind="portable") as directory:
-        state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
-        kinds = contents.kinds(meta)
-        load_tensors(contents, lambda: {kind: TensorFiles(directory, kind) for kind in kinds}, subject)
-    return EngineProgress(**state["progress"]) if meta.with_optimizer else None
-
-
 def _tensors_later(
-    contents: Contents, files: Mapping[str, Sequence[TensorKind]], write_rest: Write | None = None
+    contents: Contents, kinds: Sequence[TensorKind], write_rest: Write
 ) -> DeferredWrite | None:
-    """Named tensors from a snapshot: every rank writes its slices, and rank 0 joins them.
+    """Model files from a snapshot: every rank writes its slices of ``kinds``, and rank 0 joins them.
 
-    ``files`` gives the kinds for the files of each prefix, and ``write_rest`` writes all other files. None where the
-    backend exports by itself, so that only it knows what to copy.
+    ``write_rest`` writes all other files. None where the backend exports by itself, so that only it knows what to copy.
     """
     if isinstance(contents.backend, SupportsOwnExport):
         return None
     rank, size = contents.world.rank, contents.world.size
-    shapes = {kind: contents.tensors.shapes(kind) for kinds in files.values() for kind in kinds}
+    shapes = {kind: contents.tensors.shapes(kind) for kind in kinds}
     # Carried tensors never change: they are read from the model's files at the end.
-    copies = copy_shards(rank, contents.tensors.shards([kind for kind in shapes if kind != "carried"]))
+    copies = copy_shards(rank, contents.tensors.shards([kind for kind in kinds if kind != "carried"]))
 
     def write(directory: Path) -> None:
         parts = directory / PARTS
@@ -312,40 +277,37 @@ def _tensors_later(
         def read(kind: TensorKind, name: str) -> Tensor:
             return carried.read(name) if kind == "carried" else parts.read(f"{kind}/{name}")
 
-        for prefix, kinds in files.items():
-            stream = ((name, read(kind, name)) for kind in kinds for name in shapes[kind])
-            write_tensors(directory, prefix, stream, writes=True)
+        stream = ((name, read(kind, name)) for kind in kinds for name in shapes[kind])
+        write_tensors(directory, "model", stream, writes=True)
         shutil.rmtree(directory / PARTS)
-        if write_rest is not None:
-            write_rest(directory)
+        write_rest(directory)
 
     return DeferredWrite(write, finish)
 
 
-def _save_dcp(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
-    from core_rl.checkpoint.dcp import save_dcp  # torch.distributed.checkpoint takes a second to import
+def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
+    # torch.distributed.checkpoint takes a second to import.
+    from core_rl.checkpoint.portable import save_portable
 
-    return save_dcp(contents, meta)
+    return save_portable(contents, meta)
 
 
-def _load_dcp(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
-    from core_rl.checkpoint.dcp import load_dcp
+def _load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
+    from core_rl.checkpoint.portable import load_portable
 
-    return load_dcp(contents, meta)
+    return load_portable(contents, meta)
 
 
 SAVE = {
     "hf": _save_hf,
     "portable": _save_portable,
     "sharded": _save_sharded,
-    "dcp": _save_dcp,
     "adapter": save_adapter,
 }
 LOAD = {
     "hf": _load_hf,
     "portable": _load_portable,
     "sharded": _load_sharded,
-    "dcp": _load_dcp,
     "adapter": load_adapter,
 }
 

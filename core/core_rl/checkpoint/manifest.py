@@ -166,7 +166,8 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
                 f"{__version__}, which reads up to {FORMAT}. Upgrade core-rl"
             )
         files = {_inside(name): FileRecord(**record) for name, record in body["files"].items()}
-        return Manifest(kind=body["kind"], state=body["state"], files=files, core_rl=body["core_rl"])
+        kind = "portable" if body["kind"] == "dcp" else body["kind"]  # the earlier name of this format
+        return Manifest(kind=kind, state=body["state"], files=files, core_rl=body["core_rl"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointDamaged(f"{place}: {MANIFEST} cannot be read: {reason}") from error

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core_rl.checkpoint.directory import open_checkpoint
-from core_rl.checkpoint.local import LocalStorage, is_temporary, is_url, remove_stale
+from core_rl.checkpoint.directory import LocalStorage, is_temporary, is_url, open_checkpoint, remove_stale
 from core_rl.checkpoint.manifest import (
     MANIFEST,
     Manifest,

@@ -31,15 +31,11 @@ def write_copies(directory: Path, rank: int, copies: Sequence[Shard], world_size
             "offsets": list(shard.offsets),
         }
     header = json.dumps({"world_size": world_size, "pieces": pieces})
-    write_file(directory / _file_name(rank), tensors, {HEADER: header})
+    write_file(directory / file_name(rank), tensors, {HEADER: header})
 
 
-def files_of(directory: Path, rank: int) -> list[Path]:
-    """The files that ``rank`` wrote below ``directory``."""
-    return sorted(directory.rglob(_file_name(rank)))
-
-
-def _file_name(rank: int) -> str:
+def file_name(rank: int) -> str:
+    """The name of the file that ``rank`` writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -68,7 +64,7 @@ class ShardFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        first = directory / _file_name(0)
+        first = directory / file_name(0)
         if not first.is_file() and not any(directory.glob("rank-*.safetensors")):
             raise CheckpointNotFound(f"{directory} holds no files of shards, such as {first.name}")
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -76,7 +72,7 @@ class ShardFiles:
         self.world_size = self._index(SafetensorsFile(first))
         """Number of ranks that wrote."""
         for rank in range(1, self.world_size):
-            self._index(SafetensorsFile(directory / _file_name(rank)))
+            self._index(SafetensorsFile(directory / file_name(rank)))
 
     def names(self) -> list[str]:
         """All names."""

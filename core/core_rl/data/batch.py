@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from core_rl.data.gather import bounds_of, gather_sequences, token_index
 from core_rl.data.media import NO_MEDIA, Media, count_patches, media_violations
+from core_rl.data.order import PrefixOrder, bounds_of, gather_sequences, token_index
 from core_rl.data.pinned import to_device
-from core_rl.data.prefix_order import PrefixOrder
 from core_rl.errors import BatchError, raise_all
 
 LOSS_MASK = "loss_mask"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.gather import bounds_of, gather_sequences
+from core_rl.data.order import bounds_of, gather_sequences
 from core_rl.data.outputs import SEQUENCE_OUTPUTS, ModelOutput
 from core_rl.data.prefixes import SharedUnits
 from core_rl.errors import BatchError, raise_all

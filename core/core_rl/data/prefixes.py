@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.prefix_order import PrefixOrder
+from core_rl.data.order import PrefixOrder
 
 LEAST_SAVED = 0.05
 """The part of the tokens that sharing has to save: gathered keys and gathered outputs cost a little."""

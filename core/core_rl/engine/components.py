@@ -39,7 +39,6 @@ from core_rl.weight_sync.update import weight_update
 FORMAT_CAPABILITY: dict[CheckpointFormat, Capability] = {
     "sharded": Capability.SHARDED_CHECKPOINT,
     "portable": Capability.PORTABLE_CHECKPOINT,
-    "dcp": Capability.PORTABLE_CHECKPOINT,
     "adapter": Capability.LORA,
 }
 

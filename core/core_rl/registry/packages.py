@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import importlib_metadata as metadata
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -85,6 +87,20 @@ def warn_of_untried(engine: str, packages: tuple[PackageVersions, ...]) -> None:
                 package.tried,
                 engine,
             )
+
+
+def import_extra(module: str, need: str) -> Any:
+    """The ``module``, whose first part is also the name of the extra of core-rl that installs it.
+
+    Raises `MissingPackage` where it cannot be imported; ``need`` begins its message.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        extra = module.partition(".")[0]
+        raise MissingPackage(
+            f"{need}, which cannot be imported ({error}); run: pip install 'core-rl[{extra}]'"
+        ) from error
 
 
 def wrong_packages(packages: object) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core_rl.config.engine import OptimizerConfig
-from core_rl.toolkit.extras import import_extra
+from core_rl.registry.packages import import_extra
 
 __all__ = ["AdamW8Bit", "as_float32", "is_eight_bit", "memory_of"]
 

@@ -18,7 +18,7 @@ from core_rl.backend.protocols import LowRank
 from core_rl.config.engine import Head, LoraConfig
 from core_rl.config.hub import hub_source
 from core_rl.errors import ConfigError
-from core_rl.toolkit.extras import import_extra
+from core_rl.registry.packages import import_extra
 
 __all__ = [
     "ADAPTER_PREFIX",

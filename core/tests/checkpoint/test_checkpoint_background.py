@@ -252,9 +252,9 @@ def slowly(engine: TrainEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Ev
     """Let files that are written in the background wait for the event."""
     gate, real = threading.Event(), background._write_part
 
-    def write_part(staged: Path, rank: int, write: Write, *, hashes: bool) -> None:
+    def write_part(staged: Path, rank: int, deferred: DeferredWrite) -> None:
         assert gate.wait(TIMEOUT_S)
-        real(staged, rank, write, hashes=hashes)
+        real(staged, rank, deferred)
 
     monkeypatch.setattr(background, "_write_part", write_part)
     return gate

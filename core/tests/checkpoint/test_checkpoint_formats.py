@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,12 @@ from typing import Any
 import engine_support as support
 import pytest
 import torch
-from checkpoint_support import DAMAGE, TIMEOUT_S, hidden, on_ranks, remove
+from checkpoint_support import DAMAGE, hidden, on_ranks, remove
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,10 +29,12 @@ from transformers import (
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, EngineProgress, SaveLoadMeta
+from core_rl.backend.tensors import TensorDict
 from core_rl.checkpoint import formats
 from core_rl.checkpoint.contents import Contents
 from core_rl.checkpoint.formats import save_contents
 from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.portable import DcpFiles
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig
 from core_rl.config.layout import ParallelLayout
@@ -50,11 +53,12 @@ from core_rl.errors import (
 )
 from core_rl.reference import SPEC, ReferenceConfig
 from core_rl.state.rng_state import RngState
+from core_rl.state.slices import Shard
 
 NLL = LossSpec(fn=support.weighted_nll)
 DECAYING = OptimizerConfig(lr=1e-2, schedule=ScheduleConfig(type="linear", total_steps=20))
-STATEFUL: list[CheckpointFormat] = ["sharded", "portable", "dcp"]
-FORMATS: list[CheckpointFormat] = ["hf", "sharded", "portable", "dcp"]
+STATEFUL: list[CheckpointFormat] = ["sharded", "portable"]
+FORMATS: list[CheckpointFormat] = ["hf", "sharded", "portable"]
 ALL_KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 Start = Callable[..., TrainEngine]
@@ -450,7 +454,7 @@ def test_damaged_file_changes_nothing(
     train(engine, 1)
     before = tensors(engine)
     for file in [file for file in (tmp_path / "a").rglob("*") if file.is_file()]:
-        if name in ("hf", "dcp") and file.name == "manifest.json" and damage is remove:
+        if name in ("hf", "portable") and file.name == "manifest.json" and damage is remove:
             continue  # without it, a directory counts as one from elsewhere
         whole = file.read_bytes()
         damage(file)
@@ -482,15 +486,14 @@ def test_new_layout_needs_resharding_capability(
 # --------------------------------------------------------------- many ranks
 
 
-class StreamingTensors:
-    """Just enough of a `TensorStore` for a portable save: streams are collective, rank 0 writes."""
+class Halves:
+    """Just enough of a `TensorStore` for a portable save: each of two ranks has half of a tensor."""
 
     optimizer_kinds = ("exp_avg", "exp_avg_sq")
+    carried = TensorDict({})
 
-    def __init__(self, world: Comm, together: threading.Barrier) -> None:
-        self.visited: list[str] = []
-        self._world = world
-        self._together = together
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
     def export_kinds(self, kind: str) -> tuple[str, ...]:
         return (kind,)
@@ -498,11 +501,9 @@ class StreamingTensors:
     def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def stream(self, kind: str) -> Iterator[tuple[str, Tensor | None]]:
-        for name in ("a", "b"):
-            self._together.wait(TIMEOUT_S)
-            yield name, torch.ones(3) if self._world.rank == 0 else None
-        self.visited.append(kind)
+    def shards(self, kinds: Sequence[str]) -> Iterator[Shard]:
+        for kind in kinds:
+            yield Shard(f"{kind}/a", torch.ones(3), (6,), (3 * self._rank,))
 
 
 def contents_of(world: Comm, tensors: Any) -> Contents:
@@ -522,26 +523,32 @@ def contents_of(world: Comm, tensors: Any) -> Contents:
     )
 
 
-def test_write_error_blocks_no_rank_in_next_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(2)
-    engines: list[Any] = []
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_full_disk_of_a_rank_keeps_previous(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable", asynchronous=asynchronous)
 
     def save(world: Comm) -> None:
-        tensors = StreamingTensors(world, together)
-        engines.append(tensors)
-        save_contents(contents_of(world, tensors), SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
+        saving = save_contents(contents_of(world, Halves(world.rank)), meta)
+        if saving is not None:
+            saving.wait(world)
 
     assert on_ranks(2, save) == [None, None]
     saved = read_manifest(tmp_path / "a").state
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+    assert DcpFiles(tmp_path / "a").read("optimizer.state.a.exp_avg").tolist() == [1.0] * 6
 
-    monkeypatch.setattr("core_rl.checkpoint.tensor_files.save_file", full)
+    def full(writer: FileSystemWriter, plan: SavePlan, planner: SavePlanner) -> Any:
+        if plan.storage_data.prefix == "__1_":
+            raise OSError(28, "No space left on device")
+        return write_data(writer, plan, planner)
+
+    write_data = FileSystemWriter.write_data
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
     raised = on_ranks(2, save)
     assert [type(error) for error in raised] == [CheckpointError] * 2
-    assert "rank 0: master-00001.safetensors: No space left on device" in str(raised[1])
-    assert all(engine.visited == list(ALL_KINDS) for engine in engines)
+    assert all("rank 1: " in str(error) and "No space left on device" in str(error) for error in raised)
     assert read_manifest(tmp_path / "a").state == saved
     assert hidden(tmp_path) == []
 

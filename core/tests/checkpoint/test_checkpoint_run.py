@@ -14,7 +14,7 @@ import pytest
 from checkpoint_support import DAMAGE, hidden, in_child, killed_at, load_text, save_text
 
 from core_rl.checkpoint import manifest
-from core_rl.checkpoint.local import LocalStorage
+from core_rl.checkpoint.directory import LocalStorage
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.gather import WHOLE_FROM
+from core_rl.data.order import WHOLE_FROM
 from core_rl.data.outputs import masked_mean, masked_sum, segment_sum
 from core_rl.errors import BatchError
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from core_rl.backend.steps import MicroBatches
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.gather import WHOLE_FROM
 from core_rl.data.micro_batch import (
     MicroBatchSpec,
     best_fit,
@@ -23,6 +22,7 @@ from core_rl.data.micro_batch import (
     shard_plan,
     unshard_output,
 )
+from core_rl.data.order import WHOLE_FROM
 from core_rl.data.outputs import ModelOutput
 from core_rl.errors import BatchError
 

@@ -561,14 +561,18 @@ def test_an_engine_alone_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
     [
         (
             lambda: SaveLoadMeta(path="a", format=cast("Any", "huggingface")),
-            r"SaveLoadMeta\.format = 'huggingface'; choose from 'hf', 'sharded', 'portable', 'dcp', 'adapter'",
+            r"SaveLoadMeta\.format = 'huggingface'; choose from 'hf', 'sharded', 'portable', 'adapter'",
+        ),
+        (
+            lambda: SaveLoadMeta(path="a", format=cast("Any", "dcp")),
+            r"SaveLoadMeta\.format = 'dcp'; it is 'portable' now; choose from",
         ),
         (
             lambda: WeightUpdateMeta(version=1, path="a", method=cast("Any", "nccl")),
             r"WeightUpdateMeta\.method = 'nccl'; choose from 'disk', 'tensor', 'distributed', 'lora'",
         ),
     ],
-    ids=["format", "method"],
+    ids=["format", "renamed", "method"],
 )
 def test_an_unknown_format_or_method_is_named(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -17,6 +17,7 @@ from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
 from core_rl.checkpoint.directory import open_checkpoint
 from core_rl.checkpoint.manifest import read_manifest
+from core_rl.checkpoint.portable import DcpFiles
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
@@ -47,22 +48,26 @@ def save_and_train(engine: TrainEngine, meta: SaveLoadMeta) -> None:
 def test_files_hold_the_state_at_save(group: EngineGroup, tmp_path: Path, layout: ParallelLayout) -> None:
     group.initialize(config=support.fsdp_config(layout, dtype="bfloat16"))
     group.train_batch(support.make_batch(0), LOSS, BUDGET)
-    required: dict[CheckpointFormat, dict[str, TensorKind]] = {
-        "portable": {"master": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-        "hf": {"model": "params"},
+    required: dict[CheckpointFormat, tuple[TensorKind, ...]] = {
+        "portable": ("master", "exp_avg", "exp_avg_sq"),
+        "hf": ("params",),
     }
-    for form, files in required.items():
-        expected = {prefix: group.named_tensors(kind) for prefix, kind in files.items()}
+    for form, kinds in required.items():
+        expected = {
+            f"optimizer.state.{name}.{kind}" if kind.startswith("exp") else name: value
+            for kind in kinds
+            for name, value in group.named_tensors(kind).items()
+        }
         path = tmp_path / form
         group.run(save_and_train, SaveLoadMeta(path=str(path), format=form, asynchronous=True))
         group.wait_for_saves()
-        for prefix, tensors in expected.items():
-            written = TensorFiles(path, prefix)
-            assert set(written.names()) == set(tensors)
-            for name, value in tensors.items():
-                assert written.read(name).dtype == value.dtype
-                assert torch.equal(written.read(name), value), (form, name)
-        assert not [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
+        written = TensorFiles(path, "model") if form == "hf" else DcpFiles(path)
+        assert {name for name in written.names() if not name.endswith(".step")} == set(expected)
+        for name, value in expected.items():
+            assert written.read(name).dtype == value.dtype
+            assert torch.equal(written.read(name), value), (form, name)
+        hidden = {entry.name for entry in path.iterdir() if entry.name.startswith(".")}
+        assert hidden == ({".metadata"} if form == "portable" else set())
 
 
 @pytest.mark.sampled(3)

@@ -32,8 +32,7 @@ MORE_MOVES: list[tuple[Setup, Setup, str]] = [
     (("megatron", {"dp": 2}, SPREAD), ("megatron", {"tp": 2, "sequence_parallel": True}, None), "sharded"),
     (("megatron", {"cp": 2}, SPREAD), ("megatron", {"tp": 2, "pp": 2}, None), "sharded"),
     (("fsdp", {"dp": 2}, None), ("megatron", {"tp": 2, "pp": 2}, None), "portable"),
-    (("megatron", {"dp": 2}, SPREAD), ("fsdp", {"dp": 2}, None), "dcp"),
-    (("fsdp", {"dp": 2}, None), ("megatron", {"tp": 2, "pp": 2}, None), "dcp"),
+    (("megatron", {"dp": 2}, SPREAD), ("fsdp", {"dp": 2}, None), "portable"),
 ]
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from core_rl.backend.meta import FinetuneSpec, SaveLoadMeta
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints
 from core_rl.config.base import parse_config
-from core_rl.config.engine import TrainEngineConfig
+from core_rl.config.capability import Capability
+from core_rl.config.engine import ScheduleConfig, TrainEngineConfig
 from core_rl.config.loading import apply_overrides, load_yaml
+from core_rl.engine.guards import require_capability
 from core_rl.errors import CheckpointNotFound, ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl.launch.hosts import Hosts
@@ -28,7 +31,7 @@ from core_rl_trainer.run.saving import readable_part
 
 __all__ = ["ExportFormat", "export_checkpoint"]
 
-ExportFormat = Literal["hf", "adapter"]
+ExportFormat = Literal["hf", "adapter", "portable"]
 
 
 def export_checkpoint(
@@ -38,10 +41,11 @@ def export_checkpoint(
 
     It is the newest checkpoint unless ``step`` names another. The engine is that of the run's recipe, which
     ``overrides`` change: another layout where the engine declares ``resharding``. The tokenizer with its chat
-    template is written too. The run may continue meanwhile, and remove the checkpoint.
+    template is written too, but for ``portable``, which has the moments instead. The run may continue meanwhile, and
+    remove the checkpoint.
 
-    Raises `ConfigError` for a directory without a run, a run without adapter, or an ``output`` that is not empty, and
-    `CheckpointNotFound` for a step that there is not.
+    Raises `ConfigError` for a directory without a run, a run without adapter, or an ``output`` that is not empty,
+    `UnsupportedCapability` for an engine without the format, and `CheckpointNotFound` for a step that there is not.
     """
     recipe = _recipe_of(run, overrides)
     if kind == "adapter" and recipe.model.lora is None:
@@ -60,15 +64,23 @@ def export_checkpoint(
         interface = make_interface(recipe.algorithm)
         spec, config = trained_engine(trained, interface)
         slots = place_ranks(config.layout.world_size, None, recipe.cluster)
-        # The moments are neither needed nor loaded.
-        weights = config.model_copy(update={"optimizer": None})
-        engine = EnginePlan(spec=spec, config=weights, slots=slots)
-        save = interface.save if kind == "hf" else interface.save_adapter
+        optimizer = None  # the moments are neither needed nor loaded
+        if kind == "portable":
+            require_capability(spec, Capability.PORTABLE_CHECKPOINT, "--format portable")
+            assert config.optimizer is not None  # it is trained
+            # Without a schedule: no step is made.
+            optimizer = config.optimizer.model_copy(update={"schedule": ScheduleConfig()})
+        config = config.model_copy(update={"optimizer": optimizer})
+        engine = EnginePlan(spec=spec, config=config, slots=slots)
         output.parent.mkdir(parents=True, exist_ok=True)
         with open_cluster(recipe.cluster, {"actor": engine}, recipe.device) as hosts:
             require_shared(hosts, "--output", output.parent, engine.machines)
             with _loaded_engine(engine, checkpoint, recipe.timeouts.call_s, hosts) as group:
-                save(group, str(output), tokenizer_path=recipe.model.path)
+                if kind == "portable":
+                    group.save(SaveLoadMeta(path=str(output), format=kind))
+                else:
+                    save = interface.save if kind == "hf" else interface.save_adapter
+                    save(group, str(output), tokenizer_path=recipe.model.path)
         return checkpoint.step
 
 
@@ -85,10 +97,10 @@ def _recipe_of(run: Path, overrides: Sequence[str]) -> Recipe:
 def _loaded_engine(
     engine: EnginePlan[TrainEngineConfig], checkpoint: RunCheckpoint, timeout_s: float, hosts: Hosts
 ) -> Iterator[EngineGroup]:
-    """The engine with the weights of ``checkpoint``, on ``hosts``."""
+    """The engine with the weights of ``checkpoint``, and its moments where it has an optimizer, on ``hosts``."""
     part = "actor" if (checkpoint.path / "actor").is_dir() else "model"
     finetune = FinetuneSpec(dataset_size=1, train_batch_size=1)
     with open_trainers({part: engine}, finetune, timeout_s, hosts) as groups:
         saved = readable_part(checkpoint, part, engine.spec, engine.config.layout)
-        groups[part].load(SaveLoadMeta(path=saved.path, format=saved.format, with_optimizer=False))
+        groups[part].load(replace(saved, with_optimizer=engine.config.optimizer is not None))
         yield groups[part]

@@ -21,6 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from core_rl.checkpoint.portable import DcpFiles
 from core_rl.cli import main
 from core_rl.errors import CheckpointError, ConfigError
 from core_rl_trainer import load_recipe, train
@@ -90,7 +91,12 @@ def test_sharded_checkpoint_exports_from_changed_layout(start: Path, tmp_path: P
     recipe = write_recipe(start, tmp_path, engine="fsdp", engines={"fsdp": {"layout": {"dp": 2}}})
     train(recipe, [], console=Console(file=io.StringIO()))
     out = tmp_path / "out"
-    assert export_checkpoint(out, "hf", tmp_path / "exported", overrides=["engines.fsdp.layout.dp=1"]) == 4
+    one = ["engines.fsdp.layout.dp=1"]
+    assert export_checkpoint(out, "hf", tmp_path / "exported", overrides=one) == 4
+    assert export_checkpoint(out, "portable", tmp_path / "portable", overrides=one) == 4
+    files = DcpFiles(tmp_path / "portable")
+    assert files.read("optimizer.state.model.norm.weight.step").item() == 4
+    assert files.read("optimizer.state.model.norm.weight.exp_avg").any()
     original, exported = (
         load_file(path / "model.safetensors") for path in (out / "model", tmp_path / "exported")
     )

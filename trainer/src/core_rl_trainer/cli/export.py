@@ -22,8 +22,12 @@ def export(
         Path | None, typer.Option("--output", "-o", help="The directory to write.", show_default=False)
     ] = None,
     kind: Annotated[
-        Literal["hf", "adapter"],
-        typer.Option("--format", help="hf: the whole model; adapter: the adapter of model.lora alone."),
+        Literal["hf", "adapter", "portable"],
+        typer.Option(
+            "--format",
+            help="hf: the whole model; adapter: the adapter of model.lora alone; portable: weights and moments, for "
+            "any engine and torch.distributed.checkpoint.",
+        ),
     ] = "hf",
     step: Annotated[
         int | None, typer.Option("--step", help="The step of the checkpoint.", show_default="the newest")

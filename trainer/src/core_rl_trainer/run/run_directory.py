@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from core_rl.checkpoint.copies import CheckpointCopies
-from core_rl.checkpoint.local import LocalStorage
+from core_rl.checkpoint.directory import LocalStorage
 from core_rl.checkpoint.run import RunCheckpoint, RunCheckpoints, open_run_checkpoint
 from core_rl.errors import CheckpointError, ConfigError, CoreRLError, ExitCode, RunStopped, raise_all
 from core_rl_trainer.logs.metrics_log import read_steps

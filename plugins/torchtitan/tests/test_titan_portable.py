@@ -24,7 +24,7 @@ def test_torchtitan_loads_a_saved_run(engine: str, fields: dict[str, Any], tmp_p
     group = support.started(support.config(engine, layout={"dp": 2}, model=fields), engine)
     try:
         group.train_batch(support.batch(), LossSpec(fn=support.weighted_nll), MicroBatchSpec(max_tokens=64))
-        group.save(SaveLoadMeta(path=str(tmp_path / "run"), format="dcp"))
+        group.save(SaveLoadMeta(path=str(tmp_path / "run"), format="portable"))
         expected = group.named_tensors("master")
     finally:
         group.close()

@@ -1,4 +1,4 @@
-"""``dcp`` checkpoints of the FSDP engine load at other layouts, and by `torch.distributed.checkpoint` alone."""
+"""``portable`` checkpoints of the FSDP engine load at other layouts, and by `torch.distributed.checkpoint` alone."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def group() -> Iterator[EngineGroup]:
         yield ranks
 
 
-def test_dcp_checkpoint_moves_between_layouts(group: EngineGroup, tmp_path: Path) -> None:
-    meta = SaveLoadMeta(path=str(tmp_path / "saved"), format="dcp")
+def test_portable_checkpoint_moves_between_layouts(group: EngineGroup, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "saved"), format="portable")
     group.train_batch(support.make_batch(0), LOSS, MicroBatchSpec(max_tokens=32))
     group.save(meta)
     expected, progress = state(group), group.progress

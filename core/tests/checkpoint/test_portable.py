@@ -1,16 +1,18 @@
-"""Checkpoints with ``format="dcp"``, written for and by `torch.distributed.checkpoint` itself."""
+"""Portable checkpoints, written for and by `torch.distributed.checkpoint` itself."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine_support as support
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -18,7 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.checkpoint.dcp import DcpFiles, write_slices
+from core_rl.checkpoint.directory import write_checkpoint
+from core_rl.checkpoint.manifest import MANIFEST, read_manifest
+from core_rl.checkpoint.portable import DcpFiles, copy_slices
 from core_rl.config.engine import OptimizerConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
@@ -58,8 +62,8 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     return [name for name in names if not torch.equal(left[name], right[name])]
 
 
-def test_dcp_loads_weights_moments_and_steps(engine: TrainEngine, tmp_path: Path) -> None:
-    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="dcp"))
+def test_torch_loads_weights_moments_and_steps(engine: TrainEngine, tmp_path: Path) -> None:
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
     expected = state_dict(engine)
     loaded = {key: torch.full_like(value, torch.nan) for key, value in expected.items()}
     load(loaded, checkpoint_id=str(tmp_path / "a"), no_dist=True)
@@ -67,7 +71,7 @@ def test_dcp_loads_weights_moments_and_steps(engine: TrainEngine, tmp_path: Path
 
 
 def test_dcp_to_torch_save_nests_the_optimizer(engine: TrainEngine, tmp_path: Path) -> None:
-    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="dcp"))
+    engine.save(SaveLoadMeta(path=str(tmp_path / "a"), format="portable"))
     dcp_to_torch_save(tmp_path / "a", tmp_path / "b.pt")
     loaded = torch.load(tmp_path / "b.pt", weights_only=True)
     optimizer = {f"optimizer.{key}": value for key, value in loaded.pop("optimizer").items()}
@@ -86,15 +90,39 @@ def test_weights_of_other_programs_load(
         nested = {key: nested, "optim": {"lr": 0.1}}
     nested |= {"train_state": {"step": torch.tensor(3)}, "lr_scheduler": {"last_epoch": 3}}
     save(nested, checkpoint_id=str(tmp_path / "a"), no_dist=True)
-    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="dcp")
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable")
     with pytest.raises(CheckpointMismatch, match=r"no manifest\.json.*with_optimizer=False"):
         engine.load(meta)
     assert differing(state_dict(engine), before) == []
     updates = engine.progress.updates
-    engine.load(SaveLoadMeta(path=meta.path, format="dcp", with_optimizer=False))
+    engine.load(SaveLoadMeta(path=meta.path, format="portable", with_optimizer=False))
     expected = {**before, **{name: value.float() for name, value in weights.items()}}
     assert differing(state_dict(engine), expected) == []
     assert engine.progress.updates == updates
+
+
+def test_safetensors_of_before_are_refused(engine: TrainEngine, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    tensors = {"a": torch.zeros(2)}
+    write_checkpoint(
+        path,
+        lambda directory: save_file(tensors, directory / "master.safetensors"),
+        Comm(),
+        kind="portable",
+        state={},
+    )
+    with pytest.raises(
+        CheckpointMismatch, match=r"core-rl 0\..* wrote it as safetensors.*save it with format='dcp'"
+    ):
+        engine.load(SaveLoadMeta(path=path, format="portable"))
+
+
+def test_earlier_name_of_the_format_loads(engine: TrainEngine, tmp_path: Path) -> None:
+    meta = SaveLoadMeta(path=str(tmp_path / "a"), format="portable")
+    engine.save(meta)
+    manifest = replace(read_manifest(tmp_path / "a"), kind="dcp")
+    (tmp_path / "a" / MANIFEST).write_bytes(manifest.to_bytes())
+    engine.load(meta)
 
 
 def test_unknown_and_missing_weights_are_refused(engine: TrainEngine, tmp_path: Path) -> None:
@@ -105,8 +133,12 @@ def test_unknown_and_missing_weights_are_refused(engine: TrainEngine, tmp_path: 
     with pytest.raises(
         WeightsError, match=r"(?s)missing 'model\.norm\.weight'.*unexpected 'model\.layers\.9"
     ):
-        engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format="dcp", with_optimizer=False))
+        engine.load(SaveLoadMeta(path=str(tmp_path / "a"), format="portable", with_optimizer=False))
     assert differing(state_dict(engine), before) == []
+
+
+def write(directory: Path, shards: list[Shard]) -> None:
+    copy_slices(Comm(), lambda: shards).run(directory, Comm())
 
 
 def test_slices_are_read_in_any_region(tmp_path: Path) -> None:
@@ -114,7 +146,7 @@ def test_slices_are_read_in_any_region(tmp_path: Path) -> None:
     boxes = [((0, 0), full[:2]), ((2, 0), full[2:, :3]), ((2, 3), full[2:, 3:])]
     shards = [Shard("a", box, (5, 7), offsets) for offsets, box in boxes]
     empty = Shard("empty", torch.zeros(0, 3), (0, 3), (0, 0))
-    write_slices(tmp_path, Comm(), lambda: [*shards, empty, Shard("b", torch.tensor(4), (), ())])
+    write(tmp_path, [*shards, empty, Shard("b", torch.tensor(4), (), ())])
     files = DcpFiles(tmp_path)
     for region in [(slice(1, 4), slice(2, 6)), (slice(0, 5), slice(0, 7)), (slice(3, 3), slice(0, 7))]:
         assert torch.equal(files.read("a", region), full[region])
@@ -123,7 +155,7 @@ def test_slices_are_read_in_any_region(tmp_path: Path) -> None:
 
 
 def test_regions_without_slices_raise(tmp_path: Path) -> None:
-    write_slices(tmp_path, Comm(), lambda: [Shard("a", torch.zeros(2, 7), (5, 7), (0, 0))])
+    write(tmp_path, [Shard("a", torch.zeros(2, 7), (5, 7), (0, 0))])
     files = DcpFiles(tmp_path)
     assert files.read("a", (slice(0, 2), slice(0, 7))).shape == (2, 7)
     with pytest.raises(CheckpointDamaged, match="lack 7 of the elements"):
