@@ -23,6 +23,7 @@ from mutants.zoo import CP2, CP4, Mutant
 # ------------------------------------------------------------------- gradients
 
 
+@Mutant("I1.gradients", "SkyRL #1420", r"multiplied by (0\.5|1/2)", layout=CP2)
 class GradientsAveragedOverShards(ContextParallelBackend):
     """Gradients are averaged over all ranks that hold the weights, and only the data-parallel ones are undone."""
 
@@ -31,6 +32,7 @@ class GradientsAveragedOverShards(ContextParallelBackend):
         grad /= self.context.layout.cp
 
 
+@Mutant("I1.train-batch", "SkyRL #1420, in the loss", "weights after train_batch", layout=CP2)
 class LossDividedByShards(ContextParallelBackend):
     """The loss of every rank is taken for a part of the whole: it is divided by their number for the backward pass."""
 
@@ -48,12 +50,14 @@ class SummingShard(TokenShard):
         return gather_parts(value, self.sizes, 0, self.group)[: self.batch.num_tokens]
 
 
+@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=CP2)
 class OutputGatherSumsDuplicates(ContextParallelBackend):
     """Every rank computes the same loss, and its gradient counts once for each."""
 
     shard_type = SummingShard
 
 
+@Mutant("I1.gradients", "SkyRL #1420, the reduction itself", "gradients of TokenMeanLoss", layout=CP2)
 class ShardGradientsNotReduced(ContextParallelBackend):
     """Gradients are added up over data-parallel ranks only."""
 
@@ -61,6 +65,7 @@ class ShardGradientsNotReduced(ContextParallelBackend):
         dist.all_reduce(grad, group=self.context.groups.data_parallel.group)
 
 
+@Mutant("I3.gradients-after-steps", "Megatron-LM #1446, for the other axis", "after 2 steps", layout=CP2)
 class NormsReducedOnOneRank(ContextParallelBackend):
     """The rank that exports has the whole gradient of norms; the others step with that of their own tokens."""
 
@@ -82,12 +87,16 @@ class SlicingShard(TokenShard):
         return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
 
 
+@Mutant("I1.gradients", "slime #1748, the other way round", "gradients of TokenMeanLoss", layout=CP2)
 class KeysKeepOwnGradients(ContextParallelBackend):
     """Other ranks' keys and values come without a graph."""
 
     shard_type = SlicingShard
 
 
+@Mutant(
+    "I4.grad-norm", "AReaL #1497, for context parallelism", r"the reported norm[\s\S]*1\.41421", layout=CP2
+)
 class CopiesCountedInTheNorm(ContextParallelBackend, OwnNorm):
     """The norm counts the weights once for each rank that shares a batch."""
 
@@ -106,6 +115,7 @@ class TargetsOfOwnShard(TokenShard):
         return self.own(self.input_ids).roll(-1)
 
 
+@Mutant("I7.logprobs", "labels are shifted after the batch is cut", "edges of the shards", layout=CP2)
 class ShiftedWithinTheShard(ContextParallelBackend):
     """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
 
@@ -119,6 +129,7 @@ def _kept(shard: TokenShard) -> list[int]:
     return [max(0, min(size, tokens - start)) for start, size in zip(starts, shard.sizes, strict=True)]
 
 
+@Mutant("I7.entropy", "outputs are shifted after the batch is cut", "edges of the shards", layout=CP2)
 class EdgeFromOwnLastState(ContextParallelBackend):
     """Outputs are moved to the predicted token inside each shard: its first one gets the prediction of its own last
     state."""
@@ -127,6 +138,7 @@ class EdgeFromOwnLastState(ContextParallelBackend):
         return torch.cat([part.roll(1, 0) for part in states.split(_kept(shard))])
 
 
+@Mutant("I7.values", "verl #3287, at the edges of shards", r"all zero[\s\S]*edges of the shards", layout=CP2)
 class EdgeIsNotPredicted(ContextParallelBackend):
     """Each shard drops the prediction of its last state, whose token it does not have."""
 
@@ -147,6 +159,13 @@ class PositionsOfShard(TokenShard):
         return torch.arange(self.stop - self.start)
 
 
+@Mutant(
+    "I7.logprobs",
+    "position ids are made after the batch is cut",
+    "logprobs at temperature 1",
+    layout=CP2,
+    family="gpt2",
+)
 class PositionsRestartAtShards(ContextParallelBackend):
     """The position of a token is its place in the shard."""
 
@@ -163,12 +182,14 @@ class BlindShard(TokenShard):
         return seen & inside
 
 
+@Mutant("I7.logprobs", "AReaL #1442, the other way round", "logprobs at temperature 1", layout=CP2)
 class AttentionStopsAtShards(ContextParallelBackend):
     """A sequence that crosses an edge is two sequences."""
 
     shard_type = BlindShard
 
 
+@Mutant("I7.scores", "the tokens that fill up the last shard", "scores", layout=CP2)
 class PaddingEndsTheLastSequence(ContextParallelBackend):
     """The batch is filled up to a multiple of the ranks with states of 0, which belong to its last sequence."""
 
@@ -178,6 +199,13 @@ class PaddingEndsTheLastSequence(ContextParallelBackend):
         return torch.cat([result[:-1], torch.zeros_like(result[-1:])]) if filled_up else result
 
 
+@Mutant(
+    "I16.few-sequences",
+    "verl #5591, for a rank without tokens",
+    "rank 1 was killed|during forward_backward",
+    layout=CP2,
+    timeout_s=10.0,
+)
 class IdleWithoutTokens(ContextParallelBackend):
     """A rank that got none of the tokens does not run the model, and the others wait for its keys."""
 
@@ -200,6 +228,7 @@ class AlternatingGroups(UlyssesShard):
         return key, value
 
 
+@Mutant("I7.logprobs", "key/value heads fewer than ranks", "logprobs at temperature 1", layout=CP4)
 class FewKeyHeadsInTurn(UlyssesBackend):
     """Rank ``r`` takes the key/value head ``r % kv_heads``."""
 
@@ -215,6 +244,7 @@ class DetachedCopies(UlyssesShard):
         return super().by_query_head(query, both)
 
 
+@Mutant("I3.few-kv-heads", "key/value heads fewer than ranks", r"gradients[\s\S]*[kv]_proj", layout=CP2)
 class CopiedKeyHeadsWithoutGradient(UlyssesBackend):
     """With fewer key/value heads than ranks, only the first rank trains them."""
 
@@ -230,132 +260,13 @@ class RoundedDownHeads(UlyssesShard):
         return torch.cat([result[:, :taken], torch.zeros_like(result[:, taken:])], dim=1)
 
 
+@Mutant(
+    "contract.heads-over-cp",
+    "a degree that does not divide the heads, rounded down",
+    "log-probs of a model with 5 heads at cp2",
+    layout=CP2,
+)
 class LosesTheLastHead(UlyssesBackend):
     """Heads that the ranks do not divide are left out."""
 
     shard_type = RoundedDownHeads
-
-
-MUTANTS = (
-    Mutant(
-        engine=LosesTheLastHead,
-        killed_by="contract.heads-over-cp",
-        issue="a degree that does not divide the heads, rounded down",
-        says="log-probs of a model with 5 heads at cp2",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=GradientsAveragedOverShards,
-        killed_by="I1.gradients",
-        issue="SkyRL #1420",
-        says=r"multiplied by (0\.5|1/2)",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=LossDividedByShards,
-        killed_by="I1.train-batch",
-        issue="SkyRL #1420, in the loss",
-        says="weights after train_batch",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=OutputGatherSumsDuplicates,
-        killed_by="I1.gradients",
-        issue="slime #1748",
-        says="multiplied by 2",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=ShardGradientsNotReduced,
-        killed_by="I1.gradients",
-        issue="SkyRL #1420, the reduction itself",
-        says="gradients of TokenMeanLoss",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=NormsReducedOnOneRank,
-        killed_by="I3.gradients-after-steps",
-        issue="Megatron-LM #1446, for the other axis",
-        says="after 2 steps",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=KeysKeepOwnGradients,
-        killed_by="I1.gradients",
-        issue="slime #1748, the other way round",
-        says="gradients of TokenMeanLoss",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=CopiesCountedInTheNorm,
-        killed_by="I4.grad-norm",
-        issue="AReaL #1497, for context parallelism",
-        says=r"the reported norm[\s\S]*1\.41421",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=ShiftedWithinTheShard,
-        killed_by="I7.logprobs",
-        issue="labels are shifted after the batch is cut",
-        says="edges of the shards",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=EdgeFromOwnLastState,
-        killed_by="I7.entropy",
-        issue="outputs are shifted after the batch is cut",
-        says="edges of the shards",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=EdgeIsNotPredicted,
-        killed_by="I7.values",
-        issue="verl #3287, at the edges of shards",
-        says=r"all zero[\s\S]*edges of the shards",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=PositionsRestartAtShards,
-        killed_by="I7.logprobs",
-        issue="position ids are made after the batch is cut",
-        says="logprobs at temperature 1",
-        layout=CP2,
-        family="gpt2",
-    ),
-    Mutant(
-        engine=AttentionStopsAtShards,
-        killed_by="I7.logprobs",
-        issue="AReaL #1442, the other way round",
-        says="logprobs at temperature 1",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=PaddingEndsTheLastSequence,
-        killed_by="I7.scores",
-        issue="the tokens that fill up the last shard",
-        says="scores",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=IdleWithoutTokens,
-        killed_by="I16.few-sequences",
-        issue="verl #5591, for a rank without tokens",
-        says="rank 1 was killed|during forward_backward",
-        layout=CP2,
-        timeout_s=10.0,
-    ),
-    Mutant(
-        engine=FewKeyHeadsInTurn,
-        killed_by="I7.logprobs",
-        issue="key/value heads fewer than ranks",
-        says="logprobs at temperature 1",
-        layout=CP4,
-    ),
-    Mutant(
-        engine=CopiedKeyHeadsWithoutGradient,
-        killed_by="I3.few-kv-heads",
-        issue="key/value heads fewer than ranks",
-        says=r"gradients[\s\S]*[kv]_proj",
-        layout=CP2,
-    ),
-)

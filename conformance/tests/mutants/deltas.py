@@ -42,6 +42,11 @@ class UnverifiedDecoder(DeltaDecoder):
         """Accept all weights."""
 
 
+@Mutant(
+    "I12.delta-base",
+    "weights that differ after an update serve on (I12)",
+    "with another digest by disk did not raise a DeltaRefused",
+)
 class IgnoresTheDigest(Decodes):
     """The digest after an update is not compared."""
 
@@ -57,6 +62,11 @@ class AnyBaseDecoder(UnverifiedDecoder):
             super().require(digest)
 
 
+@Mutant(
+    "I12.delta-base",
+    "a server that was restarted takes changes of other weights (I12)",
+    "did not raise a DeltaRefused",
+)
 class AppliesToAnyBase(Decodes):
     """Changes are applied to the present weights, whatever they are changes of."""
 
@@ -76,6 +86,7 @@ class ShiftingDecoder(UnverifiedDecoder):
         return shifted
 
 
+@Mutant("I12.receive-delta", "verl #7227: indices of another shard", "log-probs after changes of few values")
 class ShiftsIndices(Decodes):
     """Indices are off by one within a tensor."""
 
@@ -92,6 +103,7 @@ class AddingDecoder(DeltaDecoder):
         return before[name] + (new - before[name])
 
 
+@Mutant("I12.receive-delta", "slime #1806: differences that are added are rounded", "of 6 updates were full")
 class AddsInsteadOfSetting(Decodes):
     """Differences are added to the weights: the sum is off by a rounding."""
 
@@ -108,12 +120,14 @@ class SkippingDecoder(UnverifiedDecoder):
         return before[name] if small else DeltaDecoder.replaced(name, before, gaps, values)
 
 
+@Mutant("I12.receive-delta", "verl #5801: some of the tensors", "log-probs after changes of few values")
 class SkipsSmallTensors(Decodes):
     """Changes of norms and biases are left out."""
 
     decoder = SkippingDecoder
 
 
+@Mutant("I12.receive-delta", "an update that is always full (I12)", "6 of 6 updates were full")
 class NeverHasABase(ReferenceRolloutBackend):
     """The weights of an update are not kept, so that each update is full."""
 
@@ -164,89 +178,40 @@ class Encodes(ReferenceBackend):
     encoder: type[DeltaEncoder]
 
 
+@Mutant("I12.delta", "verl #5801: some of the tensors", "weights after the update after step 1")
 class SendsNoSmallChanges(Encodes):
     """Changes of norms and biases are not sent."""
 
     encoder = SkippingEncoder
 
 
+@Mutant(
+    "I12.sync-delta",
+    "verl #5801: some of the tensors",
+    "log-probs of tokens generated after sync",
+    partner=ROLLOUT_SPEC,
+)
 class SendsNoSmallChangesToAPeer(SendsNoSmallChanges):
     """The same, for the check of a pair."""
 
 
+@Mutant(
+    "I12.delta",
+    "a comparison with a tolerance loses small steps (I12)",
+    "weights after the update after step 1",
+)
 class SendsLargeChangesOnly(Encodes):
     """Tensors that are nearly the same are taken for the same."""
 
     encoder = ToleratingEncoder
 
 
+@Mutant(
+    "I12.delta",
+    "a sender that takes a failed update for a received one (I12)",
+    "differ from the sender's|an update that was lost is a delta",
+)
 class HasTheBaseOfAFailure(Encodes):
     """After a failed update the changes are since the weights of that update."""
 
     encoder = RetainingEncoder
-
-
-SENT, RECEIVED, REFUSED = "I12.delta", "I12.receive-delta", "I12.delta-base"
-MUTANTS = (
-    Mutant(
-        engine=AppliesToAnyBase,
-        killed_by=REFUSED,
-        issue="a server that was restarted takes changes of other weights (I12)",
-        says="did not raise a DeltaRefused",
-    ),
-    Mutant(
-        engine=IgnoresTheDigest,
-        killed_by=REFUSED,
-        issue="weights that differ after an update serve on (I12)",
-        says="with another digest by disk did not raise a DeltaRefused",
-    ),
-    Mutant(
-        engine=ShiftsIndices,
-        killed_by=RECEIVED,
-        issue="verl #7227: indices of another shard",
-        says="log-probs after changes of few values",
-    ),
-    Mutant(
-        engine=AddsInsteadOfSetting,
-        killed_by=RECEIVED,
-        issue="slime #1806: differences that are added are rounded",
-        says="of 6 updates were full",
-    ),
-    Mutant(
-        engine=SkipsSmallTensors,
-        killed_by=RECEIVED,
-        issue="verl #5801: some of the tensors",
-        says="log-probs after changes of few values",
-    ),
-    Mutant(
-        engine=NeverHasABase,
-        killed_by=RECEIVED,
-        issue="an update that is always full (I12)",
-        says="6 of 6 updates were full",
-    ),
-    Mutant(
-        engine=SendsNoSmallChanges,
-        killed_by=SENT,
-        issue="verl #5801: some of the tensors",
-        says="weights after the update after step 1",
-    ),
-    Mutant(
-        engine=SendsLargeChangesOnly,
-        killed_by=SENT,
-        issue="a comparison with a tolerance loses small steps (I12)",
-        says="weights after the update after step 1",
-    ),
-    Mutant(
-        engine=HasTheBaseOfAFailure,
-        killed_by=SENT,
-        issue="a sender that takes a failed update for a received one (I12)",
-        says="differ from the sender's|an update that was lost is a delta",
-    ),
-    Mutant(
-        engine=SendsNoSmallChangesToAPeer,
-        killed_by="I12.sync-delta",
-        issue="verl #5801: some of the tensors",
-        says="log-probs of tokens generated after sync",
-        partner=ROLLOUT_SPEC,
-    ),
-)

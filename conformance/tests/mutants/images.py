@@ -24,7 +24,6 @@ from mutants.zoo import Mutant
 
 VISION = frozenset({Capability.VISION})
 QWEN, GEMMA = FAMILIES[0], "gemma3_vl"
-CHECK = "I6.images"
 
 
 class PackedByPositions(Replicated):
@@ -50,6 +49,7 @@ class PackedByPositions(Replicated):
         return logits.float()
 
 
+@Mutant("I6.images", "axolotl #3817", "log-probs of images in one pack", family=QWEN, declared=VISION)
 class NoTextPositions(PackedByPositions):
     """Positions in time, height and width go without the row of text positions: ``[3, 1, T]``."""
 
@@ -58,6 +58,7 @@ class NoTextPositions(PackedByPositions):
         return super().logits(ids, {**arguments, "position_ids": positions[-3:]})
 
 
+@Mutant("I6.images", "Megatron-Bridge #1776", "log-probs of images in one pack", family=QWEN, declared=VISION)
 class PositionsOfWholePack(PackedByPositions):
     """The model counts positions, which it does over the pack."""
 
@@ -66,6 +67,13 @@ class PositionsOfWholePack(PackedByPositions):
         return super().logits(ids, {**arguments, "position_ids": None, "mm_token_type_ids": kinds})
 
 
+@Mutant(
+    "I6.images",
+    "bounds of sequences that transformers finds by positions without a cache alone",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class CacheLeftOn(PackedByPositions):
     """``use_cache`` stays at its default, and with a cache transformers looks for no packed sequences."""
 
@@ -94,6 +102,7 @@ class _TextPositions(PackedVision):
             yield {**arguments, "position_ids": tokens.position_ids[None]}
 
 
+@Mutant("I6.images", "Automodel #2172", "log-probs of images in one pack", family=QWEN, declared=VISION)
 class ImagesHaveTextPositions(_Bent):
     """Placeholders are counted one by one, as text is."""
 
@@ -115,6 +124,13 @@ class _PositionsOfRowBefore(PackedVision):
             yield {**arguments, "position_ids": torch.cat(rows, dim=-1)}
 
 
+@Mutant(
+    "I6.images",
+    "positions of a batch that are computed for its images alone",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class TextHasPositionsOfImageBefore(_Bent):
     """A text gets the positions of the sequence with an image before it."""
 
@@ -128,6 +144,13 @@ class _Reversed(PackedVision):
             yield {**arguments, **join_media(reversed(batch.media))}
 
 
+@Mutant(
+    "I6.images",
+    "images that are joined in another order than their sequences",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class ImagesInOppositeOrder(_Bent):
     """Images of the last sequence come first."""
 
@@ -139,67 +162,14 @@ class _NoStretches(PackedVision):
         return segments
 
 
+@Mutant(
+    "I6.images",
+    "masks for packed sequences that replace those of the model",
+    "log-probs of images in one pack",
+    family=GEMMA,
+    declared=VISION,
+)
 class ImagesAreCausal(_Bent):
     """Tokens of an image see no later tokens of it."""
 
     vision = _NoStretches
-
-
-MUTANTS = (
-    Mutant(
-        engine=NoTextPositions,
-        killed_by=CHECK,
-        issue="axolotl #3817",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=PositionsOfWholePack,
-        killed_by=CHECK,
-        issue="Megatron-Bridge #1776",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=CacheLeftOn,
-        killed_by=CHECK,
-        issue="bounds of sequences that transformers finds by positions without a cache alone",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ImagesHaveTextPositions,
-        killed_by=CHECK,
-        issue="Automodel #2172",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=TextHasPositionsOfImageBefore,
-        killed_by=CHECK,
-        issue="positions of a batch that are computed for its images alone",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ImagesInOppositeOrder,
-        killed_by=CHECK,
-        issue="images that are joined in another order than their sequences",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ImagesAreCausal,
-        killed_by=CHECK,
-        issue="masks for packed sequences that replace those of the model",
-        says="log-probs of images in one pack",
-        family=GEMMA,
-        declared=VISION,
-    ),
-)
