@@ -14,12 +14,12 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.protocols import LowRank
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.lora import ADAPTER_PREFIX
-from mutants.bases import OwnCheckpoint, OwnExport, Replicated, TrainContext
+from mutants.bases import OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
 from mutants.unchanged import unchanged
 from mutants.zoo import DP2, Mutant
 
@@ -304,7 +304,14 @@ class OneRankLoadsTheAdapter(OwnExport):
             super().import_tensors(kind, source)
 
 
-class RankInTheDigest(TensorStore):
+@Mutant(
+    "I11.adapter-other-layout",
+    "layouts in digests",
+    "another base model: the same architecture with other weights",
+    layout=DP2,
+)
+@inside(Replicated, "tensors")
+class DigestOfARank(TensorStore):
     """The digest of the base holds the number of ranks."""
 
     def base_digest(self) -> str:
@@ -312,19 +319,11 @@ class RankInTheDigest(TensorStore):
 
 
 @Mutant(
-    "I11.adapter-other-layout",
-    "layouts in digests",
-    "another base model: the same architecture with other weights",
-    layout=DP2,
+    "contract.adapter", "adapters of another base", "an adapter of another rank raised no CheckpointMismatch"
 )
-class DigestOfARank(Replicated):
-    """The digest of the base holds the number of ranks."""
-
-    components = TrainComponents(tensors=RankInTheDigest)
-
-
-class LoadsUnchecked(Persistence):
-    """The tensors of an adapter's files are read and nothing else."""
+@inside(ReferenceBackend, "persistence")
+class LoadsAnyAdapter(Persistence):
+    """Loading reads the tensors and looks at nothing else."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format == "adapter":
@@ -333,24 +332,10 @@ class LoadsUnchecked(Persistence):
             super().load(meta)
 
 
-@Mutant(
-    "contract.adapter", "adapters of another base", "an adapter of another rank raised no CheckpointMismatch"
-)
-class LoadsAnyAdapter(ReferenceBackend):
-    """Loading reads the tensors and looks at nothing else."""
-
-    components = TrainComponents(persistence=LoadsUnchecked)
-
-
-class OneDigest(TensorStore):
+@Mutant("contract.adapter", "adapters of another base", "another base model raised no CheckpointMismatch")
+@inside(ReferenceBackend, "tensors")
+class BaseOfAnAdapterNotCompared(TensorStore):
     """Every base model has the same digest."""
 
     def base_digest(self) -> str:
         return "base"
-
-
-@Mutant("contract.adapter", "adapters of another base", "another base model raised no CheckpointMismatch")
-class BaseOfAnAdapterNotCompared(ReferenceBackend):
-    """Every base model has the same digest."""
-
-    components = TrainComponents(tensors=OneDigest)

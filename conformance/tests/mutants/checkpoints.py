@@ -20,7 +20,7 @@ from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import Shard, copy_shards
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.hf_state import HFShardedState
-from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
+from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -40,19 +40,14 @@ class StepCountStartsAgain(CountsItself):
         return 0
 
 
-class _BeginsToDrawAgain(Persistence):
-    """Random states start anew after a load."""
+@Mutant("I11.resume", "random state", "'loss' of step 2 is .*: random state of dropout")
+@inside(ReferenceBackend, "persistence")
+class RandomStateStartsAgain(Persistence):
+    """Dropout after a resume is another one."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
         self.runtime.rng.load({"cpu": torch.Generator().manual_seed(0).get_state()})
-
-
-@Mutant("I11.resume", "random state", "'loss' of step 2 is .*: random state of dropout")
-class RandomStateStartsAgain(ReferenceBackend):
-    """Dropout after a resume is another one."""
-
-    components = TrainComponents(persistence=_BeginsToDrawAgain)
 
 
 @Mutant("I11.resume-frozen", "frozen parameters", "master after the load")
@@ -78,23 +73,18 @@ class OnlyRankZeroLoads(OwnCheckpoint):
             super().load_sharded(directory, with_optimizer)
 
 
-class _Reshards(Persistence):
-    """Loads a checkpoint of any layout."""
-
-    def contents(self) -> Contents:
-        return replace(super().contents(), resharding=True)
-
-
 @Mutant(
     "contract.undeclared",
     "AReaL #1470",
     "'resharding' is not declared, and asking for it did not raise UnsupportedCapability",
     undeclared=frozenset({Capability.RESHARDING}),
 )
-class LoadsAtAnyLayout(ReferenceBackend):
+@inside(ReferenceBackend, "persistence")
+class LoadsAtAnyLayout(Persistence):
     """A checkpoint of another layout is loaded, although its slices may not fit."""
 
-    components = TrainComponents(persistence=_Reshards)
+    def contents(self) -> Contents:
+        return replace(super().contents(), resharding=True)
 
 
 @Mutant("I20.adamw", "NeMo-RL #2372", "weights right, first moments wrong")
@@ -107,8 +97,10 @@ class MomentsExportedInHalfPrecision(OwnExport):
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
 
-class _ForgetsTheSchedule(Persistence):
-    """Saves that no step of the schedule was made."""
+@Mutant("I11.portable-to-reference", "NeMo-RL #3171", "progress moved from .*lr_steps=0")
+@inside(ReferenceBackend, "persistence")
+class ScheduleNotSaved(Persistence):
+    """A portable checkpoint begins the schedule again."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         progress = self.step.progress
@@ -116,13 +108,6 @@ class _ForgetsTheSchedule(Persistence):
             self.step.progress = replace(progress, lr_steps=0)
         super().save(meta)
         self.step.progress = progress
-
-
-@Mutant("I11.portable-to-reference", "NeMo-RL #3171", "progress moved from .*lr_steps=0")
-class ScheduleNotSaved(ReferenceBackend):
-    """A portable checkpoint begins the schedule again."""
-
-    components = TrainComponents(persistence=_ForgetsTheSchedule)
 
 
 @Mutant("I11.portable-from-reference", "NeMo-RL #3171", "exp_avg moved")
@@ -182,20 +167,15 @@ class CarriedDropped(ReferenceBackend):
         return _WithoutCarried(super().state())
 
 
-class _CastsCarried(TensorStore):
-    """All float tensors are cast."""
+@Mutant("I10.carried", "TRL #6028", r"an 'hf' export has other values of \['extra_tower")
+@inside(ReferenceBackend, "tensors")
+class CarriedCast(TensorStore):
+    """Carried tensors are exported in the dtype of the engine, not in their own."""
 
     def stream(self, kind: str) -> NamedTensors:
         for name, value in super().stream(kind):
             cast = kind == "carried" and value is not None and value.is_floating_point()
             yield name, value.float() if cast and value is not None else value
-
-
-@Mutant("I10.carried", "TRL #6028", r"an 'hf' export has other values of \['extra_tower")
-class CarriedCast(ReferenceBackend):
-    """Carried tensors are exported in the dtype of the engine, not in their own."""
-
-    components = TrainComponents(tensors=_CastsCarried)
 
 
 @Mutant("I12.disk", "verl #7014", "parameters of the export")
@@ -215,8 +195,10 @@ class UploadsOldWeights(OwnExport):
         yield from self._sent.items()
 
 
-class _LooksAtNoDigest(Persistence):
-    """Loads the shards that are in a directory."""
+@Mutant("I11.damaged", "partial checkpoints", "CheckpointDamaged")
+@inside(ReferenceBackend, "persistence")
+class LoadsAnything(Persistence):
+    """A load skips the digests."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format != "sharded":
@@ -226,13 +208,6 @@ class _LooksAtNoDigest(Persistence):
         for kind in ("master", *tensors.optimizer_kinds) if any(shards.iterdir()) else ():
             names = {name: f"{kind}/{name}" for name in tensors.shapes(kind)}
             tensors.load(kind, MappedSource(ShardFiles(shards), names))
-
-
-@Mutant("I11.damaged", "partial checkpoints", "CheckpointDamaged")
-class LoadsAnything(ReferenceBackend):
-    """A load skips the digests."""
-
-    components = TrainComponents(persistence=_LooksAtNoDigest)
 
 
 class _Misplaces(TensorStore):
@@ -351,12 +326,6 @@ class _SavesByReference(Persistence):
         )
 
 
-class _CopiesMomentsAlone(_SavesByReference):
-    """Copies moments, and not weights."""
-
-    copied = MOMENTS
-
-
 @Mutant(
     "I11.asynchronous", "a snapshot by reference", "'sharded' checkpoint that was saved in the background"
 )
@@ -371,7 +340,8 @@ class SnapshotByReference(ReferenceBackend):
     "a snapshot by reference",
     "master loaded from a 'sharded' checkpoint that was saved in the background",
 )
-class WeightsByReference(ReferenceBackend):
+@inside(ReferenceBackend, "persistence")
+class WeightsByReference(_SavesByReference):
     """Moments are copied for the background, and weights are not."""
 
-    components = TrainComponents(persistence=_CopiesMomentsAlone)
+    copied = MOMENTS

@@ -17,7 +17,7 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from mutants.bases import OwnNorm
+from mutants.bases import OwnNorm, inside
 from mutants.zoo import CP2, CP4, Mutant
 
 # ------------------------------------------------------------------- gradients
@@ -43,18 +43,13 @@ class LossDividedByShards(ContextParallelBackend):
                 (loss / self.context.layout.cp).backward()
 
 
-class SummingShard(TokenShard):
-    """The gather of the outputs adds up the gradients of all ranks, which are equal."""
+@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class OutputGatherSumsDuplicates(TokenShard):
+    """Every rank computes the same loss, and its gradient counts once for each."""
 
     def gathered(self, value: Tensor) -> Tensor:
         return gather_parts(value, self.sizes, 0, self.group)[: self.batch.num_tokens]
-
-
-@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=CP2)
-class OutputGatherSumsDuplicates(ContextParallelBackend):
-    """Every rank computes the same loss, and its gradient counts once for each."""
-
-    shard_type = SummingShard
 
 
 @Mutant("I1.gradients", "SkyRL #1420, the reduction itself", "gradients of TokenMeanLoss", layout=CP2)
@@ -76,8 +71,10 @@ class NormsReducedOnOneRank(ContextParallelBackend):
             grad.copy_(local_grad)
 
 
-class SlicingShard(TokenShard):
-    """Keys and values take back the gradient of one rank's queries."""
+@Mutant("I1.gradients", "slime #1748, the other way round", "gradients of TokenMeanLoss", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class KeysKeepOwnGradients(TokenShard):
+    """Other ranks' keys and values come without a graph."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         local = torch.stack([key, value])
@@ -85,13 +82,6 @@ class SlicingShard(TokenShard):
         before, after = full[:, :, :, : self.start], full[:, :, :, self.stop :]
         both = torch.cat([before, local, after], dim=3)
         return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
-
-
-@Mutant("I1.gradients", "slime #1748, the other way round", "gradients of TokenMeanLoss", layout=CP2)
-class KeysKeepOwnGradients(ContextParallelBackend):
-    """Other ranks' keys and values come without a graph."""
-
-    shard_type = SlicingShard
 
 
 @Mutant(
@@ -108,18 +98,13 @@ class CopiesCountedInTheNorm(ContextParallelBackend, OwnNorm):
 # ----------------------------------------------------------------- shard edges
 
 
-class TargetsOfOwnShard(TokenShard):
-    """The id after the last token of a shard is looked for in the same shard."""
+@Mutant("I7.logprobs", "labels are shifted after the batch is cut", "edges of the shards", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class ShiftedWithinTheShard(TokenShard):
+    """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
 
     def next_ids(self) -> Tensor:
         return self.own(self.input_ids).roll(-1)
-
-
-@Mutant("I7.logprobs", "labels are shifted after the batch is cut", "edges of the shards", layout=CP2)
-class ShiftedWithinTheShard(ContextParallelBackend):
-    """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
-
-    shard_type = TargetsOfOwnShard
 
 
 def _kept(shard: TokenShard) -> list[int]:
@@ -152,13 +137,6 @@ class EdgeIsNotPredicted(ContextParallelBackend):
         return torch.cat(parts)
 
 
-class PositionsOfShard(TokenShard):
-    """Positions begin at 0 in each shard."""
-
-    def position_ids(self) -> Tensor:
-        return torch.arange(self.stop - self.start)
-
-
 @Mutant(
     "I7.logprobs",
     "position ids are made after the batch is cut",
@@ -166,27 +144,24 @@ class PositionsOfShard(TokenShard):
     layout=CP2,
     family="gpt2",
 )
-class PositionsRestartAtShards(ContextParallelBackend):
+@inside(ContextParallelBackend, "shard_type")
+class PositionsRestartAtShards(TokenShard):
     """The position of a token is its place in the shard."""
 
-    shard_type = PositionsOfShard
+    def position_ids(self) -> Tensor:
+        return torch.arange(self.stop - self.start)
 
 
-class BlindShard(TokenShard):
-    """Tokens of earlier shards are not attended to."""
+@Mutant("I7.logprobs", "AReaL #1442, the other way round", "logprobs at temperature 1", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class AttentionStopsAtShards(TokenShard):
+    """A sequence that crosses an edge is two sequences."""
 
     def visible(self) -> Tensor:
         seen = super().visible()
         inside = torch.zeros_like(seen)
         inside[:, self.start : self.stop] = True
         return seen & inside
-
-
-@Mutant("I7.logprobs", "AReaL #1442, the other way round", "logprobs at temperature 1", layout=CP2)
-class AttentionStopsAtShards(ContextParallelBackend):
-    """A sequence that crosses an edge is two sequences."""
-
-    shard_type = BlindShard
 
 
 @Mutant("I7.scores", "the tokens that fill up the last shard", "scores", layout=CP2)
@@ -218,8 +193,10 @@ class IdleWithoutTokens(ContextParallelBackend):
 # ----------------------------------------------------------------------- heads
 
 
-class AlternatingGroups(UlyssesShard):
-    """With fewer key/value heads than ranks, ranks take them in turn instead of in blocks."""
+@Mutant("I7.logprobs", "key/value heads fewer than ranks", "logprobs at temperature 1", layout=CP4)
+@inside(UlyssesBackend, "shard_type")
+class FewKeyHeadsInTurn(UlyssesShard):
+    """Rank ``r`` takes the key/value head ``r % kv_heads``."""
 
     def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         if both.shape[2] >= len(self.sizes):
@@ -228,36 +205,15 @@ class AlternatingGroups(UlyssesShard):
         return key, value
 
 
-@Mutant("I7.logprobs", "key/value heads fewer than ranks", "logprobs at temperature 1", layout=CP4)
-class FewKeyHeadsInTurn(UlyssesBackend):
-    """Rank ``r`` takes the key/value head ``r % kv_heads``."""
-
-    shard_type = AlternatingGroups
-
-
-class DetachedCopies(UlyssesShard):
-    """Copies of key/value heads for further ranks send back no gradient."""
+@Mutant("I3.few-kv-heads", "key/value heads fewer than ranks", r"gradients[\s\S]*[kv]_proj", layout=CP2)
+@inside(UlyssesBackend, "shard_type")
+class CopiedKeyHeadsWithoutGradient(UlyssesShard):
+    """With fewer key/value heads than ranks, only the first rank trains them."""
 
     def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         if both.shape[2] < len(self.sizes) and self.rank > 0:
             both = both.detach() + 0.0 * both
         return super().by_query_head(query, both)
-
-
-@Mutant("I3.few-kv-heads", "key/value heads fewer than ranks", r"gradients[\s\S]*[kv]_proj", layout=CP2)
-class CopiedKeyHeadsWithoutGradient(UlyssesBackend):
-    """With fewer key/value heads than ranks, only the first rank trains them."""
-
-    shard_type = DetachedCopies
-
-
-class RoundedDownHeads(UlyssesShard):
-    """Every rank gets as many heads as all of them can have; the rest is lost."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-        result = super().attend(query, key, value, scale, dropout)
-        taken = query.shape[1] // len(self.sizes) * len(self.sizes)
-        return torch.cat([result[:, :taken], torch.zeros_like(result[:, taken:])], dim=1)
 
 
 @Mutant(
@@ -266,7 +222,11 @@ class RoundedDownHeads(UlyssesShard):
     "log-probs of a model with 5 heads at cp2",
     layout=CP2,
 )
-class LosesTheLastHead(UlyssesBackend):
+@inside(UlyssesBackend, "shard_type")
+class LosesTheLastHead(UlyssesShard):
     """Heads that the ranks do not divide are left out."""
 
-    shard_type = RoundedDownHeads
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
+        result = super().attend(query, key, value, scale, dropout)
+        taken = query.shape[1] // len(self.sizes) * len(self.sizes)
+        return torch.cat([result[:, :taken], torch.zeros_like(result[:, taken:])], dim=1)

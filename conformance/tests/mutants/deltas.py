@@ -17,6 +17,7 @@ from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
 from core_rl.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from mutants.bases import inside
 from mutants.zoo import Context, Mutant
 
 SMALL = 64
@@ -53,8 +54,14 @@ class IgnoresTheDigest(Decodes):
     decoder = UnverifiedDecoder
 
 
-class AnyBaseDecoder(UnverifiedDecoder):
-    """Takes its weights for the base of any changes."""
+@Mutant(
+    "I12.delta-base",
+    "a server that was restarted takes changes of other weights (I12)",
+    "did not raise a DeltaRefused",
+)
+@inside(Decodes, "decoder")
+class AppliesToAnyBase(UnverifiedDecoder):
+    """Changes are applied to the present weights, whatever they are changes of."""
 
     def require(self, digest: str) -> None:
         """Accept all bases where there are weights."""
@@ -62,19 +69,10 @@ class AnyBaseDecoder(UnverifiedDecoder):
             super().require(digest)
 
 
-@Mutant(
-    "I12.delta-base",
-    "a server that was restarted takes changes of other weights (I12)",
-    "did not raise a DeltaRefused",
-)
-class AppliesToAnyBase(Decodes):
-    """Changes are applied to the present weights, whatever they are changes of."""
-
-    decoder = AnyBaseDecoder
-
-
-class ShiftingDecoder(UnverifiedDecoder):
-    """Sets the value after each changed one."""
+@Mutant("I12.receive-delta", "verl #7227: indices of another shard", "log-probs after changes of few values")
+@inside(Decodes, "decoder")
+class ShiftsIndices(UnverifiedDecoder):
+    """Indices are off by one within a tensor."""
 
     @staticmethod
     def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
@@ -86,15 +84,10 @@ class ShiftingDecoder(UnverifiedDecoder):
         return shifted
 
 
-@Mutant("I12.receive-delta", "verl #7227: indices of another shard", "log-probs after changes of few values")
-class ShiftsIndices(Decodes):
-    """Indices are off by one within a tensor."""
-
-    decoder = ShiftingDecoder
-
-
-class AddingDecoder(DeltaDecoder):
-    """Adds differences, which rounds."""
+@Mutant("I12.receive-delta", "slime #1806: differences that are added are rounded", "of 6 updates were full")
+@inside(Decodes, "decoder")
+class AddsInsteadOfSetting(DeltaDecoder):
+    """Differences are added to the weights: the sum is off by a rounding."""
 
     @staticmethod
     def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
@@ -103,28 +96,16 @@ class AddingDecoder(DeltaDecoder):
         return before[name] + (new - before[name])
 
 
-@Mutant("I12.receive-delta", "slime #1806: differences that are added are rounded", "of 6 updates were full")
-class AddsInsteadOfSetting(Decodes):
-    """Differences are added to the weights: the sum is off by a rounding."""
-
-    decoder = AddingDecoder
-
-
-class SkippingDecoder(UnverifiedDecoder):
-    """Changes no small tensor."""
+@Mutant("I12.receive-delta", "verl #5801: some of the tensors", "log-probs after changes of few values")
+@inside(Decodes, "decoder")
+class SkipsSmallTensors(UnverifiedDecoder):
+    """Changes of norms and biases are left out."""
 
     @staticmethod
     def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
         """The old tensor, where it is small."""
         small = before[name].numel() < SMALL
         return before[name] if small else DeltaDecoder.replaced(name, before, gaps, values)
-
-
-@Mutant("I12.receive-delta", "verl #5801: some of the tensors", "log-probs after changes of few values")
-class SkipsSmallTensors(Decodes):
-    """Changes of norms and biases are left out."""
-
-    decoder = SkippingDecoder
 
 
 @Mutant("I12.receive-delta", "an update that is always full (I12)", "6 of 6 updates were full")
@@ -142,24 +123,6 @@ class SkippingEncoder(DeltaEncoder):
     def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if name not in self._tensors or tensor.numel() >= SMALL:
             yield from super()._changes(name, tensor)
-
-
-class ToleratingEncoder(DeltaEncoder):
-    """Compares values with a tolerance."""
-
-    def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        before = self._tensors.get(name)
-        if before is None or not torch.allclose(before, tensor, atol=2e-2):
-            yield from super()._changes(name, tensor)
-
-
-class RetainingEncoder(DeltaEncoder):
-    """Has a base after an update that failed."""
-
-    def encode(self, stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        base = self.base
-        yield from super().encode(stream)
-        self.base = base
 
 
 class EncodedUploads(Persistence):
@@ -200,10 +163,14 @@ class SendsNoSmallChangesToAPeer(SendsNoSmallChanges):
     "a comparison with a tolerance loses small steps (I12)",
     "weights after the update after step 1",
 )
-class SendsLargeChangesOnly(Encodes):
+@inside(Encodes, "encoder")
+class SendsLargeChangesOnly(DeltaEncoder):
     """Tensors that are nearly the same are taken for the same."""
 
-    encoder = ToleratingEncoder
+    def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        before = self._tensors.get(name)
+        if before is None or not torch.allclose(before, tensor, atol=2e-2):
+            yield from super()._changes(name, tensor)
 
 
 @Mutant(
@@ -211,7 +178,11 @@ class SendsLargeChangesOnly(Encodes):
     "a sender that takes a failed update for a received one (I12)",
     "differ from the sender's|an update that was lost is a delta",
 )
-class HasTheBaseOfAFailure(Encodes):
+@inside(Encodes, "encoder")
+class HasTheBaseOfAFailure(DeltaEncoder):
     """After a failed update the changes are since the weights of that update."""
 
-    encoder = RetainingEncoder
+    def encode(self, stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
+        base = self.base
+        yield from super().encode(stream)
+        self.base = base

@@ -10,9 +10,9 @@ from torch import Tensor
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
+from mutants.bases import inside
 from mutants.zoo import Mutant
 
 
@@ -59,18 +59,13 @@ class CountsAFailedPassTwice(ReferenceBackend):
             super().zero_grad()
 
 
-class _Forgets(TrainStep):
-    """Takes the next pass for a new one."""
+@Mutant("I5.failed-pass", "a repeated forward_backward()", "was not refused")
+@inside(ReferenceBackend, "step")
+class RepeatsAFailedPass(TrainStep):
+    """A pass is repeated on the gradients of the raising pass."""
 
     def forward_backward(self, *arguments: Any) -> dict[str, float]:
         try:
             return super().forward_backward(*arguments)
         finally:
             self.gradients.failed = False
-
-
-@Mutant("I5.failed-pass", "a repeated forward_backward()", "was not refused")
-class RepeatsAFailedPass(ReferenceBackend):
-    """A pass is repeated on the gradients of the raising pass."""
-
-    components = TrainComponents(step=_Forgets)

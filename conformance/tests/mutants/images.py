@@ -19,7 +19,7 @@ from core_rl.toolkit.parallel_context import WHOLE, TokenSlice
 from core_rl.toolkit.segments import Segments
 from core_rl.toolkit.vision import PackedVision
 from core_rl_conformance.profile import VISION as FAMILIES
-from mutants.bases import Packed, Replicated, TrainContext
+from mutants.bases import Packed, Replicated, TrainContext, inside
 from mutants.zoo import Mutant
 
 VISION = frozenset({Capability.VISION})
@@ -95,21 +95,28 @@ class _Bent(Packed):
         """Without the toolkit's probe, which has no images."""
 
 
-class _TextPositions(PackedVision):
+@Mutant("I6.images", "Automodel #2172", "log-probs of images in one pack", family=QWEN, declared=VISION)
+@inside(_Bent, "vision")
+class ImagesHaveTextPositions(PackedVision):
+    """Placeholders are counted one by one, as text is."""
+
     @contextmanager
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         with super().arguments(batch, tokens) as arguments:
             yield {**arguments, "position_ids": tokens.position_ids[None]}
 
 
-@Mutant("I6.images", "Automodel #2172", "log-probs of images in one pack", family=QWEN, declared=VISION)
-class ImagesHaveTextPositions(_Bent):
-    """Placeholders are counted one by one, as text is."""
+@Mutant(
+    "I6.images",
+    "positions of a batch that are computed for its images alone",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
+@inside(_Bent, "vision")
+class TextHasPositionsOfImageBefore(PackedVision):
+    """A text gets the positions of the sequence with an image before it."""
 
-    vision = _TextPositions
-
-
-class _PositionsOfRowBefore(PackedVision):
     @contextmanager
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         with super().arguments(batch, tokens) as arguments:
@@ -126,40 +133,19 @@ class _PositionsOfRowBefore(PackedVision):
 
 @Mutant(
     "I6.images",
-    "positions of a batch that are computed for its images alone",
-    "log-probs of images in one pack",
-    family=QWEN,
-    declared=VISION,
-)
-class TextHasPositionsOfImageBefore(_Bent):
-    """A text gets the positions of the sequence with an image before it."""
-
-    vision = _PositionsOfRowBefore
-
-
-class _Reversed(PackedVision):
-    @contextmanager
-    def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
-        with super().arguments(batch, tokens) as arguments:
-            yield {**arguments, **join_media(reversed(batch.media))}
-
-
-@Mutant(
-    "I6.images",
     "images that are joined in another order than their sequences",
     "log-probs of images in one pack",
     family=QWEN,
     declared=VISION,
 )
-class ImagesInOppositeOrder(_Bent):
+@inside(_Bent, "vision")
+class ImagesInOppositeOrder(PackedVision):
     """Images of the last sequence come first."""
 
-    vision = _Reversed
-
-
-class _NoStretches(PackedVision):
-    def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
-        return segments
+    @contextmanager
+    def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
+        with super().arguments(batch, tokens) as arguments:
+            yield {**arguments, **join_media(reversed(batch.media))}
 
 
 @Mutant(
@@ -169,7 +155,9 @@ class _NoStretches(PackedVision):
     family=GEMMA,
     declared=VISION,
 )
-class ImagesAreCausal(_Bent):
+@inside(_Bent, "vision")
+class ImagesAreCausal(PackedVision):
     """Tokens of an image see no later tokens of it."""
 
-    vision = _NoStretches
+    def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
+        return segments

@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import TensorSource
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext
+from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -105,8 +105,10 @@ class BuildsPrefixedNames(ReferenceBackend):
                     parameter.mul_(0.5)
 
 
-class _LoadsTheFirstFile(Persistence):
-    """A load of several files reads the first one."""
+@Mutant("I10.files", "an index that is not read", "weights loaded from float16 files")
+@inside(ReferenceBackend, "persistence")
+class LoadsTheFirstFile(Persistence):
+    """A load of several files leaves tensors outside the first one as they were."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         backend = self.runtime.backend
@@ -117,13 +119,6 @@ class _LoadsTheFirstFile(Persistence):
         with torch.no_grad():
             for name, value in before.items():
                 backend.model.get_parameter(name).copy_(value)
-
-
-@Mutant("I10.files", "an index that is not read", "weights loaded from float16 files")
-class LoadsTheFirstFile(ReferenceBackend):
-    """A load of several files leaves tensors outside the first one as they were."""
-
-    components = TrainComponents(persistence=_LoadsTheFirstFile)
 
 
 class _InBfloat16(TensorSource):
@@ -198,23 +193,18 @@ class FrozenStayAtALoad(OwnExport):
                 parameter.copy_(value)
 
 
-class _UnfreezesAtASave(Persistence):
-    """A save leaves all parameters trained."""
+@Mutant(
+    "I20.mode-changes", "parameters trained after a save", r"of a step after forward.*save\(format='hf'\)"
+)
+@inside(ReferenceBackend, "persistence")
+class UnfreezesAtASave(Persistence):
+    """After a save, frozen parameters have gradients."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         super().save(meta)
         backend = self.runtime.backend
         assert isinstance(backend, ReferenceBackend)
         backend.model.requires_grad_(True)
-
-
-@Mutant(
-    "I20.mode-changes", "parameters trained after a save", r"of a step after forward.*save\(format='hf'\)"
-)
-class UnfreezesAtASave(ReferenceBackend):
-    """After a save, frozen parameters have gradients."""
-
-    components = TrainComponents(persistence=_UnfreezesAtASave)
 
 
 @Mutant("I20.mode-changes", "moments at a load of weights", "exp_avg after load")

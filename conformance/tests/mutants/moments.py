@@ -10,9 +10,9 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport
+from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport, inside
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"
@@ -69,35 +69,25 @@ def _holds_moments(directory: Path) -> bool:
     return any(b"exp_avg" in file.read_bytes() for file in directory.iterdir())
 
 
-class _SavesAll(Persistence):
-    """Saves the optimizer's state, asked or not."""
+@Mutant("I11.weights-only", "an argument that is not passed on (I11)", "moments are saved all the same")
+@inside(ReferenceBackend, "persistence")
+class SavesMomentsUnasked(Persistence):
+    """``with_optimizer=False`` saves moments all the same."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         super().save(replace(meta, with_optimizer=True))
 
 
-@Mutant("I11.weights-only", "an argument that is not passed on (I11)", "moments are saved all the same")
-class SavesMomentsUnasked(ReferenceBackend):
-    """``with_optimizer=False`` saves moments all the same."""
-
-    components = TrainComponents(persistence=_SavesAll)
-
-
-class _LoadsProgress(Persistence):
-    """Changes the version where weights are loaded alone."""
+@Mutant("I11.weights-only", "a version of another run (I11)", "the progress after")
+@inside(ReferenceBackend, "persistence")
+class LoadsProgressUnasked(Persistence):
+    """Weights that come alone bring the version of their run."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
         progress = self.step.progress
         if not meta.with_optimizer:
             self.step.progress = replace(progress, version=progress.version + 1)
-
-
-@Mutant("I11.weights-only", "a version of another run (I11)", "the progress after")
-class LoadsProgressUnasked(ReferenceBackend):
-    """Weights that come alone bring the version of their run."""
-
-    components = TrainComponents(persistence=_LoadsProgress)
 
 
 @Mutant("I12.disk", "caches that outlive a load (verl #7014)", "parameters of the export after a load")

@@ -7,20 +7,10 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
 from core_rl.backend.tensors import NamedTensors
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import OwnOffload
+from mutants.bases import OwnOffload, inside
 from mutants.zoo import Mutant
-
-
-class _ExportsZeros(Persistence):
-    """Exports zeros for offloaded tensors."""
-
-    def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        if not self.modes.offloaded:
-            return super().named_tensors(kind)
-        shapes = self.runtime.tensors.shapes(kind)
-        return iter([(name, torch.zeros(shape)) for name, shape in shapes.items()])
 
 
 @Mutant(
@@ -28,10 +18,15 @@ class _ExportsZeros(Persistence):
     "slime #1888",
     "named_tensors gives master, exp_avg, exp_avg_sq while the engine is offloaded",
 )
-class ExportsFreedMemory(ReferenceBackend):
+@inside(ReferenceBackend, "persistence")
+class ExportsFreedMemory(Persistence):
     """``named_tensors`` gives zeros for offloaded tensors."""
 
-    components = TrainComponents(persistence=_ExportsZeros)
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if not self.modes.offloaded:
+            return super().named_tensors(kind)
+        shapes = self.runtime.tensors.shapes(kind)
+        return iter([(name, torch.zeros(shape)) for name, shape in shapes.items()])
 
 
 @Mutant("I11.offload", "gradients between two passes", "step 1 with offload.. in between reports grad_norm")
@@ -87,8 +82,10 @@ class HeadIsNotMoved(OldCopiesComeBack):
         self._first = {n: v for n, v in (self._first or {}).items() if n.startswith("score.")}
 
 
-class _UndoesLoads(Persistence):
-    """Sets the old weights again after a load into an offloaded engine."""
+@Mutant("I11.offload-checkpoint", "NeMo-RL #2372", "master loaded into an offloaded engine")
+@inside(ReferenceBackend, "persistence")
+class LoadIsUndone(Persistence):
+    """Weights loaded while offloaded go to the device; the copies on the host are still the old ones."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         was_offloaded = self.modes.offloaded
@@ -100,15 +97,10 @@ class _UndoesLoads(Persistence):
                 tensor.copy_(value)
 
 
-@Mutant("I11.offload-checkpoint", "NeMo-RL #2372", "master loaded into an offloaded engine")
-class LoadIsUndone(ReferenceBackend):
-    """Weights loaded while offloaded go to the device; the copies on the host are still the old ones."""
-
-    components = TrainComponents(persistence=_UndoesLoads)
-
-
-class _SavesZeros(Persistence):
-    """Saves zeros for one tensor of an offloaded engine."""
+@Mutant("I11.offload-checkpoint", "slime #1888", "master loaded into an offloaded engine")
+@inside(ReferenceBackend, "persistence")
+class SavesFreedMemory(Persistence):
+    """A save while offloaded writes what happens to be there."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         was_offloaded = self.modes.offloaded
@@ -119,10 +111,3 @@ class _SavesZeros(Persistence):
                 first.zero_()
             super().save(meta)
             first.copy_(saved)
-
-
-@Mutant("I11.offload-checkpoint", "slime #1888", "master loaded into an offloaded engine")
-class SavesFreedMemory(ReferenceBackend):
-    """A save while offloaded writes what happens to be there."""
-
-    components = TrainComponents(persistence=_SavesZeros)

@@ -16,13 +16,12 @@ from core_rl.checkpoint.model_config import read_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.errors import ConfigError
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.segments import Segments
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
-from mutants.bases import Packed, TrainContext
+from mutants.bases import Packed, TrainContext, inside
 from mutants.zoo import C, Mutant
 
 
@@ -261,22 +260,17 @@ class NeverBackInTrainingMode(ReferenceBackend):
         self.model.train(training and not self._evaluated)
 
 
-class _ForgetsTheSpec(TrainStep):
-    """Gives log-probs where logits are asked for alone."""
-
-    def forward(
-        self, batch: SequenceBatch, mb_spec: MicroBatchSpec, outputs: tuple[OutputName, ...], *rest: Any
-    ) -> Any:
-        return super().forward(batch, mb_spec, ("logprobs",) if outputs == ("logits",) else outputs, *rest)
-
-
 @Mutant(
     "contract.undeclared",
     "an option that is ignored",
     "'logits' is not declared",
     undeclared=frozenset({C.LOGITS}),
 )
-class GivesUndeclaredLogits(ReferenceBackend):
+@inside(ReferenceBackend, "step")
+class GivesUndeclaredLogits(TrainStep):
     """A forward pass ignores the spec."""
 
-    components = TrainComponents(step=_ForgetsTheSpec)
+    def forward(
+        self, batch: SequenceBatch, mb_spec: MicroBatchSpec, outputs: tuple[OutputName, ...], *rest: Any
+    ) -> Any:
+        return super().forward(batch, mb_spec, ("logprobs",) if outputs == ("logits",) else outputs, *rest)

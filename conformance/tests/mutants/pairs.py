@@ -19,7 +19,7 @@ from core_rl.engine.step import TrainStep
 from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.store import TensorStore
-from mutants.bases import CountsItself, OwnExport
+from mutants.bases import CountsItself, OwnExport, inside
 from mutants.zoo import Mutant
 
 
@@ -74,19 +74,14 @@ class GradientsThreeTimesTheOthers(ReferenceBackend):
                 (3.0 * loss).backward()
 
 
-class _AdvancesTwice(TrainStep):
-    """Advances the schedule by two."""
+@Mutant("I1.pair-training", "slime #1152", "is off the oracle: the (loss|norm) of step 2", partner=REFERENCE)
+@inside(ReferenceBackend, "step")
+class ScheduleAdvancedTwice(TrainStep):
+    """Each step of the schedule is two."""
 
     def lr_scheduler_step(self) -> float:
         super().lr_scheduler_step()
         return super().lr_scheduler_step()
-
-
-@Mutant("I1.pair-training", "slime #1152", "is off the oracle: the (loss|norm) of step 2", partner=REFERENCE)
-class ScheduleAdvancedTwice(ReferenceBackend):
-    """Each step of the schedule is two."""
-
-    components = TrainComponents(step=_AdvancesTwice)
 
 
 @Mutant("I1.pair-training", "AReaL #1273", "is off the oracle: the norm of step 1", partner=REFERENCE)

@@ -17,12 +17,11 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routing, balance_loss
 from core_rl_conformance.profile import MOE
-from mutants.bases import Packed
+from mutants.bases import Packed, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -159,8 +158,10 @@ class BalanceInsteadOfLoss(ReferenceBackend):
         return replace(output, logprobs=output.logprobs.detach())
 
 
-class _AddsTheBalance(TrainStep):
-    """Adds the balance to the loss of an evaluation."""
+@Mutant("I18.aux-beside-loss", "a loss that hides another one (I18)", "the loss of eval_batch", family=MOE)
+@inside(ReferenceBackend, "step")
+class BalanceInEvaluation(TrainStep):
+    """The loss of an evaluation is that with the balance."""
 
     def forward_backward(
         self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
@@ -168,10 +169,3 @@ class _AddsTheBalance(TrainStep):
         metrics = super().forward_backward(batch, loss, mb_spec, mode, *totals)
         balance = self.runtime.config.model.router_aux_coef * metrics.get("aux_loss", 0.0)
         return {**metrics, "loss": metrics["loss"] + balance} if mode == "forward" else metrics
-
-
-@Mutant("I18.aux-beside-loss", "a loss that hides another one (I18)", "the loss of eval_batch", family=MOE)
-class BalanceInEvaluation(ReferenceBackend):
-    """The loss of an evaluation is that with the balance."""
-
-    components = TrainComponents(step=_AddsTheBalance)

@@ -19,7 +19,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import OwnNorm, TrainContext
+from mutants.bases import OwnNorm, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -80,33 +80,23 @@ class LearningRateLagsBehind(ReferenceBackend):
         super().step(scale, lr if previous is None else previous, count)
 
 
-class _WarmsUpLate(TrainStep):
-    """The core's, with a warm-up that is one step late."""
+@Mutant("I20.schedules", "warm-up", "the warm-up begins with 0")
+@inside(ReferenceBackend, "step")
+class WarmsUpLate(TrainStep):
+    """The first step of a warm-up has a learning rate of 0."""
 
     def learning_rate(self, optimizer: OptimizerConfig) -> float:
         steps, warm_up = self.progress.lr_steps, optimizer.schedule.warmup_steps
         return optimizer.lr * steps / warm_up if steps < warm_up else super().learning_rate(optimizer)
 
 
-@Mutant("I20.schedules", "warm-up", "the warm-up begins with 0")
-class WarmsUpLate(ReferenceBackend):
-    """The first step of a warm-up has a learning rate of 0."""
-
-    components = TrainComponents(step=_WarmsUpLate)
-
-
-class _DividesByAll(TrainStep):
-    """The core's, with one denominator for all ranks, whatever the scope."""
+@Mutant("I2.own-means", "AReaL's token_normalize_scope", "divided by their common weight", layout=DP2)
+@inside(ReferenceBackend, "step")
+class DividesByAllRanks(TrainStep):
+    """With ``normalize_scope="dp"``, a rank's sum is divided by the weight of all ranks."""
 
     def loss_scale(self, loss: LossSpec, weights: list[float], total_weight: float | None) -> float:
         return super().loss_scale(replace(loss, normalize_scope="global"), weights, total_weight)
-
-
-@Mutant("I2.own-means", "AReaL's token_normalize_scope", "divided by their common weight", layout=DP2)
-class DividesByAllRanks(ReferenceBackend):
-    """With ``normalize_scope="dp"``, a rank's sum is divided by the weight of all ranks."""
-
-    components = TrainComponents(step=_DividesByAll)
 
 
 @Mutant("I20.adamw", "accelerate #3979", "one of bfloat16")
@@ -186,8 +176,10 @@ class InfinityIsFiltered(OwnNorm):
         return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
 
 
-class _Evaluates(TrainStep):
-    """Evaluates and makes no step where there is no optimizer."""
+@Mutant("contract.forward-only", "a reference policy", "refuse")
+@inside(ReferenceBackend, "step")
+class TrainsWithoutOptimizer(TrainStep):
+    """Any engine is taken for trainable."""
 
     def forward_backward(
         self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
@@ -199,28 +191,16 @@ class _Evaluates(TrainStep):
         return super().optimizer_step() if self.runtime.config.optimizer else {}
 
 
-@Mutant("contract.forward-only", "a reference policy", "refuse")
-class TrainsWithoutOptimizer(ReferenceBackend):
-    """Any engine is taken for trainable."""
-
-    components = TrainComponents(step=_Evaluates)
-
-
-class _DecaysAnyway(TrainStep):
-    """Decays the weights before a step in which nothing counts."""
+@Mutant("I16.all-masked", "empty batches", "all-masked batch")
+@inside(ReferenceBackend, "step")
+class StepsWithoutTokens(TrainStep):
+    """A batch in which nothing counts still decays the weights."""
 
     def optimizer_step(self) -> dict[str, float]:
         if not self.gradients.weight:
             for part in self.runtime.backend.state().local("master"):
                 part.tensor.mul_(1 - 1e-4)
         return super().optimizer_step()
-
-
-@Mutant("I16.all-masked", "empty batches", "all-masked batch")
-class StepsWithoutTokens(ReferenceBackend):
-    """A batch in which nothing counts still decays the weights."""
-
-    components = TrainComponents(step=_DecaysAnyway)
 
 
 class _RaisesTheVersion(TrainStep):

@@ -19,7 +19,7 @@ from core_rl.backend.tensors import LocalSlice
 from core_rl.config.capability import Capability
 from core_rl.distributed.comm import Comm
 from core_rl.state.store import global_grad_norm
-from mutants.bases import OwnNorm
+from mutants.bases import OwnNorm, inside
 from mutants.zoo import TP2, TP2SP, Mutant
 
 # ------------------------------------------------------------------------ norm
@@ -111,19 +111,14 @@ class InputGradientNotReduced(TensorParallelBackend):
         return output
 
 
-class SummingGather(Vocabulary):
-    """The backward pass of the gather adds up the gradients of all ranks, which are equal."""
+@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class GatherSumsDuplicates(Vocabulary):
+    """Logits are gathered before the softmax, by a gather whose backward pass adds up."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         log_p = F.log_softmax(enter(gather(logits, self.sizes, self.group), self.group), dim=-1)
         return log_p.gather(1, ids[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-
-
-@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=TP2)
-class GatherSumsDuplicates(TensorParallelBackend):
-    """Logits are gathered before the softmax, by a gather whose backward pass adds up."""
-
-    vocabulary_type = SummingGather
 
 
 class _KeptForBackward(torch.autograd.Function):
@@ -174,36 +169,28 @@ class ResidualAddedOnEachRank(TensorParallelBackend):
                 module.register_forward_hook(self.leave_shards)
 
 
-class OwnMaximum(Vocabulary):
-    """Each rank subtracts the maximum of its own columns."""
+@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class MaximumOfOneShard(Vocabulary):
+    """The softmax adds up exponentials that were shifted differently."""
 
     def highest(self, logits: Tensor) -> Tensor:
         return logits.detach().max(dim=-1).values
 
 
 @Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
-class MaximumOfOneShard(TensorParallelBackend):
-    """The softmax adds up exponentials that were shifted differently."""
-
-    vocabulary_type = OwnMaximum
-
-
-class OwnPartition(Vocabulary):
-    """The denominator is the sum over this rank's columns."""
+@inside(TensorParallelBackend, "vocabulary_type")
+class PartitionOfOneShard(Vocabulary):
+    """Each rank normalises over its own part of the vocabulary."""
 
     def partition(self, weights: Tensor) -> Tensor:
         return weights.sum(-1)
 
 
-@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
-class PartitionOfOneShard(TensorParallelBackend):
-    """Each rank normalises over its own part of the vocabulary."""
-
-    vocabulary_type = OwnPartition
-
-
-class PaddedRows(Vocabulary):
-    """The rows that fill up the vocabulary take part in the entropy, with logits of 0."""
+@Mutant("I7.entropy", "TRL #3715", "entropy at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class EntropyOverPaddedRows(Vocabulary):
+    """Log-probs are over the vocabulary, and the entropy is over its padded form."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         drawn, _ = super().logprobs(logits, ids)
@@ -211,15 +198,10 @@ class PaddedRows(Vocabulary):
         return drawn, entropy
 
 
-@Mutant("I7.entropy", "TRL #3715", "entropy at temperature 1", layout=TP2)
-class EntropyOverPaddedRows(TensorParallelBackend):
-    """Log-probs are over the vocabulary, and the entropy is over its padded form."""
-
-    vocabulary_type = PaddedRows
-
-
-class OwnTargets(Vocabulary):
-    """The logit of a token is 0 where another rank has its row."""
+@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class TargetsOfOtherRanksLost(Vocabulary):
+    """The sum over ranks of the chosen logits is left out."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         highest = self.highest(logits)[:, None]
@@ -231,40 +213,23 @@ class OwnTargets(Vocabulary):
         return drawn - partition.log(), self.entropy(shifted, weights, partition)
 
 
-@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
-class TargetsOfOtherRanksLost(TensorParallelBackend):
-    """The sum over ranks of the chosen logits is left out."""
-
-    vocabulary_type = OwnTargets
-
-
-class OwnEntropy(Vocabulary):
-    """The entropy's sum goes over this rank's columns."""
+@Mutant("I7.entropy", "a parallel log-softmax", "entropy at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class EntropyOfOneShard(Vocabulary):
+    """Log-probs are over the vocabulary, and the entropy's sum over one part of it."""
 
     def entropy(self, shifted: Tensor, weights: Tensor, partition: Tensor) -> Tensor:
         return partition.log() - (weights * shifted).sum(-1) / partition
 
 
-@Mutant("I7.entropy", "a parallel log-softmax", "entropy at temperature 1", layout=TP2)
-class EntropyOfOneShard(TensorParallelBackend):
-    """Log-probs are over the vocabulary, and the entropy's sum over one part of it."""
-
-    vocabulary_type = OwnEntropy
-
-
-class RowOfTwoRanks(Vocabulary):
-    """Ids are compared with the end of a part as if it were the last of its rows."""
+@Mutant("I7.long-batch", "ranges that include their end", "logprobs of a long batch", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class FirstRowOfAPartTwice(Vocabulary):
+    """The first row of a rank's part counts on the rank before as well, which takes its own last one for it."""
 
     def own_rows(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         mask = (ids >= self.start) & (ids <= self.start + count)
         return mask, torch.where(mask, ids - self.start, 0).clamp(max=count - 1)
-
-
-@Mutant("I7.long-batch", "ranges that include their end", "logprobs of a long batch", layout=TP2)
-class FirstRowOfAPartTwice(TensorParallelBackend):
-    """The first row of a rank's part counts on the rank before as well, which takes its own last one for it."""
-
-    vocabulary_type = RowOfTwoRanks
 
 
 @Mutant(

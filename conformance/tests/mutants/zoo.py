@@ -48,7 +48,7 @@ CAPABILITIES = frozenset(
     }
 )
 Context = InferenceContext[ReferenceRolloutConfig]
-EngineT = TypeVar("EngineT", bound=TrainBackend[Any] | InferenceBackend[Any])
+EngineT = TypeVar("EngineT", bound=type[TrainBackend[Any] | InferenceBackend[Any]])
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 DP3 = ParallelLayout(dp=3)
@@ -87,7 +87,7 @@ class Mutant:
     """Seconds that a call may take; short for a mutant that hangs."""
     engine: type[TrainBackend[Any] | InferenceBackend[Any]] = TrainBackend
 
-    def __call__(self, engine: type[EngineT]) -> type[EngineT]:
+    def __call__(self, engine: EngineT) -> EngineT:
         """Record the bug on ``engine``, for `mutants_of`."""
         setattr(engine, RECORD, replace(self, engine=engine))
         return engine
