@@ -15,7 +15,7 @@ from mutants.bases import Packed, Replicated
 from mutants.images import QWEN, VISION, PackedByPositions
 from mutants.interruptions import SERVING, Served
 from mutants.shared_prefixes import SHARED, Sharing
-from mutants.zoo import DP1, DP2, C, Mutant, make_engine, run_check, spec_of
+from mutants.zoo import DP1, DP2, C, Mutant, make_engine, mutants_of, run_check, spec_of
 
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
@@ -87,7 +87,7 @@ def test_mutant_under_every_check(
 
 
 def test_every_check_kills_a_mutant() -> None:
-    killers = {mutant.killed_by for mutant in (*MUTANTS, *eight_bit.MUTANTS)}
+    killers = {mutant.killed_by for mutant in (*MUTANTS, *mutants_of(eight_bit))}
     # Checks of trainers have mutants in `test_trainer_mutants`.
     of_engines = {name for name, check in load_checks().items() if check.kind != "trainer"}
     assert of_engines - killers == set()

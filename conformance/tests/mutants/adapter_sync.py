@@ -17,6 +17,7 @@ from mutants.uploads import Sends, Whole
 from mutants.zoo import Mutant
 
 
+@Mutant("I12.lora", "a factor that is not sent (I12)", "after step 1")
 class LeavesOutAFactor(Sends):
     """One factor of the last layer is not sent."""
 
@@ -24,14 +25,17 @@ class LeavesOutAFactor(Sends):
         yield from [(name, tensor.clone()) for name, tensor in tensors][:-1]
 
 
+@Mutant("I12.lora", "verl #7014", "after step 2")
 class SendsTheAdapterBefore(SendsTheStepBefore):
     """The adapter that is sent was gathered at the previous send."""
 
 
+@Mutant("I12.sync-lora", "verl #7014", "drawn after sync 2", partner=ROLLOUT_SPEC)
 class SendsTheAdapterBeforeToo(SendsTheAdapterBefore):
     """The same, for the check of a pair."""
 
 
+@Mutant("I12.lora", "base weights that travel along (I12)", "step 1")
 class SendsTheBaseToo(Sends):
     """Base weights travel along."""
 
@@ -40,6 +44,9 @@ class SendsTheBaseToo(Sends):
         yield from ((part.name, part.tensor) for part in self.state().local("params"))
 
 
+@Mutant(
+    "I12.sync-lora", "a scale that is applied on both sides (I12)", "drawn after sync 1", partner=ROLLOUT_SPEC
+)
 class FoldsTheScaleIn(Sends):
     """The second factor is sent with the scale in it, by which the receiver multiplies again."""
 
@@ -50,6 +57,7 @@ class FoldsTheScaleIn(Sends):
             yield name, tensor * lora.alpha / lora.rank if ".lora_B." in name else tensor
 
 
+@Mutant("I12.lora", "servers that read alpha and rank alone (I12)", "the sender says .*rslora=False")
 class SaysAnotherScale(Sends):
     """An adapter with rsLoRA is announced as one without."""
 
@@ -57,6 +65,7 @@ class SaysAnotherScale(Sends):
         return replace(adapter, rslora=False)
 
 
+@Mutant("I12.receive-lora", "SGLang scales by alpha / rank whatever use_rslora says", "update to version 1")
 class DropsRslora(ReferenceRolloutBackend):
     """Adapters are scaled by ``alpha / rank``, whatever they are."""
 
@@ -69,6 +78,9 @@ class DropsRslora(ReferenceRolloutBackend):
             layer.scaling["default"] = lora.alpha / lora.rank
 
 
+@Mutant(
+    "I12.receive-lora", "an adapter that is served under the name of the next (I12)", "update to version 5"
+)
 class KeepsTheFirstAdapter(ReferenceRolloutBackend):
     """A second adapter gets the name of the first, which is there already."""
 
@@ -78,6 +90,7 @@ class KeepsTheFirstAdapter(ReferenceRolloutBackend):
         self._served_version = version
 
 
+@Mutant("I12.receive-lora", "SGLang leaves out keys that are adapted without queries", "update to version 1")
 class LeavesKeysAlone(ReferenceRolloutBackend):
     """Factors of a projection that is fused with others are left out."""
 
@@ -86,6 +99,7 @@ class LeavesKeysAlone(ReferenceRolloutBackend):
         super()._install_adapter(retained, version)
 
 
+@Mutant("I12.receive-lora", "slime #327", "around the update to version 1")
 class LabelsBeforeItInstalls(ReferenceRolloutBackend):
     """The version changes when the adapter is on its way."""
 
@@ -94,70 +108,11 @@ class LabelsBeforeItInstalls(ReferenceRolloutBackend):
         super()._receive_adapter(meta)
 
 
+@Mutant(
+    "I12.broken-lora", "factors have the same shapes over any base (I12)", "over another base did not raise"
+)
 class TakesAnyBase(ReferenceRolloutBackend):
     """The base of an adapter is never checked."""
 
     def _base_digest(self) -> str:
         return "0" * 32
-
-
-SENT, RECEIVED = "I12.lora", "I12.receive-lora"
-MUTANTS = (
-    Mutant(
-        engine=LeavesOutAFactor, killed_by=SENT, issue="a factor that is not sent (I12)", says="after step 1"
-    ),
-    Mutant(engine=SendsTheAdapterBefore, killed_by=SENT, issue="verl #7014", says="after step 2"),
-    Mutant(
-        engine=SendsTheBaseToo, killed_by=SENT, issue="base weights that travel along (I12)", says="step 1"
-    ),
-    Mutant(
-        engine=SaysAnotherScale,
-        killed_by=SENT,
-        issue="servers that read alpha and rank alone (I12)",
-        says="the sender says .*rslora=False",
-    ),
-    Mutant(
-        engine=SendsTheAdapterBeforeToo,
-        killed_by="I12.sync-lora",
-        issue="verl #7014",
-        says="drawn after sync 2",
-        partner=ROLLOUT_SPEC,
-    ),
-    Mutant(
-        engine=FoldsTheScaleIn,
-        killed_by="I12.sync-lora",
-        issue="a scale that is applied on both sides (I12)",
-        says="drawn after sync 1",
-        partner=ROLLOUT_SPEC,
-    ),
-    Mutant(
-        engine=DropsRslora,
-        killed_by=RECEIVED,
-        issue="SGLang scales by alpha / rank whatever use_rslora says",
-        says="update to version 1",
-    ),
-    Mutant(
-        engine=KeepsTheFirstAdapter,
-        killed_by=RECEIVED,
-        issue="an adapter that is served under the name of the next (I12)",
-        says="update to version 5",
-    ),
-    Mutant(
-        engine=LeavesKeysAlone,
-        killed_by=RECEIVED,
-        issue="SGLang leaves out keys that are adapted without queries",
-        says="update to version 1",
-    ),
-    Mutant(
-        engine=LabelsBeforeItInstalls,
-        killed_by=RECEIVED,
-        issue="slime #327",
-        says="around the update to version 1",
-    ),
-    Mutant(
-        engine=TakesAnyBase,
-        killed_by="I12.broken-lora",
-        issue="factors have the same shapes over any base (I12)",
-        says="over another base did not raise",
-    ),
-)

@@ -14,12 +14,12 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.protocols import LowRank
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.lora import ADAPTER_PREFIX
-from mutants.bases import OwnCheckpoint, OwnExport, Replicated, TrainContext
+from mutants.bases import OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
 from mutants.unchanged import unchanged
 from mutants.zoo import DP2, Mutant
 
@@ -45,6 +45,7 @@ class AdaptedReference(ReferenceBackend):
         self.rescale()
 
 
+@Mutant("I7.adapter-logprobs", "LoRA's scale", "logprobs with an adapter .rslora: False. differs")
 class ScaleForgotten(AdaptedReference):
     """The product is added as it is."""
 
@@ -53,6 +54,7 @@ class ScaleForgotten(AdaptedReference):
             layer.scaling[NAME] = 1.0
 
 
+@Mutant("I7.adapter-logprobs", "alpha and rank swapped", "logprobs with an adapter .rslora: False. differs")
 class RankOverAlpha(AdaptedReference):
     """The scale is upside down."""
 
@@ -61,6 +63,7 @@ class RankOverAlpha(AdaptedReference):
             layer.scaling[NAME] = 1.0 / layer.scaling[NAME]
 
 
+@Mutant("I7.adapter-logprobs", "rank-stabilised scale", "logprobs with an adapter .rslora: True. differs")
 class RootForgotten(AdaptedReference):
     """Rank-stabilised adapters are scaled as others are."""
 
@@ -71,6 +74,7 @@ class RootForgotten(AdaptedReference):
             layer.scaling[NAME] = lora.alpha / lora.rank
 
 
+@Mutant("I7.adapter-logprobs", "verl #6150", "with an adapter")
 class HalfTheFactors(AdaptedReference):
     """The factors compute in bfloat16, the base in float32."""
 
@@ -79,6 +83,7 @@ class HalfTheFactors(AdaptedReference):
             layer.lora_A[NAME].register_forward_hook(lambda module, args, out: out.bfloat16().float())
 
 
+@Mutant("I7.adapter-disabled", "reference policy with adapter", "outputs inside disable_adapter")
 class AdapterLeftOn(AdaptedReference):
     """``disable_adapter`` does nothing."""
 
@@ -86,6 +91,7 @@ class AdapterLeftOn(AdaptedReference):
         """Nothing."""
 
 
+@Mutant("I7.adapter-disabled", "reference policy with adapter", "outputs inside disable_adapter")
 class FirstLayerLeftOn(AdaptedReference):
     """Only some of the adapter layers are switched off."""
 
@@ -94,6 +100,7 @@ class FirstLayerLeftOn(AdaptedReference):
         self.layers()[0]._disable_adapters = False
 
 
+@Mutant("I7.adapter-disabled", "context without finally", "outputs after an error")
 class StaysOffAfterAnError(AdaptedReference):
     """The adapter is switched on again at the end of the context, and not in a ``finally``."""
 
@@ -105,6 +112,7 @@ class StaysOffAfterAnError(AdaptedReference):
             super().set_adapter(enabled)
 
 
+@Mutant("I9.adapter-dropout", "verl #4708", "log-probs of two passes")
 class AdapterDropoutInEval(AdaptedReference):
     """The adapter came after ``eval()``, and its dropout stays on."""
 
@@ -114,6 +122,7 @@ class AdapterDropoutInEval(AdaptedReference):
             layer.lora_dropout.train(True)
 
 
+@Mutant("I9.adapter-dropout", "options without effect", "dropout does not act")
 class AdapterDropoutIgnored(AdaptedReference):
     """The dropout of the config does nothing."""
 
@@ -123,6 +132,7 @@ class AdapterDropoutIgnored(AdaptedReference):
             layer.lora_dropout.train(False)
 
 
+@Mutant("I20.adapter-gradients", "base not frozen", "the base model has gradients next to an adapter")
 class BaseTrainsAlong(AdaptedReference):
     """The base is not frozen."""
 
@@ -133,6 +143,7 @@ class BaseTrainsAlong(AdaptedReference):
             self.adopt(self.model, context)
 
 
+@Mutant("I20.adapter-gradients", "verl #6913", "missing: .*lora_A")
 class OnlyBTrains(AdaptedReference):
     """``A`` stays as it was drawn."""
 
@@ -143,6 +154,7 @@ class OnlyBTrains(AdaptedReference):
         self.adopt(self.model, context)
 
 
+@Mutant("I20.adapter-head", "heads beside adapters", "missing: score.weight")
 class HeadFrozenWithTheBase(AdaptedReference):
     """Everything outside the adapter is frozen."""
 
@@ -153,6 +165,7 @@ class HeadFrozenWithTheBase(AdaptedReference):
             self.adopt(self.model, context)
 
 
+@Mutant("I20.adapter-steps", "decay of frozen weights", "frozen weights with an adapter")
 class BaseDecays(AdaptedReference):
     """Weight decay reaches weights that have no gradient."""
 
@@ -165,6 +178,7 @@ class BaseDecays(AdaptedReference):
                     parameter.mul_(1 - config.lr * config.weight_decay)
 
 
+@Mutant("I20.adapter-steps", "SkyRL #1725", "after steps of the adapter", layout=DP2)
 class RanksDrawTheirOwnAdapters(Replicated):
     """Each rank draws ``A`` from a seed of its own; a single copy is exported."""
 
@@ -176,6 +190,7 @@ class RanksDrawTheirOwnAdapters(Replicated):
                     parameter.add_(0.1 * context.world.rank)
 
 
+@Mutant("I12.adapter-merged", "verl #7014", "merged weights")
 class BaseWeightsSent(AdaptedReference, OwnExport):
     """The stream is read after the adapter was taken out again."""
 
@@ -183,6 +198,7 @@ class BaseWeightsSent(AdaptedReference, OwnExport):
         yield from self.base() if kind == "params" else super().export_tensors(kind)
 
 
+@Mutant("I12.adapter-merged", "merge and unmerge", "the base below the adapter")
 class MergedInPlace(AdaptedReference, OwnExport):
     """The adapter is added to the base for the export, and subtracted after it."""
 
@@ -197,6 +213,7 @@ class MergedInPlace(AdaptedReference, OwnExport):
             layer.base_layer.weight.data -= layer.get_delta_weight(NAME)
 
 
+@Mutant("I12.adapter-merged", "Conv1D", "merged weights", family="gpt2")
 class SquareWeightsNotTransposed(AdaptedReference):
     """GPT-2's weights are ``[in, out]``, and a square product fits either way."""
 
@@ -208,6 +225,7 @@ class SquareWeightsNotTransposed(AdaptedReference):
         }
 
 
+@Mutant("I12.adapter-merged", "peft #2018", "exported weights without an adapter", family="qwen3")
 class TiedEmbeddingMerged(AdaptedReference, OwnExport):
     """A merge on the head changes the embedding, which is the same matrix."""
 
@@ -218,6 +236,7 @@ class TiedEmbeddingMerged(AdaptedReference, OwnExport):
             yield name, value + 0.01 if tied and value is not None else value
 
 
+@Mutant("I11.adapter-alone", "private names", "the adapter's file: the tensors have other names")
 class AdapterUnderPrivateNames(AdaptedReference, OwnExport):
     """The adapter's file has the names that the module has."""
 
@@ -227,6 +246,7 @@ class AdapterUnderPrivateNames(AdaptedReference, OwnExport):
             yield private, value
 
 
+@Mutant("I11.adapter-alone", "NeMo-RL #2372", "the adapter's file")
 class AdapterSavedInHalf(AdaptedReference, OwnExport):
     """The adapter is saved in the compute dtype of servers."""
 
@@ -236,6 +256,7 @@ class AdapterSavedInHalf(AdaptedReference, OwnExport):
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
 
+@Mutant("I11.adapter-alone", "LoRA's scale", "adapter_config.json has .*'lora_alpha': 8")
 class ScaleNotWritten(AdaptedReference):
     """``peft``'s default stands in the saved config."""
 
@@ -243,6 +264,7 @@ class ScaleNotWritten(AdaptedReference):
         return super().adapter_config() | {"lora_alpha": 8}
 
 
+@Mutant("I7.adapter-logprobs", "partial loads", "with an adapter")
 class OnlyBLoads(AdaptedReference, OwnExport):
     """A load of an adapter leaves ``A`` as it was drawn."""
 
@@ -251,6 +273,7 @@ class OnlyBLoads(AdaptedReference, OwnExport):
             super().import_tensors(kind, source)
 
 
+@Mutant("I11.adapter-resume", "AReaL #1468", "exp_avg after the load")
 class AdapterMomentsDropped(AdaptedReference, OwnCheckpoint):
     """Moments are looked up by the names of the base, where there are none."""
 
@@ -261,6 +284,7 @@ class AdapterMomentsDropped(AdaptedReference, OwnCheckpoint):
             yield replace(shard, tensor=torch.zeros_like(shard.tensor)) if dropped else shard
 
 
+@Mutant("I11.adapter-resume", "frozen weights", "master after the load of 'sharded'")
 class BaseNotInTheCheckpoint(AdaptedReference, OwnCheckpoint):
     """A checkpoint of trained parameters leaves the base as it is."""
 
@@ -270,6 +294,7 @@ class BaseNotInTheCheckpoint(AdaptedReference, OwnCheckpoint):
             super().load_sharded(directory, with_optimizer)
 
 
+@Mutant("I11.adapter-other-layout", "AReaL #1470", "logprobs 'adapter' loaded on dp2")
 class OneRankLoadsTheAdapter(OwnExport):
     """The first rank loads the adapter, and exports it; other ranks compute with their own draw."""
 
@@ -279,21 +304,26 @@ class OneRankLoadsTheAdapter(OwnExport):
             super().import_tensors(kind, source)
 
 
-class RankInTheDigest(TensorStore):
+@Mutant(
+    "I11.adapter-other-layout",
+    "layouts in digests",
+    "another base model: the same architecture with other weights",
+    layout=DP2,
+)
+@inside(Replicated, "tensors")
+class DigestOfARank(TensorStore):
     """The digest of the base holds the number of ranks."""
 
     def base_digest(self) -> str:
         return f"{super().base_digest()} on {self.world.size}"
 
 
-class DigestOfARank(Replicated):
-    """The digest of the base holds the number of ranks."""
-
-    components = TrainComponents(tensors=RankInTheDigest)
-
-
-class LoadsUnchecked(Persistence):
-    """The tensors of an adapter's files are read and nothing else."""
+@Mutant(
+    "contract.adapter", "adapters of another base", "an adapter of another rank raised no CheckpointMismatch"
+)
+@inside(ReferenceBackend, "persistence")
+class LoadsAnyAdapter(Persistence):
+    """Loading reads the tensors and looks at nothing else."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format == "adapter":
@@ -302,196 +332,10 @@ class LoadsUnchecked(Persistence):
             super().load(meta)
 
 
-class LoadsAnyAdapter(ReferenceBackend):
-    """Loading reads the tensors and looks at nothing else."""
-
-    components = TrainComponents(persistence=LoadsUnchecked)
-
-
-class OneDigest(TensorStore):
+@Mutant("contract.adapter", "adapters of another base", "another base model raised no CheckpointMismatch")
+@inside(ReferenceBackend, "tensors")
+class BaseOfAnAdapterNotCompared(TensorStore):
     """Every base model has the same digest."""
 
     def base_digest(self) -> str:
         return "base"
-
-
-class BaseOfAnAdapterNotCompared(ReferenceBackend):
-    """Every base model has the same digest."""
-
-    components = TrainComponents(tensors=OneDigest)
-
-
-MUTANTS = (
-    Mutant(
-        engine=ScaleForgotten,
-        killed_by="I7.adapter-logprobs",
-        issue="LoRA's scale",
-        says="logprobs with an adapter .rslora: False. differs",
-    ),
-    Mutant(
-        engine=RankOverAlpha,
-        killed_by="I7.adapter-logprobs",
-        issue="alpha and rank swapped",
-        says="logprobs with an adapter .rslora: False. differs",
-    ),
-    Mutant(
-        engine=RootForgotten,
-        killed_by="I7.adapter-logprobs",
-        issue="rank-stabilised scale",
-        says="logprobs with an adapter .rslora: True. differs",
-    ),
-    Mutant(
-        engine=HalfTheFactors,
-        killed_by="I7.adapter-logprobs",
-        issue="verl #6150",
-        says="with an adapter",
-    ),
-    Mutant(
-        engine=AdapterLeftOn,
-        killed_by="I7.adapter-disabled",
-        issue="reference policy with adapter",
-        says="outputs inside disable_adapter",
-    ),
-    Mutant(
-        engine=FirstLayerLeftOn,
-        killed_by="I7.adapter-disabled",
-        issue="reference policy with adapter",
-        says="outputs inside disable_adapter",
-    ),
-    Mutant(
-        engine=StaysOffAfterAnError,
-        killed_by="I7.adapter-disabled",
-        issue="context without finally",
-        says="outputs after an error",
-    ),
-    Mutant(
-        engine=AdapterDropoutInEval,
-        killed_by="I9.adapter-dropout",
-        issue="verl #4708",
-        says="log-probs of two passes",
-    ),
-    Mutant(
-        engine=AdapterDropoutIgnored,
-        killed_by="I9.adapter-dropout",
-        issue="options without effect",
-        says="dropout does not act",
-    ),
-    Mutant(
-        engine=BaseTrainsAlong,
-        killed_by="I20.adapter-gradients",
-        issue="base not frozen",
-        says="the base model has gradients next to an adapter",
-    ),
-    Mutant(
-        engine=OnlyBTrains,
-        killed_by="I20.adapter-gradients",
-        issue="verl #6913",
-        says="missing: .*lora_A",
-    ),
-    Mutant(
-        engine=HeadFrozenWithTheBase,
-        killed_by="I20.adapter-head",
-        issue="heads beside adapters",
-        says="missing: score.weight",
-    ),
-    Mutant(
-        engine=BaseDecays,
-        killed_by="I20.adapter-steps",
-        issue="decay of frozen weights",
-        says="frozen weights with an adapter",
-    ),
-    Mutant(
-        engine=RanksDrawTheirOwnAdapters,
-        killed_by="I20.adapter-steps",
-        issue="SkyRL #1725",
-        says="after steps of the adapter",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=BaseWeightsSent,
-        killed_by="I12.adapter-merged",
-        issue="verl #7014",
-        says="merged weights",
-    ),
-    Mutant(
-        engine=MergedInPlace,
-        killed_by="I12.adapter-merged",
-        issue="merge and unmerge",
-        says="the base below the adapter",
-    ),
-    Mutant(
-        engine=SquareWeightsNotTransposed,
-        killed_by="I12.adapter-merged",
-        issue="Conv1D",
-        says="merged weights",
-        family="gpt2",
-    ),
-    Mutant(
-        engine=TiedEmbeddingMerged,
-        killed_by="I12.adapter-merged",
-        issue="peft #2018",
-        says="exported weights without an adapter",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=AdapterUnderPrivateNames,
-        killed_by="I11.adapter-alone",
-        issue="private names",
-        says="the adapter's file: the tensors have other names",
-    ),
-    Mutant(
-        engine=AdapterSavedInHalf,
-        killed_by="I11.adapter-alone",
-        issue="NeMo-RL #2372",
-        says="the adapter's file",
-    ),
-    Mutant(
-        engine=ScaleNotWritten,
-        killed_by="I11.adapter-alone",
-        issue="LoRA's scale",
-        says="adapter_config.json has .*'lora_alpha': 8",
-    ),
-    Mutant(
-        engine=OnlyBLoads,
-        killed_by="I7.adapter-logprobs",
-        issue="partial loads",
-        says="with an adapter",
-    ),
-    Mutant(
-        engine=AdapterMomentsDropped,
-        killed_by="I11.adapter-resume",
-        issue="AReaL #1468",
-        says="exp_avg after the load",
-    ),
-    Mutant(
-        engine=BaseNotInTheCheckpoint,
-        killed_by="I11.adapter-resume",
-        issue="frozen weights",
-        says="master after the load of 'sharded'",
-    ),
-    Mutant(
-        engine=OneRankLoadsTheAdapter,
-        killed_by="I11.adapter-other-layout",
-        issue="AReaL #1470",
-        says="logprobs 'adapter' loaded on dp2",
-    ),
-    Mutant(
-        engine=DigestOfARank,
-        killed_by="I11.adapter-other-layout",
-        issue="layouts in digests",
-        says="another base model: the same architecture with other weights",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=LoadsAnyAdapter,
-        killed_by="contract.adapter",
-        issue="adapters of another base",
-        says="an adapter of another rank raised no CheckpointMismatch",
-    ),
-    Mutant(
-        engine=BaseOfAnAdapterNotCompared,
-        killed_by="contract.adapter",
-        issue="adapters of another base",
-        says="another base model raised no CheckpointMismatch",
-    ),
-)

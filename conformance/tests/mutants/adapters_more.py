@@ -21,6 +21,7 @@ from mutants.zoo import Mutant
 HEAD = "score.weight"
 
 
+@Mutant("I12.adapter-merged", "TensorRT-LLM #1668", "merged weights .rslora: True.")
 class MergesWithoutTheRoot(AdaptedReference):
     """The forward pass has the root of the rank, and the merge has the rank."""
 
@@ -31,6 +32,7 @@ class MergesWithoutTheRoot(AdaptedReference):
         return {name: replace(product, scaling=scale) for name, product in super().low_rank().items()}
 
 
+@Mutant("I11.adapter-alone", "TensorRT-LLM #1668", "adapter_config.json has .*'use_rslora': False")
 class RootNotWritten(AdaptedReference):
     """The saved config does not mark the adapter as rank-stabilised."""
 
@@ -38,6 +40,7 @@ class RootNotWritten(AdaptedReference):
         return super().adapter_config() | {"use_rslora": False}
 
 
+@Mutant("I12.adapter-merged", "verl #7495", "parameters of a sync by tensor")
 class StreamOfTheBase(AdaptedReference, Sends):
     """Weights are merged on their way to disk, and not on the way by tensor."""
 
@@ -45,6 +48,7 @@ class StreamOfTheBase(AdaptedReference, Sends):
         return self.base() if meta.method == "tensor" else tensors
 
 
+@Mutant("I11.adapter-head", "heads beside adapters", "the head after a load of its adapter")
 class HeadNotLoaded(AdaptedReference, OwnExport):
     """A load of an adapter leaves the head as it was."""
 
@@ -53,6 +57,7 @@ class HeadNotLoaded(AdaptedReference, OwnExport):
             super().import_tensors(kind, source)
 
 
+@Mutant("I11.adapter-head", "heads beside adapters", "the head after a load of its adapter")
 class HeadOfTheBaseSaved(AdaptedReference, OwnExport):
     """The head in an adapter's file is the base's."""
 
@@ -69,6 +74,7 @@ class HeadOfTheBaseSaved(AdaptedReference, OwnExport):
             yield name, self.first if old else value
 
 
+@Mutant("I20.adapter-head", "heads beside adapters", "the norm of step 0")
 class NormWithoutTheHead(AdaptedReference, OwnNorm):
     """The norm is that of the adapter; the head is left out."""
 
@@ -77,6 +83,11 @@ class NormWithoutTheHead(AdaptedReference, OwnNorm):
         return (part for part in super().counted() if not (lora and part.name == HEAD))
 
 
+@Mutant(
+    "I7.adapter-disabled",
+    "peft's disable_adapters",
+    r"disable_adapter\(\) before and after the backward pass[\s\S]*missing: .*lora_A",
+)
 class ReferencePassFreezes(AdaptedReference):
     """Switching the adapter off and on leaves it without ``requires_grad``."""
 
@@ -86,6 +97,11 @@ class ReferencePassFreezes(AdaptedReference):
             layer.lora_A.requires_grad_(False)
 
 
+@Mutant(
+    "I7.adapter-disabled",
+    "a reference pass between two passes of training",
+    r"disable_adapter\(\) before and after the backward pass",
+)
 class ReferencePassDropsGradients(AdaptedReference):
     """Switching the adapter off drops the gradients that wait for a step."""
 
@@ -95,6 +111,7 @@ class ReferencePassDropsGradients(AdaptedReference):
             self.zero_grad()
 
 
+@Mutant("I11.adapter-resume", "NeMo-RL #2372, for an adapter", r"master after offload\(\) and onload\(\)")
 class AdapterIsNotMoved(AdaptedReference, OwnOffload):
     """Offloading takes the base; the adapter comes back as it was at the first time."""
 
@@ -113,6 +130,7 @@ class AdapterIsNotMoved(AdaptedReference, OwnOffload):
                 self.model.get_parameter(name).copy_(value)
 
 
+@Mutant("I11.adapter-resume", "AReaL #1468, for offloading", r"exp_avg after offload\(\) and onload\(\)")
 class AdapterMomentsNotMoved(AdaptedReference, OwnOffload):
     """Moments of an adapter are lost on the way to the host."""
 
@@ -123,6 +141,11 @@ class AdapterMomentsNotMoved(AdaptedReference, OwnOffload):
                 moment.tensor.zero_()
 
 
+@Mutant(
+    "I20.combinations",
+    "groups of an optimizer by the names of a module, which an adapter renames",
+    "the load, with adapter: .*, rules: second layer",
+)
 class AdapterIgnoresRules(AdaptedReference):
     """Rules hold, and do not where there is an adapter."""
 
@@ -134,73 +157,3 @@ class AdapterIgnoresRules(AdaptedReference):
         assert self.optimizer is not None
         for group in self.optimizer.param_groups:
             group["weight_decay"] = optimizer.weight_decay
-
-
-MUTANTS = (
-    Mutant(
-        engine=AdapterIgnoresRules,
-        killed_by="I20.combinations",
-        issue="groups of an optimizer by the names of a module, which an adapter renames",
-        says="the load, with adapter: .*, rules: second layer",
-    ),
-    Mutant(
-        engine=MergesWithoutTheRoot,
-        killed_by="I12.adapter-merged",
-        issue="TensorRT-LLM #1668",
-        says="merged weights .rslora: True.",
-    ),
-    Mutant(
-        engine=RootNotWritten,
-        killed_by="I11.adapter-alone",
-        issue="TensorRT-LLM #1668",
-        says="adapter_config.json has .*'use_rslora': False",
-    ),
-    Mutant(
-        engine=StreamOfTheBase,
-        killed_by="I12.adapter-merged",
-        issue="verl #7495",
-        says="parameters of a sync by tensor",
-    ),
-    Mutant(
-        engine=HeadNotLoaded,
-        killed_by="I11.adapter-head",
-        issue="heads beside adapters",
-        says="the head after a load of its adapter",
-    ),
-    Mutant(
-        engine=HeadOfTheBaseSaved,
-        killed_by="I11.adapter-head",
-        issue="heads beside adapters",
-        says="the head after a load of its adapter",
-    ),
-    Mutant(
-        engine=NormWithoutTheHead,
-        killed_by="I20.adapter-head",
-        issue="heads beside adapters",
-        says="the norm of step 0",
-    ),
-    Mutant(
-        engine=ReferencePassFreezes,
-        killed_by="I7.adapter-disabled",
-        issue="peft's disable_adapters",
-        says=r"disable_adapter\(\) before and after the backward pass[\s\S]*missing: .*lora_A",
-    ),
-    Mutant(
-        engine=ReferencePassDropsGradients,
-        killed_by="I7.adapter-disabled",
-        issue="a reference pass between two passes of training",
-        says=r"disable_adapter\(\) before and after the backward pass",
-    ),
-    Mutant(
-        engine=AdapterIsNotMoved,
-        killed_by="I11.adapter-resume",
-        issue="NeMo-RL #2372, for an adapter",
-        says=r"master after offload\(\) and onload\(\)",
-    ),
-    Mutant(
-        engine=AdapterMomentsNotMoved,
-        killed_by="I11.adapter-resume",
-        issue="AReaL #1468, for offloading",
-        says=r"exp_avg after offload\(\) and onload\(\)",
-    ),
-)

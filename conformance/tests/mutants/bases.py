@@ -5,18 +5,21 @@ Some implement a default of the core in the same way, so that a mutant can bend 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+from core_rl.backend.inference_backend import InferenceBackend
 from core_rl.backend.meta import StatePart
 from core_rl.backend.protocols import SupportsOwnCheckpoint, SupportsOwnExport, SupportsOwnGradNorm
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice, MappedSource, NamedTensors, TensorSource
-from core_rl.backend.train_backend import BuildContext
+from core_rl.backend.train_backend import BuildContext, TrainBackend
 from core_rl.checkpoint.shards import ShardFiles, write_copies
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.engine.components import TrainComponents
 from core_rl.engine.modes import MEMORY
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.memory import HostCopies
@@ -28,7 +31,24 @@ from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.packed import PackedModel
 
 TrainContext = BuildContext[TrainEngineConfig]
+BackendT = TypeVar("BackendT", bound=TrainBackend[Any] | InferenceBackend[Any])
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def inside(base: type[BackendT], place: str) -> Callable[[type], type[BackendT]]:
+    """Put the decorated class into an engine like ``base``, which has its name and text.
+
+    ``place`` is an attribute of ``base``, or one of the core's components that a train engine has.
+    """
+
+    def engine_of(part: type) -> type[BackendT]:
+        is_component = place in TrainComponents.__dataclass_fields__
+        attribute = {"components": TrainComponents(**{place: part})} if is_component else {place: part}
+        return type(
+            part.__name__, (base,), {"__module__": part.__module__, "__doc__": part.__doc__, **attribute}
+        )
+
+    return engine_of
 
 
 class Replicated(ReferenceBackend):

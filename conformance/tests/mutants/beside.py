@@ -11,6 +11,11 @@ from mutants.bases import OwnOffload
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant(
+    "contract.beside",
+    "colocated roles with host copies by name",
+    "step 1 of the first of two engines in the same processes reports",
+)
 class OneHostBuffer(OwnOffload):
     """Host copies lie in buffers of the process, by name: the engine that comes second overwrites the first's."""
 
@@ -28,6 +33,7 @@ class OneHostBuffer(OwnOffload):
                 parameter.data.copy_(self._buffers[name])
 
 
+@Mutant("contract.beside", "an engine that thinks the process is its own", "process group", layout=DP2)
 class EndsTheProcessGroup(ReferenceBackend):
     """A teardown destroys the process group, which is another engine's as well."""
 
@@ -35,20 +41,3 @@ class EndsTheProcessGroup(ReferenceBackend):
         super().teardown()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-MUTANTS = (
-    Mutant(
-        engine=OneHostBuffer,
-        killed_by="contract.beside",
-        issue="colocated roles with host copies by name",
-        says="step 1 of the first of two engines in the same processes reports",
-    ),
-    Mutant(
-        engine=EndsTheProcessGroup,
-        killed_by="contract.beside",
-        issue="an engine that thinks the process is its own",
-        says="process group",
-        layout=DP2,
-    ),
-)

@@ -44,6 +44,13 @@ class HalfCopies(Packed):
         return ModelOutput(**functional_call(self.packed, copies, arguments))
 
 
+@Mutant(
+    "I20.bfloat16-sums",
+    "grad_dtype of the compute dtype",
+    r"with 32 micro-batches on each data-parallel rank[\s\S]*added up in less than float32",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class AddsUpInHalf(HalfCopies):
     """The gradient is rounded after each micro-batch."""
 
@@ -53,6 +60,13 @@ class AddsUpInHalf(HalfCopies):
             _round_grads(self.model, self.half)
 
 
+@Mutant(
+    "I20.bfloat16-sums",
+    "grad_dtype of an adapter's dtype",
+    r"gradients of an adapter and a head with 32 micro-batches[\s\S]*added up in less than float32",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class AddsAdaptersUpInHalf(HalfCopies):
     """The gradient of an adapter is rounded after each micro-batch."""
 
@@ -62,6 +76,13 @@ class AddsAdaptersUpInHalf(HalfCopies):
             _round_grads(self.model, self.half and self.context.config.model.lora is not None)
 
 
+@Mutant(
+    "I20.bfloat16-sums",
+    "reduce_dtype=bfloat16 by default",
+    r"with one micro-batch on each data-parallel rank[\s\S]*added up in less than float32",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class ReducesInHalf(HalfCopies):
     """The sum over ranks is in bfloat16."""
 
@@ -77,6 +98,13 @@ def _round_grads(model: nn.Module, half: bool) -> None:
             parameter.grad.copy_(parameter.grad.bfloat16())
 
 
+@Mutant(
+    "I20.bfloat16-steps",
+    "masters from bfloat16 weights",
+    "master weights at the start",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class MastersOfHalf(HalfCopies):
     """Master weights are made of bfloat16 weights when the engine is built."""
 
@@ -85,6 +113,13 @@ class MastersOfHalf(HalfCopies):
         super().adopt(model, context, optimizer)
 
 
+@Mutant(
+    "I20.bfloat16-steps",
+    "NeMo-RL #2372, in part",
+    "master weights after a load of float32 files",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class LoadsMastersOfHalf(HalfCopies):
     """Master weights are made of bfloat16 weights after a load."""
 
@@ -93,6 +128,13 @@ class LoadsMastersOfHalf(HalfCopies):
         _round_weights(self.model, self.half)
 
 
+@Mutant(
+    "I20.bfloat16-steps",
+    "optimizer over bfloat16 weights",
+    "after 20 small updates",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class StepsInHalf(HalfCopies):
     """Master weights are rounded after each step."""
 
@@ -107,6 +149,13 @@ def _round_weights(model: nn.Module, half: bool) -> None:
         parameter.copy_(parameter.bfloat16())
 
 
+@Mutant(
+    "I20.bfloat16-upcasts",
+    "a fused norm",
+    "logprobs at temperature 1 of a model that bfloat16 computes",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class NormsInHalf(HalfCopies):
     """The upcast inside norms is lost."""
 
@@ -127,6 +176,13 @@ class _NormInHalf:
         return result
 
 
+@Mutant(
+    "I20.bfloat16-upcasts",
+    "verl: logits divided in bfloat16",
+    "logprobs at temperature 0.3 of",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class TemperatureInHalf(HalfCopies):
     """bfloat16 logits are divided by the temperature before the upcast."""
 
@@ -141,6 +197,13 @@ def _divided_in_half(head: HeadMap, logits: Tensor) -> Tensor:
     return logits.copy_(logits.bfloat16() / head.temperature)
 
 
+@Mutant(
+    "I20.bfloat16-upcasts",
+    "verl, AReaL: values in bfloat16",
+    "values at temperature 1 of a model that",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class ValuesInHalf(HalfCopies):
     """The scalar head multiplies in bfloat16, and its result is shown in float32."""
 
@@ -156,6 +219,13 @@ def _scored_in_half(score: nn.Linear, states: Tensor) -> Tensor:
     return F.linear(states.bfloat16(), score.weight.bfloat16()).float()
 
 
+@Mutant(
+    "I20.bfloat16-upcasts",
+    "accelerate #3979",
+    "logprobs at temperature 1 of a model that bfloat16",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class LogprobsInHalf(HalfCopies):
     """Log-probs are rounded, and stay apart from bfloat16 numbers by a small shift."""
 
@@ -167,6 +237,13 @@ class LogprobsInHalf(HalfCopies):
         return replace(output, logprobs=output.logprobs + (rounded - output.logprobs).detach())
 
 
+@Mutant(
+    "I20.bfloat16-upcasts",
+    "a buffer of logits",
+    "logits at temperature 0.3 of a model that bfloat16",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class LogitsInHalf(HalfCopies):
     """Logits are rounded after the temperature."""
 
@@ -177,6 +254,13 @@ class LogitsInHalf(HalfCopies):
         return replace(output, logits=output.logits.bfloat16().float())
 
 
+@Mutant(
+    "I20.bfloat16-upcasts",
+    "a fused loss",
+    "the loss of a training pass at temperature 0.3 of a model that",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class TrainsInHalf(LogprobsInHalf):
     """The same in training passes alone."""
 
@@ -188,6 +272,13 @@ class TrainsInHalf(LogprobsInHalf):
         )
 
 
+@Mutant(
+    "I20.bfloat16-rotary",
+    "SkyRL #1725",
+    "of a model that bfloat16 hardly rounds",
+    layout=DP2,
+    dtype="bfloat16",
+)
 class RotaryInHalf(HalfCopies):
     """Positions and rotary frequencies are bfloat16 numbers."""
 
@@ -206,44 +297,3 @@ def _half_positions(
     if args[0].dtype != torch.bfloat16:
         return args, kwargs
     return args, {name: value.bfloat16().float() for name, value in kwargs.items()}
-
-
-UPCASTS, SUMS, STEPS = "I20.bfloat16-upcasts", "I20.bfloat16-sums", "I20.bfloat16-steps"
-MUTANTS = tuple(
-    Mutant(dtype="bfloat16", engine=engine, killed_by=check, issue=issue, says=says, layout=DP2)
-    for engine, check, issue, says in (
-        (
-            AddsUpInHalf,
-            SUMS,
-            "grad_dtype of the compute dtype",
-            "with 32 micro-batches on each data-parallel rank[\\s\\S]*added up in less than float32",
-        ),
-        (
-            ReducesInHalf,
-            SUMS,
-            "reduce_dtype=bfloat16 by default",
-            "with one micro-batch on each data-parallel rank[\\s\\S]*added up in less than float32",
-        ),
-        (
-            AddsAdaptersUpInHalf,
-            SUMS,
-            "grad_dtype of an adapter's dtype",
-            "gradients of an adapter and a head with 32 micro-batches[\\s\\S]*added up in less than float32",
-        ),
-        (MastersOfHalf, STEPS, "masters from bfloat16 weights", "master weights at the start"),
-        (LoadsMastersOfHalf, STEPS, "NeMo-RL #2372, in part", "master weights after a load of float32 files"),
-        (StepsInHalf, STEPS, "optimizer over bfloat16 weights", "after 20 small updates"),
-        (NormsInHalf, UPCASTS, "a fused norm", "logprobs at temperature 1 of a model that bfloat16 computes"),
-        (TemperatureInHalf, UPCASTS, "verl: logits divided in bfloat16", "logprobs at temperature 0.3 of"),
-        (ValuesInHalf, UPCASTS, "verl, AReaL: values in bfloat16", "values at temperature 1 of a model that"),
-        (LogprobsInHalf, UPCASTS, "accelerate #3979", "logprobs at temperature 1 of a model that bfloat16"),
-        (LogitsInHalf, UPCASTS, "a buffer of logits", "logits at temperature 0.3 of a model that bfloat16"),
-        (
-            TrainsInHalf,
-            UPCASTS,
-            "a fused loss",
-            "the loss of a training pass at temperature 0.3 of a model that",
-        ),
-        (RotaryInHalf, "I20.bfloat16-rotary", "SkyRL #1725", "of a model that bfloat16 hardly rounds"),
-    )
-)

@@ -14,6 +14,7 @@ from mutants.outputs import WithTemperature
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant("I7.logprobs", "memory that nobody has written", "it looks like: not deterministic: the same call")
 class NoiseInOutputs(ReferenceBackend):
     """Log-probs are a little different each time, as with uninitialized memory."""
 
@@ -28,12 +29,14 @@ class NoiseInOutputs(ReferenceBackend):
         return ModelOutput(**{**dict(outputs.items()), "logprobs": logprobs * noise})
 
 
+@Mutant("I1.gradients", "a race in training", "it looks like: not deterministic: the same call")
 class NoiseInTraining(NoiseInOutputs):
     """The same in training passes alone."""
 
     training_alone = True
 
 
+@Mutant("I1.gradients", "AReaL #581", r"it looks like: the temperature 0\.8 is left out")
 class TrainsAtTemperatureOne(ReferenceBackend):
     """The temperature is heeded in forward passes and forgotten in training."""
 
@@ -41,6 +44,11 @@ class TrainsAtTemperatureOne(ReferenceBackend):
         return super().sequence(ids, WithTemperature(step, 1.0) if torch.is_grad_enabled() else step)
 
 
+@Mutant(
+    "I1.gradients",
+    "labels that a collator has rolled already",
+    "it looks like: labels are rolled one token too far",
+)
 class RollsLabelsTwice(ReferenceBackend):
     """In training, labels that the data pipeline has rolled are rolled again."""
 
@@ -50,6 +58,11 @@ class RollsLabelsTwice(ReferenceBackend):
         return ReferenceBackend.language_model(labels, logits, step)
 
 
+@Mutant(
+    "I7.logprobs",
+    "a vocabulary padded for tensor parallelism",
+    r"it looks like: the softmax counts (\d+ more columns|the columns that pad)",
+)
 class CountsPaddedColumns(ReferenceBackend):
     """The softmax counts the columns that pad the vocabulary to a multiple of 64."""
 
@@ -61,6 +74,11 @@ class CountsPaddedColumns(ReferenceBackend):
         return {name: value[:, :size] if name == "logits" else value for name, value in outputs.items()}
 
 
+@Mutant(
+    "I1.gradients",
+    "an entropy bonus that trains nothing",
+    "it looks like: the entropy is left out, or has no gradient",
+)
 class EntropyIsDetached(ReferenceBackend):
     """The entropy is right and has no gradient."""
 
@@ -69,6 +87,11 @@ class EntropyIsDetached(ReferenceBackend):
         return {name: value.detach() if name == "entropy" else value for name, value in outputs.items()}
 
 
+@Mutant(
+    "I7.entropy",
+    "an estimate that is taken for the entropy",
+    "it looks like: the entropy is minus the log-prob of the drawn token",
+)
 class EntropyOfTheDrawnToken(ReferenceBackend):
     """Minus the log-prob of the drawn token is taken for the entropy, which it is on average."""
 
@@ -81,6 +104,12 @@ class EntropyOfTheDrawnToken(ReferenceBackend):
         return outputs
 
 
+@Mutant(
+    "I1.gradients",
+    "a wrapper of the model whose hooks never run",
+    "it looks like: gradients of data-parallel rank 0 alone: they are not summed over the 2 ranks",
+    layout=DP2,
+)
 class NeverReducesGradients(Replicated):
     """Each data-parallel rank steps by its own gradients."""
 
@@ -88,67 +117,9 @@ class NeverReducesGradients(Replicated):
         pass
 
 
+@Mutant("I20.adamw", "a step that is lost", r"weights are off from step 3 on \(of 8, from 0\)")
 class RestsAtTheFourthStep(ReferenceBackend):
     """The fourth step has a learning rate of 0."""
 
     def step(self, scale: float, lr: float, count: int) -> None:
         super().step(scale, 0.0 if count == 4 else lr, count)
-
-
-MUTANTS = (
-    Mutant(
-        engine=NoiseInOutputs,
-        killed_by="I7.logprobs",
-        issue="memory that nobody has written",
-        says="it looks like: not deterministic: the same call",
-    ),
-    Mutant(
-        engine=NoiseInTraining,
-        killed_by="I1.gradients",
-        issue="a race in training",
-        says="it looks like: not deterministic: the same call",
-    ),
-    Mutant(
-        engine=TrainsAtTemperatureOne,
-        killed_by="I1.gradients",
-        issue="AReaL #581",
-        says=r"it looks like: the temperature 0\.8 is left out",
-    ),
-    Mutant(
-        engine=RollsLabelsTwice,
-        killed_by="I1.gradients",
-        issue="labels that a collator has rolled already",
-        says="it looks like: labels are rolled one token too far",
-    ),
-    Mutant(
-        engine=CountsPaddedColumns,
-        killed_by="I7.logprobs",
-        issue="a vocabulary padded for tensor parallelism",
-        says=r"it looks like: the softmax counts (\d+ more columns|the columns that pad)",
-    ),
-    Mutant(
-        engine=EntropyIsDetached,
-        killed_by="I1.gradients",
-        issue="an entropy bonus that trains nothing",
-        says="it looks like: the entropy is left out, or has no gradient",
-    ),
-    Mutant(
-        engine=EntropyOfTheDrawnToken,
-        killed_by="I7.entropy",
-        issue="an estimate that is taken for the entropy",
-        says="it looks like: the entropy is minus the log-prob of the drawn token",
-    ),
-    Mutant(
-        engine=NeverReducesGradients,
-        killed_by="I1.gradients",
-        issue="a wrapper of the model whose hooks never run",
-        says="it looks like: gradients of data-parallel rank 0 alone: they are not summed over the 2 ranks",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=RestsAtTheFourthStep,
-        killed_by="I20.adamw",
-        issue="a step that is lost",
-        says=r"weights are off from step 3 on \(of 8, from 0\)",
-    ),
-)

@@ -20,10 +20,11 @@ from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import Shard, copy_shards
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.hf_state import HFShardedState
-from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext
+from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant("I11.resume", "AReaL #1468", "exp_avg after the load")
 class MomentsDropped(OwnCheckpoint):
     """Sharded checkpoints hold weights only, and load without an error."""
 
@@ -31,6 +32,7 @@ class MomentsDropped(OwnCheckpoint):
         return super().kinds(with_optimizer=False)
 
 
+@Mutant("I11.resume", "NeMo-RL #3171", "of step 3 is .*the step count of the bias correction")
 class StepCountStartsAgain(CountsItself):
     """The step count of the bias correction is not restored."""
 
@@ -38,20 +40,17 @@ class StepCountStartsAgain(CountsItself):
         return 0
 
 
-class _BeginsToDrawAgain(Persistence):
-    """Random states start anew after a load."""
+@Mutant("I11.resume", "random state", "'loss' of step 2 is .*: random state of dropout")
+@inside(ReferenceBackend, "persistence")
+class RandomStateStartsAgain(Persistence):
+    """Dropout after a resume is another one."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
         self.runtime.rng.load({"cpu": torch.Generator().manual_seed(0).get_state()})
 
 
-class RandomStateStartsAgain(ReferenceBackend):
-    """Dropout after a resume is another one."""
-
-    components = TrainComponents(persistence=_BeginsToDrawAgain)
-
-
+@Mutant("I11.resume-frozen", "frozen parameters", "master after the load")
 class FrozenWeightsNotSaved(OwnCheckpoint):
     """A checkpoint of the trained parameters only."""
 
@@ -65,6 +64,7 @@ class FrozenWeightsNotSaved(OwnCheckpoint):
                 self.model.get_parameter(name).copy_(value)
 
 
+@Mutant("I11.other-layout", "AReaL #1470", "loaded on dp2")
 class OnlyRankZeroLoads(OwnCheckpoint):
     """On another number of ranks, only the first one finds its file."""
 
@@ -73,19 +73,21 @@ class OnlyRankZeroLoads(OwnCheckpoint):
             super().load_sharded(directory, with_optimizer)
 
 
-class _Reshards(Persistence):
-    """Loads a checkpoint of any layout."""
+@Mutant(
+    "contract.undeclared",
+    "AReaL #1470",
+    "'resharding' is not declared, and asking for it did not raise UnsupportedCapability",
+    undeclared=frozenset({Capability.RESHARDING}),
+)
+@inside(ReferenceBackend, "persistence")
+class LoadsAtAnyLayout(Persistence):
+    """A checkpoint of another layout is loaded, although its slices may not fit."""
 
     def contents(self) -> Contents:
         return replace(super().contents(), resharding=True)
 
 
-class LoadsAtAnyLayout(ReferenceBackend):
-    """A checkpoint of another layout is loaded, although its slices may not fit."""
-
-    components = TrainComponents(persistence=_Reshards)
-
-
+@Mutant("I20.adamw", "NeMo-RL #2372", "weights right, first moments wrong")
 class MomentsExportedInHalfPrecision(OwnExport):
     """The exported float32 moments were rounded to bfloat16."""
 
@@ -95,8 +97,10 @@ class MomentsExportedInHalfPrecision(OwnExport):
             yield name, value.bfloat16().float() if rounded and value is not None else value
 
 
-class _ForgetsTheSchedule(Persistence):
-    """Saves that no step of the schedule was made."""
+@Mutant("I11.portable-to-reference", "NeMo-RL #3171", "progress moved from .*lr_steps=0")
+@inside(ReferenceBackend, "persistence")
+class ScheduleNotSaved(Persistence):
+    """A portable checkpoint begins the schedule again."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         progress = self.step.progress
@@ -106,12 +110,7 @@ class _ForgetsTheSchedule(Persistence):
         self.step.progress = progress
 
 
-class ScheduleNotSaved(ReferenceBackend):
-    """A portable checkpoint begins the schedule again."""
-
-    components = TrainComponents(persistence=_ForgetsTheSchedule)
-
-
+@Mutant("I11.portable-from-reference", "NeMo-RL #3171", "exp_avg moved")
 class MomentsNotLoaded(OwnExport):
     """A portable checkpoint fills the weights; the optimizer begins again."""
 
@@ -120,6 +119,7 @@ class MomentsNotLoaded(OwnExport):
             super().import_tensors(kind, source)
 
 
+@Mutant("I10.export", "verl #6334", "written once", family="qwen3")
 class WritesBothCopies(OwnExport):
     """An export has the tied matrix under both names."""
 
@@ -129,6 +129,7 @@ class WritesBothCopies(OwnExport):
             yield "lm_head.weight", self.model.get_output_embeddings().weight.detach().clone()
 
 
+@Mutant("I10.export-value-head", "private names", "score.weight")
 class HeadUnderAPrivateName(OwnExport):
     """The value head is exported under a name that transformers does not know."""
 
@@ -137,6 +138,7 @@ class HeadUnderAPrivateName(OwnExport):
             yield ("v_head.weight" if kind == "params" and name == "score.weight" else name), value
 
 
+@Mutant("I10.import", "Megatron-LM #1446", "only norms")
 class VectorsNotLoaded(OwnExport):
     """A load leaves the norms as they were."""
 
@@ -157,6 +159,7 @@ class _WithoutCarried(HFShardedState):
         self.carried = None
 
 
+@Mutant("I10.carried", "TRL #6028", r"an 'hf' export lacks \['extra_head.steps'")
 class CarriedDropped(ReferenceBackend):
     """Tensors of the checkpoint that the module does not hold are left out of all exports."""
 
@@ -164,8 +167,10 @@ class CarriedDropped(ReferenceBackend):
         return _WithoutCarried(super().state())
 
 
-class _CastsCarried(TensorStore):
-    """All float tensors are cast."""
+@Mutant("I10.carried", "TRL #6028", r"an 'hf' export has other values of \['extra_tower")
+@inside(ReferenceBackend, "tensors")
+class CarriedCast(TensorStore):
+    """Carried tensors are exported in the dtype of the engine, not in their own."""
 
     def stream(self, kind: str) -> NamedTensors:
         for name, value in super().stream(kind):
@@ -173,12 +178,7 @@ class _CastsCarried(TensorStore):
             yield name, value.float() if cast and value is not None else value
 
 
-class CarriedCast(ReferenceBackend):
-    """Carried tensors are exported in the dtype of the engine, not in their own."""
-
-    components = TrainComponents(tensors=_CastsCarried)
-
-
+@Mutant("I12.disk", "verl #7014", "parameters of the export")
 class UploadsOldWeights(OwnExport):
     """The weights of the first upload are sent again and again."""
 
@@ -195,8 +195,10 @@ class UploadsOldWeights(OwnExport):
         yield from self._sent.items()
 
 
-class _LooksAtNoDigest(Persistence):
-    """Loads the shards that are in a directory."""
+@Mutant("I11.damaged", "partial checkpoints", "CheckpointDamaged")
+@inside(ReferenceBackend, "persistence")
+class LoadsAnything(Persistence):
+    """A load skips the digests."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         if meta.format != "sharded":
@@ -206,12 +208,6 @@ class _LooksAtNoDigest(Persistence):
         for kind in ("master", *tensors.optimizer_kinds) if any(shards.iterdir()) else ():
             names = {name: f"{kind}/{name}" for name in tensors.shapes(kind)}
             tensors.load(kind, MappedSource(ShardFiles(shards), names))
-
-
-class LoadsAnything(ReferenceBackend):
-    """A load skips the digests."""
-
-    components = TrainComponents(persistence=_LooksAtNoDigest)
 
 
 class _Misplaces(TensorStore):
@@ -263,18 +259,21 @@ class _SavesMisplaced(Persistence):
         tensors.saving = False
 
 
+@Mutant("I11.load-after-use", "AReaL #1470", "master after 'portable' was loaded")
 class SlicesAtOtherOffsets(ReferenceBackend):
     """The slices of a ``portable`` checkpoint are at the offsets of other slices."""
 
     components = TrainComponents(tensors=_SwapsHalves, persistence=_SavesMisplaced)
 
 
+@Mutant("I11.load-after-use", "NeMo-RL #3171", "exp_avg after 'portable' was loaded")
 class MomentsUnderSwappedKeys(ReferenceBackend):
     """A ``portable`` checkpoint has each moment under the name of the other."""
 
     components = TrainComponents(tensors=_SwapsMoments, persistence=_SavesMisplaced)
 
 
+@Mutant("I3.from-config", "SkyRL #1725", "drawn from seed", layout=DP2)
 class RanksDrawTheirOwnWeights(Replicated):
     """Each rank draws missing weights from a seed of its own."""
 
@@ -283,6 +282,7 @@ class RanksDrawTheirOwnWeights(Replicated):
         super().build(replace(context, config=context.config.model_copy(update={"seed": seed})))
 
 
+@Mutant("I3.new-head", "new heads", "new head is zero")
 class NewHeadIsZero(ReferenceBackend):
     """A new head begins at zero, and the trunk never learns."""
 
@@ -326,137 +326,22 @@ class _SavesByReference(Persistence):
         )
 
 
-class _CopiesMomentsAlone(_SavesByReference):
-    """Copies moments, and not weights."""
-
-    copied = MOMENTS
-
-
+@Mutant(
+    "I11.asynchronous", "a snapshot by reference", "'sharded' checkpoint that was saved in the background"
+)
 class SnapshotByReference(ReferenceBackend):
     """Background writes read from the live tensors."""
 
     components = TrainComponents(persistence=_SavesByReference)
 
 
-class WeightsByReference(ReferenceBackend):
+@Mutant(
+    "I11.asynchronous",
+    "a snapshot by reference",
+    "master loaded from a 'sharded' checkpoint that was saved in the background",
+)
+@inside(ReferenceBackend, "persistence")
+class WeightsByReference(_SavesByReference):
     """Moments are copied for the background, and weights are not."""
 
-    components = TrainComponents(persistence=_CopiesMomentsAlone)
-
-
-MUTANTS = (
-    Mutant(
-        engine=SlicesAtOtherOffsets,
-        killed_by="I11.load-after-use",
-        issue="AReaL #1470",
-        says="master after 'portable' was loaded",
-    ),
-    Mutant(
-        engine=MomentsUnderSwappedKeys,
-        killed_by="I11.load-after-use",
-        issue="NeMo-RL #3171",
-        says="exp_avg after 'portable' was loaded",
-    ),
-    Mutant(
-        engine=SnapshotByReference,
-        killed_by="I11.asynchronous",
-        issue="a snapshot by reference",
-        says="'sharded' checkpoint that was saved in the background",
-    ),
-    Mutant(
-        engine=WeightsByReference,
-        killed_by="I11.asynchronous",
-        issue="a snapshot by reference",
-        says="master loaded from a 'sharded' checkpoint that was saved in the background",
-    ),
-    Mutant(
-        engine=RanksDrawTheirOwnWeights,
-        killed_by="I3.from-config",
-        issue="SkyRL #1725",
-        says="drawn from seed",
-        layout=DP2,
-    ),
-    Mutant(engine=NewHeadIsZero, killed_by="I3.new-head", issue="new heads", says="new head is zero"),
-    Mutant(
-        engine=MomentsDropped,
-        killed_by="I11.resume",
-        issue="AReaL #1468",
-        says="exp_avg after the load",
-    ),
-    Mutant(
-        engine=StepCountStartsAgain,
-        killed_by="I11.resume",
-        issue="NeMo-RL #3171",
-        says="of step 3 is .*the step count of the bias correction",
-    ),
-    Mutant(
-        engine=RandomStateStartsAgain,
-        killed_by="I11.resume",
-        issue="random state",
-        says="'loss' of step 2 is .*: random state of dropout",
-    ),
-    Mutant(
-        engine=FrozenWeightsNotSaved,
-        killed_by="I11.resume-frozen",
-        issue="frozen parameters",
-        says="master after the load",
-    ),
-    Mutant(
-        engine=LoadsAtAnyLayout,
-        killed_by="contract.undeclared",
-        issue="AReaL #1470",
-        says="'resharding' is not declared, and asking for it did not raise UnsupportedCapability",
-        undeclared=frozenset({Capability.RESHARDING}),
-    ),
-    Mutant(engine=OnlyRankZeroLoads, killed_by="I11.other-layout", issue="AReaL #1470", says="loaded on dp2"),
-    Mutant(
-        engine=MomentsExportedInHalfPrecision,
-        killed_by="I20.adamw",
-        issue="NeMo-RL #2372",
-        says="weights right, first moments wrong",
-    ),
-    Mutant(
-        engine=ScheduleNotSaved,
-        killed_by="I11.portable-to-reference",
-        issue="NeMo-RL #3171",
-        says=r"progress moved from .*lr_steps=0",
-    ),
-    Mutant(
-        engine=MomentsNotLoaded,
-        killed_by="I11.portable-from-reference",
-        issue="NeMo-RL #3171",
-        says="exp_avg moved",
-    ),
-    Mutant(
-        engine=WritesBothCopies,
-        killed_by="I10.export",
-        issue="verl #6334",
-        says="written once",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=HeadUnderAPrivateName,
-        killed_by="I10.export-value-head",
-        issue="private names",
-        says="score.weight",
-    ),
-    Mutant(engine=VectorsNotLoaded, killed_by="I10.import", issue="Megatron-LM #1446", says="only norms"),
-    Mutant(
-        engine=CarriedDropped,
-        killed_by="I10.carried",
-        issue="TRL #6028",
-        says=r"an 'hf' export lacks \['extra_head.steps'",
-    ),
-    Mutant(
-        engine=CarriedCast,
-        killed_by="I10.carried",
-        issue="TRL #6028",
-        says=r"an 'hf' export has other values of \['extra_tower",
-    ),
-    Mutant(
-        engine=UploadsOldWeights, killed_by="I12.disk", issue="verl #7014", says="parameters of the export"
-    ),
-    Mutant(
-        engine=LoadsAnything, killed_by="I11.damaged", issue="partial checkpoints", says="CheckpointDamaged"
-    ),
-)
+    copied = MOMENTS

@@ -17,12 +17,13 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.tensors import LocalSlice
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from mutants.bases import OwnNorm
+from mutants.bases import OwnNorm, inside
 from mutants.zoo import CP2, CP4, Mutant
 
 # ------------------------------------------------------------------- gradients
 
 
+@Mutant("I1.gradients", "SkyRL #1420", r"multiplied by (0\.5|1/2)", layout=CP2)
 class GradientsAveragedOverShards(ContextParallelBackend):
     """Gradients are averaged over all ranks that hold the weights, and only the data-parallel ones are undone."""
 
@@ -31,6 +32,7 @@ class GradientsAveragedOverShards(ContextParallelBackend):
         grad /= self.context.layout.cp
 
 
+@Mutant("I1.train-batch", "SkyRL #1420, in the loss", "weights after train_batch", layout=CP2)
 class LossDividedByShards(ContextParallelBackend):
     """The loss of every rank is taken for a part of the whole: it is divided by their number for the backward pass."""
 
@@ -41,19 +43,16 @@ class LossDividedByShards(ContextParallelBackend):
                 (loss / self.context.layout.cp).backward()
 
 
-class SummingShard(TokenShard):
-    """The gather of the outputs adds up the gradients of all ranks, which are equal."""
+@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class OutputGatherSumsDuplicates(TokenShard):
+    """Every rank computes the same loss, and its gradient counts once for each."""
 
     def gathered(self, value: Tensor) -> Tensor:
         return gather_parts(value, self.sizes, 0, self.group)[: self.batch.num_tokens]
 
 
-class OutputGatherSumsDuplicates(ContextParallelBackend):
-    """Every rank computes the same loss, and its gradient counts once for each."""
-
-    shard_type = SummingShard
-
-
+@Mutant("I1.gradients", "SkyRL #1420, the reduction itself", "gradients of TokenMeanLoss", layout=CP2)
 class ShardGradientsNotReduced(ContextParallelBackend):
     """Gradients are added up over data-parallel ranks only."""
 
@@ -61,6 +60,7 @@ class ShardGradientsNotReduced(ContextParallelBackend):
         dist.all_reduce(grad, group=self.context.groups.data_parallel.group)
 
 
+@Mutant("I3.gradients-after-steps", "Megatron-LM #1446, for the other axis", "after 2 steps", layout=CP2)
 class NormsReducedOnOneRank(ContextParallelBackend):
     """The rank that exports has the whole gradient of norms; the others step with that of their own tokens."""
 
@@ -71,8 +71,10 @@ class NormsReducedOnOneRank(ContextParallelBackend):
             grad.copy_(local_grad)
 
 
-class SlicingShard(TokenShard):
-    """Keys and values take back the gradient of one rank's queries."""
+@Mutant("I1.gradients", "slime #1748, the other way round", "gradients of TokenMeanLoss", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class KeysKeepOwnGradients(TokenShard):
+    """Other ranks' keys and values come without a graph."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         local = torch.stack([key, value])
@@ -82,12 +84,9 @@ class SlicingShard(TokenShard):
         return attention(query, *self.by_query_head(query, both), self.visible(), scale, dropout)
 
 
-class KeysKeepOwnGradients(ContextParallelBackend):
-    """Other ranks' keys and values come without a graph."""
-
-    shard_type = SlicingShard
-
-
+@Mutant(
+    "I4.grad-norm", "AReaL #1497, for context parallelism", r"the reported norm[\s\S]*1\.41421", layout=CP2
+)
 class CopiesCountedInTheNorm(ContextParallelBackend, OwnNorm):
     """The norm counts the weights once for each rank that shares a batch."""
 
@@ -99,17 +98,13 @@ class CopiesCountedInTheNorm(ContextParallelBackend, OwnNorm):
 # ----------------------------------------------------------------- shard edges
 
 
-class TargetsOfOwnShard(TokenShard):
-    """The id after the last token of a shard is looked for in the same shard."""
+@Mutant("I7.logprobs", "labels are shifted after the batch is cut", "edges of the shards", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class ShiftedWithinTheShard(TokenShard):
+    """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
 
     def next_ids(self) -> Tensor:
         return self.own(self.input_ids).roll(-1)
-
-
-class ShiftedWithinTheShard(ContextParallelBackend):
-    """Labels are shifted after the batch was cut: the last state of a shard predicts its first token."""
-
-    shard_type = TargetsOfOwnShard
 
 
 def _kept(shard: TokenShard) -> list[int]:
@@ -119,6 +114,7 @@ def _kept(shard: TokenShard) -> list[int]:
     return [max(0, min(size, tokens - start)) for start, size in zip(starts, shard.sizes, strict=True)]
 
 
+@Mutant("I7.entropy", "outputs are shifted after the batch is cut", "edges of the shards", layout=CP2)
 class EdgeFromOwnLastState(ContextParallelBackend):
     """Outputs are moved to the predicted token inside each shard: its first one gets the prediction of its own last
     state."""
@@ -127,6 +123,7 @@ class EdgeFromOwnLastState(ContextParallelBackend):
         return torch.cat([part.roll(1, 0) for part in states.split(_kept(shard))])
 
 
+@Mutant("I7.values", "verl #3287, at the edges of shards", r"all zero[\s\S]*edges of the shards", layout=CP2)
 class EdgeIsNotPredicted(ContextParallelBackend):
     """Each shard drops the prediction of its last state, whose token it does not have."""
 
@@ -140,21 +137,25 @@ class EdgeIsNotPredicted(ContextParallelBackend):
         return torch.cat(parts)
 
 
-class PositionsOfShard(TokenShard):
-    """Positions begin at 0 in each shard."""
+@Mutant(
+    "I7.logprobs",
+    "position ids are made after the batch is cut",
+    "logprobs at temperature 1",
+    layout=CP2,
+    family="gpt2",
+)
+@inside(ContextParallelBackend, "shard_type")
+class PositionsRestartAtShards(TokenShard):
+    """The position of a token is its place in the shard."""
 
     def position_ids(self) -> Tensor:
         return torch.arange(self.stop - self.start)
 
 
-class PositionsRestartAtShards(ContextParallelBackend):
-    """The position of a token is its place in the shard."""
-
-    shard_type = PositionsOfShard
-
-
-class BlindShard(TokenShard):
-    """Tokens of earlier shards are not attended to."""
+@Mutant("I7.logprobs", "AReaL #1442, the other way round", "logprobs at temperature 1", layout=CP2)
+@inside(ContextParallelBackend, "shard_type")
+class AttentionStopsAtShards(TokenShard):
+    """A sequence that crosses an edge is two sequences."""
 
     def visible(self) -> Tensor:
         seen = super().visible()
@@ -163,12 +164,7 @@ class BlindShard(TokenShard):
         return seen & inside
 
 
-class AttentionStopsAtShards(ContextParallelBackend):
-    """A sequence that crosses an edge is two sequences."""
-
-    shard_type = BlindShard
-
-
+@Mutant("I7.scores", "the tokens that fill up the last shard", "scores", layout=CP2)
 class PaddingEndsTheLastSequence(ContextParallelBackend):
     """The batch is filled up to a multiple of the ranks with states of 0, which belong to its last sequence."""
 
@@ -178,6 +174,13 @@ class PaddingEndsTheLastSequence(ContextParallelBackend):
         return torch.cat([result[:-1], torch.zeros_like(result[-1:])]) if filled_up else result
 
 
+@Mutant(
+    "I16.few-sequences",
+    "verl #5591, for a rank without tokens",
+    "rank 1 was killed|during forward_backward",
+    layout=CP2,
+    timeout_s=10.0,
+)
 class IdleWithoutTokens(ContextParallelBackend):
     """A rank that got none of the tokens does not run the model, and the others wait for its keys."""
 
@@ -190,8 +193,10 @@ class IdleWithoutTokens(ContextParallelBackend):
 # ----------------------------------------------------------------------- heads
 
 
-class AlternatingGroups(UlyssesShard):
-    """With fewer key/value heads than ranks, ranks take them in turn instead of in blocks."""
+@Mutant("I7.logprobs", "key/value heads fewer than ranks", "logprobs at temperature 1", layout=CP4)
+@inside(UlyssesBackend, "shard_type")
+class FewKeyHeadsInTurn(UlyssesShard):
+    """Rank ``r`` takes the key/value head ``r % kv_heads``."""
 
     def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         if both.shape[2] >= len(self.sizes):
@@ -200,14 +205,10 @@ class AlternatingGroups(UlyssesShard):
         return key, value
 
 
-class FewKeyHeadsInTurn(UlyssesBackend):
-    """Rank ``r`` takes the key/value head ``r % kv_heads``."""
-
-    shard_type = AlternatingGroups
-
-
-class DetachedCopies(UlyssesShard):
-    """Copies of key/value heads for further ranks send back no gradient."""
+@Mutant("I3.few-kv-heads", "key/value heads fewer than ranks", r"gradients[\s\S]*[kv]_proj", layout=CP2)
+@inside(UlyssesBackend, "shard_type")
+class CopiedKeyHeadsWithoutGradient(UlyssesShard):
+    """With fewer key/value heads than ranks, only the first rank trains them."""
 
     def by_query_head(self, query: Tensor, both: Tensor) -> tuple[Tensor, Tensor]:
         if both.shape[2] < len(self.sizes) and self.rank > 0:
@@ -215,147 +216,17 @@ class DetachedCopies(UlyssesShard):
         return super().by_query_head(query, both)
 
 
-class CopiedKeyHeadsWithoutGradient(UlyssesBackend):
-    """With fewer key/value heads than ranks, only the first rank trains them."""
-
-    shard_type = DetachedCopies
-
-
-class RoundedDownHeads(UlyssesShard):
-    """Every rank gets as many heads as all of them can have; the rest is lost."""
+@Mutant(
+    "contract.heads-over-cp",
+    "a degree that does not divide the heads, rounded down",
+    "log-probs of a model with 5 heads at cp2",
+    layout=CP2,
+)
+@inside(UlyssesBackend, "shard_type")
+class LosesTheLastHead(UlyssesShard):
+    """Heads that the ranks do not divide are left out."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         result = super().attend(query, key, value, scale, dropout)
         taken = query.shape[1] // len(self.sizes) * len(self.sizes)
         return torch.cat([result[:, :taken], torch.zeros_like(result[:, taken:])], dim=1)
-
-
-class LosesTheLastHead(UlyssesBackend):
-    """Heads that the ranks do not divide are left out."""
-
-    shard_type = RoundedDownHeads
-
-
-MUTANTS = (
-    Mutant(
-        engine=LosesTheLastHead,
-        killed_by="contract.heads-over-cp",
-        issue="a degree that does not divide the heads, rounded down",
-        says="log-probs of a model with 5 heads at cp2",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=GradientsAveragedOverShards,
-        killed_by="I1.gradients",
-        issue="SkyRL #1420",
-        says=r"multiplied by (0\.5|1/2)",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=LossDividedByShards,
-        killed_by="I1.train-batch",
-        issue="SkyRL #1420, in the loss",
-        says="weights after train_batch",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=OutputGatherSumsDuplicates,
-        killed_by="I1.gradients",
-        issue="slime #1748",
-        says="multiplied by 2",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=ShardGradientsNotReduced,
-        killed_by="I1.gradients",
-        issue="SkyRL #1420, the reduction itself",
-        says="gradients of TokenMeanLoss",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=NormsReducedOnOneRank,
-        killed_by="I3.gradients-after-steps",
-        issue="Megatron-LM #1446, for the other axis",
-        says="after 2 steps",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=KeysKeepOwnGradients,
-        killed_by="I1.gradients",
-        issue="slime #1748, the other way round",
-        says="gradients of TokenMeanLoss",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=CopiesCountedInTheNorm,
-        killed_by="I4.grad-norm",
-        issue="AReaL #1497, for context parallelism",
-        says=r"the reported norm[\s\S]*1\.41421",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=ShiftedWithinTheShard,
-        killed_by="I7.logprobs",
-        issue="labels are shifted after the batch is cut",
-        says="edges of the shards",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=EdgeFromOwnLastState,
-        killed_by="I7.entropy",
-        issue="outputs are shifted after the batch is cut",
-        says="edges of the shards",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=EdgeIsNotPredicted,
-        killed_by="I7.values",
-        issue="verl #3287, at the edges of shards",
-        says=r"all zero[\s\S]*edges of the shards",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=PositionsRestartAtShards,
-        killed_by="I7.logprobs",
-        issue="position ids are made after the batch is cut",
-        says="logprobs at temperature 1",
-        layout=CP2,
-        family="gpt2",
-    ),
-    Mutant(
-        engine=AttentionStopsAtShards,
-        killed_by="I7.logprobs",
-        issue="AReaL #1442, the other way round",
-        says="logprobs at temperature 1",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=PaddingEndsTheLastSequence,
-        killed_by="I7.scores",
-        issue="the tokens that fill up the last shard",
-        says="scores",
-        layout=CP2,
-    ),
-    Mutant(
-        engine=IdleWithoutTokens,
-        killed_by="I16.few-sequences",
-        issue="verl #5591, for a rank without tokens",
-        says="rank 1 was killed|during forward_backward",
-        layout=CP2,
-        timeout_s=10.0,
-    ),
-    Mutant(
-        engine=FewKeyHeadsInTurn,
-        killed_by="I7.logprobs",
-        issue="key/value heads fewer than ranks",
-        says="logprobs at temperature 1",
-        layout=CP4,
-    ),
-    Mutant(
-        engine=CopiedKeyHeadsWithoutGradient,
-        killed_by="I3.few-kv-heads",
-        issue="key/value heads fewer than ranks",
-        says=r"gradients[\s\S]*[kv]_proj",
-        layout=CP2,
-    ),
-)

@@ -17,6 +17,7 @@ from core_rl.reference import ROLLOUT_SPEC
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
 from core_rl.weight_sync.delta import DeltaDecoder, DeltaEncoder
+from mutants.bases import inside
 from mutants.zoo import Context, Mutant
 
 SMALL = 64
@@ -42,14 +43,25 @@ class UnverifiedDecoder(DeltaDecoder):
         """Accept all weights."""
 
 
+@Mutant(
+    "I12.delta-base",
+    "weights that differ after an update serve on (I12)",
+    "with another digest by disk did not raise a DeltaRefused",
+)
 class IgnoresTheDigest(Decodes):
     """The digest after an update is not compared."""
 
     decoder = UnverifiedDecoder
 
 
-class AnyBaseDecoder(UnverifiedDecoder):
-    """Takes its weights for the base of any changes."""
+@Mutant(
+    "I12.delta-base",
+    "a server that was restarted takes changes of other weights (I12)",
+    "did not raise a DeltaRefused",
+)
+@inside(Decodes, "decoder")
+class AppliesToAnyBase(UnverifiedDecoder):
+    """Changes are applied to the present weights, whatever they are changes of."""
 
     def require(self, digest: str) -> None:
         """Accept all bases where there are weights."""
@@ -57,14 +69,10 @@ class AnyBaseDecoder(UnverifiedDecoder):
             super().require(digest)
 
 
-class AppliesToAnyBase(Decodes):
-    """Changes are applied to the present weights, whatever they are changes of."""
-
-    decoder = AnyBaseDecoder
-
-
-class ShiftingDecoder(UnverifiedDecoder):
-    """Sets the value after each changed one."""
+@Mutant("I12.receive-delta", "verl #7227: indices of another shard", "log-probs after changes of few values")
+@inside(Decodes, "decoder")
+class ShiftsIndices(UnverifiedDecoder):
+    """Indices are off by one within a tensor."""
 
     @staticmethod
     def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
@@ -76,14 +84,10 @@ class ShiftingDecoder(UnverifiedDecoder):
         return shifted
 
 
-class ShiftsIndices(Decodes):
-    """Indices are off by one within a tensor."""
-
-    decoder = ShiftingDecoder
-
-
-class AddingDecoder(DeltaDecoder):
-    """Adds differences, which rounds."""
+@Mutant("I12.receive-delta", "slime #1806: differences that are added are rounded", "of 6 updates were full")
+@inside(Decodes, "decoder")
+class AddsInsteadOfSetting(DeltaDecoder):
+    """Differences are added to the weights: the sum is off by a rounding."""
 
     @staticmethod
     def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
@@ -92,14 +96,10 @@ class AddingDecoder(DeltaDecoder):
         return before[name] + (new - before[name])
 
 
-class AddsInsteadOfSetting(Decodes):
-    """Differences are added to the weights: the sum is off by a rounding."""
-
-    decoder = AddingDecoder
-
-
-class SkippingDecoder(UnverifiedDecoder):
-    """Changes no small tensor."""
+@Mutant("I12.receive-delta", "verl #5801: some of the tensors", "log-probs after changes of few values")
+@inside(Decodes, "decoder")
+class SkipsSmallTensors(UnverifiedDecoder):
+    """Changes of norms and biases are left out."""
 
     @staticmethod
     def replaced(name: str, before: Mapping[str, Tensor], gaps: Tensor | None, values: Tensor) -> Tensor:
@@ -108,12 +108,7 @@ class SkippingDecoder(UnverifiedDecoder):
         return before[name] if small else DeltaDecoder.replaced(name, before, gaps, values)
 
 
-class SkipsSmallTensors(Decodes):
-    """Changes of norms and biases are left out."""
-
-    decoder = SkippingDecoder
-
-
+@Mutant("I12.receive-delta", "an update that is always full (I12)", "6 of 6 updates were full")
 class NeverHasABase(ReferenceRolloutBackend):
     """The weights of an update are not kept, so that each update is full."""
 
@@ -128,24 +123,6 @@ class SkippingEncoder(DeltaEncoder):
     def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if name not in self._tensors or tensor.numel() >= SMALL:
             yield from super()._changes(name, tensor)
-
-
-class ToleratingEncoder(DeltaEncoder):
-    """Compares values with a tolerance."""
-
-    def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        before = self._tensors.get(name)
-        if before is None or not torch.allclose(before, tensor, atol=2e-2):
-            yield from super()._changes(name, tensor)
-
-
-class RetainingEncoder(DeltaEncoder):
-    """Has a base after an update that failed."""
-
-    def encode(self, stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
-        base = self.base
-        yield from super().encode(stream)
-        self.base = base
 
 
 class EncodedUploads(Persistence):
@@ -164,89 +141,48 @@ class Encodes(ReferenceBackend):
     encoder: type[DeltaEncoder]
 
 
+@Mutant("I12.delta", "verl #5801: some of the tensors", "weights after the update after step 1")
 class SendsNoSmallChanges(Encodes):
     """Changes of norms and biases are not sent."""
 
     encoder = SkippingEncoder
 
 
+@Mutant(
+    "I12.sync-delta",
+    "verl #5801: some of the tensors",
+    "log-probs of tokens generated after sync",
+    partner=ROLLOUT_SPEC,
+)
 class SendsNoSmallChangesToAPeer(SendsNoSmallChanges):
     """The same, for the check of a pair."""
 
 
-class SendsLargeChangesOnly(Encodes):
+@Mutant(
+    "I12.delta",
+    "a comparison with a tolerance loses small steps (I12)",
+    "weights after the update after step 1",
+)
+@inside(Encodes, "encoder")
+class SendsLargeChangesOnly(DeltaEncoder):
     """Tensors that are nearly the same are taken for the same."""
 
-    encoder = ToleratingEncoder
+    def _changes(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        before = self._tensors.get(name)
+        if before is None or not torch.allclose(before, tensor, atol=2e-2):
+            yield from super()._changes(name, tensor)
 
 
-class HasTheBaseOfAFailure(Encodes):
+@Mutant(
+    "I12.delta",
+    "a sender that takes a failed update for a received one (I12)",
+    "differ from the sender's|an update that was lost is a delta",
+)
+@inside(Encodes, "encoder")
+class HasTheBaseOfAFailure(DeltaEncoder):
     """After a failed update the changes are since the weights of that update."""
 
-    encoder = RetainingEncoder
-
-
-SENT, RECEIVED, REFUSED = "I12.delta", "I12.receive-delta", "I12.delta-base"
-MUTANTS = (
-    Mutant(
-        engine=AppliesToAnyBase,
-        killed_by=REFUSED,
-        issue="a server that was restarted takes changes of other weights (I12)",
-        says="did not raise a DeltaRefused",
-    ),
-    Mutant(
-        engine=IgnoresTheDigest,
-        killed_by=REFUSED,
-        issue="weights that differ after an update serve on (I12)",
-        says="with another digest by disk did not raise a DeltaRefused",
-    ),
-    Mutant(
-        engine=ShiftsIndices,
-        killed_by=RECEIVED,
-        issue="verl #7227: indices of another shard",
-        says="log-probs after changes of few values",
-    ),
-    Mutant(
-        engine=AddsInsteadOfSetting,
-        killed_by=RECEIVED,
-        issue="slime #1806: differences that are added are rounded",
-        says="of 6 updates were full",
-    ),
-    Mutant(
-        engine=SkipsSmallTensors,
-        killed_by=RECEIVED,
-        issue="verl #5801: some of the tensors",
-        says="log-probs after changes of few values",
-    ),
-    Mutant(
-        engine=NeverHasABase,
-        killed_by=RECEIVED,
-        issue="an update that is always full (I12)",
-        says="6 of 6 updates were full",
-    ),
-    Mutant(
-        engine=SendsNoSmallChanges,
-        killed_by=SENT,
-        issue="verl #5801: some of the tensors",
-        says="weights after the update after step 1",
-    ),
-    Mutant(
-        engine=SendsLargeChangesOnly,
-        killed_by=SENT,
-        issue="a comparison with a tolerance loses small steps (I12)",
-        says="weights after the update after step 1",
-    ),
-    Mutant(
-        engine=HasTheBaseOfAFailure,
-        killed_by=SENT,
-        issue="a sender that takes a failed update for a received one (I12)",
-        says="differ from the sender's|an update that was lost is a delta",
-    ),
-    Mutant(
-        engine=SendsNoSmallChangesToAPeer,
-        killed_by="I12.sync-delta",
-        issue="verl #5801: some of the tensors",
-        says="log-probs of tokens generated after sync",
-        partner=ROLLOUT_SPEC,
-    ),
-)
+    def encode(self, stream: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
+        base = self.base
+        yield from super().encode(stream)
+        self.base = base

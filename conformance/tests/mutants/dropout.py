@@ -21,6 +21,11 @@ from mutants.bases import Packed, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "verl #4708: log-probs in training mode",
+    r"forward\(\) after an optimizer step differ: dropout is on in evaluation",
+)
 class StaysOnAfterAStep(Packed):
     """Evaluation runs in training mode from the first step on."""
 
@@ -34,6 +39,11 @@ class StaysOnAfterAStep(Packed):
         super().set_training(training or self.stepped)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "a load that calls train()",
+    r"forward\(\) after a load\(\) differ: dropout is on in evaluation",
+)
 class StaysOnAfterALoad(Packed):
     """Evaluation runs in training mode from the first load on."""
 
@@ -47,6 +57,11 @@ class StaysOnAfterALoad(Packed):
         super().set_training(training or self.loaded)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "a mode that is not restored",
+    "in training after an optimizer step .* it is off in training",
+)
 class OffAfterAStep(Packed):
     """Training runs in evaluation mode from the first step on."""
 
@@ -60,6 +75,11 @@ class OffAfterAStep(Packed):
         super().set_training(training and not self.stepped)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "from_pretrained ends in eval()",
+    r"in training after a load\(\).* it is off in training",
+)
 class OffAfterALoad(Packed):
     """Training runs in evaluation mode from the first load on."""
 
@@ -73,6 +93,11 @@ class OffAfterALoad(Packed):
         super().set_training(training and not self.loaded)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "recomputation with preserve_rng_state=False",
+    "gradients with the masks of the forward pass",
+)
 class RecomputesOtherMasks(Packed):
     """Layers are computed again in the backward pass, without the random state that they had."""
 
@@ -91,6 +116,7 @@ class _WithoutScale(TorchFunctionMode):
         return result
 
 
+@Mutant("I9.dropout-masks", "an attention kernel of its own", r"not multiplied by 1 / \(1 - rate\) = 1.333")
 class NotScaled(Packed):
     """Attention weights that dropout keeps are not divided by ``1 - p``."""
 
@@ -99,6 +125,12 @@ class NotScaled(Packed):
             super().run(micro_batches, step, mode)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "Megatron's tracker, seeded alike on all data-parallel ranks",
+    "the masks on data-parallel rank 1 are those on rank 0",
+    layout=DP2,
+)
 class OneSeedForAllRanks(Packed):
     """Every pass of every rank begins at the same random state, counted up from pass to pass."""
 
@@ -110,6 +142,11 @@ class OneSeedForAllRanks(Packed):
         super().run(micro_batches, step, mode)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "a seed that is set before each pass",
+    "the masks are again those in the first training pass",
+)
 class OneSeedForAllPasses(Packed):
     """Every pass of a rank begins at the same random state."""
 
@@ -118,6 +155,11 @@ class OneSeedForAllPasses(Packed):
         super().run(micro_batches, step, mode)
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "a seed that a load sets again",
+    r"in training after a load\(\): the masks are again those in the first training pass",
+)
 class FirstMasksAfterALoad(Packed):
     """The first pass, and the first after each load, begin at the random state of the seed."""
 
@@ -134,6 +176,7 @@ class FirstMasksAfterALoad(Packed):
         self.fresh = True
 
 
+@Mutant("I9.dropout-off", "a critic that is never in evaluation", r"values by forward\(\)")
 class CriticStaysInTraining(Replicated):
     """A model with a scalar head is always in training mode."""
 
@@ -141,6 +184,11 @@ class CriticStaysInTraining(Replicated):
         super().set_training(training or self.context.config.model.head != "lm")
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "a config that one layer reads",
+    r"dropout is off in layers \[1\], and on in the others",
+)
 class InTheFirstLayer(Packed):
     """Only the first layer has it."""
 
@@ -150,6 +198,12 @@ class InTheFirstLayer(Packed):
             layer.attention_dropout = 0.0
 
 
+@Mutant(
+    "I9.dropout-places",
+    "a module that reads one rate of three",
+    "with embd_pdrop = 0.25, a number at the embedding is never dropped",
+    family="gpt2",
+)
 class AttentionAlone(Packed):
     """Neither GPT-2's embedding nor its residual stream has it."""
 
@@ -158,6 +212,12 @@ class AttentionAlone(Packed):
         _set_rates(model, r"\.drop$|resid_dropout|mlp\.dropout", 0.0)
 
 
+@Mutant(
+    "I9.dropout-places",
+    "a rate by default",
+    "with embd_pdrop = 0.25, a number at the embedding is dropped on data-parallel rank 0",
+    family="gpt2",
+)
 class EmbeddingAtAnotherRate(Packed):
     """The embedding has half of the config's rate."""
 
@@ -166,6 +226,12 @@ class EmbeddingAtAnotherRate(Packed):
         _set_rates(model, r"\.drop$", 0.5)
 
 
+@Mutant(
+    "I9.dropout-places",
+    "a feed-forward layer without dropout",
+    "with resid_pdrop = 0.25, a number at the residual is dropped on data-parallel rank 0",
+    family="gpt2",
+)
 class NotAfterTheFeedForward(Packed):
     """The residual stream has it after attention alone."""
 
@@ -180,6 +246,11 @@ def _set_rates(model: PreTrainedModel, pattern: str, factor: float) -> None:
             module.p *= factor
 
 
+@Mutant(
+    "I9.dropout-masks",
+    "eval() at the end of a micro-batch",
+    "all in micro-batches after the first: dropout is off there",
+)
 class InTheFirstMicroBatch(Packed):
     """Only the first micro-batch of a pass has it."""
 
@@ -191,6 +262,7 @@ class InTheFirstMicroBatch(Packed):
         self.model.train(training)
 
 
+@Mutant("I9.dropout-masks", "a rate by default", "those of no mask at rate 0.25")
 class AtAnotherRate(Packed):
     """The rate is half of the config's."""
 
@@ -200,6 +272,11 @@ class AtAnotherRate(Packed):
             layer.attention_dropout /= 2
 
 
+@Mutant(
+    "I9.adapter-dropout-masks",
+    "a rate by default, of the adapter",
+    "gradients of one token on data-parallel rank 0|an input of the adapter is dropped",
+)
 class AdapterAtAnotherRate(Packed):
     """The adapter has a rate of its own."""
 
@@ -210,6 +287,9 @@ class AdapterAtAnotherRate(Packed):
                 module.p = 0.1
 
 
+@Mutant(
+    "I9.adapter-dropout-masks", "a mask without its scale", "gradients of one token on data-parallel rank 0"
+)
 class AdapterNotScaled(Packed):
     """Inputs of the adapter that are kept are not divided by ``1 - p``."""
 
@@ -227,117 +307,3 @@ def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tens
 def _attention(model: PreTrainedModel) -> list[Any]:
     """The attention layers of a llama."""
     return [module for module in model.modules() if hasattr(module, "attention_dropout")]
-
-
-MASKS, ADAPTER = "I9.dropout-masks", "I9.adapter-dropout-masks"
-MUTANTS = (
-    Mutant(
-        engine=StaysOnAfterAStep,
-        killed_by=MASKS,
-        issue="verl #4708: log-probs in training mode",
-        says=r"forward\(\) after an optimizer step differ: dropout is on in evaluation",
-    ),
-    Mutant(
-        engine=StaysOnAfterALoad,
-        killed_by=MASKS,
-        issue="a load that calls train()",
-        says=r"forward\(\) after a load\(\) differ: dropout is on in evaluation",
-    ),
-    Mutant(
-        engine=OffAfterAStep,
-        killed_by=MASKS,
-        issue="a mode that is not restored",
-        says="in training after an optimizer step .* it is off in training",
-    ),
-    Mutant(
-        engine=OffAfterALoad,
-        killed_by=MASKS,
-        issue="from_pretrained ends in eval()",
-        says=r"in training after a load\(\).* it is off in training",
-    ),
-    Mutant(
-        engine=RecomputesOtherMasks,
-        killed_by=MASKS,
-        issue="recomputation with preserve_rng_state=False",
-        says="gradients with the masks of the forward pass",
-    ),
-    Mutant(
-        engine=NotScaled,
-        killed_by=MASKS,
-        issue="an attention kernel of its own",
-        says=r"not multiplied by 1 / \(1 - rate\) = 1.333",
-    ),
-    Mutant(
-        engine=OneSeedForAllRanks,
-        killed_by=MASKS,
-        issue="Megatron's tracker, seeded alike on all data-parallel ranks",
-        says="the masks on data-parallel rank 1 are those on rank 0",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=OneSeedForAllPasses,
-        killed_by=MASKS,
-        issue="a seed that is set before each pass",
-        says="the masks are again those in the first training pass",
-    ),
-    Mutant(
-        engine=FirstMasksAfterALoad,
-        killed_by=MASKS,
-        issue="a seed that a load sets again",
-        says=r"in training after a load\(\): the masks are again those in the first training pass",
-    ),
-    Mutant(
-        engine=CriticStaysInTraining,
-        killed_by="I9.dropout-off",
-        issue="a critic that is never in evaluation",
-        says=r"values by forward\(\)",
-    ),
-    Mutant(
-        engine=InTheFirstLayer,
-        killed_by=MASKS,
-        issue="a config that one layer reads",
-        says=r"dropout is off in layers \[1\], and on in the others",
-    ),
-    Mutant(
-        engine=AttentionAlone,
-        killed_by="I9.dropout-places",
-        issue="a module that reads one rate of three",
-        says="with embd_pdrop = 0.25, a number at the embedding is never dropped",
-        family="gpt2",
-    ),
-    Mutant(
-        engine=EmbeddingAtAnotherRate,
-        killed_by="I9.dropout-places",
-        issue="a rate by default",
-        says="with embd_pdrop = 0.25, a number at the embedding is dropped on data-parallel rank 0",
-        family="gpt2",
-    ),
-    Mutant(
-        engine=NotAfterTheFeedForward,
-        killed_by="I9.dropout-places",
-        issue="a feed-forward layer without dropout",
-        says="with resid_pdrop = 0.25, a number at the residual is dropped on data-parallel rank 0",
-        family="gpt2",
-    ),
-    Mutant(
-        engine=InTheFirstMicroBatch,
-        killed_by=MASKS,
-        issue="eval() at the end of a micro-batch",
-        says="all in micro-batches after the first: dropout is off there",
-    ),
-    Mutant(
-        engine=AtAnotherRate, killed_by=MASKS, issue="a rate by default", says="those of no mask at rate 0.25"
-    ),
-    Mutant(
-        engine=AdapterAtAnotherRate,
-        killed_by=ADAPTER,
-        issue="a rate by default, of the adapter",
-        says="gradients of one token on data-parallel rank 0|an input of the adapter is dropped",
-    ),
-    Mutant(
-        engine=AdapterNotScaled,
-        killed_by=ADAPTER,
-        issue="a mask without its scale",
-        says="gradients of one token on data-parallel rank 0",
-    ),
-)

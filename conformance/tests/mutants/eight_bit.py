@@ -13,7 +13,10 @@ from core_rl.toolkit.eight_bit import is_eight_bit
 from mutants.bases import TrainContext
 from mutants.zoo import C, Mutant
 
+DECLARED = frozenset({C.ADAMW_8BIT})
 
+
+@Mutant("I20.8bit", "a claim about memory", "more values than 8 bits do", declared=DECLARED)
 class EightBitIsFloat32(ReferenceBackend):
     """The moments are float32 after all."""
 
@@ -24,6 +27,7 @@ class EightBitIsFloat32(ReferenceBackend):
         super().build(replace(context, config=config))
 
 
+@Mutant("I20.8bit", "codes of the wrong kind", "exp_avg_sq after step 0", declared=DECLARED)
 class EightBitWithSign(ReferenceBackend):
     """Codes of the second moments have a sign, which halves their resolution."""
 
@@ -35,6 +39,7 @@ class EightBitWithSign(ReferenceBackend):
                 state["exp_avg_sq"] = zeros
 
 
+@Mutant("I20.8bit", "moments are rounded before they are used", "weights after step 0", declared=DECLARED)
 class EightBitRoundsTooEarly(ReferenceBackend):
     """Weights are updated with the rounded moments."""
 
@@ -55,6 +60,9 @@ class EightBitRoundsTooEarly(ReferenceBackend):
             parameter.copy_(start - lr * first / (root + self.optimizer.defaults["eps"]))
 
 
+@Mutant(
+    "I11.resume-8bit", "codes without their scales", "exp_avg after the load of 'sharded'", declared=DECLARED
+)
 class EightBitScalesAreNotSaved(ReferenceBackend):
     """A sharded checkpoint has the codes alone."""
 
@@ -63,35 +71,4 @@ class EightBitScalesAreNotSaved(ReferenceBackend):
         return {name: value for name, value in super().opaque_state().items() if not name.endswith("/scale")}
 
 
-DECLARED = frozenset({C.ADAMW_8BIT})
-MUTANTS = (
-    Mutant(
-        engine=EightBitIsFloat32,
-        killed_by="I20.8bit",
-        issue="a claim about memory",
-        says="more values than 8 bits do",
-        declared=DECLARED,
-    ),
-    Mutant(
-        engine=EightBitWithSign,
-        killed_by="I20.8bit",
-        issue="codes of the wrong kind",
-        says="exp_avg_sq after step 0",
-        declared=DECLARED,
-    ),
-    Mutant(
-        engine=EightBitRoundsTooEarly,
-        killed_by="I20.8bit",
-        issue="moments are rounded before they are used",
-        says="weights after step 0",
-        declared=DECLARED,
-    ),
-    Mutant(
-        engine=EightBitScalesAreNotSaved,
-        killed_by="I11.resume-8bit",
-        issue="codes without their scales",
-        says="exp_avg after the load of 'sharded'",
-        declared=DECLARED,
-    ),
-)
 """Mutants that need torchao."""

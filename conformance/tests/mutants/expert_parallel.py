@@ -16,6 +16,13 @@ from mutants.bases import OwnNorm
 from mutants.zoo import DP2EP2, Mutant
 
 
+@Mutant(
+    "I1.gradients",
+    "Megatron-LM, the factor of expert parallel gradients",
+    "experts",
+    layout=DP2EP2,
+    family=MOE,
+)
 class ExpertGradientsAveraged(ExpertParallelBackend):
     """Gradients of experts are divided by the ranks that share them, as with copies."""
 
@@ -25,6 +32,7 @@ class ExpertGradientsAveraged(ExpertParallelBackend):
             grad.div_(self.context.layout.ep)
 
 
+@Mutant("I1.gradients", "an exchange whose backward pass is local", "gradients", layout=DP2EP2, family=MOE)
 class ExpertsSeeOwnTokensBackward(ExpertParallelBackend):
     """Gradients come back from the experts of this rank alone."""
 
@@ -34,6 +42,13 @@ class ExpertsSeeOwnTokensBackward(ExpertParallelBackend):
         return torch.where(mine[:, None, None], everything, everything.detach())
 
 
+@Mutant(
+    "I7.logprobs",
+    "tokens that travel without their gates",
+    "logprobs at temperature 1",
+    layout=DP2EP2,
+    family=MOE,
+)
 class GatesStayAtHome(ExpertParallelBackend):
     """Tokens go to other ranks without their gates, so that experts there weigh them alike."""
 
@@ -45,6 +60,13 @@ class GatesStayAtHome(ExpertParallelBackend):
         return torch.where(mine[:, None, None], everything, 0.5)
 
 
+@Mutant(
+    "I7.logprobs",
+    "contiguous and interleaved experts, mixed up",
+    "logprobs at temperature 1",
+    layout=DP2EP2,
+    family=MOE,
+)
 class ExpertsInterleaved(ExpertParallelBackend):
     """Two ranks take themselves for the owners of some experts, and no rank of others."""
 
@@ -53,6 +75,7 @@ class ExpertsInterleaved(ExpertParallelBackend):
         return owners if self.context.world.rank == 0 else experts % self.context.layout.ep
 
 
+@Mutant("I4.grad-norm", "Megatron-LM #5916", "the norm", layout=DP2EP2, family=MOE)
 class NormWithoutOtherExperts(ExpertParallelBackend, OwnNorm):
     """The norm counts the experts of the first rank, and of the others what all ranks have."""
 
@@ -62,47 +85,3 @@ class NormWithoutOtherExperts(ExpertParallelBackend, OwnNorm):
             expert = re.search(r"\.experts\.(\d+)\.", part.name)
             if expert is None or int(expert[1]) < share:
                 yield part
-
-
-MUTANTS = (
-    Mutant(
-        engine=ExpertGradientsAveraged,
-        killed_by="I1.gradients",
-        issue="Megatron-LM, the factor of expert parallel gradients",
-        says="experts",
-        layout=DP2EP2,
-        family=MOE,
-    ),
-    Mutant(
-        engine=ExpertsSeeOwnTokensBackward,
-        killed_by="I1.gradients",
-        issue="an exchange whose backward pass is local",
-        says="gradients",
-        layout=DP2EP2,
-        family=MOE,
-    ),
-    Mutant(
-        engine=GatesStayAtHome,
-        killed_by="I7.logprobs",
-        issue="tokens that travel without their gates",
-        says="logprobs at temperature 1",
-        layout=DP2EP2,
-        family=MOE,
-    ),
-    Mutant(
-        engine=ExpertsInterleaved,
-        killed_by="I7.logprobs",
-        issue="contiguous and interleaved experts, mixed up",
-        says="logprobs at temperature 1",
-        layout=DP2EP2,
-        family=MOE,
-    ),
-    Mutant(
-        engine=NormWithoutOtherExperts,
-        killed_by="I4.grad-norm",
-        issue="Megatron-LM #5916",
-        says="the norm",
-        layout=DP2EP2,
-        family=MOE,
-    ),
-)

@@ -19,6 +19,7 @@ from mutants.zoo import Mutant
 EXPERTS = int(TinyModel(family=MOE).config().num_experts)
 
 
+@Mutant("I12.disk", "the order of experts in an export (I12)", "parameters of the export", family=MOE)
 class ExpertsInAnotherOrder(OwnExport):
     """Weights are exported with the experts in another order than gradients and moments."""
 
@@ -31,6 +32,7 @@ def _next_expert(name: str) -> str:
     return re.sub(r"experts\.(\d+)\.", lambda m: f"experts.{(int(m[1]) + 1) % EXPERTS}.", name)
 
 
+@Mutant("I10.import", "halves of fused projections (I10)", "parameters after a load", family=MOE)
 class GatesForUps(OwnExport):
     """Gate and up projection of an expert are swapped when loaded."""
 
@@ -54,6 +56,9 @@ class _Swapped:
         return self._source.read(second if ".experts." in name else name, slices)
 
 
+@Mutant(
+    "I1.gradients", "gradients of fused experts (I1)", r"layers\.2\.mlp\.experts\.2\.down_proj", family=MOE
+)
 class OneExpertUntrained(ReferenceBackend):
     """The first expert of a layer gets no gradient: its buffer is reused."""
 
@@ -63,6 +68,7 @@ class OneExpertUntrained(ReferenceBackend):
                 parameter.grad[2] = 0
 
 
+@Mutant("I1.gradients", "a router that never learns (I1)", r"mlp\.gate\.weight", family=MOE)
 class RouterUntrained(ReferenceBackend):
     """Gates carry no gradient to the router."""
 
@@ -84,6 +90,7 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if name.endswith("mlp.gate"))
 
 
+@Mutant("I20.adamw", "an optimizer for sparse gradients (I20)", "experts", family=MOE)
 class IdleExpertsKeepStill(ReferenceBackend):
     """An expert that got no token is left out of the optimizer step: it neither decays nor coasts."""
 
@@ -100,6 +107,7 @@ class IdleExpertsKeepStill(ReferenceBackend):
                 self.model.get_parameter(name)[rows] = old[name][rows]
 
 
+@Mutant("I11.portable-round-trip", "moments of fused experts (I11)", "exp_avg after the load", family=MOE)
 class ExpertsLoseMoments(OwnExport):
     """The moments of experts, which are many small tensors in a file, are not loaded."""
 
@@ -110,6 +118,7 @@ class ExpertsLoseMoments(OwnExport):
                 part.tensor.zero_()
 
 
+@Mutant("I7.logprobs", "a router option that is not read (I7)", "logprobs", family=MOE)
 class GatesNotNormalised(ReferenceBackend):
     """``norm_topk_prob`` of the config is not looked at."""
 
@@ -126,6 +135,9 @@ def _unnormalised(
     return logits, logits.softmax(-1).gather(1, experts), experts
 
 
+@Mutant(
+    "I7.gates", "gates of Mixtral and of OLMoE", "log-probs with gates that are not normalised", family=MOE
+)
 class AlwaysNormalises(ReferenceBackend):
     """Gates are divided by their sum, whatever ``norm_topk_prob`` is."""
 
@@ -135,6 +147,12 @@ class AlwaysNormalises(ReferenceBackend):
             setattr(router, "norm_topk_prob", True)  # noqa: B010  # not declared in its class
 
 
+@Mutant(
+    "I7.gates",
+    "Megatron's moe_expert_capacity_factor",
+    "log-probs where all tokens choose the same experts",
+    family=MOE,
+)
 class ExpertsHaveACapacity(Packed):
     """An expert takes twice its even share of a micro-batch, and further tokens do without it."""
 
@@ -151,70 +169,3 @@ def _dropping(
     taken = nn.functional.one_hot(experts, EXPERTS).sum(1)
     place = taken.cumsum(0).gather(1, experts)
     return logits, torch.where(place > 2 * experts.numel() / EXPERTS, 0.0, gates), experts
-
-
-MUTANTS = (
-    Mutant(
-        engine=ExpertsHaveACapacity,
-        killed_by="I7.gates",
-        issue="Megatron's moe_expert_capacity_factor",
-        says="log-probs where all tokens choose the same experts",
-        family=MOE,
-    ),
-    Mutant(
-        engine=AlwaysNormalises,
-        killed_by="I7.gates",
-        issue="gates of Mixtral and of OLMoE",
-        says="log-probs with gates that are not normalised",
-        family=MOE,
-    ),
-    Mutant(
-        engine=GatesNotNormalised,
-        killed_by="I7.logprobs",
-        issue="a router option that is not read (I7)",
-        says="logprobs",
-        family=MOE,
-    ),
-    Mutant(
-        engine=OneExpertUntrained,
-        killed_by="I1.gradients",
-        issue="gradients of fused experts (I1)",
-        says=r"layers\.2\.mlp\.experts\.2\.down_proj",
-        family=MOE,
-    ),
-    Mutant(
-        engine=RouterUntrained,
-        killed_by="I1.gradients",
-        issue="a router that never learns (I1)",
-        says=r"mlp\.gate\.weight",
-        family=MOE,
-    ),
-    Mutant(
-        engine=ExpertsInAnotherOrder,
-        killed_by="I12.disk",
-        issue="the order of experts in an export (I12)",
-        says="parameters of the export",
-        family=MOE,
-    ),
-    Mutant(
-        engine=GatesForUps,
-        killed_by="I10.import",
-        issue="halves of fused projections (I10)",
-        says="parameters after a load",
-        family=MOE,
-    ),
-    Mutant(
-        engine=IdleExpertsKeepStill,
-        killed_by="I20.adamw",
-        issue="an optimizer for sparse gradients (I20)",
-        says="experts",
-        family=MOE,
-    ),
-    Mutant(
-        engine=ExpertsLoseMoments,
-        killed_by="I11.portable-round-trip",
-        issue="moments of fused experts (I11)",
-        says="exp_avg after the load",
-        family=MOE,
-    ),
-)

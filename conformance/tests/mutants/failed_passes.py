@@ -10,12 +10,17 @@ from torch import Tensor
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
+from mutants.bases import inside
 from mutants.zoo import Mutant
 
 
+@Mutant(
+    "I5.failed-pass",
+    "FSDP2 after a failed forward pass",
+    "log-probs of weights that were loaded after a pass that raised",
+)
 class KeepsGatheredWeights(ReferenceBackend):
     """Each pass gathers the head's weights, and a failed pass leaves them to the next one."""
 
@@ -38,6 +43,7 @@ class KeepsGatheredWeights(ReferenceBackend):
         return self.language_model(ids, hidden @ weight.T / step.temperature, step)
 
 
+@Mutant("I5.failed-pass", "a repeated forward_backward()", "multiplied by 2")
 class CountsAFailedPassTwice(ReferenceBackend):
     """Gradients are dropped where the last pass has ended, and only there."""
 
@@ -53,39 +59,13 @@ class CountsAFailedPassTwice(ReferenceBackend):
             super().zero_grad()
 
 
-class _Forgets(TrainStep):
-    """Takes the next pass for a new one."""
+@Mutant("I5.failed-pass", "a repeated forward_backward()", "was not refused")
+@inside(ReferenceBackend, "step")
+class RepeatsAFailedPass(TrainStep):
+    """A pass is repeated on the gradients of the raising pass."""
 
     def forward_backward(self, *arguments: Any) -> dict[str, float]:
         try:
             return super().forward_backward(*arguments)
         finally:
             self.gradients.failed = False
-
-
-class RepeatsAFailedPass(ReferenceBackend):
-    """A pass is repeated on the gradients of the raising pass."""
-
-    components = TrainComponents(step=_Forgets)
-
-
-MUTANTS = (
-    Mutant(
-        engine=KeepsGatheredWeights,
-        killed_by="I5.failed-pass",
-        issue="FSDP2 after a failed forward pass",
-        says="log-probs of weights that were loaded after a pass that raised",
-    ),
-    Mutant(
-        engine=CountsAFailedPassTwice,
-        killed_by="I5.failed-pass",
-        issue="a repeated forward_backward()",
-        says="multiplied by 2",
-    ),
-    Mutant(
-        engine=RepeatsAFailedPass,
-        killed_by="I5.failed-pass",
-        issue="a repeated forward_backward()",
-        says="was not refused",
-    ),
-)

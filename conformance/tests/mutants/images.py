@@ -19,12 +19,11 @@ from core_rl.toolkit.parallel_context import WHOLE, TokenSlice
 from core_rl.toolkit.segments import Segments
 from core_rl.toolkit.vision import PackedVision
 from core_rl_conformance.profile import VISION as FAMILIES
-from mutants.bases import Packed, Replicated, TrainContext
+from mutants.bases import Packed, Replicated, TrainContext, inside
 from mutants.zoo import Mutant
 
 VISION = frozenset({Capability.VISION})
 QWEN, GEMMA = FAMILIES[0], "gemma3_vl"
-CHECK = "I6.images"
 
 
 class PackedByPositions(Replicated):
@@ -50,6 +49,7 @@ class PackedByPositions(Replicated):
         return logits.float()
 
 
+@Mutant("I6.images", "axolotl #3817", "log-probs of images in one pack", family=QWEN, declared=VISION)
 class NoTextPositions(PackedByPositions):
     """Positions in time, height and width go without the row of text positions: ``[3, 1, T]``."""
 
@@ -58,6 +58,7 @@ class NoTextPositions(PackedByPositions):
         return super().logits(ids, {**arguments, "position_ids": positions[-3:]})
 
 
+@Mutant("I6.images", "Megatron-Bridge #1776", "log-probs of images in one pack", family=QWEN, declared=VISION)
 class PositionsOfWholePack(PackedByPositions):
     """The model counts positions, which it does over the pack."""
 
@@ -66,6 +67,13 @@ class PositionsOfWholePack(PackedByPositions):
         return super().logits(ids, {**arguments, "position_ids": None, "mm_token_type_ids": kinds})
 
 
+@Mutant(
+    "I6.images",
+    "bounds of sequences that transformers finds by positions without a cache alone",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class CacheLeftOn(PackedByPositions):
     """``use_cache`` stays at its default, and with a cache transformers looks for no packed sequences."""
 
@@ -87,20 +95,28 @@ class _Bent(Packed):
         """Without the toolkit's probe, which has no images."""
 
 
-class _TextPositions(PackedVision):
+@Mutant("I6.images", "Automodel #2172", "log-probs of images in one pack", family=QWEN, declared=VISION)
+@inside(_Bent, "vision")
+class ImagesHaveTextPositions(PackedVision):
+    """Placeholders are counted one by one, as text is."""
+
     @contextmanager
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         with super().arguments(batch, tokens) as arguments:
             yield {**arguments, "position_ids": tokens.position_ids[None]}
 
 
-class ImagesHaveTextPositions(_Bent):
-    """Placeholders are counted one by one, as text is."""
+@Mutant(
+    "I6.images",
+    "positions of a batch that are computed for its images alone",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
+@inside(_Bent, "vision")
+class TextHasPositionsOfImageBefore(PackedVision):
+    """A text gets the positions of the sequence with an image before it."""
 
-    vision = _TextPositions
-
-
-class _PositionsOfRowBefore(PackedVision):
     @contextmanager
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         with super().arguments(batch, tokens) as arguments:
@@ -115,91 +131,33 @@ class _PositionsOfRowBefore(PackedVision):
             yield {**arguments, "position_ids": torch.cat(rows, dim=-1)}
 
 
-class TextHasPositionsOfImageBefore(_Bent):
-    """A text gets the positions of the sequence with an image before it."""
+@Mutant(
+    "I6.images",
+    "images that are joined in another order than their sequences",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
+@inside(_Bent, "vision")
+class ImagesInOppositeOrder(PackedVision):
+    """Images of the last sequence come first."""
 
-    vision = _PositionsOfRowBefore
-
-
-class _Reversed(PackedVision):
     @contextmanager
     def arguments(self, batch: SequenceBatch, tokens: TokenSlice) -> Iterator[dict[str, Any]]:
         with super().arguments(batch, tokens) as arguments:
             yield {**arguments, **join_media(reversed(batch.media))}
 
 
-class ImagesInOppositeOrder(_Bent):
-    """Images of the last sequence come first."""
-
-    vision = _Reversed
-
-
-class _NoStretches(PackedVision):
-    def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
-        return segments
-
-
-class ImagesAreCausal(_Bent):
+@Mutant(
+    "I6.images",
+    "masks for packed sequences that replace those of the model",
+    "log-probs of images in one pack",
+    family=GEMMA,
+    declared=VISION,
+)
+@inside(_Bent, "vision")
+class ImagesAreCausal(PackedVision):
     """Tokens of an image see no later tokens of it."""
 
-    vision = _NoStretches
-
-
-MUTANTS = (
-    Mutant(
-        engine=NoTextPositions,
-        killed_by=CHECK,
-        issue="axolotl #3817",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=PositionsOfWholePack,
-        killed_by=CHECK,
-        issue="Megatron-Bridge #1776",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=CacheLeftOn,
-        killed_by=CHECK,
-        issue="bounds of sequences that transformers finds by positions without a cache alone",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ImagesHaveTextPositions,
-        killed_by=CHECK,
-        issue="Automodel #2172",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=TextHasPositionsOfImageBefore,
-        killed_by=CHECK,
-        issue="positions of a batch that are computed for its images alone",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ImagesInOppositeOrder,
-        killed_by=CHECK,
-        issue="images that are joined in another order than their sequences",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ImagesAreCausal,
-        killed_by=CHECK,
-        issue="masks for packed sequences that replace those of the model",
-        says="log-probs of images in one pack",
-        family=GEMMA,
-        declared=VISION,
-    ),
-)
+    def attention(self, segments: Segments, batch: SequenceBatch) -> Segments:
+        return segments

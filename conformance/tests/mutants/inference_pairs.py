@@ -16,6 +16,11 @@ from mutants.rollouts import ReportsGreedyAsCertain
 from mutants.zoo import Mutant
 
 
+@Mutant(
+    "I7.pair-scores",
+    "log-probs that cross the wire in half precision",
+    r"is off the oracle: scores at temperature 1[\s\S]*fix 'scores-rounded-to-half'",
+)
 class ScoresRoundedToHalf(ReferenceRolloutBackend):
     """Scores are rounded to bfloat16 on their way."""
 
@@ -23,6 +28,7 @@ class ScoresRoundedToHalf(ReferenceRolloutBackend):
         return super().score(batch, temperature).to(torch.bfloat16).float()
 
 
+@Mutant("I7.pair-scores", "TRL #4159", "is off the oracle: top 5 log-probs at temperature 1")
 class TopOverItsOwn(ReferenceRolloutBackend):
     """A few top tokens come with a softmax over these alone."""
 
@@ -33,6 +39,11 @@ class TopOverItsOwn(ReferenceRolloutBackend):
         return replace(top, logprobs=renormalized)
 
 
+@Mutant(
+    "I7.pair-scores",
+    "an error that likely tokens cannot show (I8)",
+    "is off the oracle: log-probs of all tokens",
+)
 class ClampsUnlikelyTokens(ReferenceRolloutBackend):
     """No reported log-prob is below a limit."""
 
@@ -41,6 +52,11 @@ class ClampsUnlikelyTokens(ReferenceRolloutBackend):
         return replace(top, logprobs=top.logprobs.clamp(min=-9.0))
 
 
+@Mutant(
+    "I8.pair-greedy",
+    "defaults of a generation config (I8)",
+    "is off the oracle: the oracle's log-probs of greedy tokens",
+)
 class PenalizesGreedyRepetition(Sampling):
     """Greedy decoding takes the repetition penalty of the generation config."""
 
@@ -48,40 +64,10 @@ class PenalizesGreedyRepetition(Sampling):
         return replace(sampling, repetition_penalty=1.3) if sampling.greedy else sampling
 
 
+@Mutant(
+    "I8.pair-greedy",
+    "a tiny temperature in place of greedy decoding (I8)",
+    "is off the oracle: log-probs of greedy tokens",
+)
 class GreedyTokensAreCertain(ReportsGreedyAsCertain):
     """Greedy tokens come with log-probs at a tiny temperature."""
-
-
-SCORES, GREEDY = "I7.pair-scores", "I8.pair-greedy"
-MUTANTS = (
-    Mutant(
-        engine=ScoresRoundedToHalf,
-        killed_by=SCORES,
-        issue="log-probs that cross the wire in half precision",
-        says=r"is off the oracle: scores at temperature 1[\s\S]*fix 'scores-rounded-to-half'",
-    ),
-    Mutant(
-        engine=TopOverItsOwn,
-        killed_by=SCORES,
-        issue="TRL #4159",
-        says=r"is off the oracle: top 5 log-probs at temperature 1",
-    ),
-    Mutant(
-        engine=ClampsUnlikelyTokens,
-        killed_by=SCORES,
-        issue="an error that likely tokens cannot show (I8)",
-        says=r"is off the oracle: log-probs of all tokens",
-    ),
-    Mutant(
-        engine=PenalizesGreedyRepetition,
-        killed_by=GREEDY,
-        issue="defaults of a generation config (I8)",
-        says=r"is off the oracle: the oracle's log-probs of greedy tokens",
-    ),
-    Mutant(
-        engine=GreedyTokensAreCertain,
-        killed_by=GREEDY,
-        issue="a tiny temperature in place of greedy decoding (I8)",
-        says=r"is off the oracle: log-probs of greedy tokens",
-    ),
-)

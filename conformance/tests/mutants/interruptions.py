@@ -56,6 +56,7 @@ class Served(ReferenceRolloutBackend):
         self._worker.submit(self._complete, waiting)
 
 
+@Mutant("I14.interrupted", "tokens of no version (I14)", "were answered before resume", declared=SERVING)
 class DrawsOn(Served):
     """A pause does not interrupt requests in flight."""
 
@@ -63,6 +64,7 @@ class DrawsOn(Served):
         """Nothing to do."""
 
 
+@Mutant("I14.interrupted", "verl #7207", "do not have the 40 tokens", declared=SERVING)
 class EndsAtThePause(Served):
     """A request that a pause interrupts ends with the tokens that it has."""
 
@@ -81,6 +83,9 @@ class EndsAtThePause(Served):
         return replace(result, stop_reason="abort", **cut)
 
 
+@Mutant(
+    "contract.launched-servers", "an evaluation that ends the trainer's servers", "is gone", declared=SERVING
+)
 class TakesServersDown(Served):
     """The engine that leaves ends the servers that it was only connected to."""
 
@@ -101,6 +106,11 @@ class TakesServersDown(Served):
         return await super().agenerate(request)
 
 
+@Mutant(
+    "I15.sleep",
+    "vllm #44371: a buffer that a reload leaves as it is",
+    "log-probs of greedy tokens after the first sleep",
+)
 class WakesWithNoise(ReferenceRolloutBackend):
     """One buffer of the weights is not restored after a sleep."""
 
@@ -111,6 +121,11 @@ class WakesWithNoise(ReferenceRolloutBackend):
             parameter.copy_(torch.randn(parameter.shape))
 
 
+@Mutant(
+    "I15.sleep",
+    "vllm #44371: what an earlier sleep kept",
+    r"after the second sleep[\s\S]*weights before the update",
+)
 class FirstSleepComesBack(ReferenceRolloutBackend):
     """The copy of the weights that the first sleep made comes back at each waking, over an update."""
 
@@ -128,6 +143,9 @@ class FirstSleepComesBack(ReferenceRolloutBackend):
             self._model.get_parameter(name).copy_(value)
 
 
+@Mutant(
+    "I15.sleep", "a reload of the first weights", r"after the second sleep[\s\S]*weights before the update"
+)
 class WakesFromItsDirectory(ReferenceRolloutBackend):
     """Waking reads the directory again that the server was started with."""
 
@@ -136,6 +154,7 @@ class WakesFromItsDirectory(ReferenceRolloutBackend):
         self._adopt(self._load(self.config.model))
 
 
+@Mutant("I15.sleep", "AReaL #941", r"versions \[0\]; the weights had 1")
 class WakesAtVersionZero(ReferenceRolloutBackend):
     """The version is lost with the memory."""
 
@@ -144,6 +163,7 @@ class WakesAtVersionZero(ReferenceRolloutBackend):
         self._served_version = 0
 
 
+@Mutant("I14.update-in-flight", "AReaL #1569", "log-probs by the weights whose version tokens carry")
 class LabelsAsItIsAsked(ReferenceRolloutBackend):
     """The version is read as a request goes out, while an update is on its way that serves it."""
 
@@ -170,68 +190,8 @@ class ForgetsTheRelease(RequestGate):
         """Nothing."""
 
 
+@Mutant("I15.sleep", "answers from memory that is somebody else's (I15)", "was not refused")
 class NeverSleeps(ReferenceRolloutBackend):
     """Requests are served from memory that was given back."""
 
     components = InferenceComponents(gate=ForgetsTheRelease)
-
-
-MUTANTS = (
-    Mutant(
-        engine=DrawsOn,
-        killed_by="I14.interrupted",
-        issue="tokens of no version (I14)",
-        says="were answered before resume",
-        declared=SERVING,
-    ),
-    Mutant(
-        engine=EndsAtThePause,
-        killed_by="I14.interrupted",
-        issue="verl #7207",
-        says="do not have the 40 tokens",
-        declared=SERVING,
-    ),
-    Mutant(
-        engine=TakesServersDown,
-        killed_by="contract.launched-servers",
-        issue="an evaluation that ends the trainer's servers",
-        says="is gone",
-        declared=SERVING,
-    ),
-    Mutant(
-        engine=WakesWithNoise,
-        killed_by="I15.sleep",
-        issue="vllm #44371: a buffer that a reload leaves as it is",
-        says="log-probs of greedy tokens after the first sleep",
-    ),
-    Mutant(
-        engine=FirstSleepComesBack,
-        killed_by="I15.sleep",
-        issue="vllm #44371: what an earlier sleep kept",
-        says=r"after the second sleep[\s\S]*weights before the update",
-    ),
-    Mutant(
-        engine=WakesFromItsDirectory,
-        killed_by="I15.sleep",
-        issue="a reload of the first weights",
-        says=r"after the second sleep[\s\S]*weights before the update",
-    ),
-    Mutant(
-        engine=WakesAtVersionZero,
-        killed_by="I15.sleep",
-        issue="AReaL #941",
-        says=r"versions \[0\]; the weights had 1",
-    ),
-    Mutant(
-        engine=LabelsAsItIsAsked,
-        killed_by="I14.update-in-flight",
-        issue="AReaL #1569",
-        says="log-probs by the weights whose version tokens carry",
-    ),
-    Mutant(
-        engine=NeverSleeps,
-        killed_by="I15.sleep",
-        issue="answers from memory that is somebody else's (I15)",
-        says="was not refused",
-    ),
-)

@@ -18,10 +18,10 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from mutants.bases import OwnCheckpoint, OwnExport, Packed, TrainContext
-from mutants.over_time import MEMORY, SETTINGS
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant("I13.hidden-caches", "CUDA graphs with static outputs", "log-probs of micro-batches of one size")
 class OneBufferForEachSize(Packed):
     """Log-probs of forward passes lie in a buffer for each number of tokens, which the next one overwrites."""
 
@@ -37,6 +37,11 @@ class OneBufferForEachSize(Packed):
         return replace(outputs, logprobs=buffer.copy_(outputs.logprobs))
 
 
+@Mutant(
+    "contract.flat-memory",
+    "a cache by batch without a bound",
+    r"50 calls of train_batch\(\) left (4\d|5\d) more tensors",
+)
 class KeepsAMaskForEachBatch(Packed):
     """Something is kept for each different batch, without a bound."""
 
@@ -50,6 +55,7 @@ class KeepsAMaskForEachBatch(Packed):
         return super().outputs(micro_batch, step)
 
 
+@Mutant("I1.training", "activations of a first epoch in a second one", "of step 2")
 class EmbedsOnce(Packed):
     """In training, embeddings of a batch that was trained before stem from its old weights."""
 
@@ -69,6 +75,7 @@ class EmbedsOnce(Packed):
         self._embedded.clear()
 
 
+@Mutant("I10.import", "load_state_dict(assign=True)", "gradients after a load", family="qwen3")
 class UntiesAtALoad(OwnExport):
     """A load of a model directory gives the tied head a tensor of its own, which is not trained."""
 
@@ -79,6 +86,7 @@ class UntiesAtALoad(OwnExport):
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
 
 
+@Mutant("I11.other-layout", "Optimizer.load_state_dict", "two steps after it was loaded on dp1", layout=DP2)
 class OptionsComeBack(OwnCheckpoint):
     """A checkpoint brings the betas and the decay of its own run, as the state of a torch optimizer does."""
 
@@ -98,6 +106,11 @@ class OptionsComeBack(OwnCheckpoint):
                 group.update(values)
 
 
+@Mutant(
+    "contract.global-state",
+    "a kernel that is chosen for good",
+    r"train_batch\(\) left torch.backends.cuda.flash_sdp_enabled\(\) = False",
+)
 class ChoosesAKernel(Packed):
     """A training pass turns a kernel of attention off for the whole process."""
 
@@ -107,6 +120,11 @@ class ChoosesAKernel(Packed):
             torch.backends.cuda.enable_flash_sdp(False)
 
 
+@Mutant(
+    "contract.global-state",
+    "a setting that is restored without a finally",
+    r"forward_backward\(\) that raised left torch.get_default_dtype\(\) = torch.float64",
+)
 class LeavesADtypeAfterAFailure(Packed):
     """The default dtype is restored after a pass, unless it raises."""
 
@@ -116,51 +134,3 @@ class LeavesADtypeAfterAFailure(Packed):
         except BaseException:
             torch.set_default_dtype(torch.float64)
             raise
-
-
-MUTANTS = (
-    Mutant(
-        engine=OneBufferForEachSize,
-        killed_by="I13.hidden-caches",
-        issue="CUDA graphs with static outputs",
-        says="log-probs of micro-batches of one size",
-    ),
-    Mutant(
-        engine=KeepsAMaskForEachBatch,
-        killed_by=MEMORY,
-        issue="a cache by batch without a bound",
-        says=r"50 calls of train_batch\(\) left (4\d|5\d) more tensors",
-    ),
-    Mutant(
-        engine=EmbedsOnce,
-        killed_by="I1.training",
-        issue="activations of a first epoch in a second one",
-        says="of step 2",
-    ),
-    Mutant(
-        engine=UntiesAtALoad,
-        killed_by="I10.import",
-        issue="load_state_dict(assign=True)",
-        says="gradients after a load",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=OptionsComeBack,
-        killed_by="I11.other-layout",
-        issue="Optimizer.load_state_dict",
-        says="two steps after it was loaded on dp1",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=ChoosesAKernel,
-        killed_by=SETTINGS,
-        issue="a kernel that is chosen for good",
-        says=r"train_batch\(\) left torch.backends.cuda.flash_sdp_enabled\(\) = False",
-    ),
-    Mutant(
-        engine=LeavesADtypeAfterAFailure,
-        killed_by=SETTINGS,
-        issue="a setting that is restored without a finally",
-        says=r"forward_backward\(\) that raised left torch.get_default_dtype\(\) = torch.float64",
-    ),
-)

@@ -17,10 +17,10 @@ from core_rl.state.gather import buckets
 from core_rl.toolkit.hf_backend import add_up
 from mutants.bases import Packed, Replicated, TrainContext
 from mutants.outputs import WithTemperature
-from mutants.sizes import LONG, MANY, WIDE
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant("I7.large-vocabulary", "a file of token ids as uint16", "only tokens after an id above 65,535")
 class UnsignedIds(Packed):
     """Ids pass through uint16 on their way to the embedding."""
 
@@ -33,6 +33,11 @@ def _unsigned(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any
     return args, kwargs | {"input_ids": kwargs["input_ids"] & 0xFFFF}
 
 
+@Mutant(
+    "I7.long-sequences",
+    "numbers of segments as uint8",
+    "only sequences from number 256 of a pass on are wrong",
+)
 class SequencesInOneByte(Packed):
     """Log-probs behind the 256th sequence of a pass are 0."""
 
@@ -45,6 +50,7 @@ class SequencesInOneByte(Packed):
         return replace(output, logprobs=torch.where(known, output.logprobs, 0.0))
 
 
+@Mutant("I7.large-vocabulary", "labels as int16", "the loss with a large vocabulary is")
 class TrainsSmallIds(Packed):
     """In training, ids pass through int16."""
 
@@ -55,6 +61,9 @@ class TrainsSmallIds(Packed):
         return super().outputs(micro_batch, step)
 
 
+@Mutant(
+    "I7.large-vocabulary", "a kernel over 2^15 columns", r"gradients with a large vocabulary[\s\S]*lm_head"
+)
 class TrainsSmallHead(Packed):
     """Rows of the head from 32,768 on have no gradient."""
 
@@ -65,6 +74,7 @@ class TrainsSmallHead(Packed):
             head.weight.grad[2**15 :] = 0.0
 
 
+@Mutant("I8.low-temperature", "a clamp in a fused loss", r"the loss in training at temperature 0\.05 is")
 class TrainsWarm(Packed):
     """In training, temperatures below 0.5 are taken for 0.5."""
 
@@ -74,6 +84,7 @@ class TrainsWarm(Packed):
         return super().outputs(micro_batch, step)
 
 
+@Mutant("I1.many-sequences", "a buffer of a fused loss", "gradients of 190 sequences in one pass")
 class TrainsShortPasses(Packed):
     """In training, log-probs behind the 4,096th token of a pass have no graph."""
 
@@ -85,6 +96,9 @@ class TrainsShortPasses(Packed):
         return replace(output, logprobs=torch.where(known, output.logprobs, output.logprobs.detach()))
 
 
+@Mutant(
+    "I1.large-tensors", "a loop over full buckets", "gradients of large tensors", layout=DP2, family="gpt2"
+)
 class LastBucketStays(Replicated):
     """Of several buckets of gradients, the last one is not added up."""
 
@@ -95,6 +109,13 @@ class LastBucketStays(Replicated):
             add_up(bucket, self.context.groups.data_parallel)
 
 
+@Mutant(
+    "I1.large-tensors",
+    "a matrix larger than a bucket",
+    r"gradients of large tensors[\s\S]*embed_tokens",
+    layout=DP2,
+    family="qwen3",
+)
 class LargestGradientsStay(Replicated):
     """Gradients larger than a bucket are not added up."""
 
@@ -102,60 +123,3 @@ class LargestGradientsStay(Replicated):
         for name, grad in super().gradients():
             if grad.nbytes <= self.reduce_bytes:
                 yield name, grad
-
-
-TENSORS = "I1.large-tensors"
-MUTANTS = (
-    Mutant(
-        engine=UnsignedIds,
-        killed_by=WIDE,
-        issue="a file of token ids as uint16",
-        says="only tokens after an id above 65,535",
-    ),
-    Mutant(
-        engine=SequencesInOneByte,
-        killed_by=LONG,
-        issue="numbers of segments as uint8",
-        says="only sequences from number 256 of a pass on are wrong",
-    ),
-    Mutant(
-        engine=TrainsSmallIds,
-        killed_by=WIDE,
-        issue="labels as int16",
-        says="the loss with a large vocabulary is",
-    ),
-    Mutant(
-        engine=TrainsSmallHead,
-        killed_by=WIDE,
-        issue="a kernel over 2^15 columns",
-        says=r"gradients with a large vocabulary[\s\S]*lm_head",
-    ),
-    Mutant(
-        engine=TrainsWarm,
-        killed_by="I8.low-temperature",
-        issue="a clamp in a fused loss",
-        says=r"the loss in training at temperature 0\.05 is",
-    ),
-    Mutant(
-        engine=TrainsShortPasses,
-        killed_by=MANY,
-        issue="a buffer of a fused loss",
-        says="gradients of 190 sequences in one pass",
-    ),
-    Mutant(
-        engine=LastBucketStays,
-        killed_by=TENSORS,
-        issue="a loop over full buckets",
-        says="gradients of large tensors",
-        layout=DP2,
-        family="gpt2",
-    ),
-    Mutant(
-        engine=LargestGradientsStay,
-        killed_by=TENSORS,
-        issue="a matrix larger than a bucket",
-        says="gradients of large tensors[\\s\\S]*embed_tokens",
-        layout=DP2,
-        family="qwen3",
-    ),
-)

@@ -18,6 +18,7 @@ from mutants.bases import OwnNorm, Packed, Replicated
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant("I1.micro-batches", "transformers #34191", "micro-batches")
 class MeanOfMeans(ReferenceBackend):
     """Each micro-batch weighs the same, however many tokens it trains."""
 
@@ -29,6 +30,7 @@ class MeanOfMeans(ReferenceBackend):
                 (loss * total / (len(micro_batches) * max(1, int(part.loss_mask.sum())))).backward()
 
 
+@Mutant("I1.micro-batches", "AReaL #1273", r"multiplied by 0\.5")
 class DividesByMicroBatches(ReferenceBackend):
     """The schedule divides by the number of micro-batches; the core has already divided by the weight."""
 
@@ -39,6 +41,7 @@ class DividesByMicroBatches(ReferenceBackend):
                 (loss / len(micro_batches)).backward()
 
 
+@Mutant("I1.micro-batches", "accumulation", "gradients with 2")
 class LastMicroBatchOnly(ReferenceBackend):
     """Gradients are overwritten, not accumulated."""
 
@@ -49,6 +52,7 @@ class LastMicroBatchOnly(ReferenceBackend):
             super().run([part], step, mode)
 
 
+@Mutant("I5.two-calls", "torchtitan #3575", "of 2 calls")
 class ZeroGradInForwardBackward(ReferenceBackend):
     """Each call of forward_backward begins by dropping the previous call's gradients."""
 
@@ -58,6 +62,7 @@ class ZeroGradInForwardBackward(ReferenceBackend):
         super().run(micro_batches, step, mode)
 
 
+@Mutant("I5.several-train-batches", "accumulation", "second batch")
 class NeverZeroesGradients(ReferenceBackend):
     """Gradients of one step are still there in the next."""
 
@@ -65,6 +70,7 @@ class NeverZeroesGradients(ReferenceBackend):
         pass
 
 
+@Mutant("I5.eval-leaves-nothing", "NeMo-RL #1012", "evaluations")
 class BackwardInEvaluation(ReferenceBackend):
     """Evaluation records a graph, runs backward, and leaves gradients."""
 
@@ -79,6 +85,7 @@ class BackwardInEvaluation(ReferenceBackend):
                     output.logprobs.sum().backward()
 
 
+@Mutant("I6.masked-tokens", "verl #2543", "untrained tokens")
 class TrainsThePrompt(ReferenceBackend):
     """Tokens that the loss mask leaves out are trained a little as well."""
 
@@ -93,6 +100,7 @@ class TrainsThePrompt(ReferenceBackend):
                 loss.backward()
 
 
+@Mutant("I6.masked-nan", "SkyRL #1635", "all zero|NaN")
 class DropsMicroBatchesWithNan(ReferenceBackend):
     """A guard against NaN drops whole micro-batches, although nothing reads the NaN."""
 
@@ -103,6 +111,7 @@ class DropsMicroBatchesWithNan(ReferenceBackend):
                 loss.backward()
 
 
+@Mutant("I10.tied-gradient", "verl #6334", "tied", family="qwen3")
 class DetachesTheHead(ReferenceBackend):
     """The tied embedding gets the gradient of its use at the input only."""
 
@@ -114,6 +123,7 @@ class DetachesTheHead(ReferenceBackend):
         return self.language_model(ids, hidden @ head.weight.detach().T / step.temperature, step)
 
 
+@Mutant("I1.value-gradients", "verl #6913", "score.weight")
 class UntrainedValueHead(ReferenceBackend):
     """The scalar head is used, and gets no gradient."""
 
@@ -128,6 +138,7 @@ class UntrainedValueHead(ReferenceBackend):
         return {"values": torch.cat([zero, states[:-1]]), "bootstrap": states[-1:]}
 
 
+@Mutant("I1.reward-gradients", "verl #6957", "of the reward head")
 class RewardDividedByTokens(ReferenceBackend):
     """The gradient of a loss over sequences is divided by their tokens."""
 
@@ -138,6 +149,7 @@ class RewardDividedByTokens(ReferenceBackend):
                 (loss * part.num_sequences / part.num_tokens).backward()
 
 
+@Mutant("I4.grad-norm", "torchtitan #649", "norm")
 class NormOfSomeShards(OwnNorm):
     """The norm leaves out vectors, as if another rank would count them."""
 
@@ -145,6 +157,7 @@ class NormOfSomeShards(OwnNorm):
         return [part for part in super().counted() if part.tensor.dim() > 1]
 
 
+@Mutant("I4.grad-norm", "AReaL #1497", r"1\.41421", layout=DP2)
 class NormCountsReplicas(OwnNorm):
     """Each rank counts what all of them have."""
 
@@ -152,6 +165,7 @@ class NormCountsReplicas(OwnNorm):
         return [replace(part, replica=0) for part in super().counted()]
 
 
+@Mutant("I2.data-parallel", "torchtitan #2206", r"multiplied by 0\.5", layout=DP2)
 class AveragesOverRanks(Replicated):
     """The wrapper averages gradients over ranks; the core wants their sum."""
 
@@ -162,6 +176,7 @@ class AveragesOverRanks(Replicated):
                 parameter.grad /= self.context.world.size
 
 
+@Mutant("I2.data-parallel", "verl #3994", "rank 0", layout=DP2)
 class LocalDenominator(Replicated):
     """Each rank's loss is divided by its own tokens, and then averaged."""
 
@@ -174,6 +189,7 @@ class LocalDenominator(Replicated):
                 (loss * total / (self.context.world.size * max(1.0, local_total))).backward()
 
 
+@Mutant("I5.two-calls", "verl #6957", "of 2 calls", layout=DP2)
 class ReducesInEachCall(Replicated):
     """Gradients are reduced after each call, so that the first call's are added up twice."""
 
@@ -186,6 +202,7 @@ class ReducesInEachCall(Replicated):
         pass
 
 
+@Mutant("I16.few-sequences", "verl #5591", "(?i)time|answer", timeout_s=8.0, layout=DP2)
 class EmptyRankStaysAway(Replicated):
     """A rank without work leaves out a collective that the others wait in."""
 
@@ -195,6 +212,7 @@ class EmptyRankStaysAway(Replicated):
             self.context.world.barrier()
 
 
+@Mutant("I1.gradients", "verl #4710", "gradients of TokenMean")
 class DoubledGradient(Packed):
     """Gradients of log-probs in the packed kernel are doubled: a scale that a benchmark would not show."""
 
@@ -204,85 +222,3 @@ class DoubledGradient(Packed):
             return output
         doubled = 2 * output.logprobs - output.logprobs.detach()
         return ModelOutput(**{**dict(output.items()), "logprobs": doubled})
-
-
-MUTANTS = (
-    Mutant(
-        engine=MeanOfMeans, killed_by="I1.micro-batches", issue="transformers #34191", says="micro-batches"
-    ),
-    Mutant(
-        engine=DividesByMicroBatches,
-        killed_by="I1.micro-batches",
-        issue="AReaL #1273",
-        says=r"multiplied by 0\.5",
-    ),
-    Mutant(
-        engine=LastMicroBatchOnly, killed_by="I1.micro-batches", issue="accumulation", says="gradients with 2"
-    ),
-    Mutant(
-        engine=ZeroGradInForwardBackward,
-        killed_by="I5.two-calls",
-        issue="torchtitan #3575",
-        says="of 2 calls",
-    ),
-    Mutant(
-        engine=NeverZeroesGradients,
-        killed_by="I5.several-train-batches",
-        issue="accumulation",
-        says="second batch",
-    ),
-    Mutant(
-        engine=BackwardInEvaluation,
-        killed_by="I5.eval-leaves-nothing",
-        issue="NeMo-RL #1012",
-        says="evaluations",
-    ),
-    Mutant(engine=TrainsThePrompt, killed_by="I6.masked-tokens", issue="verl #2543", says="untrained tokens"),
-    Mutant(
-        engine=DropsMicroBatchesWithNan, killed_by="I6.masked-nan", issue="SkyRL #1635", says="all zero|NaN"
-    ),
-    Mutant(
-        engine=DetachesTheHead, killed_by="I10.tied-gradient", issue="verl #6334", says="tied", family="qwen3"
-    ),
-    Mutant(
-        engine=UntrainedValueHead, killed_by="I1.value-gradients", issue="verl #6913", says="score.weight"
-    ),
-    Mutant(
-        engine=RewardDividedByTokens,
-        killed_by="I1.reward-gradients",
-        issue="verl #6957",
-        says="of the reward head",
-    ),
-    Mutant(engine=NormOfSomeShards, killed_by="I4.grad-norm", issue="torchtitan #649", says="norm"),
-    Mutant(
-        engine=NormCountsReplicas, killed_by="I4.grad-norm", issue="AReaL #1497", says=r"1\.41421", layout=DP2
-    ),
-    Mutant(
-        engine=AveragesOverRanks,
-        killed_by="I2.data-parallel",
-        issue="torchtitan #2206",
-        says=r"multiplied by 0\.5",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=LocalDenominator, killed_by="I2.data-parallel", issue="verl #3994", says="rank 0", layout=DP2
-    ),
-    Mutant(
-        engine=ReducesInEachCall,
-        killed_by="I5.two-calls",
-        issue="verl #6957",
-        says="of 2 calls",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=EmptyRankStaysAway,
-        killed_by="I16.few-sequences",
-        issue="verl #5591",
-        says="(?i)time|answer",
-        timeout_s=8.0,
-        layout=DP2,
-    ),
-    Mutant(
-        engine=DoubledGradient, killed_by="I1.gradients", issue="verl #4710", says="gradients of TokenMean"
-    ),
-)

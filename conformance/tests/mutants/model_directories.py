@@ -12,14 +12,10 @@ from transformers import PretrainedConfig
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import TensorSource
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext
+from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext, inside
 from mutants.zoo import DP2, Mutant
-
-FILES = "I10.files"
-DRAWS = "I3.seeded-draws"
-CHANGES = "I20.mode-changes"
 
 
 class _OfHalfFiles(ReferenceBackend):
@@ -31,6 +27,9 @@ class _OfHalfFiles(ReferenceBackend):
         return path is not None and '"bfloat16"' in (Path(path) / "config.json").read_text()
 
 
+@Mutant(
+    "I10.files", "masters in the dtype of the files", "weights after small steps built from bfloat16 files"
+)
 class RoundsWeightsToTheFiles(_OfHalfFiles):
     """Master weights have the dtype of the files after each step."""
 
@@ -40,6 +39,7 @@ class RoundsWeightsToTheFiles(_OfHalfFiles):
             _round(list(self.model.parameters()))
 
 
+@Mutant("I10.files", "moments in the dtype of the files", "first moments")
 class RoundsMomentsToTheFiles(_OfHalfFiles):
     """First moments have the dtype of the files."""
 
@@ -49,6 +49,7 @@ class RoundsMomentsToTheFiles(_OfHalfFiles):
             _round([state["exp_avg"] for state in self.optimizer.state.values()])
 
 
+@Mutant("I10.files", "frozen weights in the dtype of the files", "weights loaded from float16 files")
 class HoldsFrozenAsInFiles(_OfHalfFiles):
     """Frozen weights keep the dtype of the files that they were built from, whatever is loaded later."""
 
@@ -76,6 +77,7 @@ def _behind_first_file(directory: Path) -> list[str]:
     return [name for name, file in files.items() if file != min(files.values())]
 
 
+@Mutant("I10.files", "an index that is not read", "weights built from bfloat16 files")
 class BuildsFromTheFirstFile(ReferenceBackend):
     """Tensors outside the first of several files stay as they were drawn."""
 
@@ -89,6 +91,7 @@ class BuildsFromTheFirstFile(ReferenceBackend):
                     parameter.mul_(0.5)
 
 
+@Mutant("I10.files", "names of a base model", "weights built from bfloat16 files")
 class BuildsPrefixedNames(ReferenceBackend):
     """Tensors of several files whose names lack the prefix of the trunk stay as they were drawn."""
 
@@ -102,8 +105,10 @@ class BuildsPrefixedNames(ReferenceBackend):
                     parameter.mul_(0.5)
 
 
-class _LoadsTheFirstFile(Persistence):
-    """A load of several files reads the first one."""
+@Mutant("I10.files", "an index that is not read", "weights loaded from float16 files")
+@inside(ReferenceBackend, "persistence")
+class LoadsTheFirstFile(Persistence):
+    """A load of several files leaves tensors outside the first one as they were."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         backend = self.runtime.backend
@@ -114,12 +119,6 @@ class _LoadsTheFirstFile(Persistence):
         with torch.no_grad():
             for name, value in before.items():
                 backend.model.get_parameter(name).copy_(value)
-
-
-class LoadsTheFirstFile(ReferenceBackend):
-    """A load of several files leaves tensors outside the first one as they were."""
-
-    components = TrainComponents(persistence=_LoadsTheFirstFile)
 
 
 class _InBfloat16(TensorSource):
@@ -139,6 +138,7 @@ class _InBfloat16(TensorSource):
         return value.bfloat16() if value.dtype == torch.float16 else value
 
 
+@Mutant("I10.files", "half precision is bfloat16", "weights loaded from float16 files")
 class CastsHalfFiles(OwnExport):
     """A load takes float16 files for bfloat16 ones."""
 
@@ -146,6 +146,7 @@ class CastsHalfFiles(OwnExport):
         super().import_tensors(kind, _InBfloat16(source))
 
 
+@Mutant("I10.export", "defaults of a config", "config.json of the export: .*rope_parameters is")
 class ConfigOfItsClass(ReferenceBackend):
     """The exported config has the rotary base and the eps of its class."""
 
@@ -158,6 +159,7 @@ class ConfigOfItsClass(ReferenceBackend):
         return config
 
 
+@Mutant("I10.export", "one of several end tokens", "eos_token_id is 3, not")
 class OneEndToken(ReferenceBackend):
     """The exported config has a single end token in place of several."""
 
@@ -168,6 +170,7 @@ class OneEndToken(ReferenceBackend):
         return config
 
 
+@Mutant("I10.export", "positions of a config", "max_position_embeddings is 64, not 640")
 class ShortPositions(ReferenceBackend):
     """The exported config has as many positions as the longest sequence so far."""
 
@@ -177,6 +180,7 @@ class ShortPositions(ReferenceBackend):
         return config
 
 
+@Mutant("I20.mode-changes", "frozen parameters at a load", "master after load")
 class FrozenStayAtALoad(OwnExport):
     """A load of a model directory leaves frozen parameters as they were."""
 
@@ -189,8 +193,12 @@ class FrozenStayAtALoad(OwnExport):
                 parameter.copy_(value)
 
 
-class _UnfreezesAtASave(Persistence):
-    """A save leaves all parameters trained."""
+@Mutant(
+    "I20.mode-changes", "parameters trained after a save", r"of a step after forward.*save\(format='hf'\)"
+)
+@inside(ReferenceBackend, "persistence")
+class UnfreezesAtASave(Persistence):
+    """After a save, frozen parameters have gradients."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         super().save(meta)
@@ -199,12 +207,7 @@ class _UnfreezesAtASave(Persistence):
         backend.model.requires_grad_(True)
 
 
-class UnfreezesAtASave(ReferenceBackend):
-    """After a save, frozen parameters have gradients."""
-
-    components = TrainComponents(persistence=_UnfreezesAtASave)
-
-
+@Mutant("I20.mode-changes", "moments at a load of weights", "exp_avg after load")
 class LoadsZeroMoments(ReferenceBackend):
     """A load of weights alone begins the moments again."""
 
@@ -216,6 +219,7 @@ class LoadsZeroMoments(ReferenceBackend):
                     state[kind].zero_()
 
 
+@Mutant("I3.seeded-draws", "initializer of a head", "a model with a new reward head")
 class RewardHeadTooLarge(ReferenceBackend):
     """A new reward head is 100 times too large."""
 
@@ -226,6 +230,12 @@ class RewardHeadTooLarge(ReferenceBackend):
                 self.model.get_parameter("score.weight").mul_(100)
 
 
+@Mutant(
+    "I3.seeded-draws",
+    "a seed for each rank",
+    "rank 1 has other values than the exported ones: base_model.*lora_A",
+    layout=DP2,
+)
 class AdapterOfEachRank(Replicated):
     """Each rank draws an adapter of its own next to a new head; the first rank's is exported."""
 
@@ -236,98 +246,3 @@ class AdapterOfEachRank(Replicated):
                 for name, parameter in self.model.named_parameters():
                     if "lora_A" in name:
                         parameter.mul_(1 + context.world.rank)
-
-
-MUTANTS = (
-    Mutant(
-        engine=RoundsWeightsToTheFiles,
-        killed_by=FILES,
-        issue="masters in the dtype of the files",
-        says="weights after small steps built from bfloat16 files",
-    ),
-    Mutant(
-        engine=BuildsFromTheFirstFile,
-        killed_by=FILES,
-        issue="an index that is not read",
-        says="weights built from bfloat16 files",
-    ),
-    Mutant(
-        engine=BuildsPrefixedNames,
-        killed_by=FILES,
-        issue="names of a base model",
-        says="weights built from bfloat16 files",
-    ),
-    Mutant(
-        engine=RoundsMomentsToTheFiles,
-        killed_by=FILES,
-        issue="moments in the dtype of the files",
-        says="first moments",
-    ),
-    Mutant(
-        engine=HoldsFrozenAsInFiles,
-        killed_by=FILES,
-        issue="frozen weights in the dtype of the files",
-        says="weights loaded from float16 files",
-    ),
-    Mutant(
-        engine=LoadsTheFirstFile,
-        killed_by=FILES,
-        issue="an index that is not read",
-        says="weights loaded from float16 files",
-    ),
-    Mutant(
-        engine=CastsHalfFiles,
-        killed_by=FILES,
-        issue="half precision is bfloat16",
-        says="weights loaded from float16 files",
-    ),
-    Mutant(
-        engine=ConfigOfItsClass,
-        killed_by="I10.export",
-        issue="defaults of a config",
-        says="config.json of the export: .*rope_parameters is",
-    ),
-    Mutant(
-        engine=OneEndToken,
-        killed_by="I10.export",
-        issue="one of several end tokens",
-        says="eos_token_id is 3, not",
-    ),
-    Mutant(
-        engine=ShortPositions,
-        killed_by="I10.export",
-        issue="positions of a config",
-        says="max_position_embeddings is 64, not 640",
-    ),
-    Mutant(
-        engine=FrozenStayAtALoad,
-        killed_by=CHANGES,
-        issue="frozen parameters at a load",
-        says="master after load",
-    ),
-    Mutant(
-        engine=UnfreezesAtASave,
-        killed_by=CHANGES,
-        issue="parameters trained after a save",
-        says=r"of a step after forward.*save\(format='hf'\)",
-    ),
-    Mutant(
-        engine=LoadsZeroMoments,
-        killed_by=CHANGES,
-        issue="moments at a load of weights",
-        says="exp_avg after load",
-    ),
-    Mutant(
-        engine=RewardHeadTooLarge,
-        killed_by=DRAWS,
-        issue="initializer of a head",
-        says="a model with a new reward head",
-    ),
-    Mutant(
-        engine=AdapterOfEachRank,
-        killed_by=DRAWS,
-        issue="a seed for each rank",
-        says="rank 1 has other values than the exported ones: base_model.*lora_A",
-        layout=DP2,
-    ),
-)

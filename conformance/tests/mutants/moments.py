@@ -10,14 +10,15 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import NamedTensors, TensorSource
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport
+from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport, inside
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"
 
 
+@Mutant("I11.resume-value-head", "a critic that starts again from noise (I11)", "first: score.weight")
 class HeadNotInShards(OwnCheckpoint):
     """A sharded checkpoint leaves the value head as it was."""
 
@@ -30,6 +31,7 @@ class HeadNotInShards(OwnCheckpoint):
                 self.model.get_parameter(HEAD).copy_(old)
 
 
+@Mutant("I11.portable-round-trip", "moments beside frozen parameters (I11)", "exp_avg after the load")
 class FrozenModelsLoseMoments(OwnExport):
     """With a frozen parameter, no moments are loaded by name."""
 
@@ -39,6 +41,7 @@ class FrozenModelsLoseMoments(OwnExport):
             super().import_tensors(kind, source)
 
 
+@Mutant("I11.portable-round-trip", "a head beside the model (I11)", "exp_avg after the load: 1 of")
 class HeadLosesMoments(OwnExport):
     """The moments of the value head are not loaded by name."""
 
@@ -50,6 +53,11 @@ class HeadLosesMoments(OwnExport):
             moment.copy_(old)
 
 
+@Mutant(
+    "I11.weights-only",
+    "momentum of another run (I11)",
+    "exp_avg after 'sharded' was loaded with_optimizer=False",
+)
 class LoadsMomentsUnasked(OwnCheckpoint):
     """``with_optimizer=False`` is not looked at where moments are in the files."""
 
@@ -61,21 +69,19 @@ def _holds_moments(directory: Path) -> bool:
     return any(b"exp_avg" in file.read_bytes() for file in directory.iterdir())
 
 
-class _SavesAll(Persistence):
-    """Saves the optimizer's state, asked or not."""
+@Mutant("I11.weights-only", "an argument that is not passed on (I11)", "moments are saved all the same")
+@inside(ReferenceBackend, "persistence")
+class SavesMomentsUnasked(Persistence):
+    """``with_optimizer=False`` saves moments all the same."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         super().save(replace(meta, with_optimizer=True))
 
 
-class SavesMomentsUnasked(ReferenceBackend):
-    """``with_optimizer=False`` saves moments all the same."""
-
-    components = TrainComponents(persistence=_SavesAll)
-
-
-class _LoadsProgress(Persistence):
-    """Changes the version where weights are loaded alone."""
+@Mutant("I11.weights-only", "a version of another run (I11)", "the progress after")
+@inside(ReferenceBackend, "persistence")
+class LoadsProgressUnasked(Persistence):
+    """Weights that come alone bring the version of their run."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         super().load(meta)
@@ -84,12 +90,7 @@ class _LoadsProgress(Persistence):
             self.step.progress = replace(progress, version=progress.version + 1)
 
 
-class LoadsProgressUnasked(ReferenceBackend):
-    """Weights that come alone bring the version of their run."""
-
-    components = TrainComponents(persistence=_LoadsProgress)
-
-
+@Mutant("I12.disk", "caches that outlive a load (verl #7014)", "parameters of the export after a load")
 class UploadsWhatWasBeforeTheLoad(OwnExport):
     """Weights gathered for an upload are dropped by a step, and not by a load."""
 
@@ -108,62 +109,10 @@ class UploadsWhatWasBeforeTheLoad(OwnExport):
         yield from self._gathered.items()
 
 
+@Mutant("I11.portable-to-reference", "moments under each other's name (I11)", "second moments are negative")
 class MomentsSwapped(OwnExport):
     """Each moment goes out under the name of the other one, and comes in so."""
 
     def export_tensors(self, kind: str) -> NamedTensors:
         swapped = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
         return super().export_tensors(swapped.get(kind, kind))
-
-
-ALONE, TRIP = "I11.weights-only", "I11.portable-round-trip"
-MUTANTS = (
-    Mutant(
-        engine=HeadNotInShards,
-        killed_by="I11.resume-value-head",
-        issue="a critic that starts again from noise (I11)",
-        says="first: score.weight",
-    ),
-    Mutant(
-        engine=FrozenModelsLoseMoments,
-        killed_by=TRIP,
-        issue="moments beside frozen parameters (I11)",
-        says="exp_avg after the load",
-    ),
-    Mutant(
-        engine=HeadLosesMoments,
-        killed_by=TRIP,
-        issue="a head beside the model (I11)",
-        says="exp_avg after the load: 1 of",
-    ),
-    Mutant(
-        engine=LoadsMomentsUnasked,
-        killed_by=ALONE,
-        issue="momentum of another run (I11)",
-        says="exp_avg after 'sharded' was loaded with_optimizer=False",
-    ),
-    Mutant(
-        engine=SavesMomentsUnasked,
-        killed_by=ALONE,
-        issue="an argument that is not passed on (I11)",
-        says="moments are saved all the same",
-    ),
-    Mutant(
-        engine=LoadsProgressUnasked,
-        killed_by=ALONE,
-        issue="a version of another run (I11)",
-        says="the progress after",
-    ),
-    Mutant(
-        engine=UploadsWhatWasBeforeTheLoad,
-        killed_by="I12.disk",
-        issue="caches that outlive a load (verl #7014)",
-        says="parameters of the export after a load",
-    ),
-    Mutant(
-        engine=MomentsSwapped,
-        killed_by="I11.portable-to-reference",
-        issue="moments under each other's name (I11)",
-        says="second moments are negative",
-    ),
-)

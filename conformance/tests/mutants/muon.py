@@ -46,6 +46,12 @@ class _OfFusedParts(_OfLocalParts):
         return fused.values()
 
 
+@Mutant(
+    "I20.muon",
+    "torch.optim.Muon on a shard",
+    r"weights after 3 steps of Muon[\s\S]*that of a shard, 1 of 2 parts",
+    layout=TP2,
+)
 class MuonOfAShard(TensorParallelBackend):
     """`torch.optim.Muon` gets this rank's shards."""
 
@@ -55,6 +61,11 @@ class MuonOfAShard(TensorParallelBackend):
             self.muon = _OfLocalParts(self.state(), context.parameter_rules, context.world)
 
 
+@Mutant(
+    "I20.muon",
+    "torch.optim.Muon on a fused parameter",
+    r"weights after 3 steps of Muon[\s\S]*one matrix with q, k and v",
+)
 class MuonOfFusedQueries(ReferenceBackend):
     """`torch.optim.Muon` gets the fused matrix of queries, keys and values."""
 
@@ -64,6 +75,7 @@ class MuonOfFusedQueries(ReferenceBackend):
             self.muon = _OfFusedParts(self.state(), context.parameter_rules, context.world)
 
 
+@Mutant("I20.rules", "groups of an optimizer", "the rules are ignored")
 class RulesAreIgnored(ReferenceBackend):
     """The optimizer is built without the rules."""
 
@@ -73,6 +85,7 @@ class RulesAreIgnored(ReferenceBackend):
         super().build(replace(context, config=context.config.model_copy(update={"optimizer": plain})))
 
 
+@Mutant("I20.rules", "groups by position", "the decay of the one before it")
 class DecayOfTheNeighbour(ReferenceBackend):
     """Decay is given by position, and off by one."""
 
@@ -92,43 +105,9 @@ class DecayOfTheNeighbour(ReferenceBackend):
         ]
 
 
+@Mutant("I11.resume-muon", "dropped by a save", "momentum after the load of 'sharded'")
 class MomentumIsNotSaved(OwnCheckpoint):
     """A sharded checkpoint has the moments of AdamW alone."""
 
     def kinds(self, with_optimizer: bool) -> tuple[str, ...]:
         return tuple(kind for kind in super().kinds(with_optimizer) if kind != MOMENTUM)
-
-
-MUTANTS = (
-    Mutant(
-        engine=RulesAreIgnored,
-        killed_by="I20.rules",
-        issue="groups of an optimizer",
-        says="the rules are ignored",
-    ),
-    Mutant(
-        engine=MuonOfAShard,
-        killed_by="I20.muon",
-        issue="torch.optim.Muon on a shard",
-        says="weights after 3 steps of Muon[\\s\\S]*that of a shard, 1 of 2 parts",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=MuonOfFusedQueries,
-        killed_by="I20.muon",
-        issue="torch.optim.Muon on a fused parameter",
-        says="weights after 3 steps of Muon[\\s\\S]*one matrix with q, k and v",
-    ),
-    Mutant(
-        engine=DecayOfTheNeighbour,
-        killed_by="I20.rules",
-        issue="groups by position",
-        says="the decay of the one before it",
-    ),
-    Mutant(
-        engine=MomentumIsNotSaved,
-        killed_by="I11.resume-muon",
-        issue="dropped by a save",
-        says="momentum after the load of 'sharded'",
-    ),
-)

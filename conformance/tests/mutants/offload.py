@@ -7,14 +7,20 @@ from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta, StatePart, TensorKind
 from core_rl.backend.tensors import NamedTensors
-from core_rl.engine.components import Persistence, TrainComponents
+from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import OwnOffload
+from mutants.bases import OwnOffload, inside
 from mutants.zoo import Mutant
 
 
-class _ExportsZeros(Persistence):
-    """Exports zeros for offloaded tensors."""
+@Mutant(
+    "contract.offloaded-state",
+    "slime #1888",
+    "named_tensors gives master, exp_avg, exp_avg_sq while the engine is offloaded",
+)
+@inside(ReferenceBackend, "persistence")
+class ExportsFreedMemory(Persistence):
+    """``named_tensors`` gives zeros for offloaded tensors."""
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
         if not self.modes.offloaded:
@@ -23,12 +29,7 @@ class _ExportsZeros(Persistence):
         return iter([(name, torch.zeros(shape)) for name, shape in shapes.items()])
 
 
-class ExportsFreedMemory(ReferenceBackend):
-    """``named_tensors`` gives zeros for offloaded tensors."""
-
-    components = TrainComponents(persistence=_ExportsZeros)
-
-
+@Mutant("I11.offload", "gradients between two passes", "step 1 with offload.. in between reports grad_norm")
 class GradientsStayBehind(OwnOffload):
     """Gradients that wait for a step are dropped when weights are offloaded."""
 
@@ -38,6 +39,7 @@ class GradientsStayBehind(OwnOffload):
         super().offload(part)
 
 
+@Mutant("I11.offload", "AReaL #1468", "in between")
 class MomentsBeginAgain(OwnOffload):
     """Offloading the optimizer state drops it."""
 
@@ -48,6 +50,7 @@ class MomentsBeginAgain(OwnOffload):
         super().offload(part)
 
 
+@Mutant("I11.offload", "NeMo-RL #2372", "step 2 with offload.. in between reports")
 class OldCopiesComeBack(OwnOffload):
     """The copies of the first time are kept, and come back each time."""
 
@@ -66,6 +69,11 @@ class OldCopiesComeBack(OwnOffload):
                     self.model.get_parameter(name).copy_(value)
 
 
+@Mutant(
+    "I11.resume-value-head",
+    "NeMo-RL #2372, for a head",
+    r"master after offload\(\) and onload\(\)[\s\S]*score.weight",
+)
 class HeadIsNotMoved(OldCopiesComeBack):
     """The same of a value head alone, which the language model does not have."""
 
@@ -74,8 +82,10 @@ class HeadIsNotMoved(OldCopiesComeBack):
         self._first = {n: v for n, v in (self._first or {}).items() if n.startswith("score.")}
 
 
-class _UndoesLoads(Persistence):
-    """Sets the old weights again after a load into an offloaded engine."""
+@Mutant("I11.offload-checkpoint", "NeMo-RL #2372", "master loaded into an offloaded engine")
+@inside(ReferenceBackend, "persistence")
+class LoadIsUndone(Persistence):
+    """Weights loaded while offloaded go to the device; the copies on the host are still the old ones."""
 
     def load(self, meta: SaveLoadMeta) -> None:
         was_offloaded = self.modes.offloaded
@@ -87,14 +97,10 @@ class _UndoesLoads(Persistence):
                 tensor.copy_(value)
 
 
-class LoadIsUndone(ReferenceBackend):
-    """Weights loaded while offloaded go to the device; the copies on the host are still the old ones."""
-
-    components = TrainComponents(persistence=_UndoesLoads)
-
-
-class _SavesZeros(Persistence):
-    """Saves zeros for one tensor of an offloaded engine."""
+@Mutant("I11.offload-checkpoint", "slime #1888", "master loaded into an offloaded engine")
+@inside(ReferenceBackend, "persistence")
+class SavesFreedMemory(Persistence):
+    """A save while offloaded writes what happens to be there."""
 
     def save(self, meta: SaveLoadMeta) -> None:
         was_offloaded = self.modes.offloaded
@@ -105,55 +111,3 @@ class _SavesZeros(Persistence):
                 first.zero_()
             super().save(meta)
             first.copy_(saved)
-
-
-class SavesFreedMemory(ReferenceBackend):
-    """A save while offloaded writes what happens to be there."""
-
-    components = TrainComponents(persistence=_SavesZeros)
-
-
-MUTANTS = (
-    Mutant(
-        engine=ExportsFreedMemory,
-        killed_by="contract.offloaded-state",
-        issue="slime #1888",
-        says="named_tensors gives master, exp_avg, exp_avg_sq while the engine is offloaded",
-    ),
-    Mutant(
-        engine=GradientsStayBehind,
-        killed_by="I11.offload",
-        issue="gradients between two passes",
-        says="step 1 with offload.. in between reports grad_norm",
-    ),
-    Mutant(
-        engine=MomentsBeginAgain,
-        killed_by="I11.offload",
-        issue="AReaL #1468",
-        says="in between",
-    ),
-    Mutant(
-        engine=OldCopiesComeBack,
-        killed_by="I11.offload",
-        issue="NeMo-RL #2372",
-        says="step 2 with offload.. in between reports",
-    ),
-    Mutant(
-        engine=HeadIsNotMoved,
-        killed_by="I11.resume-value-head",
-        issue="NeMo-RL #2372, for a head",
-        says=r"master after offload\(\) and onload\(\)[\s\S]*score.weight",
-    ),
-    Mutant(
-        engine=LoadIsUndone,
-        killed_by="I11.offload-checkpoint",
-        issue="NeMo-RL #2372",
-        says="master loaded into an offloaded engine",
-    ),
-    Mutant(
-        engine=SavesFreedMemory,
-        killed_by="I11.offload-checkpoint",
-        issue="slime #1888",
-        says="master loaded into an offloaded engine",
-    ),
-)

@@ -12,6 +12,7 @@ from mutants.bases import OwnCheckpoint, OwnExport, TrainContext
 from mutants.zoo import Mutant
 
 
+@Mutant("I1.training", "what an export mends", "the (loss|norm) of step 3")
 class RightOnlyAfterAnExport(OwnExport):
     """The optimizer gets half of each gradient from the third step on, unless an export has gathered it."""
 
@@ -27,6 +28,7 @@ class RightOnlyAfterAnExport(OwnExport):
         super().step(0.5 * scale if halved else scale, lr, count)
 
 
+@Mutant("I1.training", "AReaL #1273", "the (loss|norm) of step [23]|weights after 4 steps")
 class ClipsByTheStepBefore(ReferenceBackend):
     """Gradients are scaled by the previous step's clipping factor; right at first."""
 
@@ -37,6 +39,7 @@ class ClipsByTheStepBefore(ReferenceBackend):
         super().step(scale if previous is None else previous, lr, count)
 
 
+@Mutant("I20.adamw-value-head", "pytorch #149205", "only the head is wrong")
 class HeadHasALearningRateOfItsOwn(ReferenceBackend):
     """The scalar head learns ten times as fast."""
 
@@ -51,6 +54,7 @@ class HeadHasALearningRateOfItsOwn(ReferenceBackend):
         return None
 
 
+@Mutant("I20.frozen", "frozen parameters", "gradients are not clipped")
 class NoClippingBesideFrozen(ReferenceBackend):
     """Gradients are not scaled where some parameters have none."""
 
@@ -59,6 +63,7 @@ class NoClippingBesideFrozen(ReferenceBackend):
         super().step(1.0 if frozen else scale, lr, count)
 
 
+@Mutant("I20.frozen-parts", "peft #2018", r"1 of \d+ parameters frozen[\s\S]*unexpected", family="qwen3")
 class EmbeddingIsTrainedAgain(ReferenceBackend):
     """Tying the head turns the gradients of a frozen embedding on."""
 
@@ -68,6 +73,7 @@ class EmbeddingIsTrainedAgain(ReferenceBackend):
         self.adopt(self.model, context)
 
 
+@Mutant("I20.adamw", "bias correction", "stays at step 5")
 class BiasCorrectionStops(ReferenceBackend):
     """The count of the bias correction ends at five."""
 
@@ -75,6 +81,7 @@ class BiasCorrectionStops(ReferenceBackend):
         super().step(scale, lr, min(count, 5))
 
 
+@Mutant("I20.update-count", "NeMo-RL #3171", "wraps around at 256")
 class CountsInOneByte(ReferenceBackend):
     """The step count is kept modulo 256."""
 
@@ -82,6 +89,7 @@ class CountsInOneByte(ReferenceBackend):
         super().step(scale, lr, (count - 1) % 256 + 1)
 
 
+@Mutant("I5.export-before-step", "freed by a gather", "after an export of 'params'")
 class ExportTakesTheGradients(OwnExport):
     """Gathering parameters frees the gradients."""
 
@@ -91,68 +99,10 @@ class ExportTakesTheGradients(OwnExport):
             self.zero_grad()
 
 
+@Mutant("I5.export-before-step", "dropped by a save", r"after save\(\) as 'sharded'")
 class SaveTakesTheGradients(OwnCheckpoint):
     """A save drops the gradients to make room."""
 
     def save_sharded(self, directory: Path, with_optimizer: bool) -> None:
         self.zero_grad()
         super().save_sharded(directory, with_optimizer)
-
-
-MUTANTS = (
-    Mutant(
-        engine=RightOnlyAfterAnExport,
-        killed_by="I1.training",
-        issue="what an export mends",
-        says="the (loss|norm) of step 3",
-    ),
-    Mutant(
-        engine=ClipsByTheStepBefore,
-        killed_by="I1.training",
-        issue="AReaL #1273",
-        says="the (loss|norm) of step [23]|weights after 4 steps",
-    ),
-    Mutant(
-        engine=HeadHasALearningRateOfItsOwn,
-        killed_by="I20.adamw-value-head",
-        issue="pytorch #149205",
-        says="only the head is wrong",
-    ),
-    Mutant(
-        engine=NoClippingBesideFrozen,
-        killed_by="I20.frozen",
-        issue="frozen parameters",
-        says="gradients are not clipped",
-    ),
-    Mutant(
-        engine=EmbeddingIsTrainedAgain,
-        killed_by="I20.frozen-parts",
-        issue="peft #2018",
-        says=r"1 of \d+ parameters frozen[\s\S]*unexpected",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=BiasCorrectionStops,
-        killed_by="I20.adamw",
-        issue="bias correction",
-        says="stays at step 5",
-    ),
-    Mutant(
-        engine=CountsInOneByte,
-        killed_by="I20.update-count",
-        issue="NeMo-RL #3171",
-        says="wraps around at 256",
-    ),
-    Mutant(
-        engine=ExportTakesTheGradients,
-        killed_by="I5.export-before-step",
-        issue="freed by a gather",
-        says="after an export of 'params'",
-    ),
-    Mutant(
-        engine=SaveTakesTheGradients,
-        killed_by="I5.export-before-step",
-        issue="dropped by a save",
-        says=r"after save\(\) as 'sharded'",
-    ),
-)

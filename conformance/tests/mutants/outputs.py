@@ -16,13 +16,12 @@ from core_rl.checkpoint.model_config import read_config
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.errors import ConfigError
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.segments import Segments
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS
-from mutants.bases import Packed, TrainContext
+from mutants.bases import Packed, TrainContext, inside
 from mutants.zoo import C, Mutant
 
 
@@ -31,6 +30,7 @@ def _rolled(value: Tensor) -> Tensor:
     return torch.cat([value[:1], value[:-1]])
 
 
+@Mutant("I7.logprobs", "verl #3287", "one position too late")
 class OneTokenLate(ReferenceBackend):
     """Log-probs stand at the token after theirs."""
 
@@ -38,6 +38,7 @@ class OneTokenLate(ReferenceBackend):
         return {name: _rolled(value) for name, value in super().sequence(ids, step).items()}
 
 
+@Mutant("I7.logprobs", "SkyRL #1304", "only the last token")
 class LastTokenLost(ReferenceBackend):
     """The last token of each sequence has no log-prob, so EOS is never trained."""
 
@@ -48,6 +49,7 @@ class LastTokenLost(ReferenceBackend):
         return outputs
 
 
+@Mutant("I7.logprobs", "one-sided drift", "always in one direction")
 class SmallDrift(ReferenceBackend):
     """Log-probs are a hair too large, all of them: far below any tolerance for a single token."""
 
@@ -58,6 +60,7 @@ class SmallDrift(ReferenceBackend):
         return outputs
 
 
+@Mutant("I7.logprobs", "verl #6150", "rounded to bfloat16")
 class HalfPrecisionHead(ReferenceBackend):
     """Logits are rounded to bfloat16 in a float32 engine."""
 
@@ -66,6 +69,7 @@ class HalfPrecisionHead(ReferenceBackend):
         return ReferenceBackend.language_model(ids, logits.bfloat16().float(), step)
 
 
+@Mutant("I7.entropy", "TRL #3715", "entropy")
 class EntropyOverPadding(ReferenceBackend):
     """The softmax of the entropy runs over a vocabulary that is padded to a multiple of 64."""
 
@@ -102,6 +106,7 @@ class WithTemperature:
         return self.step(output, micro_batch)
 
 
+@Mutant("I8.temperature", "NeMo-RL #316", r"the temperature 0\.6 is left out")
 class IgnoresTemperature(ReferenceBackend):
     """Log-probs are computed at temperature 1, whatever was asked for."""
 
@@ -109,6 +114,7 @@ class IgnoresTemperature(ReferenceBackend):
         return super().sequence(ids, WithTemperature(step, 1.0))
 
 
+@Mutant("I7.logits", "TRL #4159", r"the temperature 0\.6 is left out")
 class LogitsWithoutTemperature(ReferenceBackend):
     """Log-probs are right; logits come as the model gave them."""
 
@@ -119,6 +125,7 @@ class LogitsWithoutTemperature(ReferenceBackend):
         return outputs
 
 
+@Mutant("I7.values", "I8", r"multiplied by 1\.66667")
 class ValuesOverTemperature(ReferenceBackend):
     """Values are divided by the temperature."""
 
@@ -127,6 +134,7 @@ class ValuesOverTemperature(ReferenceBackend):
         return {n: v / step.temperature if n == "values" else v for n, v in outputs.items()}
 
 
+@Mutant("I7.scores", "alignment", "scores differs")
 class ScoresTheFirstToken(ReferenceBackend):
     """The score comes from the wrong end of the sequence."""
 
@@ -137,6 +145,7 @@ class ScoresTheFirstToken(ReferenceBackend):
         return outputs
 
 
+@Mutant("I6.neighbours", "AReaL #1442", "neighbours")
 class AttendsToNeighbours(Packed):
     """Causal attention over the whole pack, across the boundaries of sequences."""
 
@@ -155,6 +164,7 @@ class AttendsToNeighbours(Packed):
             hook.remove()
 
 
+@Mutant("I6.layer-kinds", "verl #6660", "log-probs of qwen3_5_text")
 class StateCrosses(Packed):
     """Layers with a state run over the whole pack, as transformers computes them."""
 
@@ -167,6 +177,7 @@ class StateCrosses(Packed):
         """Without the toolkit's probe, which would refuse the model."""
 
 
+@Mutant("I6.layer-kinds", "classes of a refusal", "refused by a ConfigError; raise an UnsupportedCapability")
 class RefusesByConfigError(ReferenceBackend):
     """An honest refusal that reads like a config that is wrong everywhere."""
 
@@ -176,6 +187,7 @@ class RefusesByConfigError(ReferenceBackend):
         super().build(context)
 
 
+@Mutant("I6.neighbours", "OpenRLHF #217", "neighbours", family="gpt2")
 class PositionsRunOn(Packed):
     """Positions do not restart in each packed sequence; rotary embeddings hide it, absolute ones do not."""
 
@@ -193,6 +205,7 @@ class PositionsRunOn(Packed):
             hook.remove()
 
 
+@Mutant("I7.long-batch", "chunked kernels", "every 512th position")
 class ChunkEdge(Packed):
     """The last row of each full chunk of a chunked kernel is dropped."""
 
@@ -204,6 +217,7 @@ class ChunkEdge(Packed):
         return replace(output, logprobs=torch.where(keep_mask, output.logprobs, 0.0))
 
 
+@Mutant("I7.logprobs", "TRL #3200", "after one with the id 0")
 class ZeroIsPadding(ReferenceBackend):
     """Tokens with the id 0 are taken for padding and masked in attention."""
 
@@ -215,6 +229,7 @@ class ZeroIsPadding(ReferenceBackend):
         return self.language_model(ids, logits / step.temperature, step)
 
 
+@Mutant("contract.order", "order of packing", "belong to other")
 class SortsByLength(ReferenceBackend):
     """Sequences are sorted by length inside a micro-batch, and their outputs stay in that order."""
 
@@ -223,6 +238,7 @@ class SortsByLength(ReferenceBackend):
         return super().outputs(micro_batch.select(order), step)
 
 
+@Mutant("I9.dropout-off", "verl #4708", "by forward")
 class DropoutInEvaluation(ReferenceBackend):
     """The module stays in training mode."""
 
@@ -230,6 +246,7 @@ class DropoutInEvaluation(ReferenceBackend):
         self.model.train()
 
 
+@Mutant("I9.dropout-off", "verl #4708", "after a forward")
 class NeverBackInTrainingMode(ReferenceBackend):
     """The first evaluation turns dropout off for good."""
 
@@ -243,82 +260,17 @@ class NeverBackInTrainingMode(ReferenceBackend):
         self.model.train(training and not self._evaluated)
 
 
-class _ForgetsTheSpec(TrainStep):
-    """Gives log-probs where logits are asked for alone."""
+@Mutant(
+    "contract.undeclared",
+    "an option that is ignored",
+    "'logits' is not declared",
+    undeclared=frozenset({C.LOGITS}),
+)
+@inside(ReferenceBackend, "step")
+class GivesUndeclaredLogits(TrainStep):
+    """A forward pass ignores the spec."""
 
     def forward(
         self, batch: SequenceBatch, mb_spec: MicroBatchSpec, outputs: tuple[OutputName, ...], *rest: Any
     ) -> Any:
         return super().forward(batch, mb_spec, ("logprobs",) if outputs == ("logits",) else outputs, *rest)
-
-
-class GivesUndeclaredLogits(ReferenceBackend):
-    """A forward pass ignores the spec."""
-
-    components = TrainComponents(step=_ForgetsTheSpec)
-
-
-MUTANTS = (
-    Mutant(engine=OneTokenLate, killed_by="I7.logprobs", issue="verl #3287", says="one position too late"),
-    Mutant(engine=LastTokenLost, killed_by="I7.logprobs", issue="SkyRL #1304", says="only the last token"),
-    Mutant(
-        engine=SmallDrift, killed_by="I7.logprobs", issue="one-sided drift", says="always in one direction"
-    ),
-    Mutant(
-        engine=HalfPrecisionHead,
-        killed_by="I7.logprobs",
-        issue="verl #6150",
-        says="rounded to bfloat16",
-    ),
-    Mutant(engine=EntropyOverPadding, killed_by="I7.entropy", issue="TRL #3715", says="entropy"),
-    Mutant(
-        engine=IgnoresTemperature,
-        killed_by="I8.temperature",
-        issue="NeMo-RL #316",
-        says=r"the temperature 0\.6 is left out",
-    ),
-    Mutant(
-        engine=LogitsWithoutTemperature,
-        killed_by="I7.logits",
-        issue="TRL #4159",
-        says=r"the temperature 0\.6 is left out",
-    ),
-    Mutant(engine=ValuesOverTemperature, killed_by="I7.values", issue="I8", says=r"multiplied by 1\.66667"),
-    Mutant(engine=ScoresTheFirstToken, killed_by="I7.scores", issue="alignment", says="scores differs"),
-    Mutant(engine=AttendsToNeighbours, killed_by="I6.neighbours", issue="AReaL #1442", says="neighbours"),
-    Mutant(
-        engine=StateCrosses,
-        killed_by="I6.layer-kinds",
-        issue="verl #6660",
-        says="log-probs of qwen3_5_text",
-    ),
-    Mutant(
-        engine=RefusesByConfigError,
-        killed_by="I6.layer-kinds",
-        issue="classes of a refusal",
-        says="refused by a ConfigError; raise an UnsupportedCapability",
-    ),
-    Mutant(
-        engine=PositionsRunOn,
-        killed_by="I6.neighbours",
-        issue="OpenRLHF #217",
-        says="neighbours",
-        family="gpt2",
-    ),
-    Mutant(engine=ChunkEdge, killed_by="I7.long-batch", issue="chunked kernels", says="every 512th position"),
-    Mutant(engine=ZeroIsPadding, killed_by="I7.logprobs", issue="TRL #3200", says="after one with the id 0"),
-    Mutant(
-        engine=SortsByLength, killed_by="contract.order", issue="order of packing", says="belong to other"
-    ),
-    Mutant(engine=DropoutInEvaluation, killed_by="I9.dropout-off", issue="verl #4708", says="by forward"),
-    Mutant(
-        engine=NeverBackInTrainingMode, killed_by="I9.dropout-off", issue="verl #4708", says="after a forward"
-    ),
-    Mutant(
-        engine=GivesUndeclaredLogits,
-        killed_by="contract.undeclared",
-        issue="an option that is ignored",
-        says="'logits' is not declared",
-        undeclared=frozenset({C.LOGITS}),
-    ),
-)

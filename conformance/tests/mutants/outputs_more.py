@@ -19,6 +19,9 @@ from mutants.bases import Packed, Replicated
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant(
+    "I1.logits-gradients", "distillation that trains nothing", "gradients of a loss over logprobs and logits"
+)
 class DetachedLogits(ReferenceBackend):
     """Logits are right and have no graph."""
 
@@ -27,6 +30,7 @@ class DetachedLogits(ReferenceBackend):
         return {name: value.detach() if name == "logits" else value for name, value in outputs.items()}
 
 
+@Mutant("I7.logits", "in-place temperature", "logits, all asked together")
 class LogitsScaledInPlace(ReferenceBackend):
     """The log-probs' kernel divides by the temperature in place, and the logits are divided again."""
 
@@ -37,6 +41,7 @@ class LogitsScaledInPlace(ReferenceBackend):
         return outputs
 
 
+@Mutant("I1.value-gradients", "a detached output", "gradients of the value head")
 class DetachedBootstrap(ReferenceBackend):
     """The value after the last token has no graph."""
 
@@ -45,6 +50,7 @@ class DetachedBootstrap(ReferenceBackend):
         return {name: value.detach() if name == "bootstrap" else value for name, value in outputs.items()}
 
 
+@Mutant("I1.value-gradients", "I8", "of the value head")
 class TrainedValuesOverTemperature(ReferenceBackend):
     """Values are divided by the temperature where they are trained."""
 
@@ -54,6 +60,7 @@ class TrainedValuesOverTemperature(ReferenceBackend):
         return {n: v / scale if n == "values" else v for n, v in outputs.items()}
 
 
+@Mutant("I7.values", "chunked kernels", "values of a long batch")
 class ValuesLoseAChunkEdge(Packed):
     """The first row of each further chunk of values is lost."""
 
@@ -65,6 +72,7 @@ class ValuesLoseAChunkEdge(Packed):
         return replace(output, values=torch.where((place % 128 == 0) & (place > 0), 0.0, output.values))
 
 
+@Mutant("I7.logits", "chunked kernels", "logits of a long batch")
 class LogitsLoseAChunkEdge(Packed):
     """The same of logits."""
 
@@ -76,6 +84,7 @@ class LogitsLoseAChunkEdge(Packed):
         return replace(output, logits=torch.where((place % 128 == 0) & (place > 0), 0.0, output.logits))
 
 
+@Mutant("I7.scores", "the last row of a table", "scores of a long batch")
 class ScoresBeforeTheLastPosition(ReferenceBackend):
     """A sequence of the largest length is read one token too early."""
 
@@ -87,6 +96,7 @@ class ScoresBeforeTheLastPosition(ReferenceBackend):
         return super().sequence(ids[:-1] if longest else ids, step)
 
 
+@Mutant("I7.long-batch", "a second chunk on one rank", "gradients of a long batch", layout=DP2)
 class LongPassLosesGradients(Packed):
     """On the second rank, the log-probs behind the 200th token of a pass have no graph."""
 
@@ -98,6 +108,7 @@ class LongPassLosesGradients(Packed):
         return replace(output, logprobs=torch.where(early, output.logprobs, output.logprobs.detach()))
 
 
+@Mutant("I7.long-batch", "kernels over blocks of the vocabulary", "logprobs of a long batch")
 class SecondBlockOfTheVocabulary(ReferenceBackend):
     """A kernel that loops over blocks of 1,024 token ids leaves the second out of the softmax."""
 
@@ -111,6 +122,7 @@ class SecondBlockOfTheVocabulary(ReferenceBackend):
         return outputs
 
 
+@Mutant("I1.gradients", "padding of flat buffers", "gradients of TokenMeanLoss", layout=DP2, family="gpt2")
 class OddTailOfABucket(Replicated):
     """Gradients are reduced in pairs of elements, and the last element of an odd number stays each rank's own."""
 
@@ -121,6 +133,7 @@ class OddTailOfABucket(Replicated):
             grad.copy_(flat.view_as(grad))
 
 
+@Mutant("I1.any-batch", "a view of sequences of one length", "log-probs of a drawn batch")
 class EqualLengthsMixed(Packed):
     """Two sequences of one length are taken for the columns of their tokens, not for the rows."""
 
@@ -132,6 +145,7 @@ class EqualLengthsMixed(Packed):
         return super().outputs(replace(micro_batch, input_ids=mixed), step)
 
 
+@Mutant("I1.any-batch", "samples that are the same", "gradients of a drawn batch")
 class ComputesTheSameOnce(ReferenceBackend):
     """A sequence whose ids came before in the micro-batch takes over their outputs, without a graph."""
 
@@ -146,6 +160,7 @@ class ComputesTheSameOnce(ReferenceBackend):
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
+@Mutant("I1.any-batch", "a fixed number of rows", "gradients of a drawn batch")
 class AtMost24Sequences(ReferenceBackend):
     """Sequences behind the 24th of a micro-batch have no graph."""
 
@@ -155,6 +170,7 @@ class AtMost24Sequences(ReferenceBackend):
         return ModelOutput(**{name: torch.cat([row[name] for row in rows]) for name in rows[0]})
 
 
+@Mutant("I1.gradients", "a metric that becomes a loss", "(?s)gradients of OutputsLoss over entropy.*zero")
 class EntropyAloneTrainsNothing(ReferenceBackend):
     """A loss that asks for nothing but the entropy has gradients of zero."""
 
@@ -165,6 +181,7 @@ class EntropyAloneTrainsNothing(ReferenceBackend):
         return replace(output, entropy=output.entropy.detach() + 0.0 * output.entropy)
 
 
+@Mutant("I1.any-batch", "a schedule of fixed length", "gradients of a drawn batch")
 class SkipsTheEighthMicroBatch(ReferenceBackend):
     """The eighth micro-batch of a pass has no backward pass."""
 
@@ -173,100 +190,3 @@ class SkipsTheEighthMicroBatch(ReferenceBackend):
             loss = step(self.outputs(part, step), part)
             if mode != "forward" and number != 7:
                 loss.backward()
-
-
-MUTANTS = (
-    Mutant(
-        engine=EntropyAloneTrainsNothing,
-        killed_by="I1.gradients",
-        issue="a metric that becomes a loss",
-        says=r"(?s)gradients of OutputsLoss over entropy.*zero",
-    ),
-    Mutant(
-        engine=DetachedLogits,
-        killed_by="I1.logits-gradients",
-        issue="distillation that trains nothing",
-        says="gradients of a loss over logprobs and logits",
-    ),
-    Mutant(
-        engine=LogitsScaledInPlace,
-        killed_by="I7.logits",
-        issue="in-place temperature",
-        says="logits, all asked together",
-    ),
-    Mutant(
-        engine=DetachedBootstrap,
-        killed_by="I1.value-gradients",
-        issue="a detached output",
-        says="gradients of the value head",
-    ),
-    Mutant(
-        engine=TrainedValuesOverTemperature,
-        killed_by="I1.value-gradients",
-        issue="I8",
-        says="of the value head",
-    ),
-    Mutant(
-        engine=ValuesLoseAChunkEdge,
-        killed_by="I7.values",
-        issue="chunked kernels",
-        says="values of a long batch",
-    ),
-    Mutant(
-        engine=LogitsLoseAChunkEdge,
-        killed_by="I7.logits",
-        issue="chunked kernels",
-        says="logits of a long batch",
-    ),
-    Mutant(
-        engine=ScoresBeforeTheLastPosition,
-        killed_by="I7.scores",
-        issue="the last row of a table",
-        says="scores of a long batch",
-    ),
-    Mutant(
-        engine=LongPassLosesGradients,
-        killed_by="I7.long-batch",
-        issue="a second chunk on one rank",
-        says="gradients of a long batch",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=SecondBlockOfTheVocabulary,
-        killed_by="I7.long-batch",
-        issue="kernels over blocks of the vocabulary",
-        says="logprobs of a long batch",
-    ),
-    Mutant(
-        engine=OddTailOfABucket,
-        killed_by="I1.gradients",
-        issue="padding of flat buffers",
-        says="gradients of TokenMeanLoss",
-        layout=DP2,
-        family="gpt2",
-    ),
-    Mutant(
-        engine=EqualLengthsMixed,
-        killed_by="I1.any-batch",
-        issue="a view of sequences of one length",
-        says="log-probs of a drawn batch",
-    ),
-    Mutant(
-        engine=ComputesTheSameOnce,
-        killed_by="I1.any-batch",
-        issue="samples that are the same",
-        says="gradients of a drawn batch",
-    ),
-    Mutant(
-        engine=AtMost24Sequences,
-        killed_by="I1.any-batch",
-        issue="a fixed number of rows",
-        says="gradients of a drawn batch",
-    ),
-    Mutant(
-        engine=SkipsTheEighthMicroBatch,
-        killed_by="I1.any-batch",
-        issue="a schedule of fixed length",
-        says="gradients of a drawn batch",
-    ),
-)

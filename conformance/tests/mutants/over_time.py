@@ -21,6 +21,9 @@ from mutants.bases import OwnExport, OwnOffload, TrainContext
 from mutants.zoo import Mutant
 
 
+@Mutant(
+    "I11.load-after-use", "vllm #44371: answers that outlive a load", "logprobs after 'sharded' was loaded"
+)
 class AnswersFromMemory(ReferenceBackend):
     """Answers are kept by the batch, and forgotten after a step or a load of weights alone."""
 
@@ -50,6 +53,7 @@ class AnswersFromMemory(ReferenceBackend):
             self._answers.update(self._before)
 
 
+@Mutant("I11.adapter-alone", "vllm #44371: answers that outlive an adapter", "outputs after a load")
 class AnswersOutliveAdapters(AnswersFromMemory):
     """The same, and a load of an adapter alone forgets nothing."""
 
@@ -58,6 +62,9 @@ class AnswersOutliveAdapters(AnswersFromMemory):
             super().after_load(kinds)
 
 
+@Mutant(
+    "I11.load-after-use", "NeMo-RL #2372: a load that the next step undoes", "a step after 'hf' was loaded"
+)
 class MastersStayBehind(OwnExport):
     """A load of a model directory does not reach the float32 weights that the next step begins from."""
 
@@ -77,6 +84,11 @@ class MastersStayBehind(OwnExport):
             self._masters = None
 
 
+@Mutant(
+    "I13.hidden-caches",
+    "masks that are cached by the size of the batch",
+    "log-probs of the same tokens, cut elsewhere",
+)
 class CutsBySize(ReferenceBackend):
     """Boundaries of sequences are kept by the number of tokens."""
 
@@ -92,6 +104,11 @@ class CutsBySize(ReferenceBackend):
         return super().outputs(cut, step)
 
 
+@Mutant(
+    "contract.global-state",
+    "a default dtype that is left behind",
+    r"forward\(\) left torch.get_default_dtype\(\) = torch.bfloat16",
+)
 class LeavesBfloat16(ReferenceBackend):
     """The default dtype is bfloat16 after a forward pass."""
 
@@ -101,6 +118,9 @@ class LeavesBfloat16(ReferenceBackend):
             torch.set_default_dtype(torch.bfloat16)
 
 
+@Mutant(
+    "contract.global-state", "a seed for the whole process", r"load\(\) left random.getstate\(\) another one"
+)
 class SeedsInALoad(ReferenceBackend):
     """A load seeds the random numbers of the whole process."""
 
@@ -109,6 +129,11 @@ class SeedsInALoad(ReferenceBackend):
         random.seed(0)
 
 
+@Mutant(
+    "contract.flat-memory",
+    "a leak of one tensor per step",
+    r"50 calls of train_batch\(\) left (49|5\d) more tensors",
+)
 class KeepsEveryLoss(ReferenceBackend):
     """Losses are kept for an unused mean."""
 
@@ -124,6 +149,11 @@ class KeepsEveryLoss(ReferenceBackend):
                 self._losses.append(loss)
 
 
+@Mutant(
+    "contract.flat-memory",
+    "a history without a bound",
+    r"50 calls of forward\(\) left 0 more tensors and 600 more bytes",
+)
 class AppendsToAHistory(ReferenceBackend):
     """The log-probs of all forward passes are kept in one tensor that grows."""
 
@@ -138,6 +168,9 @@ class AppendsToAHistory(ReferenceBackend):
         return outputs
 
 
+@Mutant(
+    "contract.offloaded-memory", "offloading that frees nothing", r"offload\(\) leaves (\d+) of the \1 bytes"
+)
 class OffloadsNothing(ReferenceBackend):
     """No tensor is named as the memory of any part."""
 
@@ -145,6 +178,9 @@ class OffloadsNothing(ReferenceBackend):
         return ()
 
 
+@Mutant(
+    "contract.offloaded-memory", "moments that stay on the device", r"offload\(\) leaves \d+ of the \d+ bytes"
+)
 class OffloadsNoMoments(ReferenceBackend):
     """The moments stay on the device."""
 
@@ -152,6 +188,9 @@ class OffloadsNoMoments(ReferenceBackend):
         return super().memory(part) if part != "optimizer" else ()
 
 
+@Mutant(
+    "contract.offloaded-memory", "offloading that frees nothing", r"offload\(\) leaves (\d+) of the \1 bytes"
+)
 class SaysItIsOffloaded(OwnOffload):
     """No-op in both methods."""
 
@@ -173,6 +212,7 @@ class _SeedIsOff(ReferenceBackend):
         super().build(replace(context, config=context.config.model_copy(update={"seed": seed})))
 
 
+@Mutant("I3.seeded-draws", "two engines that begin with two models", "weights drawn from a config")
 class ModelsOfAnotherSeed(_SeedIsOff):
     """Weights from a config are drawn from the seed of something else."""
 
@@ -180,6 +220,7 @@ class ModelsOfAnotherSeed(_SeedIsOff):
         return context.config.model.path is None
 
 
+@Mutant("I3.seeded-draws", "a head of another seed", "a model with a new head: 1 of")
 class HeadsOfAnotherSeed(_SeedIsOff):
     """The same of a new head."""
 
@@ -187,103 +228,9 @@ class HeadsOfAnotherSeed(_SeedIsOff):
         return context.config.model.head == "value"
 
 
+@Mutant("I3.seeded-draws", "an adapter of another seed", "a model with a new adapter")
 class AdaptersOfAnotherSeed(_SeedIsOff):
     """The same of a new adapter."""
 
     def off(self, context: TrainContext) -> bool:
         return context.config.model.lora is not None
-
-
-USED, SETTINGS, MEMORY, AWAY, SEEDED = (
-    "I11.load-after-use",
-    "contract.global-state",
-    "contract.flat-memory",
-    "contract.offloaded-memory",
-    "I3.seeded-draws",
-)
-MUTANTS = (
-    Mutant(
-        engine=AnswersFromMemory,
-        killed_by=USED,
-        issue="vllm #44371: answers that outlive a load",
-        says="logprobs after 'sharded' was loaded",
-    ),
-    Mutant(
-        engine=AnswersOutliveAdapters,
-        killed_by="I11.adapter-alone",
-        issue="vllm #44371: answers that outlive an adapter",
-        says="outputs after a load",
-    ),
-    Mutant(
-        engine=MastersStayBehind,
-        killed_by=USED,
-        issue="NeMo-RL #2372: a load that the next step undoes",
-        says="a step after 'hf' was loaded",
-    ),
-    Mutant(
-        engine=CutsBySize,
-        killed_by="I13.hidden-caches",
-        issue="masks that are cached by the size of the batch",
-        says="log-probs of the same tokens, cut elsewhere",
-    ),
-    Mutant(
-        engine=LeavesBfloat16,
-        killed_by=SETTINGS,
-        issue="a default dtype that is left behind",
-        says=r"forward\(\) left torch.get_default_dtype\(\) = torch.bfloat16",
-    ),
-    Mutant(
-        engine=SeedsInALoad,
-        killed_by=SETTINGS,
-        issue="a seed for the whole process",
-        says=r"load\(\) left random.getstate\(\) another one",
-    ),
-    Mutant(
-        engine=KeepsEveryLoss,
-        killed_by=MEMORY,
-        issue="a leak of one tensor per step",
-        says=r"50 calls of train_batch\(\) left (49|5\d) more tensors",
-    ),
-    Mutant(
-        engine=AppendsToAHistory,
-        killed_by=MEMORY,
-        issue="a history without a bound",
-        says=r"50 calls of forward\(\) left 0 more tensors and 600 more bytes",
-    ),
-    Mutant(
-        engine=OffloadsNothing,
-        killed_by=AWAY,
-        issue="offloading that frees nothing",
-        says=r"offload\(\) leaves (\d+) of the \1 bytes",
-    ),
-    Mutant(
-        engine=OffloadsNoMoments,
-        killed_by=AWAY,
-        issue="moments that stay on the device",
-        says=r"offload\(\) leaves \d+ of the \d+ bytes",
-    ),
-    Mutant(
-        engine=SaysItIsOffloaded,
-        killed_by=AWAY,
-        issue="offloading that frees nothing",
-        says=r"offload\(\) leaves (\d+) of the \1 bytes",
-    ),
-    Mutant(
-        engine=ModelsOfAnotherSeed,
-        killed_by=SEEDED,
-        issue="two engines that begin with two models",
-        says="weights drawn from a config",
-    ),
-    Mutant(
-        engine=HeadsOfAnotherSeed,
-        killed_by=SEEDED,
-        issue="a head of another seed",
-        says="a model with a new head: 1 of",
-    ),
-    Mutant(
-        engine=AdaptersOfAnotherSeed,
-        killed_by=SEEDED,
-        issue="an adapter of another seed",
-        says="a model with a new adapter",
-    ),
-)

@@ -20,10 +20,16 @@ from core_rl.reference import SPEC as REFERENCE
 from core_rl.reference.train import ReferenceBackend
 from core_rl.state.slices import Shard
 from core_rl.state.store import TensorStore
-from mutants.bases import CountsItself, OwnExport
+from mutants.bases import CountsItself, OwnExport, inside
 from mutants.zoo import Mutant
 
 
+@Mutant(
+    "I7.pair-logprobs",
+    "units",
+    r"'entropy-in-bits' is off the oracle: entropy by [\s\S]*fix 'entropy-in-bits'",
+    partner=REFERENCE,
+)
 class EntropyInBits(ReferenceBackend):
     """The entropy comes in another unit than the contract's."""
 
@@ -41,12 +47,24 @@ class _ReportsTheClippedNorm(TrainStep):
         return {**report, "grad_norm": min(report["grad_norm"], largest)}
 
 
+@Mutant(
+    "I1.pair-gradients",
+    "torchtitan #649",
+    r"the norm before clipping[\s\S]*fix 'norm-after-clipping'",
+    partner=REFERENCE,
+)
 class NormAfterClipping(ReferenceBackend):
     """The norm that is reported is that of the gradients after clipping."""
 
     components = TrainComponents(step=_ReportsTheClippedNorm)
 
 
+@Mutant(
+    "I1.pair-gradients",
+    "verl #4710",
+    r"fix 'gradients-three-times-the-others'[\s\S]*multiplied by 3",
+    partner=REFERENCE,
+)
 class GradientsThreeTimesTheOthers(ReferenceBackend):
     """Every backward pass is scaled once more than the core has asked for."""
 
@@ -57,20 +75,17 @@ class GradientsThreeTimesTheOthers(ReferenceBackend):
                 (3.0 * loss).backward()
 
 
-class _AdvancesTwice(TrainStep):
-    """Advances the schedule by two."""
+@Mutant("I1.pair-training", "slime #1152", "is off the oracle: the (loss|norm) of step 2", partner=REFERENCE)
+@inside(ReferenceBackend, "step")
+class ScheduleAdvancedTwice(TrainStep):
+    """Each step of the schedule is two."""
 
     def lr_scheduler_step(self) -> float:
         super().lr_scheduler_step()
         return super().lr_scheduler_step()
 
 
-class ScheduleAdvancedTwice(ReferenceBackend):
-    """Each step of the schedule is two."""
-
-    components = TrainComponents(step=_AdvancesTwice)
-
-
+@Mutant("I1.pair-training", "AReaL #1273", "is off the oracle: the norm of step 1", partner=REFERENCE)
 class LossScaleOfTheSecondStep(ReferenceBackend):
     """The loss is scaled by the first denominator from the second update on."""
 
@@ -88,6 +103,12 @@ class LossScaleOfTheSecondStep(ReferenceBackend):
         super().step(scale, lr, count)
 
 
+@Mutant(
+    "I1.pair-training",
+    "moments between steps",
+    "is off the oracle: the (loss|norm) of step 2",
+    partner=REFERENCE,
+)
 class FirstMomentForgotten(ReferenceBackend):
     """Every other step begins without the momentum of the step before."""
 
@@ -99,6 +120,7 @@ class FirstMomentForgotten(ReferenceBackend):
         super().step(scale, lr, count)
 
 
+@Mutant("I11.pair-portable", "AReaL #1468", "exp_avg_sq moved from 'reference'", partner=REFERENCE)
 class SecondMomentsDroppedOnLoad(OwnExport):
     """A load fills the weights and the first moments only."""
 
@@ -107,6 +129,7 @@ class SecondMomentsDroppedOnLoad(OwnExport):
             super().import_tensors(kind, source)
 
 
+@Mutant("I11.pair-portable", "NeMo-RL #3171", "weights two steps after it was moved", partner=REFERENCE)
 class StepCountOfTheOtherEngine(CountsItself):
     """After a load of a run that has continued elsewhere, the bias correction begins again."""
 
@@ -136,6 +159,7 @@ class _SavesRounded(Persistence):
         tensors.saving = False
 
 
+@Mutant("I11.pair-portable", "NeMo-RL #2372", "master in the portable checkpoint", partner=REFERENCE)
 class RoundsWhatItSaves(ReferenceBackend):
     """A portable checkpoint has the weights of the compute dtype, not the float32 masters."""
 
@@ -167,81 +191,8 @@ def _wrapped(name: str, kind: str) -> str:
     return f"module.{name}" if kind == "master" else name
 
 
+@Mutant("I11.pair-portable", "names of wrappers", r"module\.", partner=REFERENCE)
 class WrapsTheNamesOfMasters(ReferenceBackend):
     """Float32 weights are exported under the names of a wrapper; they load where the same wrapper is."""
 
     components = TrainComponents(tensors=_Wraps)
-
-
-MUTANTS = (
-    Mutant(
-        engine=EntropyInBits,
-        killed_by="I7.pair-logprobs",
-        issue="units",
-        says=r"'entropy-in-bits' is off the oracle: entropy by [\s\S]*fix 'entropy-in-bits'",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=NormAfterClipping,
-        killed_by="I1.pair-gradients",
-        issue="torchtitan #649",
-        says=r"the norm before clipping[\s\S]*fix 'norm-after-clipping'",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=GradientsThreeTimesTheOthers,
-        killed_by="I1.pair-gradients",
-        issue="verl #4710",
-        says="fix 'gradients-three-times-the-others'[\\s\\S]*multiplied by 3",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=ScheduleAdvancedTwice,
-        killed_by="I1.pair-training",
-        issue="slime #1152",
-        says="is off the oracle: the (loss|norm) of step 2",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=LossScaleOfTheSecondStep,
-        killed_by="I1.pair-training",
-        issue="AReaL #1273",
-        says="is off the oracle: the norm of step 1",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=FirstMomentForgotten,
-        killed_by="I1.pair-training",
-        issue="moments between steps",
-        says="is off the oracle: the (loss|norm) of step 2",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=SecondMomentsDroppedOnLoad,
-        killed_by="I11.pair-portable",
-        issue="AReaL #1468",
-        says="exp_avg_sq moved from 'reference'",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=StepCountOfTheOtherEngine,
-        killed_by="I11.pair-portable",
-        issue="NeMo-RL #3171",
-        says="weights two steps after it was moved",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=RoundsWhatItSaves,
-        killed_by="I11.pair-portable",
-        issue="NeMo-RL #2372",
-        says="master in the portable checkpoint",
-        partner=REFERENCE,
-    ),
-    Mutant(
-        engine=WrapsTheNamesOfMasters,
-        killed_by="I11.pair-portable",
-        issue="names of wrappers",
-        says=r"module\.",
-        partner=REFERENCE,
-    ),
-)

@@ -20,6 +20,7 @@ TIED = "embed_tokens.weight"
 # -------------------------------------------------------------------- schedule
 
 
+@Mutant("I1.micro-batches", "AReaL #1273", "gradients with", layout=PP2)
 class ScheduleDividesByMicroBatches(PipelineBackend):
     """The schedule divides by the number of micro-batches, after the core has divided by the weight."""
 
@@ -30,6 +31,7 @@ class ScheduleDividesByMicroBatches(PipelineBackend):
         return ways
 
 
+@Mutant("I1.micro-batches", "a pipeline that is flushed too early", "gradients with", layout=PP2)
 class LossOfLastMicroBatch(PipelineBackend):
     """Only the last micro-batch of a pass goes backward on the last stage; the others give gradients of zero."""
 
@@ -40,6 +42,7 @@ class LossOfLastMicroBatch(PipelineBackend):
         return ways
 
 
+@Mutant("I7.logprobs", "OpenRLHF #217, on later stages", "logprobs at temperature 1", layout=PP2)
 class PositionsLostOnTheWay(PipelineBackend):
     """Later stages take every token for a first one."""
 
@@ -47,6 +50,7 @@ class PositionsLostOnTheWay(PipelineBackend):
         return super().positions(batch) if self.is_first else torch.zeros_like(batch.input_ids)
 
 
+@Mutant("I7.logprobs", "accelerate #3979, between stages", "logprobs at temperature 1", layout=PP2)
 class ActivationsInHalf(PipelineBackend):
     """Activations travel between stages in bfloat16."""
 
@@ -58,6 +62,13 @@ class ActivationsInHalf(PipelineBackend):
 # ----------------------------------------------------------------- tied weights
 
 
+@Mutant(
+    "I10.tied-gradient",
+    "Megatron-LM, embedding gradients over the first and the last stage",
+    "embed_tokens",
+    layout=PP2,
+    family="qwen3",
+)
 class TiedGradientOfLastStage(PipelineBackend):
     """The two copies of a tied embedding are not added up: only the head's part is exported."""
 
@@ -67,6 +78,7 @@ class TiedGradientOfLastStage(PipelineBackend):
         super().reduce(name, grad)
 
 
+@Mutant("I10.tied-after-steps", "verl #6334, over stages", "after steps", layout=PP2, family="qwen3")
 class TiedCopiesDrift(PipelineBackend):
     """The last stage has the sum of both gradients; the first steps its copy with its own."""
 
@@ -80,6 +92,7 @@ class TiedCopiesDrift(PipelineBackend):
 # ------------------------------------------------------------------------ norm
 
 
+@Mutant("I4.grad-norm", "torchtitan #649", "the norm", layout=PP2)
 class NormOfLastStage(PipelineBackend, OwnNorm):
     """Each stage computes a norm of its own parameters, and the last one reports its own."""
 
@@ -91,6 +104,13 @@ class NormOfLastStage(PipelineBackend, OwnNorm):
                 yield part
 
 
+@Mutant(
+    "I4.grad-norm",
+    "AReaL #1497, for the two copies of a tied embedding",
+    "the norm",
+    layout=PP2,
+    family="qwen3",
+)
 class TiedCountedTwice(PipelineBackend, OwnNorm):
     """The norm counts both copies of the tied embedding."""
 
@@ -101,6 +121,12 @@ class TiedCountedTwice(PipelineBackend, OwnNorm):
                 yield part
 
 
+@Mutant(
+    "I3.gradients-after-steps",
+    "PipeDream's stale weights (arXiv:1806.03377), where none are meant",
+    "after 2 steps",
+    layout=PP2,
+)
 class FirstStageStale(PipelineBackend):
     """The first stage computes with the weights that it had before the steps."""
 
@@ -118,6 +144,12 @@ class FirstStageStale(PipelineBackend):
         return way
 
 
+@Mutant(
+    "I20.frozen-parts",
+    "stages without trained parameters",
+    r"gradients with \d+ of \d+ parameters frozen \(model.layers.1",
+    layout=PP2,
+)
 class FrozenStageSendsNothingBack(PipelineBackend):
     """Behind a stage whose layers are frozen, gradients are zero."""
 
@@ -127,80 +159,3 @@ class FrozenStageSendsNothingBack(PipelineBackend):
         if way.received is not None and way.received.requires_grad and frozen:
             way.received.register_hook(torch.zeros_like)
         super().backward_stage(way)
-
-
-MUTANTS = (
-    Mutant(
-        engine=FrozenStageSendsNothingBack,
-        killed_by="I20.frozen-parts",
-        issue="stages without trained parameters",
-        says=r"gradients with \d+ of \d+ parameters frozen \(model.layers.1",
-        layout=PP2,
-    ),
-    Mutant(
-        engine=ScheduleDividesByMicroBatches,
-        killed_by="I1.micro-batches",
-        issue="AReaL #1273",
-        says="gradients with",
-        layout=PP2,
-    ),
-    Mutant(
-        engine=LossOfLastMicroBatch,
-        killed_by="I1.micro-batches",
-        issue="a pipeline that is flushed too early",
-        says="gradients with",
-        layout=PP2,
-    ),
-    Mutant(
-        engine=PositionsLostOnTheWay,
-        killed_by="I7.logprobs",
-        issue="OpenRLHF #217, on later stages",
-        says="logprobs at temperature 1",
-        layout=PP2,
-    ),
-    Mutant(
-        engine=ActivationsInHalf,
-        killed_by="I7.logprobs",
-        issue="accelerate #3979, between stages",
-        says="logprobs at temperature 1",
-        layout=PP2,
-    ),
-    Mutant(
-        engine=TiedGradientOfLastStage,
-        killed_by="I10.tied-gradient",
-        issue="Megatron-LM, embedding gradients over the first and the last stage",
-        says="embed_tokens",
-        layout=PP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=TiedCopiesDrift,
-        killed_by="I10.tied-after-steps",
-        issue="verl #6334, over stages",
-        says="after steps",
-        layout=PP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=NormOfLastStage,
-        killed_by="I4.grad-norm",
-        issue="torchtitan #649",
-        says="the norm",
-        layout=PP2,
-    ),
-    Mutant(
-        engine=TiedCountedTwice,
-        killed_by="I4.grad-norm",
-        issue="AReaL #1497, for the two copies of a tied embedding",
-        says="the norm",
-        layout=PP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=FirstStageStale,
-        killed_by="I3.gradients-after-steps",
-        issue="PipeDream's stale weights (arXiv:1806.03377), where none are meant",
-        says="after 2 steps",
-        layout=PP2,
-    ),
-)

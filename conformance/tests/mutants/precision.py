@@ -21,6 +21,12 @@ class Autocast(Packed):
             return super().outputs(micro_batch, step)
 
 
+@Mutant(
+    "I7.logprobs",
+    "accelerate #3979: the float32 upcast is a no-op",
+    "every value of the output 'logprobs' is a bfloat16 number",
+    dtype="bfloat16",
+)
 class SoftmaxInHalf(Autocast):
     """The upcast before the softmax is lost."""
 
@@ -29,6 +35,12 @@ class SoftmaxInHalf(Autocast):
         return replace(output, logprobs=output["logprobs"].bfloat16().float())
 
 
+@Mutant(
+    "I7.scores",
+    "accelerate #3979, for a head",
+    "every value of the output 'scores' is a bfloat16 number",
+    dtype="bfloat16",
+)
 class ScoresInHalf(Autocast):
     """The scalar head of a reward model is not in float32."""
 
@@ -37,6 +49,11 @@ class ScoresInHalf(Autocast):
         return output if output.scores is None else replace(output, scores=output.scores.bfloat16().float())
 
 
+@Mutant(
+    "I7.logprobs",
+    "a kernel that is a little off at every token, and at none by much",
+    "the root mean square error of logprobs .* no single value is far off",
+)
 class NoiseEverywhere(Packed):
     """An approximate kernel: each log-prob is off by half of the limit for a single value, up or down."""
 
@@ -45,27 +62,3 @@ class NoiseEverywhere(Packed):
         signs = 1.0 - 2.0 * (micro_batch.position_ids % 2)
         noise = torch.where(micro_batch.position_ids > 0, 2e-5 * signs, 0.0)
         return replace(output, logprobs=output["logprobs"] + noise)
-
-
-MUTANTS = [
-    Mutant(
-        engine=SoftmaxInHalf,
-        killed_by="I7.logprobs",
-        issue="accelerate #3979: the float32 upcast is a no-op",
-        says="every value of the output 'logprobs' is a bfloat16 number",
-        dtype="bfloat16",
-    ),
-    Mutant(
-        engine=ScoresInHalf,
-        killed_by="I7.scores",
-        issue="accelerate #3979, for a head",
-        says="every value of the output 'scores' is a bfloat16 number",
-        dtype="bfloat16",
-    ),
-    Mutant(
-        engine=NoiseEverywhere,
-        killed_by="I7.logprobs",
-        issue="a kernel that is a little off at every token, and at none by much",
-        says="the root mean square error of logprobs .* no single value is far off",
-    ),
-]

@@ -13,6 +13,11 @@ from core_rl.reference.train import ReferenceBackend
 from mutants.zoo import Mutant
 
 
+@Mutant(
+    "contract.global-state",
+    "a trainer's seed_everything()",
+    r"initialize\(\) seeds random\.getstate\(\), seeds numpy\.random\.get_state\(\)\n",
+)
 class SeedsPython(ReferenceBackend):
     """A build seeds the global generators of Python and numpy."""
 
@@ -22,25 +27,14 @@ class SeedsPython(ReferenceBackend):
         super().build(context)
 
 
+@Mutant(
+    "contract.global-state",
+    "a trainer's set_float32_matmul_precision",
+    r"after initialize\(\), on rank 0: torch\.get_float32_matmul_precision\(\) is high",
+)
 class AsksForTf32(ReferenceBackend):
     """A build lets all matrix products of the process be less precise than float32."""
 
     def build(self, context: BuildContext[TrainEngineConfig]) -> None:
         super().build(context)
         torch.set_float32_matmul_precision("high")
-
-
-MUTANTS = (
-    Mutant(
-        engine=SeedsPython,
-        killed_by="contract.global-state",
-        issue="a trainer's seed_everything()",
-        says=r"initialize\(\) seeds random\.getstate\(\), seeds numpy\.random\.get_state\(\)\n",
-    ),
-    Mutant(
-        engine=AsksForTf32,
-        killed_by="contract.global-state",
-        issue="a trainer's set_float32_matmul_precision",
-        says=r"after initialize\(\), on rank 0: torch\.get_float32_matmul_precision\(\) is high",
-    ),
-)

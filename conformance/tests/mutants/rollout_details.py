@@ -23,6 +23,11 @@ from mutants.zoo import Context, Mutant
 # ----------------------------------------------------------- drawn tokens
 
 
+@Mutant(
+    "I8.sampling",
+    "a low temperature that counts as greedy (I8)",
+    "at temperature 0.3, without seeds: .* came 256 times",
+)
 class LowTemperatureIsGreedy(Sampling):
     """Below a half, a temperature is taken for 0."""
 
@@ -30,6 +35,7 @@ class LowTemperatureIsGreedy(Sampling):
         return replace(sampling, temperature=0.0) if sampling.temperature < 0.5 else sampling
 
 
+@Mutant("I8.sampling-cut", "a cut that keeps too few (I8)", r"with top_p = .* came \d+ times in 256 draws")
 class TopPIsNarrow(Sampling):
     """The tokens kept by top-p lack the token that reaches it."""
 
@@ -48,6 +54,12 @@ class InHalf(ReferenceRolloutBackend):
             model.get_output_embeddings().register_forward_hook(lambda _, inputs, logits: logits.float())
 
 
+@Mutant(
+    "I8.sampling-cut",
+    "a cut that keeps too few, where rounding moves tokens across it (I8)",
+    r"with top_p = .* came \d+ times in 256 draws",
+    dtype="bfloat16",
+)
 class TopPIsNarrowInHalf(InHalf, TopPIsNarrow):
     """In bfloat16, the tokens kept by top-p lack the token that reaches it."""
 
@@ -74,6 +86,11 @@ class Bent(ReferenceRolloutBackend):
             object.__delattr__(self._model, "generate")
 
 
+@Mutant(
+    "I8.sampling",
+    "penalties of generation_config.json (I8)",
+    "in answers of 24 tokens: a token that the answer has already",
+)
 class PenalizesRepetitionInAnswers(Bent):
     """The server's default makes tokens that the answer has already less likely."""
 
@@ -82,6 +99,11 @@ class PenalizesRepetitionInAnswers(Bent):
         return logits.scatter_add(1, local, torch.full(local.shape, -0.5)) if local.numel() else logits
 
 
+@Mutant(
+    "I8.sampling-cut",
+    "the order of temperature and top-p (I8)",
+    r"with top_p = .* came \d+ times in 256 draws",
+)
 class TopPBeforeTemperature(Bent):
     """Top-p counts the probabilities before the temperature."""
 
@@ -92,6 +114,11 @@ class TopPBeforeTemperature(Bent):
 # ----------------------------------------------------------- how it ends
 
 
+@Mutant(
+    "I19.stop",
+    "finished answers that count as cut off (I14)",
+    "and stop_reason = 'length'; expected .* and 'stop'",
+)
 class LengthBeforeStop(ReferenceRolloutBackend):
     """An answer with as many tokens as were allowed counts as cut off, whatever its last one is."""
 
@@ -104,6 +131,7 @@ class LengthBeforeStop(ReferenceRolloutBackend):
 # ----------------------------------------------------------- the second time
 
 
+@Mutant("I12.receive-disk", "caches by path (verl #7014)", "after the update to version 5")
 class RemembersDirectories(ReferenceRolloutBackend):
     """Weights from a directory stay at the first update."""
 
@@ -124,6 +152,7 @@ class RemembersDirectories(ReferenceRolloutBackend):
 # ----------------------------------------------------------- long sequences
 
 
+@Mutant("I7.score", "a limit of the server's context (I14)", "sequence 0, token 50 of 64")
 class ScoresFiftyTokens(ReferenceRolloutBackend):
     """Scores end at a limit of the server."""
 
@@ -132,6 +161,7 @@ class ScoresFiftyTokens(ReferenceRolloutBackend):
         return torch.cat([row * (torch.arange(len(row)) < 50) for row in rows])
 
 
+@Mutant("I7.top-logprobs", "a limit of the server's context (I14)", "top 1 log-probs")
 class TopOfFiftyTokens(ReferenceRolloutBackend):
     """The most likely tokens come for as many places as the server allows."""
 
@@ -142,6 +172,11 @@ class TopOfFiftyTokens(ReferenceRolloutBackend):
         return replace(top, logprobs=torch.cat(cut))
 
 
+@Mutant(
+    "I19.stop",
+    "one of several stop tokens (I19)",
+    r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, greedy decoding gave .* and stop_reason = 'length'",
+)
 class FirstStopToken(Sampling):
     """Only the first of several ``stop_token_ids`` ends an answer."""
 
@@ -149,6 +184,11 @@ class FirstStopToken(Sampling):
         return replace(sampling, stop_token_ids=sampling.stop_token_ids[:1])
 
 
+@Mutant(
+    "I19.stop",
+    "stop tokens in place of EOS (I19)",
+    r"with stop_token_ids = \(\d+,\) and EOS before it, greedy decoding gave",
+)
 class StopTokensReplaceEos(Sampling):
     """A request with ``stop_token_ids`` does not end with EOS."""
 
@@ -156,6 +196,11 @@ class StopTokensReplaceEos(Sampling):
         return replace(sampling, ignore_eos=sampling.ignore_eos or bool(sampling.stop_token_ids))
 
 
+@Mutant(
+    "I19.stop",
+    "configs with a list of EOS ids (I19)",
+    r"with EOS on the way, greedy decoding gave .*EOS is \d+ or \d+",
+)
 class OneEos(ReferenceRolloutBackend):
     """Only the first of the config's EOS ids counts."""
 
@@ -163,80 +208,3 @@ class OneEos(ReferenceRolloutBackend):
         limits = super().build(context, addresses, ft_spec)
         self._eos_token_ids = self._eos_token_ids[:1]
         return limits
-
-
-MUTANTS = (
-    Mutant(
-        engine=FirstStopToken,
-        killed_by="I19.stop",
-        issue="one of several stop tokens (I19)",
-        says=r"with stop_token_ids = \(\d+, \d+\) and ignore_eos, greedy decoding gave .* and stop_reason = 'length'",
-    ),
-    Mutant(
-        engine=StopTokensReplaceEos,
-        killed_by="I19.stop",
-        issue="stop tokens in place of EOS (I19)",
-        says=r"with stop_token_ids = \(\d+,\) and EOS before it, greedy decoding gave",
-    ),
-    Mutant(
-        engine=OneEos,
-        killed_by="I19.stop",
-        issue="configs with a list of EOS ids (I19)",
-        says=r"with EOS on the way, greedy decoding gave .*EOS is \d+ or \d+",
-    ),
-    Mutant(
-        engine=LowTemperatureIsGreedy,
-        killed_by="I8.sampling",
-        issue="a low temperature that counts as greedy (I8)",
-        says="at temperature 0.3, without seeds: .* came 256 times",
-    ),
-    Mutant(
-        engine=PenalizesRepetitionInAnswers,
-        killed_by="I8.sampling",
-        issue="penalties of generation_config.json (I8)",
-        says="in answers of 24 tokens: a token that the answer has already",
-    ),
-    Mutant(
-        engine=TopPIsNarrow,
-        killed_by="I8.sampling-cut",
-        issue="a cut that keeps too few (I8)",
-        says=r"with top_p = .* came \d+ times in 256 draws",
-    ),
-    Mutant(
-        engine=TopPIsNarrowInHalf,
-        killed_by="I8.sampling-cut",
-        issue="a cut that keeps too few, where rounding moves tokens across it (I8)",
-        says=r"with top_p = .* came \d+ times in 256 draws",
-        dtype="bfloat16",
-    ),
-    Mutant(
-        engine=TopPBeforeTemperature,
-        killed_by="I8.sampling-cut",
-        issue="the order of temperature and top-p (I8)",
-        says=r"with top_p = .* came \d+ times in 256 draws",
-    ),
-    Mutant(
-        engine=LengthBeforeStop,
-        killed_by="I19.stop",
-        issue="finished answers that count as cut off (I14)",
-        says="and stop_reason = 'length'; expected .* and 'stop'",
-    ),
-    Mutant(
-        engine=RemembersDirectories,
-        killed_by="I12.receive-disk",
-        issue="caches by path (verl #7014)",
-        says="after the update to version 5",
-    ),
-    Mutant(
-        engine=ScoresFiftyTokens,
-        killed_by="I7.score",
-        issue="a limit of the server's context (I14)",
-        says="sequence 0, token 50 of 64",
-    ),
-    Mutant(
-        engine=TopOfFiftyTokens,
-        killed_by="I7.top-logprobs",
-        issue="a limit of the server's context (I14)",
-        says="top 1 log-probs",
-    ),
-)

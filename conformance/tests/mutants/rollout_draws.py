@@ -32,6 +32,9 @@ class Sampling(Rescored):
         return super()._response(replace(request, sampling=self._asked[request.rid]), completion)
 
 
+@Mutant(
+    "I8.sampling", "a temperature that is not passed on (I8)", "at temperature (2.5|0.6).* draws; expected"
+)
 class DrawsAtTemperatureOne(Sampling):
     """The temperature never reaches the sampler."""
 
@@ -39,6 +42,7 @@ class DrawsAtTemperatureOne(Sampling):
         return replace(sampling, temperature=1.0)
 
 
+@Mutant("I8.sampling", "a server that falls back to greedy decoding (I8)", "came 256 times in 256 draws")
 class AlwaysGreedy(Sampling):
     """The most likely token is taken, whatever is asked for."""
 
@@ -46,6 +50,11 @@ class AlwaysGreedy(Sampling):
         return replace(sampling, temperature=0.0)
 
 
+@Mutant(
+    "I8.rollout-temperature",
+    "a falsy value that counts as not set (I8)",
+    r"greedy decoding took token \d+ .* token \d+ has",
+)
 class NeverGreedy(Sampling):
     """Temperature 0 is taken for a value that is not set."""
 
@@ -53,6 +62,7 @@ class NeverGreedy(Sampling):
         return replace(sampling, temperature=sampling.temperature or 1.0)
 
 
+@Mutant("I8.sampling", "transformers' default top_k = 50 (I8)", "most likely tokens came")
 class TopKByDefault(Sampling):
     """Without a top-k in the request, the library's default of 50 cuts."""
 
@@ -60,6 +70,7 @@ class TopKByDefault(Sampling):
         return replace(sampling, top_k=sampling.top_k or 50)
 
 
+@Mutant("I8.sampling", "defaults of generation_config.json (I8)", "came .* times in 256 draws")
 class TopPOfTheGenerationConfig(Sampling):
     """Without a top-p in the request, that of the model's generation config cuts."""
 
@@ -67,6 +78,7 @@ class TopPOfTheGenerationConfig(Sampling):
         return replace(sampling, top_p=0.8 if sampling.top_p == 1 else sampling.top_p)
 
 
+@Mutant("I8.rollout-cut", "parameters that never arrive (I8)", "other tokens are left")
 class IgnoresTopK(Sampling):
     """``top_k`` is not passed on."""
 
@@ -74,6 +86,7 @@ class IgnoresTopK(Sampling):
         return replace(sampling, top_k=None)
 
 
+@Mutant("I8.min-p", "a field under another name (I8)", "with min_p = .* draws; expected")
 class IgnoresMinP(Sampling):
     """``min_p`` is not passed on."""
 
@@ -81,6 +94,7 @@ class IgnoresMinP(Sampling):
         return replace(sampling, min_p=0.0)
 
 
+@Mutant("I8.logit-bias", "a field under another name (I8)", "with logit_bias = .* draws; expected")
 class IgnoresLogitBias(Sampling):
     """``logit_bias`` is not passed on."""
 
@@ -88,6 +102,11 @@ class IgnoresLogitBias(Sampling):
         return replace(sampling, logit_bias=())
 
 
+@Mutant(
+    "I8.presence-penalty",
+    "a field under another name (I8)",
+    "with presence_penalty = 1.5: a token that the answer has already",
+)
 class IgnoresThePresencePenalty(Sampling):
     """``presence_penalty`` is not passed on."""
 
@@ -95,6 +114,7 @@ class IgnoresThePresencePenalty(Sampling):
         return replace(sampling, presence_penalty=0.0)
 
 
+@Mutant("I19.stop-strings", "parameters that never arrive (I19)", r"with stop = \['<")
 class IgnoresStopTexts(Sampling):
     """``stop`` is not passed on."""
 
@@ -102,6 +122,11 @@ class IgnoresStopTexts(Sampling):
         return replace(sampling, stop=())
 
 
+@Mutant(
+    "I8.repetition-penalty",
+    "transformers' repetition_penalty, which counts the prompt (I8)",
+    "with repetition_penalty = 1.6",
+)
 class PenalizesThePrompt(ReferenceRolloutBackend):
     """``repetition_penalty`` is that of transformers, which counts the tokens of the prompt too."""
 
@@ -114,6 +139,9 @@ def _from_the_first(kind: type[Adjustment], *, sampling: SamplingParams, start: 
     return kind(sampling=sampling, start=0)
 
 
+@Mutant(
+    "I8.groups", "one seed for all samples of a group (I8)", "8 equal requests at one time got 1 different"
+)
 class OneSeedForAGroup(ReferenceRolloutBackend):
     """A request without a seed takes the engine's, so that equal requests get equal answers."""
 
@@ -121,6 +149,7 @@ class OneSeedForAGroup(ReferenceRolloutBackend):
         return self.config.seed if sampling.seed is None else sampling.seed
 
 
+@Mutant("I8.sampling", "one random stream for a group (I8)", "do requests share a seed")
 class OneSeedForABatch(ReferenceRolloutBackend):
     """All requests of a batch draw from the stream of its first one."""
 
@@ -133,6 +162,7 @@ class OneSeedForABatch(ReferenceRolloutBackend):
 # ----------------------------------------------------------- where it ends
 
 
+@Mutant("I19.stop", "an EOS that is never trained (I19)", "with EOS on the way")
 class DropsTheStopToken(ReferenceRolloutBackend):
     """The response lacks the token that ends it."""
 
@@ -142,6 +172,7 @@ class DropsTheStopToken(ReferenceRolloutBackend):
         return super()._response(request, completion)
 
 
+@Mutant("I19.stop", "EOS of another file (I19)", "EOS on the way, greedy")
 class KnowsNoEos(ReferenceRolloutBackend):
     """The EOS of the model's config is never read."""
 
@@ -151,6 +182,7 @@ class KnowsNoEos(ReferenceRolloutBackend):
         return limits
 
 
+@Mutant("I19.stop", "parameters that never arrive (I19)", "stop_token_ids")
 class IgnoresStopTokens(Sampling):
     """``stop_token_ids`` are not passed on."""
 
@@ -158,6 +190,9 @@ class IgnoresStopTokens(Sampling):
         return replace(sampling, stop_token_ids=())
 
 
+@Mutant(
+    "contract.rollout-limits", "a server's default length (I14)", "gave 16 tokens and stop_reason = 'stop'"
+)
 class CutsLongAnswers(ReferenceRolloutBackend):
     """A default of the server ends answers after 16 tokens, as if they were finished."""
 
@@ -169,117 +204,10 @@ class CutsLongAnswers(ReferenceRolloutBackend):
         return super()._response(request, completion)
 
 
+@Mutant("contract.rollout-limits", "padded embeddings (I10)", "limits.vocab_size")
 class PadsTheVocabulary(ReferenceRolloutBackend):
     """The vocabulary is that of the padded embedding."""
 
     def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
         limits = super().build(context, addresses, ft_spec)
         return replace(limits, vocab_size=-(-limits.vocab_size // 64) * 64)
-
-
-DRAWN, STOP, LIMITS = "I8.sampling", "I19.stop", "contract.rollout-limits"
-CUT, TEMPERED = "I8.rollout-cut", "I8.rollout-temperature"
-MUTANTS = (
-    Mutant(
-        engine=NeverGreedy,
-        killed_by=TEMPERED,
-        issue="a falsy value that counts as not set (I8)",
-        says=r"greedy decoding took token \d+ .* token \d+ has",
-    ),
-    Mutant(
-        engine=IgnoresTopK,
-        killed_by=CUT,
-        issue="parameters that never arrive (I8)",
-        says="other tokens are left",
-    ),
-    Mutant(
-        engine=DrawsAtTemperatureOne,
-        killed_by=DRAWN,
-        issue="a temperature that is not passed on (I8)",
-        says="at temperature (2.5|0.6).* draws; expected",
-    ),
-    Mutant(
-        engine=AlwaysGreedy,
-        killed_by=DRAWN,
-        issue="a server that falls back to greedy decoding (I8)",
-        says="came 256 times in 256 draws",
-    ),
-    Mutant(
-        engine=TopKByDefault,
-        killed_by=DRAWN,
-        issue="transformers' default top_k = 50 (I8)",
-        says="most likely tokens came",
-    ),
-    Mutant(
-        engine=TopPOfTheGenerationConfig,
-        killed_by=DRAWN,
-        issue="defaults of generation_config.json (I8)",
-        says="came .* times in 256 draws",
-    ),
-    Mutant(
-        engine=OneSeedForABatch,
-        killed_by=DRAWN,
-        issue="one random stream for a group (I8)",
-        says="do requests share a seed",
-    ),
-    Mutant(
-        engine=IgnoresMinP,
-        killed_by="I8.min-p",
-        issue="a field under another name (I8)",
-        says="with min_p = .* draws; expected",
-    ),
-    Mutant(
-        engine=IgnoresLogitBias,
-        killed_by="I8.logit-bias",
-        issue="a field under another name (I8)",
-        says="with logit_bias = .* draws; expected",
-    ),
-    Mutant(
-        engine=IgnoresThePresencePenalty,
-        killed_by="I8.presence-penalty",
-        issue="a field under another name (I8)",
-        says="with presence_penalty = 1.5: a token that the answer has already",
-    ),
-    Mutant(
-        engine=PenalizesThePrompt,
-        killed_by="I8.repetition-penalty",
-        issue="transformers' repetition_penalty, which counts the prompt (I8)",
-        says="with repetition_penalty = 1.6",
-    ),
-    Mutant(
-        engine=IgnoresStopTexts,
-        killed_by="I19.stop-strings",
-        issue="parameters that never arrive (I19)",
-        says=r"with stop = \['<",
-    ),
-    Mutant(
-        engine=OneSeedForAGroup,
-        killed_by="I8.groups",
-        issue="one seed for all samples of a group (I8)",
-        says="8 equal requests at one time got 1 different",
-    ),
-    Mutant(
-        engine=DropsTheStopToken,
-        killed_by=STOP,
-        issue="an EOS that is never trained (I19)",
-        says="with EOS on the way",
-    ),
-    Mutant(
-        engine=KnowsNoEos, killed_by=STOP, issue="EOS of another file (I19)", says="EOS on the way, greedy"
-    ),
-    Mutant(
-        engine=IgnoresStopTokens,
-        killed_by=STOP,
-        issue="parameters that never arrive (I19)",
-        says="stop_token_ids",
-    ),
-    Mutant(
-        engine=CutsLongAnswers,
-        killed_by=LIMITS,
-        issue="a server's default length (I14)",
-        says="gave 16 tokens and stop_reason = 'stop'",
-    ),
-    Mutant(
-        engine=PadsTheVocabulary, killed_by=LIMITS, issue="padded embeddings (I10)", says="limits.vocab_size"
-    ),
-)

@@ -17,6 +17,12 @@ from mutants.images import QWEN
 from mutants.zoo import Context, Mutant
 
 
+@Mutant(
+    "I7.rollout-images",
+    "a prefix cache whose key has placeholders and no pixels",
+    "generated after other images in the same places",
+    family=QWEN,
+)
 class CachesImagesByTokens(ReferenceRolloutBackend):
     """A prompt with the tokens of an earlier one has its images."""
 
@@ -33,6 +39,12 @@ class CachesImagesByTokens(ReferenceRolloutBackend):
         )
 
 
+@Mutant(
+    "I12.receive-tower",
+    "features of images that outlive an update: SGLang 0.5.23, flush_cache",
+    "after the update",
+    family=QWEN,
+)
 class UpdatesTheTextAlone(ReferenceRolloutBackend):
     """An update leaves the tower as it was."""
 
@@ -43,33 +55,14 @@ class UpdatesTheTextAlone(ReferenceRolloutBackend):
         super()._adopt(model)
 
 
+@Mutant(
+    "contract.rollout-placeholders",
+    "a server that dies of features without a place",
+    "placeholders without an image",
+    family=QWEN,
+)
 class CountsNoPlaceholders(ReferenceRolloutBackend):
     """The engine takes a vision-language model for a model of text."""
 
     def build(self, context: Context, addresses: tuple[str, ...], ft_spec: FinetuneSpec) -> ModelLimits:
         return replace(super().build(context, addresses, ft_spec), image_model=None)
-
-
-MUTANTS = (
-    Mutant(
-        engine=CachesImagesByTokens,
-        killed_by="I7.rollout-images",
-        issue="a prefix cache whose key has placeholders and no pixels",
-        says="generated after other images in the same places",
-        family=QWEN,
-    ),
-    Mutant(
-        engine=UpdatesTheTextAlone,
-        killed_by="I12.receive-tower",
-        issue="features of images that outlive an update: SGLang 0.5.23, flush_cache",
-        says="after the update",
-        family=QWEN,
-    ),
-    Mutant(
-        engine=CountsNoPlaceholders,
-        killed_by="contract.rollout-placeholders",
-        issue="a server that dies of features without a place",
-        says="placeholders without an image",
-        family=QWEN,
-    ),
-)

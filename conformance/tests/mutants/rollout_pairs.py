@@ -16,6 +16,11 @@ from mutants.rollouts import ReportsWithoutTemperature
 from mutants.zoo import Mutant, spec_of
 
 
+@Mutant(
+    "I8.score-vs-train",
+    "NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557",
+    "the train engine .* is off the oracle, and the rollout engine 'reference-rollout' agrees",
+)
 class RecomputesAtTemperatureOne(ReferenceBackend):
     """Log-probs of the trainer are without the temperature."""
 
@@ -23,6 +28,11 @@ class RecomputesAtTemperatureOne(ReferenceBackend):
         return super().sequence(ids, WithTemperature(step, 1.0))
 
 
+@Mutant(
+    "I8.full-distribution",
+    "an error that drawn tokens cannot show (I8)",
+    "the train engine .* is off the oracle",
+)
 class ClampsLogits(ReferenceBackend):
     """Logits far below the largest are clamped: these tokens are never drawn."""
 
@@ -33,6 +43,7 @@ class ClampsLogits(ReferenceBackend):
         return outputs
 
 
+@Mutant("I12.sync-end-to-end", "verl #7014", "the sender wrote other weights than it has")
 class UploadsTheStepBefore(OwnExport):
     """The uploaded weights were gathered before the step."""
 
@@ -55,16 +66,24 @@ class _RaisesTheVersion(TrainStep):
         super().set_version(version + 1)
 
 
+@Mutant("I12.sync-end-to-end", "prime-rl #1901", r"get_version\(\) is .*train engine': 2")
 class CountsVersionsItself(ReferenceBackend):
     """Every upload raises the version."""
 
     components = TrainComponents(step=_RaisesTheVersion)
 
 
+@Mutant(
+    "I8.score-vs-train",
+    "TRL #4159",
+    "the rollout engine 'reports-without-temperature' is off the oracle, and the train engine",
+    partner=spec_of(ReportsWithoutTemperature),
+)
 class BesideAWrongRollout(ReferenceBackend):
     """A correct trainer, with an inference engine that reports log-probs without the temperature."""
 
 
+@Mutant("I19.eos-trained", "TRL #3200", "log-probs with EOS inside")
 class EndIsNotTrained(ReferenceBackend):
     """Tokens with the id of padding have no log-prob, and so no gradient."""
 
@@ -77,6 +96,11 @@ class EndIsNotTrained(ReferenceBackend):
         }
 
 
+@Mutant(
+    "I19.eos-trained",
+    "verl #4710: stock Megatron embeddings beside padding_idx of transformers",
+    "only rows .* which are token ids",
+)
 class PaddingHasAGradient(ReferenceBackend):
     """The input embedding is of a make that knows nothing of ``padding_idx``."""
 
@@ -87,6 +111,7 @@ class PaddingHasAGradient(ReferenceBackend):
         embedding.padding_idx = None
 
 
+@Mutant("I19.eos-trained", "TRL #3200", "after one with the id|EOS inside")
 class EndIsNotSeen(ReferenceBackend):
     """The attention mask is made of ids that are not padding."""
 
@@ -97,56 +122,3 @@ class EndIsNotSeen(ReferenceBackend):
         mask = (ids != padding).long()
         logits = self.model(input_ids=ids[None], attention_mask=mask[None], use_cache=False).logits[0].float()
         return self.language_model(ids, logits / step.temperature, step)
-
-
-MUTANTS = (
-    Mutant(
-        engine=RecomputesAtTemperatureOne,
-        killed_by="I8.score-vs-train",
-        issue="NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557",
-        says="the train engine .* is off the oracle, and the rollout engine 'reference-rollout' agrees",
-    ),
-    Mutant(
-        engine=BesideAWrongRollout,
-        killed_by="I8.score-vs-train",
-        issue="TRL #4159",
-        says="the rollout engine 'reports-without-temperature' is off the oracle, and the train engine",
-        partner=spec_of(ReportsWithoutTemperature),
-    ),
-    Mutant(
-        engine=ClampsLogits,
-        killed_by="I8.full-distribution",
-        issue="an error that drawn tokens cannot show (I8)",
-        says="the train engine .* is off the oracle",
-    ),
-    Mutant(
-        engine=UploadsTheStepBefore,
-        killed_by="I12.sync-end-to-end",
-        issue="verl #7014",
-        says="the sender wrote other weights than it has",
-    ),
-    Mutant(
-        engine=CountsVersionsItself,
-        killed_by="I12.sync-end-to-end",
-        issue="prime-rl #1901",
-        says=r"get_version\(\) is .*train engine': 2",
-    ),
-    Mutant(
-        engine=EndIsNotTrained,
-        killed_by="I19.eos-trained",
-        issue="TRL #3200",
-        says="log-probs with EOS inside",
-    ),
-    Mutant(
-        engine=EndIsNotSeen,
-        killed_by="I19.eos-trained",
-        issue="TRL #3200",
-        says="after one with the id|EOS inside",
-    ),
-    Mutant(
-        engine=PaddingHasAGradient,
-        killed_by="I19.eos-trained",
-        issue="verl #4710: stock Megatron embeddings beside padding_idx of transformers",
-        says="only rows .* which are token ids",
-    ),
-)

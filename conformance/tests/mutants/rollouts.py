@@ -41,6 +41,11 @@ class Rescored(ReferenceRolloutBackend):
         return logits / sampling.logprob_temperature
 
 
+@Mutant(
+    "I8.rollout-temperature",
+    "NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557",
+    "the temperature is missing",
+)
 class ReportsWithoutTemperature(Rescored):
     """Log-probs are those before the temperature."""
 
@@ -48,6 +53,11 @@ class ReportsWithoutTemperature(Rescored):
         return logits
 
 
+@Mutant(
+    "I8.rollout-temperature",
+    "a tiny temperature in place of greedy decoding (I8)",
+    "log-probs of greedy tokens",
+)
 class ReportsGreedyAsCertain(Rescored):
     """Greedy decoding is a softmax at a tiny temperature, and its log-probs are reported."""
 
@@ -55,6 +65,7 @@ class ReportsGreedyAsCertain(Rescored):
         return logits / (sampling.temperature or 1e-5)
 
 
+@Mutant("I8.rollout-cut", "TRL #4159", "what the cut has left")
 class ReportsAfterTheCut(Rescored):
     """Log-probs are renormalized over the tokens left by top-k and top-p."""
 
@@ -69,6 +80,7 @@ class ReportsAfterTheCut(Rescored):
         return logits.clamp(min=-1e4)
 
 
+@Mutant("I7.rollout-logprobs", "verl #3287, SkyRL #1304", "(position|token) (too late|before it)")
 class ReportsOneTokenLate(ReferenceRolloutBackend):
     """The log-prob of each token is that of the token before it."""
 
@@ -96,6 +108,7 @@ class Feeding(ReferenceRolloutBackend):
             future.set_result(self._response(request, answer))
 
 
+@Mutant("I7.rollout-logprobs", "OpenRLHF #217", "generated in a crowd")
 class SeesPaddingOfTheBatch(Feeding):
     """Prompts are padded to the longest of the batch, without a mask."""
 
@@ -103,6 +116,7 @@ class SeesPaddingOfTheBatch(Feeding):
         return (0,) * (longest - len(ids)) + ids
 
 
+@Mutant("I19.bos", "a second BOS (I19)", "extra BOS")
 class AddsBos(Feeding):
     """The server puts BOS before every prompt, as a tokenizer would."""
 
@@ -110,6 +124,7 @@ class AddsBos(Feeding):
         return (self._model.config.bos_token_id, *ids)
 
 
+@Mutant("I19.bos", "a prompt that loses its BOS (I19)", "prompts with BOS")
 class StripsBos(Feeding):
     """A BOS that the prompt has is taken away, as decoding and encoding again would."""
 
@@ -121,6 +136,7 @@ class StripsBos(Feeding):
 # ----------------------------------------------------------- scores
 
 
+@Mutant("I7.score", "NeMo-RL #316", "scores at temperature 0.6")
 class ScoresWithoutTemperature(ReferenceRolloutBackend):
     """Scores are those at temperature 1."""
 
@@ -128,6 +144,7 @@ class ScoresWithoutTemperature(ReferenceRolloutBackend):
         return super().score(batch, 1.0)
 
 
+@Mutant("I7.score", "SkyRL #1304", "scores at temperature 1")
 class ScoresOneTokenEarly(ReferenceRolloutBackend):
     """Each sequence's scores begin at its first token."""
 
@@ -138,6 +155,7 @@ class ScoresOneTokenEarly(ReferenceRolloutBackend):
         return early
 
 
+@Mutant("I7.top-logprobs", "TRL #3029", "at temperature 0.6")
 class TopWithoutTemperature(ReferenceRolloutBackend):
     """The most likely tokens come with their log-probs at temperature 1."""
 
@@ -145,59 +163,10 @@ class TopWithoutTemperature(ReferenceRolloutBackend):
         return super().top_logprobs(batch, k, 1.0)
 
 
+@Mutant("I7.top-logprobs", "ids and values of two orders (I7)", "ids that came")
 class TopInOrderOfIds(ReferenceRolloutBackend):
     """The most likely tokens come in the order of their ids, log-probs in that of their size."""
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
         top = super().top_logprobs(batch, k, temperature)
         return replace(top, ids=top.ids.sort(-1).values)
-
-
-CUT, TEMPERED, TOP = "I8.rollout-cut", "I8.rollout-temperature", "I7.top-logprobs"
-MUTANTS = (
-    Mutant(
-        engine=ReportsWithoutTemperature,
-        killed_by=TEMPERED,
-        issue="NeMo-RL #316, verl #3133, OpenRLHF #857, TRL #3029, AReaL #581, slime #557",
-        says="the temperature is missing",
-    ),
-    Mutant(
-        engine=ReportsGreedyAsCertain,
-        killed_by=TEMPERED,
-        issue="a tiny temperature in place of greedy decoding (I8)",
-        says="log-probs of greedy tokens",
-    ),
-    Mutant(engine=ReportsAfterTheCut, killed_by=CUT, issue="TRL #4159", says="what the cut has left"),
-    Mutant(
-        engine=ReportsOneTokenLate,
-        killed_by="I7.rollout-logprobs",
-        issue="verl #3287, SkyRL #1304",
-        says="(position|token) (too late|before it)",
-    ),
-    Mutant(
-        engine=SeesPaddingOfTheBatch,
-        killed_by="I7.rollout-logprobs",
-        issue="OpenRLHF #217",
-        says="generated in a crowd",
-    ),
-    Mutant(engine=AddsBos, killed_by="I19.bos", issue="a second BOS (I19)", says="extra BOS"),
-    Mutant(
-        engine=StripsBos,
-        killed_by="I19.bos",
-        issue="a prompt that loses its BOS (I19)",
-        says="prompts with BOS",
-    ),
-    Mutant(
-        engine=ScoresWithoutTemperature,
-        killed_by="I7.score",
-        issue="NeMo-RL #316",
-        says="scores at temperature 0.6",
-    ),
-    Mutant(
-        engine=ScoresOneTokenEarly, killed_by="I7.score", issue="SkyRL #1304", says="scores at temperature 1"
-    ),
-    Mutant(engine=TopWithoutTemperature, killed_by=TOP, issue="TRL #3029", says="at temperature 0.6"),
-    Mutant(
-        engine=TopInOrderOfIds, killed_by=TOP, issue="ids and values of two orders (I7)", says="ids that came"
-    ),
-)

@@ -18,6 +18,12 @@ BLOCK = 32
 """Tokens of a cached prefix."""
 
 
+@Mutant(
+    "I13.route-orders",
+    "an update while paused that a resume undoes (I13)",
+    "(?s)of greedy tokens after these calls.*pause",
+    declared=frozenset({C.PAUSE}),
+)
 class ResumesWithThePausedWeights(ReferenceRolloutBackend):
     """A pause keeps the weights, and resuming restores them over an update."""
 
@@ -28,6 +34,12 @@ class ResumesWithThePausedWeights(ReferenceRolloutBackend):
         self._on_worker(setattr, self, "_model", self._paused_model)
 
 
+@Mutant(
+    "I13.route-orders",
+    "AReaL #941: a version that is stuck",
+    r"versions \[\d+\]; the weights had|tokens carry the versions",
+    declared=frozenset({C.PAUSE}),
+)
 class ResumesWithThePausedVersion(ReferenceRolloutBackend):
     """The same of the version."""
 
@@ -38,6 +50,11 @@ class ResumesWithThePausedVersion(ReferenceRolloutBackend):
         self._on_worker(setattr, self, "_served_version", self._paused_version)
 
 
+@Mutant(
+    "I13.route-orders",
+    "an update that follows a failed one (I12)",
+    "(?s)of greedy tokens after these calls.*fail_update",
+)
 class SkipsTheUpdateAfterAFailure(ReferenceRolloutBackend):
     """The first update after a failed one is acknowledged, and changes nothing but the version."""
 
@@ -55,6 +72,11 @@ class SkipsTheUpdateAfterAFailure(ReferenceRolloutBackend):
             raise
 
 
+@Mutant(
+    "I13.route-orders",
+    "a wake that restores a copy from before the update (I15)",
+    "(?s)of greedy tokens after these calls.*(sleep_or_wake|change_before_sleep)",
+)
 class WakesWithTheUpdateBefore(ReferenceRolloutBackend):
     """A sleep keeps the weights from before the last update, and a wake restores them."""
 
@@ -68,6 +90,11 @@ class WakesWithTheUpdateBefore(ReferenceRolloutBackend):
         self._on_worker(setattr, self, "_model", getattr(self, "_before", self._model))
 
 
+@Mutant(
+    "I13.route-orders",
+    "an update that waits for aborted requests, and is dropped (I13)",
+    "(?s)of greedy tokens.*weights before the update.*change_after_abort",
+)
 class LosesTheUpdateAfterAnAbort(ReferenceRolloutBackend):
     """The first update after an abort is acknowledged, and changes nothing but the version."""
 
@@ -88,6 +115,12 @@ class LosesTheUpdateAfterAnAbort(ReferenceRolloutBackend):
         self._aborted = False
 
 
+@Mutant(
+    "I13.route-orders",
+    "blocks that requests still need stay in the prefix cache (vllm #9744)",
+    "(?s)after a shared prefix.*change_between_prefixes",
+    declared=frozenset({C.PAUSE}),
+)
 class KeepsSharedPrefixesInAPause(ReferenceRolloutBackend):
     """An update in a pause leaves cached prefixes that several prompts share: requests that wait may need them."""
 
@@ -120,6 +153,12 @@ class KeepsSharedPrefixesInAPause(ReferenceRolloutBackend):
         self._model = current
 
 
+@Mutant(
+    "I13.adapter-orders",
+    "an adapter that arrives while paused, and that a resume undoes (I13)",
+    "(?s)of greedy tokens.*(change_while_paused|pause_or_resume|while_paused=True)",
+    declared=frozenset({C.PAUSE}),
+)
 class ResumesWithThePausedAdapter(ReferenceRolloutBackend):
     """A pause keeps the adapter, and resuming restores it over an update."""
 
@@ -129,54 +168,3 @@ class ResumesWithThePausedAdapter(ReferenceRolloutBackend):
 
     def resume(self) -> None:
         self._on_worker(self._model.load_state_dict, self._paused_factors, False)
-
-
-ORDERS = "I13.route-orders"
-MUTANTS = (
-    Mutant(
-        engine=SkipsTheUpdateAfterAFailure,
-        killed_by=ORDERS,
-        issue="an update that follows a failed one (I12)",
-        says=r"(?s)of greedy tokens after these calls.*fail_update",
-    ),
-    Mutant(
-        engine=ResumesWithThePausedWeights,
-        killed_by=ORDERS,
-        issue="an update while paused that a resume undoes (I13)",
-        says=r"(?s)of greedy tokens after these calls.*pause",
-        declared=frozenset({C.PAUSE}),
-    ),
-    Mutant(
-        engine=ResumesWithThePausedVersion,
-        killed_by=ORDERS,
-        issue="AReaL #941: a version that is stuck",
-        says=r"versions \[\d+\]; the weights had|tokens carry the versions",
-        declared=frozenset({C.PAUSE}),
-    ),
-    Mutant(
-        engine=WakesWithTheUpdateBefore,
-        killed_by=ORDERS,
-        issue="a wake that restores a copy from before the update (I15)",
-        says=r"(?s)of greedy tokens after these calls.*(sleep_or_wake|change_before_sleep)",
-    ),
-    Mutant(
-        engine=LosesTheUpdateAfterAnAbort,
-        killed_by=ORDERS,
-        issue="an update that waits for aborted requests, and is dropped (I13)",
-        says=r"(?s)of greedy tokens.*weights before the update.*change_after_abort",
-    ),
-    Mutant(
-        engine=KeepsSharedPrefixesInAPause,
-        killed_by=ORDERS,
-        issue="blocks that requests still need stay in the prefix cache (vllm #9744)",
-        says=r"(?s)after a shared prefix.*change_between_prefixes",
-        declared=frozenset({C.PAUSE}),
-    ),
-    Mutant(
-        engine=ResumesWithThePausedAdapter,
-        killed_by="I13.adapter-orders",
-        issue="an adapter that arrives while paused, and that a resume undoes (I13)",
-        says=r"(?s)of greedy tokens.*(change_while_paused|pause_or_resume|while_paused=True)",
-        declared=frozenset({C.PAUSE}),
-    ),
-)

@@ -17,12 +17,11 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
-from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
 from core_rl.toolkit.routers import Routing, balance_loss
 from core_rl_conformance.profile import MOE
-from mutants.bases import Packed
+from mutants.bases import Packed, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -43,6 +42,12 @@ class _Scaled(Packed):
         raise NotImplementedError
 
 
+@Mutant(
+    "I18.aux-gradient",
+    "means of means (transformers #34191)",
+    "routers' balance alone with .*count=5",
+    family=MOE,
+)
 class BalanceOfMeans(_Scaled):
     """The mean over each micro-batch, averaged over them."""
 
@@ -51,6 +56,7 @@ class BalanceOfMeans(_Scaled):
         return total / (len(self._micro_batches) * micro_batch.num_tokens)
 
 
+@Mutant("I18.aux-gradient", "means of ranks (verl #3994)", "routers' balance alone", family=MOE, layout=DP2)
 class BalanceOfRanks(_Scaled):
     """The mean over each rank's tokens, averaged over ranks."""
 
@@ -60,6 +66,7 @@ class BalanceOfRanks(_Scaled):
         return total / (self.context.world.size * local_total)
 
 
+@Mutant("I18.aux-gradient", "verl #6836", r"routers' balance alone(.|\n)*2", family=MOE, layout=DP2)
 class BalanceOfEachRank(_Scaled):
     """Each rank adds the balance of all ranks, as context-parallel ranks did that share one sequence."""
 
@@ -82,6 +89,7 @@ class _Balanced(Packed, ABC):
         return ModelOutput(**outputs, aux_loss=self.balance(micro_batch, routings))
 
 
+@Mutant("I18.aux-gradient", "a balance that depends on packing (I18)", "aux_loss", family=MOE)
 class BalanceOfTheBatch(_Balanced):
     """A micro-batch is taken for one sequence, so that its balance depends on the company."""
 
@@ -89,6 +97,12 @@ class BalanceOfTheBatch(_Balanced):
         return balance_loss(routings, torch.tensor([0, micro_batch.num_tokens]))
 
 
+@Mutant(
+    "I18.aux-gradient",
+    "softmax twice, in transformers before 5.6 (transformers #45120)",
+    "aux_loss",
+    family=MOE,
+)
 class BalanceOfProbabilities(_Balanced):
     """Probabilities are taken for logits: their softmax is nearly even, whatever routers choose."""
 
@@ -97,6 +111,7 @@ class BalanceOfProbabilities(_Balanced):
         return balance_loss(twice, micro_batch.cu_seqlens)
 
 
+@Mutant("I18.aux-gradient", "padding in router statistics (I18)", "aux_loss", family=MOE)
 class BalanceOfPadding(ReferenceBackend):
     """Rows are padded to a multiple of 16, and what routers choose for padding counts as well."""
 
@@ -108,6 +123,7 @@ class BalanceOfPadding(ReferenceBackend):
         }
 
 
+@Mutant("I18.aux-gradient", "a balance of responses alone (I18)", "aux_loss", family=MOE)
 class BalanceOfTrainedTokens(_Balanced):
     """Only tokens that are trained are balanced."""
 
@@ -120,6 +136,7 @@ class BalanceOfTrainedTokens(_Balanced):
         )
 
 
+@Mutant("I18.aux-gradient", "a loss that is only reported (I18)", "zero", family=MOE)
 class BalanceWithoutGradient(ReferenceBackend):
     """The balance is reported, and trains nothing."""
 
@@ -128,6 +145,9 @@ class BalanceWithoutGradient(ReferenceBackend):
         return output if output.aux_loss is None else replace(output, aux_loss=output.aux_loss.detach())
 
 
+@Mutant(
+    "I18.aux-beside-loss", "a loss that another one replaces (I18)", "gradients next to a loss", family=MOE
+)
 class BalanceInsteadOfLoss(ReferenceBackend):
     """With a balance loss, the main loss trains nothing."""
 
@@ -138,8 +158,10 @@ class BalanceInsteadOfLoss(ReferenceBackend):
         return replace(output, logprobs=output.logprobs.detach())
 
 
-class _AddsTheBalance(TrainStep):
-    """Adds the balance to the loss of an evaluation."""
+@Mutant("I18.aux-beside-loss", "a loss that hides another one (I18)", "the loss of eval_batch", family=MOE)
+@inside(ReferenceBackend, "step")
+class BalanceInEvaluation(TrainStep):
+    """The loss of an evaluation is that with the balance."""
 
     def forward_backward(
         self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
@@ -147,86 +169,3 @@ class _AddsTheBalance(TrainStep):
         metrics = super().forward_backward(batch, loss, mb_spec, mode, *totals)
         balance = self.runtime.config.model.router_aux_coef * metrics.get("aux_loss", 0.0)
         return {**metrics, "loss": metrics["loss"] + balance} if mode == "forward" else metrics
-
-
-class BalanceInEvaluation(ReferenceBackend):
-    """The loss of an evaluation is that with the balance."""
-
-    components = TrainComponents(step=_AddsTheBalance)
-
-
-ALONE = "I18.aux-gradient"
-MUTANTS = (
-    Mutant(
-        engine=BalanceOfMeans,
-        killed_by=ALONE,
-        issue="means of means (transformers #34191)",
-        says="routers' balance alone with .*count=5",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceOfRanks,
-        killed_by=ALONE,
-        issue="means of ranks (verl #3994)",
-        says="routers' balance alone",
-        family=MOE,
-        layout=DP2,
-    ),
-    Mutant(
-        engine=BalanceOfEachRank,
-        killed_by=ALONE,
-        issue="verl #6836",
-        says=r"routers' balance alone(.|\n)*2",
-        family=MOE,
-        layout=DP2,
-    ),
-    Mutant(
-        engine=BalanceOfTheBatch,
-        killed_by=ALONE,
-        issue="a balance that depends on packing (I18)",
-        says="aux_loss",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceOfProbabilities,
-        killed_by=ALONE,
-        issue="softmax twice, in transformers before 5.6 (transformers #45120)",
-        says="aux_loss",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceOfPadding,
-        killed_by=ALONE,
-        issue="padding in router statistics (I18)",
-        says="aux_loss",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceOfTrainedTokens,
-        killed_by=ALONE,
-        issue="a balance of responses alone (I18)",
-        says="aux_loss",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceWithoutGradient,
-        killed_by=ALONE,
-        issue="a loss that is only reported (I18)",
-        says="zero",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceInsteadOfLoss,
-        killed_by="I18.aux-beside-loss",
-        issue="a loss that another one replaces (I18)",
-        says="gradients next to a loss",
-        family=MOE,
-    ),
-    Mutant(
-        engine=BalanceInEvaluation,
-        killed_by="I18.aux-beside-loss",
-        issue="a loss that hides another one (I18)",
-        says="the loss of eval_batch",
-        family=MOE,
-    ),
-)

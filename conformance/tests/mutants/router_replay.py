@@ -19,6 +19,7 @@ from mutants.bases import TrainContext
 from mutants.zoo import Mutant
 
 
+@Mutant("I17.routing-replay", "verl #7340", "log-probs with another routing", family=MOE)
 class ReplaysOnDiscardedRouters(ReferenceBackend):
     """Replay is bound to the routers of a model that was replaced since: it does nothing, without an error."""
 
@@ -31,6 +32,7 @@ class ReplaysOnDiscardedRouters(ReferenceBackend):
         return super().routed(replace(row, tokens=retained), step)
 
 
+@Mutant("I17.routing-replay", "a replay that training does not see (I17)", "with another routing", family=MOE)
 class ReplaysInForwardOnly(ReferenceBackend):
     """Training chooses for itself."""
 
@@ -45,6 +47,12 @@ class ReplaysInForwardOnly(ReferenceBackend):
         return super().routed(replace(row, tokens=retained), step)
 
 
+@Mutant(
+    "I17.routing-replay",
+    "layers of recorded routing (I17)",
+    "log-probs with the recorded routing",
+    family=MOE,
+)
 class ReplaysOneLayerForAll(ReferenceBackend):
     """Every layer replays the first layer's experts."""
 
@@ -54,6 +62,7 @@ class ReplaysOneLayerForAll(ReferenceBackend):
         return super().routed(row, step)
 
 
+@Mutant("I17.routing-replay", "layers of recorded routing (I17)", "'routing' is not what", family=MOE)
 class RecordsLayersBackwards(ReferenceBackend):
     """The last layer's choices come first."""
 
@@ -62,6 +71,9 @@ class RecordsLayersBackwards(ReferenceBackend):
         return output if output.routing is None else replace(output, routing=output.routing.flip(1))
 
 
+@Mutant(
+    "I17.routing-replay", "a replay that outlives its batch (I17)", "log-probs after a replay", family=MOE
+)
 class ReplayGoesOn(ReferenceBackend):
     """The routing of one sequence stays in force for the next batch that has none."""
 
@@ -74,6 +86,12 @@ class ReplayGoesOn(ReferenceBackend):
         return super().routed(row, step)
 
 
+@Mutant(
+    "I17.routing-replay",
+    "gates that do not follow the replay (I17)",
+    "log-probs with another routing",
+    family=MOE,
+)
 class GatesOfItsOwnChoice(ReferenceBackend):
     """Experts are replayed, and weighed with the gates of the router's present choice."""
 
@@ -90,50 +108,3 @@ def _own_gates(
     logits, gates, experts = output
     likeliest = logits.softmax(-1).topk(gates.shape[1]).values
     return logits, likeliest / likeliest.sum(-1, keepdim=True), experts
-
-
-CHECK = "I17.routing-replay"
-MUTANTS = (
-    Mutant(
-        engine=ReplaysOnDiscardedRouters,
-        killed_by=CHECK,
-        issue="verl #7340",
-        says="log-probs with another routing",
-        family=MOE,
-    ),
-    Mutant(
-        engine=ReplaysInForwardOnly,
-        killed_by=CHECK,
-        issue="a replay that training does not see (I17)",
-        says="with another routing",
-        family=MOE,
-    ),
-    Mutant(
-        engine=ReplaysOneLayerForAll,
-        killed_by=CHECK,
-        issue="layers of recorded routing (I17)",
-        says="log-probs with the recorded routing",
-        family=MOE,
-    ),
-    Mutant(
-        engine=RecordsLayersBackwards,
-        killed_by=CHECK,
-        issue="layers of recorded routing (I17)",
-        says="'routing' is not what",
-        family=MOE,
-    ),
-    Mutant(
-        engine=ReplayGoesOn,
-        killed_by=CHECK,
-        issue="a replay that outlives its batch (I17)",
-        says="log-probs after a replay",
-        family=MOE,
-    ),
-    Mutant(
-        engine=GatesOfItsOwnChoice,
-        killed_by=CHECK,
-        issue="gates that do not follow the replay (I17)",
-        says="log-probs with another routing",
-        family=MOE,
-    ),
-)

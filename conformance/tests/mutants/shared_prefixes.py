@@ -51,6 +51,12 @@ class _AllBefore(ModelShards):
         return super().slice_of(batch, tree)
 
 
+@Mutant(
+    "I7.shared-prefix",
+    "a tree mask that is causal over the rows of the pack",
+    "log-probs of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class SiblingsSeeEachOther(_Bent):
     """A branch attends to all branches before it."""
 
@@ -71,6 +77,12 @@ class _Counting(ModelShards):
         return replace(tokens, position_ids=positions)
 
 
+@Mutant(
+    "I7.shared-prefix",
+    "position ids that are counted over a pack, as in transformers before packed position ids",
+    "log-probs of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class PositionsGoOnFromSibling(_Bent):
     """Positions of a branch continue from the branch before it."""
 
@@ -93,6 +105,12 @@ class _LastRow(ModelShards):
         return _RowBefore(**vars(super().slice_of(batch, tree)))
 
 
+@Mutant(
+    "I7.shared-prefix",
+    "logits shifted by one over a pack, where the row before is another branch's",
+    "log-probs of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class FirstTokenFromSibling(_Bent):
     """The first token of a branch is predicted from the last state of the branch before it."""
 
@@ -122,18 +140,36 @@ class _ScaledGradients(Sharing):
             hook.remove()
 
 
+@Mutant(
+    "I1.shared-prefix",
+    "keys and values that are expanded by a mean and not by a sum in the backward pass",
+    "gradients of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class SharedGradientsAveraged(_ScaledGradients):
     """The gradient of a shared token is the mean over its sequences."""
 
     power = -1
 
 
+@Mutant(
+    "I1.shared-prefix",
+    "gradients of shared tokens that are multiplied by the size of the group",
+    "gradients of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class SharedGradientsRepeated(_ScaledGradients):
     """The gradient of a shared token is counted once more for each of its sequences."""
 
     power = 1
 
 
+@Mutant(
+    "I1.shared-prefix",
+    "the loss mask of a packed group that is the first sequence's",
+    "the loss of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class MaskOfFirstSequence(Sharing):
     """A shared token is trained where the first of its sequences trains it."""
 
@@ -144,6 +180,12 @@ class MaskOfFirstSequence(Sharing):
         return replace(output, logprobs=output.logprobs * micro_batch.loss_mask[tree.kept][tree.rows])
 
 
+@Mutant(
+    "I7.shared-prefix",
+    "outputs that are scattered back to one of the sequences with a token",
+    "log-probs of shared prefixes in one micro-batch",
+    declared=SHARED,
+)
 class EqualSequencesCountOnce(Sharing):
     """Only the first of the sequences with a token gets its log-prob."""
 
@@ -155,10 +197,23 @@ class EqualSequencesCountOnce(Sharing):
         return replace(output, logprobs=output.logprobs * first)
 
 
+@Mutant(
+    "I1.shared-values",
+    "values shifted by one over a pack, where the row before is another branch's",
+    "values of shared prefixes",
+    declared=SHARED,
+)
 class ValueOfSibling(FirstTokenFromSibling):
     """The value before the first token of a branch is that after the branch before it."""
 
 
+@Mutant(
+    "I18.shared-aux",
+    "a balance over the tokens that were computed",
+    "the metric 'aux_loss' in one micro-batch",
+    family=MOE,
+    declared=SHARED | {Capability.MOE, Capability.AUX_LOSS},
+)
 class BalanceOfComputedTokens(Sharing):
     """The routers' balance counts shared tokens once, each stretch of them for a sequence."""
 
@@ -169,71 +224,3 @@ class BalanceOfComputedTokens(Sharing):
         with self.packed.routers.watch() as routings:
             output = super().outputs(micro_batch, step)
         return replace(output, aux_loss=balance_loss(routings, torch.tensor(tree.bounds)))
-
-
-MUTANTS = (
-    Mutant(
-        engine=SiblingsSeeEachOther,
-        killed_by="I7.shared-prefix",
-        issue="a tree mask that is causal over the rows of the pack",
-        says="log-probs of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=PositionsGoOnFromSibling,
-        killed_by="I7.shared-prefix",
-        issue="position ids that are counted over a pack, as in transformers before packed position ids",
-        says="log-probs of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=FirstTokenFromSibling,
-        killed_by="I7.shared-prefix",
-        issue="logits shifted by one over a pack, where the row before is another branch's",
-        says="log-probs of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=EqualSequencesCountOnce,
-        killed_by="I7.shared-prefix",
-        issue="outputs that are scattered back to one of the sequences with a token",
-        says="log-probs of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=SharedGradientsAveraged,
-        killed_by="I1.shared-prefix",
-        issue="keys and values that are expanded by a mean and not by a sum in the backward pass",
-        says="gradients of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=SharedGradientsRepeated,
-        killed_by="I1.shared-prefix",
-        issue="gradients of shared tokens that are multiplied by the size of the group",
-        says="gradients of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=MaskOfFirstSequence,
-        killed_by="I1.shared-prefix",
-        issue="the loss mask of a packed group that is the first sequence's",
-        says="the loss of shared prefixes in one micro-batch",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=ValueOfSibling,
-        killed_by="I1.shared-values",
-        issue="values shifted by one over a pack, where the row before is another branch's",
-        says="values of shared prefixes",
-        declared=SHARED,
-    ),
-    Mutant(
-        engine=BalanceOfComputedTokens,
-        killed_by="I18.shared-aux",
-        issue="a balance over the tokens that were computed",
-        says="the metric 'aux_loss' in one micro-batch",
-        family=MOE,
-        declared=SHARED | {Capability.MOE, Capability.AUX_LOSS},
-    ),
-)

@@ -33,6 +33,9 @@ class _Adopts(Packed):
         """Bend ``model``; a part does this, and leaves the rest to the next."""
 
 
+@Mutant(
+    "I7.long-sequences", "a table of positions of a fixed size", "only positions from 1[23][0-9] on are wrong"
+)
 class ClampedPositions(_Adopts):
     """A table of 128 positions; later ones get the last."""
 
@@ -45,6 +48,12 @@ def _clamp(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, d
     return args, kwargs | {"position_ids": kwargs["position_ids"].clamp(max=127)}
 
 
+@Mutant(
+    "I7.long-sequences",
+    "use_sliding_window is not asked for",
+    "only positions from 1[23][0-9] on are wrong",
+    family="qwen3",
+)
 class WindowOf128(_Adopts):
     """Every layer sees 128 tokens back, whatever the config sets."""
 
@@ -56,6 +65,7 @@ class WindowOf128(_Adopts):
                 module.sliding_window = 128
 
 
+@Mutant("I7.large-vocabulary", "token ids as int16", "only tokens after an id above 32,767")
 class IdsInSixteenBits(_Adopts):
     """Ids pass through int16 on their way to the embedding."""
 
@@ -69,6 +79,7 @@ def _narrow(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[s
     return args, kwargs | {"input_ids": torch.where(ids < 0, ids + module.config.vocab_size, ids)}
 
 
+@Mutant("I7.long-sequences", "a hard-coded rotary base", "rope_theta of the config is ignored")
 class ThetaByDefault(_Adopts):
     """Rotary frequencies of the usual base."""
 
@@ -77,6 +88,7 @@ class ThetaByDefault(_Adopts):
         _set_rope(model, rope_theta=10_000.0)
 
 
+@Mutant("I7.long-sequences", "rope_scaling is ignored", "rope scaling of the config is ignored")
 class UnscaledRotary(_Adopts):
     """The scaling of rotary frequencies is not known."""
 
@@ -85,6 +97,7 @@ class UnscaledRotary(_Adopts):
         _set_rope(model, rope_type="default")
 
 
+@Mutant("I7.long-sequences", "the attention factor of yarn", "logprobs of .* differs", family="qwen3")
 class YarnKeepsScores(_Adopts):
     """Yarn's frequencies without its factor of the scores."""
 
@@ -102,6 +115,7 @@ def _set_rope(model: PreTrainedModel, **values: object) -> None:
     rotary.inv_freq.copy_(type(rotary)(config).inv_freq)
 
 
+@Mutant("I7.long-sequences", "a hard-coded epsilon", "the epsilon of norms of the config is ignored")
 class EpsilonByDefault(_Adopts):
     """Norms have an epsilon of 1e-6."""
 
@@ -113,6 +127,11 @@ class EpsilonByDefault(_Adopts):
                 module.variance_epsilon = 1e-6
 
 
+@Mutant(
+    "I1.many-sequences",
+    "a list of layers that was written for a smaller model",
+    r"gradients of 190 sequences[\s\S]*layers\.2\.",
+)
 class TrainsTwoLayers(Packed):
     """Layers from the third on have no gradient."""
 
@@ -123,6 +142,9 @@ class TrainsTwoLayers(Packed):
         super().reduce_grads()
 
 
+@Mutant(
+    "I7.long-sequences", "a buffer of 4,096 tokens", "only tokens from number 409[6-9] of a pass on are wrong"
+)
 class ShortPass(Packed):
     """Log-probs behind the 4,096th token of a pass are 0."""
 
@@ -131,6 +153,9 @@ class ShortPass(Packed):
         return _only(output, torch.arange(micro_batch.num_tokens) < 4096)
 
 
+@Mutant(
+    "I7.long-sequences", "a buffer of 128 sequences", "only sequences from number 128 of a pass on are wrong"
+)
 class FewSequences(Packed):
     """Log-probs behind the 128th sequence of a pass are 0."""
 
@@ -146,6 +171,7 @@ def _only(output: ModelOutput, known: Tensor) -> ModelOutput:
     return replace(output, logprobs=torch.where(known, output.logprobs, 0.0))
 
 
+@Mutant("I1.many-sequences", "a ring of 16 micro-batches", "gradients of 190 sequences in 20 micro-batches")
 class FewMicroBatches(Packed):
     """Micro-batches behind the 16th have no backward pass."""
 
@@ -169,6 +195,9 @@ class _Warmer:
         return self.step(output, micro_batch)
 
 
+@Mutant(
+    "I8.low-temperature", "a clamp against division by 0", r"are those of temperature 0\.5: is it clamped"
+)
 class TemperatureClamped(Packed):
     """Temperatures below 0.5 are taken for 0.5."""
 
@@ -176,6 +205,9 @@ class TemperatureClamped(Packed):
         return super().outputs(micro_batch, _Warmer(step))
 
 
+@Mutant(
+    "I20.many-updates", "lr or default", "weights after 4 updates with a learning rate of 0|after 20 updates"
+)
 class ZeroRateIsUnset(Packed):
     """A learning rate of 0 is taken for none, so that the config's is used."""
 
@@ -184,6 +216,7 @@ class ZeroRateIsUnset(Packed):
         super().step(scale, lr or self.context.config.optimizer.lr, count)
 
 
+@Mutant("I1.gradient-sizes", "gradients reduced in float16", r"gradients of a loss times 2\^-80")
 class GradientsInFloat16(Packed):
     """Gradients have the range of float16 on their way to the sum over ranks."""
 
@@ -198,98 +231,3 @@ class GradientsInFloat16(Packed):
 
 TINY = 2.0**-24
 """The smallest number above 0 in float16."""
-LONG, MANY, WIDE, SIZES, UPDATES = (
-    "I7.long-sequences",
-    "I1.many-sequences",
-    "I7.large-vocabulary",
-    "I1.gradient-sizes",
-    "I20.many-updates",
-)
-MUTANTS = (
-    Mutant(
-        engine=ClampedPositions,
-        killed_by=LONG,
-        issue="a table of positions of a fixed size",
-        says="only positions from 1[23][0-9] on are wrong",
-    ),
-    Mutant(
-        engine=WindowOf128,
-        killed_by=LONG,
-        issue="use_sliding_window is not asked for",
-        says="only positions from 1[23][0-9] on are wrong",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=IdsInSixteenBits,
-        killed_by=WIDE,
-        issue="token ids as int16",
-        says="only tokens after an id above 32,767",
-    ),
-    Mutant(
-        engine=ThetaByDefault,
-        killed_by=LONG,
-        issue="a hard-coded rotary base",
-        says="rope_theta of the config is ignored",
-    ),
-    Mutant(
-        engine=UnscaledRotary,
-        killed_by=LONG,
-        issue="rope_scaling is ignored",
-        says="rope scaling of the config is ignored",
-    ),
-    Mutant(
-        engine=YarnKeepsScores,
-        killed_by=LONG,
-        issue="the attention factor of yarn",
-        says="logprobs of .* differs",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=EpsilonByDefault,
-        killed_by=LONG,
-        issue="a hard-coded epsilon",
-        says="the epsilon of norms of the config is ignored",
-    ),
-    Mutant(
-        engine=TrainsTwoLayers,
-        killed_by=MANY,
-        issue="a list of layers that was written for a smaller model",
-        says=r"gradients of 190 sequences[\s\S]*layers\.2\.",
-    ),
-    Mutant(
-        engine=ShortPass,
-        killed_by=LONG,
-        issue="a buffer of 4,096 tokens",
-        says="only tokens from number 409[6-9] of a pass on are wrong",
-    ),
-    Mutant(
-        engine=FewSequences,
-        killed_by=LONG,
-        issue="a buffer of 128 sequences",
-        says="only sequences from number 128 of a pass on are wrong",
-    ),
-    Mutant(
-        engine=FewMicroBatches,
-        killed_by=MANY,
-        issue="a ring of 16 micro-batches",
-        says="gradients of 190 sequences in 20 micro-batches",
-    ),
-    Mutant(
-        engine=TemperatureClamped,
-        killed_by="I8.low-temperature",
-        issue="a clamp against division by 0",
-        says=r"are those of temperature 0\.5: is it clamped",
-    ),
-    Mutant(
-        engine=ZeroRateIsUnset,
-        killed_by=UPDATES,
-        issue="lr or default",
-        says="weights after 4 updates with a learning rate of 0|after 20 updates",
-    ),
-    Mutant(
-        engine=GradientsInFloat16,
-        killed_by=SIZES,
-        issue="gradients reduced in float16",
-        says=r"gradients of a loss times 2\^-80",
-    ),
-)

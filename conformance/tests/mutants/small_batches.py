@@ -11,6 +11,11 @@ from core_rl.reference.train import ReferenceBackend
 from mutants.zoo import Mutant
 
 
+@Mutant(
+    "I1.any-batch",
+    "a guard against empty micro-batches",
+    r"(?s)of a drawn batch.*batch = SequenceBatch\.from_sequences",
+)
 class OneTokenIsNone(ReferenceBackend):
     """A micro-batch with a single trained token is taken for an empty one."""
 
@@ -21,6 +26,7 @@ class OneTokenIsNone(ReferenceBackend):
                 loss.backward()
 
 
+@Mutant("I1.any-batch", "SkyRL #1296", r"(?s)gradients of a drawn batch.*mb_spec = MicroBatchSpec\(count")
 class DropsWithNothingToPredict(ReferenceBackend):
     """A micro-batch of sequences of one token drops the gradients of those before it."""
 
@@ -33,19 +39,3 @@ class DropsWithNothingToPredict(ReferenceBackend):
                 self.zero_grad()
             else:
                 loss.backward()
-
-
-MUTANTS = (
-    Mutant(
-        engine=OneTokenIsNone,
-        killed_by="I1.any-batch",
-        issue="a guard against empty micro-batches",
-        says=r"(?s)of a drawn batch.*batch = SequenceBatch\.from_sequences",
-    ),
-    Mutant(
-        engine=DropsWithNothingToPredict,
-        killed_by="I1.any-batch",
-        issue="SkyRL #1296",
-        says=r"(?s)gradients of a drawn batch.*mb_spec = MicroBatchSpec\(count",
-    ),
-)

@@ -19,10 +19,11 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.components import TrainComponents
 from core_rl.engine.step import TrainStep
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import OwnNorm, TrainContext
+from mutants.bases import OwnNorm, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
+@Mutant("I4.clipping", "clipping not applied", "gradients are not clipped")
 class ClippingForgotten(ReferenceBackend):
     """The norm is computed, and the gradients are not scaled."""
 
@@ -30,6 +31,7 @@ class ClippingForgotten(ReferenceBackend):
         super().step(1.0, lr, count)
 
 
+@Mutant("I20.adamw", "defaults of backends", "norms and biases decay")
 class DecaysEverything(ReferenceBackend):
     """Norms and biases decay like matrices."""
 
@@ -40,6 +42,7 @@ class DecaysEverything(ReferenceBackend):
             group["weight_decay"] = self.context.config.optimizer.weight_decay
 
 
+@Mutant("I20.adamw", "Adam for AdamW", "through the moments")
 class CoupledDecay(ReferenceBackend):
     """Adam with L2 regularisation: the decay goes through the moments."""
 
@@ -56,6 +59,7 @@ class CoupledDecay(ReferenceBackend):
             group["weight_decay"] = decay
 
 
+@Mutant("I20.adamw", "a setting that is lost", "eps is 1e-05")
 class EpsilonHardCoded(ReferenceBackend):
     """The configured epsilon does not reach the optimizer."""
 
@@ -65,6 +69,7 @@ class EpsilonHardCoded(ReferenceBackend):
             group["eps"] = 1e-5
 
 
+@Mutant("I20.adamw", "slime #1152", "of the step before")
 class LearningRateLagsBehind(ReferenceBackend):
     """Each step uses the learning rate of the step before."""
 
@@ -75,33 +80,26 @@ class LearningRateLagsBehind(ReferenceBackend):
         super().step(scale, lr if previous is None else previous, count)
 
 
-class _WarmsUpLate(TrainStep):
-    """The core's, with a warm-up that is one step late."""
+@Mutant("I20.schedules", "warm-up", "the warm-up begins with 0")
+@inside(ReferenceBackend, "step")
+class WarmsUpLate(TrainStep):
+    """The first step of a warm-up has a learning rate of 0."""
 
     def learning_rate(self, optimizer: OptimizerConfig) -> float:
         steps, warm_up = self.progress.lr_steps, optimizer.schedule.warmup_steps
         return optimizer.lr * steps / warm_up if steps < warm_up else super().learning_rate(optimizer)
 
 
-class WarmsUpLate(ReferenceBackend):
-    """The first step of a warm-up has a learning rate of 0."""
-
-    components = TrainComponents(step=_WarmsUpLate)
-
-
-class _DividesByAll(TrainStep):
-    """The core's, with one denominator for all ranks, whatever the scope."""
+@Mutant("I2.own-means", "AReaL's token_normalize_scope", "divided by their common weight", layout=DP2)
+@inside(ReferenceBackend, "step")
+class DividesByAllRanks(TrainStep):
+    """With ``normalize_scope="dp"``, a rank's sum is divided by the weight of all ranks."""
 
     def loss_scale(self, loss: LossSpec, weights: list[float], total_weight: float | None) -> float:
         return super().loss_scale(replace(loss, normalize_scope="global"), weights, total_weight)
 
 
-class DividesByAllRanks(ReferenceBackend):
-    """With ``normalize_scope="dp"``, a rank's sum is divided by the weight of all ranks."""
-
-    components = TrainComponents(step=_DividesByAll)
-
-
+@Mutant("I20.adamw", "accelerate #3979", "one of bfloat16")
 class HalfPrecisionMoments(ReferenceBackend):
     """Moments are kept in bfloat16."""
 
@@ -113,6 +111,7 @@ class HalfPrecisionMoments(ReferenceBackend):
                 state[name].copy_(state[name].bfloat16())
 
 
+@Mutant("I20.all-move", "pytorch #149205", "did not move")
 class NormsAreNotTrained(ReferenceBackend):
     """The optimizer was built without the vectors."""
 
@@ -122,6 +121,7 @@ class NormsAreNotTrained(ReferenceBackend):
             group["params"] = [parameter for parameter in group["params"] if parameter.dim() >= 2]
 
 
+@Mutant("I20.frozen", "frozen parameters", "frozen weights")
 class FrozenParametersDecay(ReferenceBackend):
     """Frozen parameters still decay."""
 
@@ -133,6 +133,7 @@ class FrozenParametersDecay(ReferenceBackend):
                     parameter.mul_(1 - 1e-3)
 
 
+@Mutant("I5.several-train-batches", "vllm #44371", "logprobs after a step")
 class StaleHead(ReferenceBackend):
     """The head computes with a copy of its weights from the first pass."""
 
@@ -150,6 +151,7 @@ class StaleHead(ReferenceBackend):
         return self.language_model(ids, hidden @ weight.T / step.temperature, step)
 
 
+@Mutant("I1.train-batch", "AReaL #1273", "gradients times 2")
 class GradientOfOtherSide(ReferenceBackend):
     """The exported gradients are right; the optimizer steps on something else."""
 
@@ -157,6 +159,7 @@ class GradientOfOtherSide(ReferenceBackend):
         super().step(2.0 * scale, lr, count)
 
 
+@Mutant("I20.nan-loss-skips", "skipped steps", "not finite: model")
 class NanSurvivesTheSkip(ReferenceBackend):
     """Gradients that are not finite are not dropped with the skipped step."""
 
@@ -165,6 +168,7 @@ class NanSurvivesTheSkip(ReferenceBackend):
             super().zero_grad()
 
 
+@Mutant("I20.nan-loss-skips", "skipped steps", "infinite gradient")
 class InfinityIsFiltered(OwnNorm):
     """The norm leaves out gradients that are not finite, so the step is made with them."""
 
@@ -172,8 +176,10 @@ class InfinityIsFiltered(OwnNorm):
         return [replace(part, tensor=part.tensor.nan_to_num(0.0, 0.0, 0.0)) for part in super().counted()]
 
 
-class _Evaluates(TrainStep):
-    """Evaluates and makes no step where there is no optimizer."""
+@Mutant("contract.forward-only", "a reference policy", "refuse")
+@inside(ReferenceBackend, "step")
+class TrainsWithoutOptimizer(TrainStep):
+    """Any engine is taken for trainable."""
 
     def forward_backward(
         self, batch: SequenceBatch, loss: LossSpec, mb_spec: MicroBatchSpec, mode: PassMode, *totals: Any
@@ -185,26 +191,16 @@ class _Evaluates(TrainStep):
         return super().optimizer_step() if self.runtime.config.optimizer else {}
 
 
-class TrainsWithoutOptimizer(ReferenceBackend):
-    """Any engine is taken for trainable."""
-
-    components = TrainComponents(step=_Evaluates)
-
-
-class _DecaysAnyway(TrainStep):
-    """Decays the weights before a step in which nothing counts."""
+@Mutant("I16.all-masked", "empty batches", "all-masked batch")
+@inside(ReferenceBackend, "step")
+class StepsWithoutTokens(TrainStep):
+    """A batch in which nothing counts still decays the weights."""
 
     def optimizer_step(self) -> dict[str, float]:
         if not self.gradients.weight:
             for part in self.runtime.backend.state().local("master"):
                 part.tensor.mul_(1 - 1e-4)
         return super().optimizer_step()
-
-
-class StepsWithoutTokens(ReferenceBackend):
-    """A batch in which nothing counts still decays the weights."""
-
-    components = TrainComponents(step=_DecaysAnyway)
 
 
 class _RaisesTheVersion(TrainStep):
@@ -216,12 +212,14 @@ class _RaisesTheVersion(TrainStep):
         return report
 
 
+@Mutant("contract.version", "AReaL #941", "the driver set 41")
 class CountsItsOwnVersion(ReferenceBackend):
     """Each step raises the version, which is the driver's."""
 
     components = TrainComponents(step=_RaisesTheVersion)
 
 
+@Mutant("I10.tied-after-steps", "Automodel #2511", "tied", family="qwen3")
 class UntiesTheHead(ReferenceBackend):
     """The head becomes a parameter of its own when the model is built."""
 
@@ -242,86 +240,3 @@ class UntiesTheHead(ReferenceBackend):
         super().step(scale, lr, count)
         # Half of the shared matrix's step: as if each use had its own optimizer.
         self._separate += 0.5 * (self.model.get_output_embeddings().weight.detach() - before)
-
-
-MUTANTS = (
-    Mutant(
-        engine=InfinityIsFiltered,
-        killed_by="I20.nan-loss-skips",
-        issue="skipped steps",
-        says="infinite gradient",
-    ),
-    Mutant(
-        engine=TrainsWithoutOptimizer,
-        killed_by="contract.forward-only",
-        issue="a reference policy",
-        says="refuse",
-    ),
-    Mutant(
-        engine=ClippingForgotten,
-        killed_by="I4.clipping",
-        issue="clipping not applied",
-        says="gradients are not clipped",
-    ),
-    Mutant(
-        engine=DecaysEverything,
-        killed_by="I20.adamw",
-        issue="defaults of backends",
-        says="norms and biases decay",
-    ),
-    Mutant(engine=CoupledDecay, killed_by="I20.adamw", issue="Adam for AdamW", says="through the moments"),
-    Mutant(
-        engine=EpsilonHardCoded, killed_by="I20.adamw", issue="a setting that is lost", says="eps is 1e-05"
-    ),
-    Mutant(
-        engine=LearningRateLagsBehind, killed_by="I20.adamw", issue="slime #1152", says="of the step before"
-    ),
-    Mutant(
-        engine=WarmsUpLate,
-        killed_by="I20.schedules",
-        issue="warm-up",
-        says="the warm-up begins with 0",
-    ),
-    Mutant(
-        engine=DividesByAllRanks,
-        killed_by="I2.own-means",
-        issue="AReaL's token_normalize_scope",
-        says="divided by their common weight",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=HalfPrecisionMoments, killed_by="I20.adamw", issue="accelerate #3979", says="one of bfloat16"
-    ),
-    Mutant(engine=NormsAreNotTrained, killed_by="I20.all-move", issue="pytorch #149205", says="did not move"),
-    Mutant(
-        engine=FrozenParametersDecay, killed_by="I20.frozen", issue="frozen parameters", says="frozen weights"
-    ),
-    Mutant(
-        engine=StaleHead,
-        killed_by="I5.several-train-batches",
-        issue="vllm #44371",
-        says="logprobs after a step",
-    ),
-    Mutant(
-        engine=GradientOfOtherSide, killed_by="I1.train-batch", issue="AReaL #1273", says="gradients times 2"
-    ),
-    Mutant(
-        engine=NanSurvivesTheSkip,
-        killed_by="I20.nan-loss-skips",
-        issue="skipped steps",
-        says="not finite: model",
-    ),
-    Mutant(
-        engine=StepsWithoutTokens, killed_by="I16.all-masked", issue="empty batches", says="all-masked batch"
-    ),
-    Mutant(
-        engine=CountsItsOwnVersion, killed_by="contract.version", issue="AReaL #941", says="the driver set 41"
-    ),
-    Mutant(
-        engine=UntiesTheHead,
-        killed_by="I10.tied-after-steps",
-        issue="Automodel #2511",
-        says="tied",
-        family="qwen3",
-    ),
-)

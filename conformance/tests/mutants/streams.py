@@ -20,6 +20,7 @@ from mutants.uploads import Sends, Whole
 from mutants.zoo import Context, Mutant
 
 
+@Mutant("I12.tensor", "verl #6813: what was sent first is overwritten", "parameters sent after step 1")
 class CollectsViews(Sends):
     """Exports pass through one buffer, and all of them are collected before the first is sent."""
 
@@ -28,6 +29,11 @@ class CollectsViews(Sends):
         yield from [(name, buffer[: full.numel()].view(full.shape).copy_(full)) for name, full in tensors]
 
 
+@Mutant(
+    "I12.tensor",
+    "verl #6813: a bucket that is overwritten after it was taken",
+    "parameters sent after step 2 in buckets of 4096 bytes",
+)
 class OverwritesWhatWasTaken(Sends):
     """The memory of a bucket that the receiver has acknowledged is used for the next one."""
 
@@ -40,6 +46,7 @@ class OverwritesWhatWasTaken(Sends):
         self.before = bucket
 
 
+@Mutant("I12.tensor", "a bucket that nobody flushes (I12)", "parameters sent after step 1")
 class ForgetsTheLastBucket(Sends):
     """A bucket is sent when it is full, and the last one never is."""
 
@@ -47,6 +54,7 @@ class ForgetsTheLastBucket(Sends):
         yield from [(name, tensor.clone()) for name, tensor in tensors][:-1]
 
 
+@Mutant("I12.tensor", "verl #6919", "parameters sent after step 1")
 class IgnoresStrides(Sends):
     """A transposed matrix is sent as it lies in memory."""
 
@@ -56,6 +64,7 @@ class IgnoresStrides(Sends):
             yield name, tensor.t().contiguous().view(tensor.shape) if moved else tensor
 
 
+@Mutant("I12.tensor", "verl #7014", "parameters sent after step 2")
 class SendsTheStepBefore(Sends):
     """The weights that are sent were gathered at the previous send."""
 
@@ -67,6 +76,11 @@ class SendsTheStepBefore(Sends):
         yield from before
 
 
+@Mutant(
+    "I12.distributed",
+    "AReaL #941: ranks that do not agree on the order of tensors",
+    "parameters sent after step 1",
+)
 class BroadcastsInAnotherOrder(Sends):
     """Tensors are announced by name and broadcast by size."""
 
@@ -78,14 +92,22 @@ class BroadcastsInAnotherOrder(Sends):
             last[tuple(tensor.shape)] = tensor
 
 
+@Mutant("I12.sync-distributed", "verl #7014", "generated after sync 2", partner=ROLLOUT_SPEC)
 class BroadcastsTheStepBefore(SendsTheStepBefore):
     """The broadcast weights were gathered for the previous update."""
 
 
+@Mutant("I12.sync-tensor", "verl #7014", "generated after sync 2", partner=ROLLOUT_SPEC)
 class SendsTheStepBeforeToo(SendsTheStepBefore):
     """The same, for the check of a pair."""
 
 
+@Mutant(
+    "I12.tensor",
+    "both copies of a tied matrix (I12)",
+    r"parameters sent after step 1 .*other names[\s\S]*a tied tensor comes once.: lm_head.weight",
+    family="qwen3",
+)
 class SendsTheTieTwice(Sends):
     """A tied head is sent in addition to the embedding."""
 
@@ -96,6 +118,11 @@ class SendsTheTieTwice(Sends):
                 yield "lm_head.weight", tensor.clone()
 
 
+@Mutant(
+    "I12.receive-tensor",
+    "verl #5801: some of the tensors",
+    "log-probs by the weights whose version tokens carry|after the update to version 1",
+)
 class TakesFirstBuckets(ReferenceRolloutBackend):
     """The last tensors of an update do not arrive."""
 
@@ -111,6 +138,11 @@ class TakesFirstBuckets(ReferenceRolloutBackend):
         )
 
 
+@Mutant(
+    "I12.receive-tensor",
+    "weights that are views of memory which the sender uses again (I12)",
+    "log-probs after the update to version 1",
+)
 class ServesFromTheBuckets(ReferenceRolloutBackend):
     """The weights are views of the memory that the sender gave, also after the update."""
 
@@ -125,6 +157,7 @@ class ServesFromTheBuckets(ReferenceRolloutBackend):
         self._served_version = version
 
 
+@Mutant("I12.receive-tensor", "AReaL #941", r"versions \[0\]|\[0\], not 1")
 class KeepsTheVersion(ReferenceRolloutBackend):
     """New weights draw under the label of the old ones."""
 
@@ -134,6 +167,7 @@ class KeepsTheVersion(ReferenceRolloutBackend):
         self._served_version = before
 
 
+@Mutant("I12.receive-tensor", "slime #327", "by the weights whose version tokens carry")
 class LabelsAsItReceives(ReferenceRolloutBackend):
     """The version changes when the first tensors arrive."""
 
@@ -143,6 +177,11 @@ class LabelsAsItReceives(ReferenceRolloutBackend):
         super().update_weights(meta)
 
 
+@Mutant(
+    "I12.broken-stream",
+    "a trainer that dies in the middle of an update (I12)",
+    "(during|after) an update that breaks off",
+)
 class InstallsAsItComes(ReferenceRolloutBackend):
     """Each bucket is copied into the weights that serve."""
 
@@ -173,6 +212,11 @@ class Answering(ReferenceRolloutBackend):
         self._answered.set()
 
 
+@Mutant(
+    "I12.broken-stream",
+    "requests that continue while an update is undone (I12)",
+    "log-probs during an update that breaks off",
+)
 class ResumesBeforeTheRestore(Answering):
     """Requests wait while buckets are copied into the weights; after an error they continue before the restore."""
 
@@ -201,6 +245,7 @@ class ResumesBeforeTheRestore(Answering):
             raise
 
 
+@Mutant("I12.broken-stream", "a version that never existed (I12)", r"versions \[2\]")
 class LabelsAnUpdateThatFails(Answering):
     """The version is that of an update from its first bucket on, and the old one again when the update has failed."""
 
@@ -215,114 +260,19 @@ class LabelsAnUpdateThatFails(Answering):
             raise
 
 
+@Mutant(
+    "I12.receive-distributed",
+    "verl #5801: some of the tensors",
+    "log-probs by the weights whose version tokens carry|after the update to version 1",
+)
 class MissesTheLastBroadcasts(TakesFirstBuckets):
     """The last tensors of a group's update do not arrive."""
 
 
+@Mutant(
+    "I12.broken-group",
+    "a trainer that dies in the middle of an update (I12)",
+    "(during|after) an update that breaks off",
+)
 class InstallsAsItIsBroadcast(InstallsAsItComes):
     """Each broadcast is copied into the weights that serve."""
-
-
-SENT, RECEIVED = "I12.tensor", "I12.receive-tensor"
-MUTANTS = (
-    Mutant(
-        engine=CollectsViews,
-        killed_by=SENT,
-        issue="verl #6813: what was sent first is overwritten",
-        says="parameters sent after step 1",
-    ),
-    Mutant(
-        engine=OverwritesWhatWasTaken,
-        killed_by=SENT,
-        issue="verl #6813: a bucket that is overwritten after it was taken",
-        says="parameters sent after step 2 in buckets of 4096 bytes",
-    ),
-    Mutant(
-        engine=ForgetsTheLastBucket,
-        killed_by=SENT,
-        issue="a bucket that nobody flushes (I12)",
-        says="parameters sent after step 1",
-    ),
-    Mutant(engine=IgnoresStrides, killed_by=SENT, issue="verl #6919", says="parameters sent after step 1"),
-    Mutant(
-        engine=SendsTheStepBefore, killed_by=SENT, issue="verl #7014", says="parameters sent after step 2"
-    ),
-    Mutant(
-        engine=SendsTheTieTwice,
-        killed_by=SENT,
-        issue="both copies of a tied matrix (I12)",
-        says=r"parameters sent after step 1 .*other names[\s\S]*a tied tensor comes once.: lm_head.weight",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=SendsTheStepBeforeToo,
-        killed_by="I12.sync-tensor",
-        issue="verl #7014",
-        says="generated after sync 2",
-        partner=ROLLOUT_SPEC,
-    ),
-    Mutant(
-        engine=TakesFirstBuckets,
-        killed_by=RECEIVED,
-        issue="verl #5801: some of the tensors",
-        says="log-probs by the weights whose version tokens carry|after the update to version 1",
-    ),
-    Mutant(
-        engine=ServesFromTheBuckets,
-        killed_by=RECEIVED,
-        issue="weights that are views of memory which the sender uses again (I12)",
-        says="log-probs after the update to version 1",
-    ),
-    Mutant(
-        engine=KeepsTheVersion, killed_by=RECEIVED, issue="AReaL #941", says=r"versions \[0\]|\[0\], not 1"
-    ),
-    Mutant(
-        engine=LabelsAsItReceives,
-        killed_by=RECEIVED,
-        issue="slime #327",
-        says="by the weights whose version tokens carry",
-    ),
-    Mutant(
-        engine=InstallsAsItComes,
-        killed_by="I12.broken-stream",
-        issue="a trainer that dies in the middle of an update (I12)",
-        says="(during|after) an update that breaks off",
-    ),
-    Mutant(
-        engine=ResumesBeforeTheRestore,
-        killed_by="I12.broken-stream",
-        issue="requests that continue while an update is undone (I12)",
-        says="log-probs during an update that breaks off",
-    ),
-    Mutant(
-        engine=LabelsAnUpdateThatFails,
-        killed_by="I12.broken-stream",
-        issue="a version that never existed (I12)",
-        says=r"versions \[2\]",
-    ),
-    Mutant(
-        engine=BroadcastsInAnotherOrder,
-        killed_by="I12.distributed",
-        issue="AReaL #941: ranks that do not agree on the order of tensors",
-        says="parameters sent after step 1",
-    ),
-    Mutant(
-        engine=BroadcastsTheStepBefore,
-        killed_by="I12.sync-distributed",
-        issue="verl #7014",
-        says="generated after sync 2",
-        partner=ROLLOUT_SPEC,
-    ),
-    Mutant(
-        engine=MissesTheLastBroadcasts,
-        killed_by="I12.receive-distributed",
-        issue="verl #5801: some of the tensors",
-        says="log-probs by the weights whose version tokens carry|after the update to version 1",
-    ),
-    Mutant(
-        engine=InstallsAsItIsBroadcast,
-        killed_by="I12.broken-group",
-        issue="a trainer that dies in the middle of an update (I12)",
-        says="(during|after) an update that breaks off",
-    ),
-)

@@ -19,12 +19,13 @@ from core_rl.backend.tensors import LocalSlice
 from core_rl.config.capability import Capability
 from core_rl.distributed.comm import Comm
 from core_rl.state.store import global_grad_norm
-from mutants.bases import OwnNorm
+from mutants.bases import OwnNorm, inside
 from mutants.zoo import TP2, TP2SP, Mutant
 
 # ------------------------------------------------------------------------ norm
 
 
+@Mutant("I4.grad-norm", "AReaL #1497", r"the reported norm[\s\S]*they differ by", layout=TP2)
 class ReplicasCountedOnEachRank(TensorParallelBackend, OwnNorm):
     """Each rank adds the replicated parameters to the norm."""
 
@@ -32,6 +33,12 @@ class ReplicasCountedOnEachRank(TensorParallelBackend, OwnNorm):
         return (replace(part, replica=0) for part in super().counted())
 
 
+@Mutant(
+    "I4.grad-norm",
+    "torchtitan #649, Megatron-LM #5916",
+    r"the reported norm[\s\S]*they differ by",
+    layout=TP2,
+)
 class NormOfOneRanksShards(TensorParallelBackend, OwnNorm):
     """The norm is that of the first rank's parts."""
 
@@ -39,6 +46,7 @@ class NormOfOneRanksShards(TensorParallelBackend, OwnNorm):
         return super().counted() if self.context.world.rank == 0 else ()
 
 
+@Mutant("I4.clipping", "clipping by shard", "after clipped steps", layout=TP2)
 class ClipsByItsOwnNorm(TensorParallelBackend):
     """The reported norm is right; each rank clips by the norm of its own parts."""
 
@@ -54,6 +62,13 @@ class ClipsByItsOwnNorm(TensorParallelBackend):
 # ------------------------------------------------------------------- gradients
 
 
+@Mutant(
+    "I1.gradients",
+    "Megatron-LM #1446",
+    r"gradients of TokenMeanLoss[\s\S]*_norm\.weight",
+    layout=TP2,
+    family="qwen3",
+)
 class HeadNormsNotReduced(TensorParallelBackend):
     """The norms of queries and keys keep the gradient of one rank's heads."""
 
@@ -62,6 +77,13 @@ class HeadNormsNotReduced(TensorParallelBackend):
             super().reduce(name, grad)
 
 
+@Mutant(
+    "I20.adapter-gradients",
+    "Megatron-LM #1446, for an adapter",
+    r"gradients with an adapter[\s\S]*lora_",
+    layout=TP2,
+    declared=frozenset({Capability.LORA}),
+)
 class FactorsNotReduced(TensorParallelBackend):
     """The replicated factor of an adapter keeps the gradient of one rank's features."""
 
@@ -70,6 +92,7 @@ class FactorsNotReduced(TensorParallelBackend):
             super().reduce(name, grad)
 
 
+@Mutant("I3.gradients-after-steps", "Megatron-LM #1446", "after 2 steps", layout=TP2, family="qwen3")
 class HeadNormsReducedOnOneRank(TensorParallelBackend):
     """The rank that exports has the whole gradient of these norms; the others step with their own."""
 
@@ -80,6 +103,7 @@ class HeadNormsReducedOnOneRank(TensorParallelBackend):
             grad.copy_(local_grad)
 
 
+@Mutant("I1.gradients", "SkyRL #1420, for the other axis", "gradients of TokenMeanLoss", layout=TP2)
 class InputGradientNotReduced(TensorParallelBackend):
     """The input of column-parallel matrices gets the gradient of one rank's columns."""
 
@@ -87,18 +111,14 @@ class InputGradientNotReduced(TensorParallelBackend):
         return output
 
 
-class SummingGather(Vocabulary):
-    """The backward pass of the gather adds up the gradients of all ranks, which are equal."""
+@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class GatherSumsDuplicates(Vocabulary):
+    """Logits are gathered before the softmax, by a gather whose backward pass adds up."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         log_p = F.log_softmax(enter(gather(logits, self.sizes, self.group), self.group), dim=-1)
         return log_p.gather(1, ids[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
-
-
-class GatherSumsDuplicates(TensorParallelBackend):
-    """Logits are gathered before the softmax, by a gather whose backward pass adds up."""
-
-    vocabulary_type = SummingGather
 
 
 class _KeptForBackward(torch.autograd.Function):
@@ -115,6 +135,9 @@ class _KeptForBackward(torch.autograd.Function):
         return grad @ retained, grad.T @ states, None
 
 
+@Mutant(
+    "I3.gradients-after-steps", "vllm #44371, in the backward pass", "gradients after 2 steps", layout=TP2
+)
 class BackwardKeepsOldHead(TensorParallelBackend):
     """A copy of the head is laid out for the backward pass once, and outlives the steps."""
 
@@ -131,6 +154,9 @@ class BackwardKeepsOldHead(TensorParallelBackend):
 # --------------------------------------------------------------------- forward
 
 
+@Mutant(
+    "I7.logprobs", "a bias or residual before the sum over ranks", "logprobs at temperature 1", layout=TP2
+)
 class ResidualAddedOnEachRank(TensorParallelBackend):
     """The sum over ranks comes after the residual, which is added ``tp`` times."""
 
@@ -143,34 +169,28 @@ class ResidualAddedOnEachRank(TensorParallelBackend):
                 module.register_forward_hook(self.leave_shards)
 
 
-class OwnMaximum(Vocabulary):
-    """Each rank subtracts the maximum of its own columns."""
+@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class MaximumOfOneShard(Vocabulary):
+    """The softmax adds up exponentials that were shifted differently."""
 
     def highest(self, logits: Tensor) -> Tensor:
         return logits.detach().max(dim=-1).values
 
 
-class MaximumOfOneShard(TensorParallelBackend):
-    """The softmax adds up exponentials that were shifted differently."""
-
-    vocabulary_type = OwnMaximum
-
-
-class OwnPartition(Vocabulary):
-    """The denominator is the sum over this rank's columns."""
+@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class PartitionOfOneShard(Vocabulary):
+    """Each rank normalises over its own part of the vocabulary."""
 
     def partition(self, weights: Tensor) -> Tensor:
         return weights.sum(-1)
 
 
-class PartitionOfOneShard(TensorParallelBackend):
-    """Each rank normalises over its own part of the vocabulary."""
-
-    vocabulary_type = OwnPartition
-
-
-class PaddedRows(Vocabulary):
-    """The rows that fill up the vocabulary take part in the entropy, with logits of 0."""
+@Mutant("I7.entropy", "TRL #3715", "entropy at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class EntropyOverPaddedRows(Vocabulary):
+    """Log-probs are over the vocabulary, and the entropy is over its padded form."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         drawn, _ = super().logprobs(logits, ids)
@@ -178,14 +198,10 @@ class PaddedRows(Vocabulary):
         return drawn, entropy
 
 
-class EntropyOverPaddedRows(TensorParallelBackend):
-    """Log-probs are over the vocabulary, and the entropy is over its padded form."""
-
-    vocabulary_type = PaddedRows
-
-
-class OwnTargets(Vocabulary):
-    """The logit of a token is 0 where another rank has its row."""
+@Mutant("I7.logprobs", "a parallel log-softmax", "logprobs at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class TargetsOfOtherRanksLost(Vocabulary):
+    """The sum over ranks of the chosen logits is left out."""
 
     def logprobs(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         highest = self.highest(logits)[:, None]
@@ -197,39 +213,32 @@ class OwnTargets(Vocabulary):
         return drawn - partition.log(), self.entropy(shifted, weights, partition)
 
 
-class TargetsOfOtherRanksLost(TensorParallelBackend):
-    """The sum over ranks of the chosen logits is left out."""
-
-    vocabulary_type = OwnTargets
-
-
-class OwnEntropy(Vocabulary):
-    """The entropy's sum goes over this rank's columns."""
+@Mutant("I7.entropy", "a parallel log-softmax", "entropy at temperature 1", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class EntropyOfOneShard(Vocabulary):
+    """Log-probs are over the vocabulary, and the entropy's sum over one part of it."""
 
     def entropy(self, shifted: Tensor, weights: Tensor, partition: Tensor) -> Tensor:
         return partition.log() - (weights * shifted).sum(-1) / partition
 
 
-class EntropyOfOneShard(TensorParallelBackend):
-    """Log-probs are over the vocabulary, and the entropy's sum over one part of it."""
-
-    vocabulary_type = OwnEntropy
-
-
-class RowOfTwoRanks(Vocabulary):
-    """Ids are compared with the end of a part as if it were the last of its rows."""
+@Mutant("I7.long-batch", "ranges that include their end", "logprobs of a long batch", layout=TP2)
+@inside(TensorParallelBackend, "vocabulary_type")
+class FirstRowOfAPartTwice(Vocabulary):
+    """The first row of a rank's part counts on the rank before as well, which takes its own last one for it."""
 
     def own_rows(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         mask = (ids >= self.start) & (ids <= self.start + count)
         return mask, torch.where(mask, ids - self.start, 0).clamp(max=count - 1)
 
 
-class FirstRowOfAPartTwice(TensorParallelBackend):
-    """The first row of a rank's part counts on the rank before as well, which takes its own last one for it."""
-
-    vocabulary_type = RowOfTwoRanks
-
-
+@Mutant(
+    "I7.logprobs",
+    "a bias or residual before the sum over ranks",
+    "logprobs at temperature 1",
+    layout=TP2,
+    family="gemma2",
+)
 class RowBiasAddedOnEachRank(TensorParallelBackend):
     """Each rank adds the bias to its part of the sum."""
 
@@ -242,6 +251,7 @@ class RowBiasAddedOnEachRank(TensorParallelBackend):
 # ----------------------------------------------------------- sequence parallel
 
 
+@Mutant("I1.gradients", "Megatron-LM #1446", r"gradients of TokenMeanLoss[\s\S]*norms", layout=TP2SP)
 class NormsOfOwnTokens(TensorParallelBackend):
     """The norms of layers keep the gradient of one rank's tokens."""
 
@@ -249,6 +259,9 @@ class NormsOfOwnTokens(TensorParallelBackend):
         return partial_gradient(name)
 
 
+@Mutant(
+    "I1.gradients", "Megatron-LM #1446", r"gradients of TokenMeanLoss[\s\S]*model\.norm\.weight", layout=TP2SP
+)
 class FinalNormOfOwnTokens(TensorParallelBackend):
     """The last of all norms is left out of the sum over ranks."""
 
@@ -256,6 +269,13 @@ class FinalNormOfOwnTokens(TensorParallelBackend):
         return name != "model.norm.weight" and super().is_partial(name)
 
 
+@Mutant(
+    "I1.gradients",
+    "Megatron-LM #1446, for a bias",
+    r"gradients of TokenMeanLoss[\s\S]*o_proj\.bias",
+    layout=TP2SP,
+    family="gemma2",
+)
 class RowBiasOfOwnTokens(TensorParallelBackend):
     """A bias that each rank adds to its own tokens keeps the gradient of those."""
 
@@ -263,6 +283,7 @@ class RowBiasOfOwnTokens(TensorParallelBackend):
         return not name.endswith("o_proj.bias") and super().is_partial(name)
 
 
+@Mutant("I1.gradients", "slime #1748", "multiplied by 2", layout=TP2SP)
 class RegionsSumDuplicates(TensorParallelBackend):
     """The last states are gathered with a backward pass that adds up what all ranks have alike."""
 
@@ -273,6 +294,12 @@ class RegionsSumDuplicates(TensorParallelBackend):
 # ---------------------------------------------------------------------- layout
 
 
+@Mutant(
+    "contract.heads-over-tp",
+    "a degree that does not divide the heads",
+    "took a model with 5 heads at tp2, and then it failed|at tp2",
+    layout=TP2,
+)
 class TakesHalfAHead(TensorParallelBackend):
     """The degree is never compared with the number of heads."""
 
@@ -280,6 +307,7 @@ class TakesHalfAHead(TensorParallelBackend):
         return
 
 
+@Mutant("contract.heads-over-tp", "an error on one rank alone", "initialize", layout=TP2, timeout_s=8.0)
 class OneRankRefuses(TensorParallelBackend):
     """The other rank waits for it."""
 
@@ -287,174 +315,3 @@ class OneRankRefuses(TensorParallelBackend):
         if self.tensor_parallel_rank == 0:
             super().check_heads(model)
         Comm(self.tensor_parallel_group).barrier()
-
-
-MUTANTS = (
-    Mutant(
-        engine=TargetsOfOtherRanksLost,
-        killed_by="I7.logprobs",
-        issue="a parallel log-softmax",
-        says="logprobs at temperature 1",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=FirstRowOfAPartTwice,
-        killed_by="I7.long-batch",
-        issue="ranges that include their end",
-        says="logprobs of a long batch",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=EntropyOfOneShard,
-        killed_by="I7.entropy",
-        issue="a parallel log-softmax",
-        says="entropy at temperature 1",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=RowBiasAddedOnEachRank,
-        killed_by="I7.logprobs",
-        issue="a bias or residual before the sum over ranks",
-        says="logprobs at temperature 1",
-        layout=TP2,
-        family="gemma2",
-    ),
-    Mutant(
-        engine=NormsOfOwnTokens,
-        killed_by="I1.gradients",
-        issue="Megatron-LM #1446",
-        says=r"gradients of TokenMeanLoss[\s\S]*norms",
-        layout=TP2SP,
-    ),
-    Mutant(
-        engine=FinalNormOfOwnTokens,
-        killed_by="I1.gradients",
-        issue="Megatron-LM #1446",
-        says=r"gradients of TokenMeanLoss[\s\S]*model\.norm\.weight",
-        layout=TP2SP,
-    ),
-    Mutant(
-        engine=RowBiasOfOwnTokens,
-        killed_by="I1.gradients",
-        issue="Megatron-LM #1446, for a bias",
-        says=r"gradients of TokenMeanLoss[\s\S]*o_proj\.bias",
-        layout=TP2SP,
-        family="gemma2",
-    ),
-    Mutant(
-        engine=RegionsSumDuplicates,
-        killed_by="I1.gradients",
-        issue="slime #1748",
-        says=r"multiplied by 2",
-        layout=TP2SP,
-    ),
-    Mutant(
-        engine=TakesHalfAHead,
-        killed_by="contract.heads-over-tp",
-        issue="a degree that does not divide the heads",
-        says=r"took a model with 5 heads at tp2, and then it failed|at tp2",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=OneRankRefuses,
-        killed_by="contract.heads-over-tp",
-        issue="an error on one rank alone",
-        says="initialize",
-        layout=TP2,
-        timeout_s=8.0,
-    ),
-    Mutant(
-        engine=HeadNormsNotReduced,
-        killed_by="I1.gradients",
-        issue="Megatron-LM #1446",
-        says=r"gradients of TokenMeanLoss[\s\S]*_norm\.weight",
-        layout=TP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=FactorsNotReduced,
-        killed_by="I20.adapter-gradients",
-        issue="Megatron-LM #1446, for an adapter",
-        says=r"gradients with an adapter[\s\S]*lora_",
-        layout=TP2,
-        declared=frozenset({Capability.LORA}),
-    ),
-    Mutant(
-        engine=ReplicasCountedOnEachRank,
-        killed_by="I4.grad-norm",
-        issue="AReaL #1497",
-        says=r"the reported norm[\s\S]*they differ by",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=NormOfOneRanksShards,
-        killed_by="I4.grad-norm",
-        issue="torchtitan #649, Megatron-LM #5916",
-        says=r"the reported norm[\s\S]*they differ by",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=ClipsByItsOwnNorm,
-        killed_by="I4.clipping",
-        issue="clipping by shard",
-        says="after clipped steps",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=HeadNormsReducedOnOneRank,
-        killed_by="I3.gradients-after-steps",
-        issue="Megatron-LM #1446",
-        says="after 2 steps",
-        layout=TP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=InputGradientNotReduced,
-        killed_by="I1.gradients",
-        issue="SkyRL #1420, for the other axis",
-        says="gradients of TokenMeanLoss",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=GatherSumsDuplicates,
-        killed_by="I1.gradients",
-        issue="slime #1748",
-        says="multiplied by 2",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=BackwardKeepsOldHead,
-        killed_by="I3.gradients-after-steps",
-        issue="vllm #44371, in the backward pass",
-        says="gradients after 2 steps",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=ResidualAddedOnEachRank,
-        killed_by="I7.logprobs",
-        issue="a bias or residual before the sum over ranks",
-        says="logprobs at temperature 1",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=MaximumOfOneShard,
-        killed_by="I7.logprobs",
-        issue="a parallel log-softmax",
-        says="logprobs at temperature 1",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=PartitionOfOneShard,
-        killed_by="I7.logprobs",
-        issue="a parallel log-softmax",
-        says="logprobs at temperature 1",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=EntropyOverPaddedRows,
-        killed_by="I7.entropy",
-        issue="TRL #3715",
-        says="entropy at temperature 1",
-        layout=TP2,
-    ),
-)

@@ -32,6 +32,13 @@ class _LeavesBehind(TensorParallelBackend):
             super().step(scale, lr, count)
 
 
+@Mutant(
+    "I20.all-move",
+    "verl #6334",
+    r"entries of model\.embed_tokens\.weight have a gradient and did not move",
+    layout=TP2,
+    family="qwen3",
+)
 class TiedShardStays(_LeavesBehind):
     """The second rank's rows of the tied embedding are not in its optimizer."""
 
@@ -39,6 +46,7 @@ class TiedShardStays(_LeavesBehind):
         return name == "model.embed_tokens.weight"
 
 
+@Mutant("I20.adamw", "replicas that drift apart", "logprobs after 8 steps", layout=TP2)
 class ReplicasDriftApart(_LeavesBehind):
     """Only the rank that exports trains the norms."""
 
@@ -46,6 +54,7 @@ class ReplicasDriftApart(_LeavesBehind):
         return name.endswith("norm.weight")
 
 
+@Mutant("I3.value-gradients-after-steps", "replicas that drift apart", "gradients after 2 steps", layout=TP2)
 class ScalarHeadTrainsOnOneRank(_LeavesBehind):
     """Only the rank that exports trains the value head."""
 
@@ -53,6 +62,12 @@ class ScalarHeadTrainsOnOneRank(_LeavesBehind):
         return name == "score.weight"
 
 
+@Mutant(
+    "I3.value-gradients-after-steps",
+    "each rank draws a new head (SkyRL #1725's kind)",
+    "gradients after 2 steps",
+    layout=TP2,
+)
 class RanksDrawTheirOwnHeads(TensorParallelBackend):
     """A new head is drawn from another seed on each rank."""
 
@@ -60,6 +75,9 @@ class RanksDrawTheirOwnHeads(TensorParallelBackend):
         return self.context.seed + (self.tensor_parallel_rank if self.context.config.model.path else 0)
 
 
+@Mutant(
+    "I3.value-gradients-after-load", "vllm #44371, for a train engine", "gradients after a load", layout=TP2
+)
 class ScalarHeadLoadsOnOneRank(TensorParallelBackend, OwnExport):
     """Only the rank that exports takes the value head of a checkpoint."""
 
@@ -69,6 +87,13 @@ class ScalarHeadLoadsOnOneRank(TensorParallelBackend, OwnExport):
             super().import_tensors(kind, source)
 
 
+@Mutant(
+    "I10.tied-after-steps",
+    "Automodel #2511",
+    "logprobs after steps with a tied embedding",
+    layout=TP2,
+    family="qwen3",
+)
 class HeadUntiedOnOneRank(TensorParallelBackend):
     """The second rank's rows of the head are a copy that stays as it was."""
 
@@ -86,6 +111,7 @@ class HeadUntiedOnOneRank(TensorParallelBackend):
         return F.linear(enter(states, self.tensor_parallel_group), attached)
 
 
+@Mutant("I10.import", "heads in the wrong order", r"parameters after a load[\s\S]*q_proj", layout=TP2)
 class ShardsExportedInTheWrongOrder(TensorParallelBackend, OwnExport):
     """The parts of queries, keys and values are joined in the reverse order of their ranks."""
 
@@ -108,6 +134,13 @@ class _HalvesRoundedDown(MappedSource):
         return super().read(name, slices)
 
 
+@Mutant(
+    "I10.import",
+    "an odd vocabulary (I10)",
+    r"parameters after a load[\s\S]*embed_tokens",
+    layout=TP2,
+    family="qwen3",
+)
 class OddVocabularyShifts(TensorParallelBackend, OwnExport):
     """When it loads, the second part of an odd vocabulary is taken to begin at half of it, rounded down."""
 
@@ -115,6 +148,9 @@ class OddVocabularyShifts(TensorParallelBackend, OwnExport):
         super().import_tensors(kind, _HalvesRoundedDown(source, {name: name for name in source.names()}))
 
 
+@Mutant(
+    "I11.other-layout", "AReaL #1470", r"master loaded on dp2[\s\S]*_norm\.weight", layout=TP2, family="qwen3"
+)
 class NormSavedInPart(TensorParallelBackend, OwnCheckpoint):
     """A norm of the model's own counts as sharded when it is saved: 1/TP of it is written."""
 
@@ -124,74 +160,3 @@ class NormSavedInPart(TensorParallelBackend, OwnCheckpoint):
             written = len(shard.tensor) // self.context.layout.tp if in_part else len(shard.tensor)
             missing = torch.zeros_like(shard.tensor[written:])
             yield replace(shard, tensor=torch.cat([shard.tensor[:written], missing]))
-
-
-MUTANTS = (
-    Mutant(
-        engine=RanksDrawTheirOwnHeads,
-        killed_by="I3.value-gradients-after-steps",
-        issue="each rank draws a new head (SkyRL #1725's kind)",
-        says="gradients after 2 steps",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=ScalarHeadTrainsOnOneRank,
-        killed_by="I3.value-gradients-after-steps",
-        issue="replicas that drift apart",
-        says="gradients after 2 steps",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=ScalarHeadLoadsOnOneRank,
-        killed_by="I3.value-gradients-after-load",
-        issue="vllm #44371, for a train engine",
-        says="gradients after a load",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=ReplicasDriftApart,
-        killed_by="I20.adamw",
-        issue="replicas that drift apart",
-        says="logprobs after 8 steps",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=TiedShardStays,
-        killed_by="I20.all-move",
-        issue="verl #6334",
-        says=r"entries of model\.embed_tokens\.weight have a gradient and did not move",
-        layout=TP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=HeadUntiedOnOneRank,
-        killed_by="I10.tied-after-steps",
-        issue="Automodel #2511",
-        says="logprobs after steps with a tied embedding",
-        layout=TP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=ShardsExportedInTheWrongOrder,
-        killed_by="I10.import",
-        issue="heads in the wrong order",
-        says=r"parameters after a load[\s\S]*q_proj",
-        layout=TP2,
-    ),
-    Mutant(
-        engine=OddVocabularyShifts,
-        killed_by="I10.import",
-        issue="an odd vocabulary (I10)",
-        says=r"parameters after a load[\s\S]*embed_tokens",
-        layout=TP2,
-        family="qwen3",
-    ),
-    Mutant(
-        engine=NormSavedInPart,
-        killed_by="I11.other-layout",
-        issue="AReaL #1470",
-        says=r"master loaded on dp2[\s\S]*_norm\.weight",
-        layout=TP2,
-        family="qwen3",
-    ),
-)

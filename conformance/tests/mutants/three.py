@@ -9,10 +9,10 @@ from torch import Tensor
 
 from core_rl.state.slices import Shard
 from mutants.bases import OwnCheckpoint, Packed
-from mutants.thresholds import ThirdCallDropsTwo
 from mutants.zoo import DP2, DP3, Mutant
 
 
+@Mutant("I2.data-parallel", "a tree of ranks", "gradients with nearly everything on rank 0", layout=DP3)
 class ReducesInPairs(Packed):
     """Ranks add their gradients up in pairs; the last of an odd number has no partner."""
 
@@ -24,6 +24,7 @@ class ReducesInPairs(Packed):
         super().reduce_grads()
 
 
+@Mutant("I11.resume", "staging buffers of a background save", "master after the load")
 class ThirdSaveIsTheSecond(OwnCheckpoint):
     """From the third on, a save writes the tensors of the second."""
 
@@ -41,6 +42,12 @@ def _third_layers(names: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor]:
     return (tensor for name, tensor in names if ".layers.2." in name)
 
 
+@Mutant(
+    "I20.adamw",
+    "a list of layers that was written for a smaller model",
+    "only parameters of layer 2 are wrong",
+    layout=DP2,
+)
 class StepsTwoLayers(Packed):
     """Layers from the third on never step."""
 
@@ -52,6 +59,11 @@ class StepsTwoLayers(Packed):
             tensor.copy_(value)
 
 
+@Mutant(
+    "I11.resume",
+    "a list of layers that was written for a smaller model",
+    r"exp_avg after the load[\s\S]*only parameters of layer 2 are wrong",
+)
 class LoadsMomentsOfTwoLayers(Packed):
     """After a load, moments of layers from the third on are 0."""
 
@@ -61,39 +73,3 @@ class LoadsMomentsOfTwoLayers(Packed):
             for part in self.state().local(kind):
                 if ".layers.2." in part.name:
                     part.tensor.zero_()
-
-
-MUTANTS = (
-    Mutant(
-        engine=ThirdCallDropsTwo,
-        killed_by="I5.two-calls",
-        issue="two gradient buffers that take turns",
-        says="gradients of 3 calls",
-    ),
-    Mutant(
-        engine=ReducesInPairs,
-        killed_by="I2.data-parallel",
-        issue="a tree of ranks",
-        says="gradients with nearly everything on rank 0",
-        layout=DP3,
-    ),
-    Mutant(
-        engine=ThirdSaveIsTheSecond,
-        killed_by="I11.resume",
-        issue="staging buffers of a background save",
-        says="master after the load",
-    ),
-    Mutant(
-        engine=StepsTwoLayers,
-        killed_by="I20.adamw",
-        issue="a list of layers that was written for a smaller model",
-        says="only parameters of layer 2 are wrong",
-        layout=DP2,
-    ),
-    Mutant(
-        engine=LoadsMomentsOfTwoLayers,
-        killed_by="I11.resume",
-        issue="a list of layers that was written for a smaller model",
-        says="exp_avg after the load[\\s\\S]*only parameters of layer 2 are wrong",
-    ),
-)

@@ -13,8 +13,10 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.hf_backend import HFBackend
 from mutants.bases import Packed
+from mutants.zoo import Mutant
 
 
+@Mutant("I5.two-calls", "two gradient buffers that take turns", "gradients of 3 calls")
 class ThirdCallDropsTwo(Packed):
     """The third pass before a step drops the gradients of the first two."""
 

@@ -55,6 +55,13 @@ class _BentFeatures(_Tower):
         return self.bent(features)
 
 
+@Mutant(
+    "I6.images",
+    "a placeholder for the begin of an image that gets its first features",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class FeaturesOneLate(_BentFeatures):
     """Each placeholder gets the features before its own."""
 
@@ -62,6 +69,13 @@ class FeaturesOneLate(_BentFeatures):
         return features.roll(1, 0)
 
 
+@Mutant(
+    "I6.images",
+    "features of the tower's layers that a trunk of another library has no argument for",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class DeepstackDropped(_BentFeatures):
     """Layers of the text get no features of the tower's first layers."""
 
@@ -69,6 +83,13 @@ class DeepstackDropped(_BentFeatures):
         return torch.zeros_like(features)
 
 
+@Mutant(
+    "I1.images",
+    "features that are computed ahead of the text, without a graph",
+    "gradients .*with one sequence at a time",
+    family=QWEN,
+    declared=VISION,
+)
 class FeaturesDetached(_BentFeatures):
     """No gradient goes from the text into the merger and the tower."""
 
@@ -76,6 +97,13 @@ class FeaturesDetached(_BentFeatures):
         return features.detach()
 
 
+@Mutant(
+    "I20.frozen-tower",
+    "a frozen tower under no_grad, with the merger inside of it",
+    "gradients behind a frozen tower",
+    family=QWEN,
+    declared=VISION,
+)
 class FrozenTowerStopsMerger(_BentFeatures):
     """A tower whose first layer is frozen runs without gradients, and its merger with it."""
 
@@ -84,6 +112,13 @@ class FrozenTowerStopsMerger(_BentFeatures):
         return features if trained else features.detach()
 
 
+@Mutant(
+    "I6.images",
+    "attention that is replaced for packed text, and for the tower with it",
+    "log-probs of images in one pack",
+    family=QWEN,
+    declared=VISION,
+)
 class TowerSeesAllImages(_Tower):
     """Patches of a micro-batch attend to each other across images."""
 
@@ -98,6 +133,13 @@ class TowerSeesAllImages(_Tower):
             block.register_forward_pre_hook(joined, with_kwargs=True)
 
 
+@Mutant(
+    "I1.images",
+    "a blank image for ranks without images that is trained on",
+    "a batch without images gives .* gradients that are not 0",
+    family=QWEN,
+    declared=VISION,
+)
 class BlankImageCounts(_Tower):
     """The mean of a blank image's features is added to batches of text, with the factor 1 in place of 0."""
 
@@ -120,6 +162,13 @@ class BlankImageCounts(_Tower):
                 hook.remove()
 
 
+@Mutant(
+    "I20.frozen-tower",
+    "frozen parameters in a group with weight decay",
+    "the frozen tower",
+    family=QWEN,
+    declared=VISION,
+)
 class FrozenTowerDecays(_Tower):
     """Weight decay takes frozen parameters as well."""
 
@@ -131,6 +180,9 @@ class FrozenTowerDecays(_Tower):
                     parameter.mul_(1 - 0.1 * lr)
 
 
+@Mutant(
+    "I10.export", "TRL #6028", "transformers reports while loading the export", family=QWEN, declared=VISION
+)
 class ExportsTextAlone(OwnExport):
     """Named tensors are of the text model."""
 
@@ -148,6 +200,13 @@ class _CountsNoPlaceholders(TrainStep):
             return super().cut(batch, mb_spec)
 
 
+@Mutant(
+    "contract.placeholders",
+    "features that are cut to the number of placeholders",
+    "an image without pixels",
+    family=QWEN,
+    declared=VISION,
+)
 class FeaturesMadeToFit(_Tower):
     """Features are cut or padded to the number of placeholders, which is not checked."""
 
@@ -169,79 +228,3 @@ class FeaturesMadeToFit(_Tower):
 
         trunk.get_image_features = fitted
         return super().outputs(micro_batch, step)
-
-
-MUTANTS = (
-    Mutant(
-        engine=FeaturesOneLate,
-        killed_by="I6.images",
-        issue="a placeholder for the begin of an image that gets its first features",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=DeepstackDropped,
-        killed_by="I6.images",
-        issue="features of the tower's layers that a trunk of another library has no argument for",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=TowerSeesAllImages,
-        killed_by="I6.images",
-        issue="attention that is replaced for packed text, and for the tower with it",
-        says="log-probs of images in one pack",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=BlankImageCounts,
-        killed_by="I1.images",
-        issue="a blank image for ranks without images that is trained on",
-        says="a batch without images gives .* gradients that are not 0",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=FeaturesDetached,
-        killed_by="I1.images",
-        issue="features that are computed ahead of the text, without a graph",
-        says=r"gradients .*with one sequence at a time",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=FrozenTowerStopsMerger,
-        killed_by="I20.frozen-tower",
-        issue="a frozen tower under no_grad, with the merger inside of it",
-        says="gradients behind a frozen tower",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=FrozenTowerDecays,
-        killed_by="I20.frozen-tower",
-        issue="frozen parameters in a group with weight decay",
-        says="the frozen tower",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=ExportsTextAlone,
-        killed_by="I10.export",
-        issue="TRL #6028",
-        says="transformers reports while loading the export",
-        family=QWEN,
-        declared=VISION,
-    ),
-    Mutant(
-        engine=FeaturesMadeToFit,
-        killed_by="contract.placeholders",
-        issue="features that are cut to the number of placeholders",
-        says="an image without pixels",
-        family=QWEN,
-        declared=VISION,
-    ),
-)

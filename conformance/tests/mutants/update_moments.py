@@ -17,6 +17,7 @@ TURNS = 1000
 """Of the event loop, in which an update may come."""
 
 
+@Mutant("I14.updates-in-a-row", "slime #327", "not read with the draw")
 class ReadsTheVersionLate(ReferenceRolloutBackend):
     """The version is that of the moment at which the answer is handed out."""
 
@@ -27,6 +28,7 @@ class ReadsTheVersionLate(ReferenceRolloutBackend):
         return replace(response, versions=(self._served_version,) * len(response.versions))
 
 
+@Mutant("I14.updates-in-a-row", "verl #7014", "not read with the draw")
 class DropsTheSecondUpdate(ReferenceRolloutBackend):
     """The second of several updates in a row counts, and is not installed."""
 
@@ -49,6 +51,7 @@ class WakesWithTheWeightsBefore(ReferenceRolloutBackend):
         self._model.load_state_dict(self._copies)
 
 
+@Mutant("I15.update-asleep", "vllm #44371", "by tensor, while asleep")
 class WakesWithTheTensorsBefore(WakesWithTheWeightsBefore):
     """The same, where updates from disk are right: they bring another model."""
 
@@ -57,34 +60,6 @@ class WakesWithTheTensorsBefore(WakesWithTheWeightsBefore):
         self._copies = {name: value.clone() for name, value in self._model.state_dict().items()}
 
 
+@Mutant("I15.adapter-asleep", "vllm #44371", "the adapter before")
 class WakesWithTheAdapterBefore(WakesWithTheWeightsBefore):
     """The same for adapters."""
-
-
-IN_A_ROW, ASLEEP = "I14.updates-in-a-row", "I15.update-asleep"
-MUTANTS = (
-    Mutant(
-        engine=ReadsTheVersionLate,
-        killed_by=IN_A_ROW,
-        issue="slime #327",
-        says="not read with the draw",
-    ),
-    Mutant(
-        engine=DropsTheSecondUpdate,
-        killed_by=IN_A_ROW,
-        issue="verl #7014",
-        says="not read with the draw",
-    ),
-    Mutant(
-        engine=WakesWithTheTensorsBefore,
-        killed_by=ASLEEP,
-        issue="vllm #44371",
-        says="by tensor, while asleep",
-    ),
-    Mutant(
-        engine=WakesWithTheAdapterBefore,
-        killed_by="I15.adapter-asleep",
-        issue="vllm #44371",
-        says="the adapter before",
-    ),
-)

@@ -43,6 +43,7 @@ class Partial(ReferenceRolloutBackend):
                     value.copy_(old[name])
 
 
+@Mutant("I12.receive-disk", "verl #5801", "log-probs after the update to version 1 differs")
 class TakesOnlyMatrices(Partial):
     """Norms and biases are not synced."""
 
@@ -50,6 +51,7 @@ class TakesOnlyMatrices(Partial):
         return value.dim() > 1
 
 
+@Mutant("I12.receive-disk", "verl #7014", "weights before the update")
 class TakesNothing(Partial):
     """The update is acknowledged, and the weights stay."""
 
@@ -57,6 +59,7 @@ class TakesNothing(Partial):
         return False
 
 
+@Mutant("I12.receive-disk", "verl #6334", "after the update", family="qwen3")
 class ReloadUntiesTheHead(ReferenceRolloutBackend):
     """After a reload the head keeps the old embedding."""
 
@@ -66,6 +69,7 @@ class ReloadUntiesTheHead(ReferenceRolloutBackend):
         self._model.get_output_embeddings().weight = torch.nn.Parameter(head)
 
 
+@Mutant("I13.prefix-cache", "vllm #9744, NeMo-RL #4018", "weights before the update")
 class KeepsPrefixes(ReferenceRolloutBackend):
     """Cached prefixes of prompts are reused after the weights have changed."""
 
@@ -79,6 +83,7 @@ class KeepsPrefixes(ReferenceRolloutBackend):
         self._model = current
 
 
+@Mutant("I14.update-in-flight", "slime #327, prime-rl #1901", "by the weights whose version tokens carry")
 class LabelsBeforeWeights(ReferenceRolloutBackend):
     """The version changes when an update begins, and requests in flight carry it."""
 
@@ -91,6 +96,7 @@ class LabelsBeforeWeights(ReferenceRolloutBackend):
             raise
 
 
+@Mutant("I14.update-in-flight", "miles #2372", "were cut short")
 class ThrowsAwayWhatIsInFlight(ReferenceRolloutBackend):
     """An update aborts the requests that run."""
 
@@ -107,6 +113,7 @@ class ThrowsAwayWhatIsInFlight(ReferenceRolloutBackend):
 # ----------------------------------------------------------- updates that fail
 
 
+@Mutant("I12.failed-update", "a label before the weights (I12)", r"versions \[4\]; the weights had 3 to 3")
 class LabelsAFailedUpdate(ReferenceRolloutBackend):
     """Tokens carry the new version although the update has failed."""
 
@@ -115,6 +122,7 @@ class LabelsAFailedUpdate(ReferenceRolloutBackend):
         super().update_weights(meta)
 
 
+@Mutant("I12.failed-update", "a failed reload that nobody hears of (I12)", "did not raise")
 class SwallowsFailures(ReferenceRolloutBackend):
     """A failed update is logged and forgotten."""
 
@@ -125,6 +133,7 @@ class SwallowsFailures(ReferenceRolloutBackend):
             self.set_version(meta.version)
 
 
+@Mutant("I12.failed-update", "a reload that stops half way (I12)", "after an update from a model of another")
 class LeavesAMixture(ReferenceRolloutBackend):
     """Weights are copied in turn, until a misfit."""
 
@@ -149,6 +158,7 @@ class LeavesAMixture(ReferenceRolloutBackend):
 # ----------------------------------------------------------- versions and requests
 
 
+@Mutant("contract.rollout-versions", "AReaL #941", r"versions \[0\]")
 class VersionStuckAtZero(ReferenceRolloutBackend):
     """Tokens carry version 0 for ever."""
 
@@ -157,6 +167,7 @@ class VersionStuckAtZero(ReferenceRolloutBackend):
         return replace(response, versions=(0,) * len(response.versions))
 
 
+@Mutant("contract.rollout-versions", "miles #2372", "ended with 'abort'")
 class LabelAbortsRequests(ReferenceRolloutBackend):
     """A new version label aborts all requests in flight."""
 
@@ -170,6 +181,7 @@ class LabelAbortsRequests(ReferenceRolloutBackend):
         return replace(response, stop_reason="abort") if getattr(self, "_labelling", False) else response
 
 
+@Mutant("contract.rollout-cancel", "miles #2372", "answers ended with .*abort")
 class CancelAbortsAll(ReferenceRolloutBackend):
     """A cancelled request makes the server abort everything."""
 
@@ -193,6 +205,7 @@ class NeverCloses(RequestGate):
         return False
 
 
+@Mutant("contract.rollout-pause", "tokens of no version (I14)", "were answered while the engine was paused")
 class PauseIsForgotten(ReferenceRolloutBackend):
     """Requests are completed while the engine is paused."""
 
@@ -208,6 +221,11 @@ class NeverAsksForTheRid(RequestGate):
         yield
 
 
+@Mutant(
+    "contract.rollout-rid",
+    "an abort by rid that ends the request of somebody else (SGLang refuses a rid in use)",
+    "were in flight at one time",
+)
 class SharesRids(ReferenceRolloutBackend):
     """A rid names several requests at one time."""
 
@@ -218,90 +236,13 @@ def never_refuse(spec: EngineSpec, capability: Capability, label: str) -> None:
     """Accept undeclared options."""
 
 
+@Mutant(
+    "contract.rollout-undeclared",
+    "an undeclared option that half works",
+    "'score' is not declared",
+    undeclared=frozenset({C.SCORE}),
+)
 class ScoresWithoutDeclaring(ReferenceRolloutBackend):
     """``score`` works, although the spec does not list it."""
 
     components = InferenceComponents(require_capability=never_refuse)
-
-
-ARRIVE, FAILED, VERSIONS = "I12.receive-disk", "I12.failed-update", "contract.rollout-versions"
-IN_FLIGHT = "I14.update-in-flight"
-MUTANTS = (
-    Mutant(
-        engine=TakesOnlyMatrices,
-        killed_by=ARRIVE,
-        issue="verl #5801",
-        says="log-probs after the update to version 1 differs",
-    ),
-    Mutant(engine=TakesNothing, killed_by=ARRIVE, issue="verl #7014", says="weights before the update"),
-    Mutant(
-        engine=ReloadUntiesTheHead,
-        killed_by=ARRIVE,
-        issue="verl #6334",
-        says="after the update",
-        family="qwen3",
-    ),
-    Mutant(
-        engine=KeepsPrefixes,
-        killed_by="I13.prefix-cache",
-        issue="vllm #9744, NeMo-RL #4018",
-        says="weights before the update",
-    ),
-    Mutant(
-        engine=LabelsBeforeWeights,
-        killed_by=IN_FLIGHT,
-        issue="slime #327, prime-rl #1901",
-        says="by the weights whose version tokens carry",
-    ),
-    Mutant(
-        engine=ThrowsAwayWhatIsInFlight,
-        killed_by=IN_FLIGHT,
-        issue="miles #2372",
-        says="were cut short",
-    ),
-    Mutant(
-        engine=LabelsAFailedUpdate,
-        killed_by=FAILED,
-        issue="a label before the weights (I12)",
-        says=r"versions \[4\]; the weights had 3 to 3",
-    ),
-    Mutant(
-        engine=SwallowsFailures,
-        killed_by=FAILED,
-        issue="a failed reload that nobody hears of (I12)",
-        says="did not raise",
-    ),
-    Mutant(
-        engine=LeavesAMixture,
-        killed_by=FAILED,
-        issue="a reload that stops half way (I12)",
-        says="after an update from a model of another",
-    ),
-    Mutant(engine=VersionStuckAtZero, killed_by=VERSIONS, issue="AReaL #941", says=r"versions \[0\]"),
-    Mutant(engine=LabelAbortsRequests, killed_by=VERSIONS, issue="miles #2372", says="ended with 'abort'"),
-    Mutant(
-        engine=CancelAbortsAll,
-        killed_by="contract.rollout-cancel",
-        issue="miles #2372",
-        says="answers ended with .*abort",
-    ),
-    Mutant(
-        engine=PauseIsForgotten,
-        killed_by="contract.rollout-pause",
-        issue="tokens of no version (I14)",
-        says="were answered while the engine was paused",
-    ),
-    Mutant(
-        engine=SharesRids,
-        killed_by="contract.rollout-rid",
-        issue="an abort by rid that ends the request of somebody else (SGLang refuses a rid in use)",
-        says="were in flight at one time",
-    ),
-    Mutant(
-        engine=ScoresWithoutDeclaring,
-        killed_by="contract.rollout-undeclared",
-        issue="an undeclared option that half works",
-        says="'score' is not declared",
-        undeclared=frozenset({C.SCORE}),
-    ),
-)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from core_rl.backend.inference_backend import InferenceBackend, InferenceContext
 from core_rl.backend.train_backend import TrainBackend
@@ -46,6 +48,7 @@ CAPABILITIES = frozenset(
     }
 )
 Context = InferenceContext[ReferenceRolloutConfig]
+EngineT = TypeVar("EngineT", bound=type[TrainBackend[Any] | InferenceBackend[Any]])
 DP1 = ParallelLayout()
 DP2 = ParallelLayout(dp=2)
 DP3 = ParallelLayout(dp=3)
@@ -57,17 +60,21 @@ PP2 = ParallelLayout(pp=2)
 DP2EP2 = ParallelLayout(dp=2, ep=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """An engine with one planted bug."""
+RECORD = "mutant"
+"""Attribute of an engine with a planted bug."""
 
-    engine: type[TrainBackend[Any] | InferenceBackend[Any]]
+
+@dataclass(frozen=True)
+class Mutant:
+    """An engine with one planted bug: the class that this decorates."""
+
     killed_by: str
     """The check that is meant for this bug."""
     issue: str
     """Source of a shipped bug of this kind, or the reason for the mutant."""
     says: str
     """A regular expression that the failure must match: the message points at the cause."""
+    _: KW_ONLY
     layout: ParallelLayout = DP1
     family: str = "llama"
     dtype: DType = "float32"
@@ -78,6 +85,12 @@ class Mutant:
     """The correct partner, for a check of a pair."""
     timeout_s: float = 120.0
     """Seconds that a call may take; short for a mutant that hangs."""
+    engine: type[TrainBackend[Any] | InferenceBackend[Any]] = TrainBackend
+
+    def __call__(self, engine: EngineT) -> EngineT:
+        """Record the bug on ``engine``, for `mutants_of`."""
+        setattr(engine, RECORD, replace(self, engine=engine))
+        return engine
 
     @property
     def name(self) -> str:
@@ -99,6 +112,13 @@ class Mutant:
             self.undeclared | (toy - self.declared),
             self.layout.needed_capabilities() | special | self.declared,
         )
+
+
+def mutants_of(module: ModuleType) -> Iterator[Mutant]:
+    """The mutants that ``module`` defines, in order."""
+    for value in vars(module).values():
+        if isinstance(value, type) and value.__module__ == module.__name__ and RECORD in vars(value):
+            yield vars(value)[RECORD]
 
 
 def name_of(engine: type) -> str:

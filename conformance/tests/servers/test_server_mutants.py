@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import Bend, FaultProxy
-from mutants.served import SERVED, judge
-from mutants.wire_faults import WIRE_FAULTS, WireFault
 from mutants.zoo import Mutant
 from reference_server import ReferenceServer
+from served import SERVED, judge
 from server_stub import running
+from wire_faults import WIRE_FAULTS, WireFault
 
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl_conformance.catalogue import load_checks

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from mutants import interruptions, rollout_details, rollout_draws, rollouts, route_orders, updates
+from mutants.zoo import C, Mutant, mutants_of
+
 from core_rl.backend.inference_backend import InferenceBackend
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import CoreRLError
@@ -16,8 +19,6 @@ from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.profile import Setting
 from core_rl_conformance.servers.options import ServerArguments
 from core_rl_conformance.servers.target import load_server
-from mutants import interruptions, rollout_details, rollout_draws, rollouts, route_orders, updates
-from mutants.zoo import C, Mutant
 
 CAPABILITIES = frozenset({C.SCORE, C.TOP_LOGPROBS, C.MIN_P, C.LOGIT_BIAS, C.SYNC_DISK, C.PAUSE})
 """Those of a server with vLLM's routes, besides adapters and buckets."""
@@ -57,7 +58,7 @@ def _served() -> list[Mutant]:
     return [
         replace(mutant, says=SAYS.get(mutant.engine, mutant.says))
         for module in modules
-        for mutant in module.MUTANTS
+        for mutant in mutants_of(module)
         if issubclass(mutant.engine, InferenceBackend)
         and mutant.engine not in OF_THE_CLIENT
         and mutant.dtype == "float32"
