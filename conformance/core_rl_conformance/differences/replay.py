@@ -130,17 +130,13 @@ def _in_gradients(left: Reading, right: Reading, rollouts: Rollouts) -> Iterator
     terms, place = left.terms, gradient(left.terms)
     texts = [_described(reading.terms, rollouts) for reading in (left, right)]
     for term, fields in FIELDS.items():
-        if _same(left.terms, right.terms, fields):
+        if all(_near(getattr(left.terms, name), getattr(right.terms, name)) for name in fields):
             continue
         terms = replace(terms, **{name: getattr(right.terms, name) for name in fields})
         moved = gradient(terms)
         share = float((moved - place) @ way / (way @ way).clamp(min=1e-300))
         place = moved
         yield Difference(term=term, left=texts[0][term], right=texts[1][term], share=share)
-
-
-def _same(left: Terms, right: Terms, fields: Sequence[str]) -> bool:
-    return all(_near(getattr(left, name), getattr(right, name)) for name in fields)
 
 
 def _near(left: object, right: object) -> bool:

@@ -177,7 +177,10 @@ def markdown(board: Scoreboard) -> str:
         ["suite", *(entry.suite for entry in entries)],
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
-    rows += [[f"`{name}`", *map(_cell, cells)] for name, cells in board.capabilities.items()]
+    rows += [
+        [f"`{name}`", *("-" if cell is None else SYMBOLS[cell.state] for cell in cells)]
+        for name, cells in board.capabilities.items()
+    ]
     lines = [*table_lines(rows), "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""]
     pairs = list(_pair_rows(board))
     if pairs:
@@ -213,10 +216,6 @@ def _limit(cases: Sequence[CaseRecord], quantity: str = "") -> str:
         return "-"
     worst, case = closest
     return f"{worst.error:.1e} of {worst.limit:.1e}{quantity.format(worst.what)} (`{case.check}`)"
-
-
-def _cell(capability: CapabilityRecord | None) -> str:
-    return "-" if capability is None else SYMBOLS[capability.state]
 
 
 def scoreboard_page(board: Scoreboard) -> str:
