@@ -23,17 +23,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent))
+from core_rl_trainer.callbacks import EvaluationEnd, Event, StopRun
 
-from common.process_cost import POLL_S, note_cpu_times
-from common.race_callback import TARGET
-
-COMMON = Path(__file__).parent / "common"
 SIDES = ("core-rl", "TRL")
+TARGET = "CORE_RL_RACE_TARGET"
+"""Environment variable with the reward to reach."""
+POLL_S = 0.2
+"""Seconds between two looks at the CPU times of a run's processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,12 @@ class Run:
     steps_s: float
     process_s: float
     process_cpu_s: float
+
+
+def stop_at_target(event: Event) -> None:
+    """Stop the run once the sampled reward on the evaluation prompts is at the target: a callback of core-rl's side."""
+    if isinstance(event, EvaluationEnd) and event.metrics["eval_reward"] >= float(os.environ[TARGET]):
+        raise StopRun("the reward is at the target")
 
 
 def main() -> None:
@@ -92,12 +99,17 @@ def command(side: str, seed: int, output: Path, arguments: argparse.Namespace) -
     if side == "TRL":
         options = ["--seed", str(seed), "--target", str(arguments.target), "--every", str(arguments.every)]
         places = [arguments.recipe, arguments.start, output]
-        return [sys.executable, str(COMMON / "race_trl.py"), *map(str, places), *options]
+        return [
+            sys.executable,
+            str(Path(__file__).parent / "common" / "race_trl.py"),
+            *map(str, places),
+            *options,
+        ]
     return [
         *(sys.executable, "-m", "core_rl.cli", "train", str(arguments.recipe)),
         *(f"{name}={value}" for name, value in {
             "seed": seed, "output_dir": output, "eval_every": arguments.every, "save_every": 10**6,
-            "callbacks": f"[{COMMON / 'race_callback.py'}:stop_at_target]",
+            "callbacks": f"[{Path(__file__).resolve()}:stop_at_target]",
             "model.path": arguments.start / "model", "data.train": arguments.start / "train.jsonl",
             "data.eval": arguments.start / "eval.jsonl",
         }.items()),
@@ -121,6 +133,17 @@ def measured(arguments: Sequence[str], target: float) -> tuple[float, float]:
             messages.seek(0)
             raise SystemExit(messages.read())
     return wall_s, sum(spent.values())
+
+
+def note_cpu_times(pid: int, spent: dict[int, float]) -> None:
+    """Set the CPU seconds of each living process of the tree; ended processes keep their last value."""
+    try:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            times = process.cpu_times()
+            spent[process.pid] = times.user + times.system
+    except psutil.NoSuchProcess:
+        return  # ended meanwhile; the next look sees the others
 
 
 def report(runs: Sequence[Run], target: float) -> None:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-# Read when verl is imported.
-os.environ["VERL_PLATFORM"] = "cpu"
-
-from core_rl_verl.platform import register_cpu
+import core_rl_verl.cpu  # noqa: F401  # registers a platform before verl is imported
 
 # isort: split
 import torch
+from core_rl_verl.adapter import nested_batch
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from verl.models.transformers import monkey_patch
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import sft_loss
 
-register_cpu()
-
-# What follows asks for the platform when it is imported.
-from verl.models.transformers import monkey_patch  # noqa: E402
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils  # noqa: E402
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: E402
-from verl.workers.utils.losses import sft_loss  # noqa: E402
-
-from common.bare import segment_attention  # noqa: E402
+from common.bare import segment_attention
 
 
 def verl_step(path: str, ids: Sequence[Tensor], *, budget: int) -> Callable[[], None]:
@@ -70,20 +63,10 @@ def with_bounds(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[s
 
 
 def _batch(ids: Sequence[Tensor], budget: int) -> TensorDict:
-    def nested(rows: Sequence[Tensor]) -> Tensor:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
     trained = [torch.ones_like(row, dtype=torch.float32) for row in ids]
     for mask in trained:
         mask[0] = 0.0
-    data = TensorDict(
-        {
-            "input_ids": nested(ids),
-            "position_ids": nested([torch.arange(len(row)) for row in ids]),
-            "loss_mask": nested(trained),
-        },
-        batch_size=[len(ids)],
-    )
+    data = nested_batch(ids, {"loss_mask": trained})
     tensordict_utils.assign_non_tensor(
         data, temperature=1.0, max_token_len_per_gpu=budget, use_dynamic_bsz=True, use_remove_padding=True
     )

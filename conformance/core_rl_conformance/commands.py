@@ -109,14 +109,13 @@ def report(
         verify_reports({str(path): loaded_report for path, loaded_report in loaded.items()})
         return
     if badge is not None:
-        from core_rl_conformance.report.badge import badge_of
+        from core_rl_conformance.report.html import badge_of
 
         write_text(badge, badge_of(list(loaded.values()), profile))
         return
     if versions is not None:
-        from core_rl_conformance.report.versions import versions_page
-
-        write_text(versions, versions_page({path.stem: entry for path, entry in loaded.items()}))
+        page = scoreboard.versions_page({path.stem: entry for path, entry in loaded.items()})
+        write_text(versions, page)
         return
     board = scoreboard.merge(loaded.values())
     if markdown is not None:
@@ -224,8 +223,8 @@ def diff(
 
     Example: core-rl diff trl-grpo:settings.py core-rl:recipe.yaml --rollouts frozen.jsonl
     """
+    from core_rl_conformance.differences.replay import report_of
     from core_rl_conformance.differences.run import compare
-    from core_rl_conformance.differences.text import report_of
 
     comparison = compare(left, right, rollouts, seed)
     typer.echo(report_of(left, right, comparison))

@@ -54,7 +54,7 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
 from core_rl_conformance.outcomes import MeasurementRecord
 from core_rl_conformance.profile import Setting, laid_over
-from core_rl_conformance.reproduction.computation import Computation
+from core_rl_conformance.reproduction import Computation
 from core_rl_oracle.tolerance import Tolerance
 
 ONE_PASS = MicroBatchSpec(count=1)

@@ -24,7 +24,7 @@ from core_rl_conformance.inputs.losses import CheckLoss, RepeatedLoss, TokenMean
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.pools import CALL_TIMEOUT_S, GroupPool, MakeEngine, ServerPool
-from core_rl_conformance.reproduction.computation import Computation, Output, computation_of
+from core_rl_conformance.reproduction import Computation, Output, computation_of
 from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank

@@ -13,8 +13,7 @@ from torch import Tensor
 from core_rl_conformance.case import Case
 from core_rl_conformance.expected_values import ExpectedGradients
 from core_rl_conformance.hints.diagnose import Explain, Finding, compare_scalar
-from core_rl_conformance.reproduction.computation import Computation, Weights
-from core_rl_conformance.reproduction.script import reproduction
+from core_rl_conformance.reproduction import Computation, Weights, reproduction
 from core_rl_oracle.tolerance import Tolerance
 
 

@@ -125,3 +125,9 @@ class CaseRecord(Record):
         """The result among the user properties of a report, if there is one."""
         records = [value for name, value in properties if name == PROPERTY]
         return cls.model_validate_json(str(records[-1])) if records else None
+
+
+def worst_of(cases: Iterable[CaseRecord]) -> tuple[MeasurementRecord, CaseRecord] | None:
+    """The measurement of ``cases`` that came closest to its limit, or went furthest beyond it, and its case."""
+    measured = [(worst, case) for case in cases if (worst := case.worst) is not None]
+    return max(measured, key=lambda pair: pair[0].ratio, default=None)

@@ -8,13 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from arithmetic_support import load_example
+from distributions import install_project
 from page_blocks import PAGES, ROOT, Block, blocks_of, commands_of, name_of
 
 from core_rl.cli import main
@@ -87,25 +87,11 @@ def run_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) 
         result = subprocess.run(pytest_command, cwd=workspace, capture_output=True, text=True, check=False)
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
     elif [program, *arguments[:2]] == ["pip", "install", "-e"]:
-        for path in reversed(install_in_place(workspace / arguments[2])):
+        for path in reversed(install_project(workspace / arguments[2], workspace / arguments[2] / "site")):
             monkeypatch.syspath_prepend(path)
             monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
     else:
         pytest.fail(f"no test runs {command!r}: put <!-- not run: REASON --> above the block")
-
-
-def install_in_place(project: Path) -> list[str]:
-    """Make ``project`` a distribution without pip; the directories that ``sys.path`` then needs."""
-    declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    site = project / "site"
-    info = site / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info"
-    info.mkdir(parents=True)
-    metadata = f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n"
-    (info / "METADATA").write_text(metadata, encoding="utf-8")
-    groups = declared["entry-points"].items()
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups]
-    (info / "entry_points.txt").write_text("".join(lines), encoding="utf-8")
-    return [str(project / "src"), str(site)]
 
 
 def run_script(page: Path, blocks: list[Block], workspace: Path) -> None:

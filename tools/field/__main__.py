@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from field.result import Result, State, read, write
 from field.rows import ROWS, measured
 
 TIMEOUT_S = 280
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""Variables of a rank alone, which frameworks read; the store takes any free port."""
 
 
 def _in_process(framework: str, name: str) -> list[Result]:
@@ -37,21 +38,11 @@ def _in_process(framework: str, name: str) -> list[Result]:
 
 def _in_child(framework: str, name: str) -> list[Result]:
     """The results of a process of its own; a row whose process dies has not run."""
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-        listener.close()
+    with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "results.json"
-        variables = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
         command = [sys.executable, "-m", "field", framework, "--row", name, "--out", str(file)]
         try:
-            subprocess.run(command, env=os.environ | variables, check=True, timeout=TIMEOUT_S)
+            subprocess.run(command, env=os.environ | ALONE, check=True, timeout=TIMEOUT_S)
             return read(file)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             reason = f"the process ended without a result: {type(error).__name__}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from core_rl_conformance.report.scoreboard import table_lines
 from field.frameworks import FRAMEWORKS
 from field.result import ROOT, Result, State
 
@@ -41,20 +42,16 @@ def text(results: Sequence[Result], descriptions: Mapping[str, str]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _overview(results: Sequence[Result], titles: Iterable[str]) -> Iterator[str]:
-    names = [_title(name, results) for name in FRAMEWORKS]
-    yield from _table(["", *names])
+def _overview(results: Sequence[Result], titles: Iterable[str]) -> list[str]:
+    versions = {part.framework: part.version for part in results if part.version}
+    rows = [["", *(f"{name} {versions.get(name, '')}".strip() for name in FRAMEWORKS)]]
     for title in titles:
         cells = [
             _worst([part for part in results if (part.row, part.framework) == (title, name)])
             for name in FRAMEWORKS
         ]
-        yield _line([f"[{title}](#{title.replace(' ', '-')})", *cells])
-
-
-def _title(name: str, results: Sequence[Result]) -> str:
-    versions = [part.version for part in results if part.framework == name and part.version]
-    return f"{name} {versions[0]}" if versions else name
+        rows.append([f"[{title}](#{title.replace(' ', '-')})", *cells])
+    return _table(rows)
 
 
 def _worst(results: Sequence[Result]) -> str:
@@ -67,12 +64,12 @@ def _worst(results: Sequence[Result]) -> str:
     return f"{SHOWN[state]} {_number(worst.error)} {worst.unit} ({worst.case})"
 
 
-def _cases(results: Iterable[Result]) -> Iterator[str]:
-    yield from _table(["framework", "case", "result", "error", "limit", "remark"])
+def _cases(results: Iterable[Result]) -> list[str]:
+    rows = [["framework", "case", "result", "error", "limit", "remark"]]
     for part in results:
         unknown = f"at most {_number(part.limit)}" if part.state is State.RIGHT else "-"
         error = unknown if part.error is None else _number(part.error)
-        yield _line(
+        rows.append(
             [
                 f"{part.framework} {part.version}".strip(),
                 part.case,
@@ -82,16 +79,13 @@ def _cases(results: Iterable[Result]) -> Iterator[str]:
                 part.reason,
             ]
         )
+    return _table(rows)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
 
 
-def _table(header: Sequence[str]) -> Iterator[str]:
-    yield _line(header)
-    yield _line(["---"] * len(header))
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    header, *others = rows
+    return table_lines([header, ["---"] * len(header), *others])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from core_rl_conformance.differences.replay import report_of
 from core_rl_conformance.differences.run import compare
-from core_rl_conformance.differences.text import report_of
 
 RECIPE = """
 engine: fsdp

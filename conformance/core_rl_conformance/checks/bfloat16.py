@@ -25,7 +25,7 @@ from core_rl_conformance.procedures.adapters import load, start
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
-from core_rl_conformance.reproduction.computation import Weights, computation_of
+from core_rl_conformance.reproduction import Weights, computation_of
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.plain import EXACT_VARIANTS
 from core_rl_oracle.tolerance import scalar_tolerance, tolerance, tolerances

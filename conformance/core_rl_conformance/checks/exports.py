@@ -27,7 +27,7 @@ from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
-from core_rl_conformance.reproduction.computation import Weights, computation_of
+from core_rl_conformance.reproduction import Weights, computation_of
 from core_rl_oracle.experts import all_written, parameters_of
 from core_rl_oracle.media import model_class
 from core_rl_oracle.oracle import AdamW

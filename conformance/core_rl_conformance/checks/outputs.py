@@ -28,7 +28,7 @@ from core_rl_conformance.procedures.training import (
     train_mode_losses,
     verify_steps_of_losses,
 )
-from core_rl_conformance.reproduction.computation import Output, computation_of
+from core_rl_conformance.reproduction import Output, computation_of
 
 WITH_LOGITS: tuple[tuple[OutputName, ...], ...] = (
     ("logprobs", "logits"),

@@ -22,7 +22,7 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures import serving
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta, tensors_of
-from core_rl_conformance.reproduction.computation import Weights, computation_of
+from core_rl_conformance.reproduction import Weights, computation_of
 
 TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""

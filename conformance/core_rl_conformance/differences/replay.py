@@ -1,4 +1,4 @@
-"""Replays rollouts through two trainers, and names the terms in which they differ."""
+"""Replays rollouts through two trainers, names the terms in which they differ, and reports them as text."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ FIELDS: Mapping[str, Sequence[str]] = {
 """Fields of `Terms` by the names of terms, in the order in which a trainer applies them."""
 CUT = 1e-3
 """Relative difference of gradients at two cuts, at most, where they do not depend on the cut."""
+EXPLAINED = 1e-2
+"""Relative distance between measured and predicted gradients, above which a term is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,17 +130,13 @@ def _in_gradients(left: Reading, right: Reading, rollouts: Rollouts) -> Iterator
     terms, place = left.terms, gradient(left.terms)
     texts = [_described(reading.terms, rollouts) for reading in (left, right)]
     for term, fields in FIELDS.items():
-        if _same(left.terms, right.terms, fields):
+        if all(_near(getattr(left.terms, name), getattr(right.terms, name)) for name in fields):
             continue
         terms = replace(terms, **{name: getattr(right.terms, name) for name in fields})
         moved = gradient(terms)
         share = float((moved - place) @ way / (way @ way).clamp(min=1e-300))
         place = moved
         yield Difference(term=term, left=texts[0][term], right=texts[1][term], share=share)
-
-
-def _same(left: Terms, right: Terms, fields: Sequence[str]) -> bool:
-    return all(_near(getattr(left, name), getattr(right, name)) for name in fields)
 
 
 def _near(left: object, right: object) -> bool:
@@ -182,3 +180,30 @@ def _aggregation(terms: Terms, rollouts: Rollouts) -> str:
         "groups": "mean over groups, each by its trained tokens",
     }[terms.mean]
     return unit if exact else f"{unit}, times {terms.scale:.4g}"
+
+
+def report_of(left: str, right: str, comparison: Comparison) -> str:
+    """Lines for a terminal: the first difference, all of them with their shares, and unexplained rests."""
+    return "\n".join(_lines(left, right, comparison))
+
+
+def _lines(left: str, right: str, comparison: Comparison) -> Iterator[str]:
+    differences = comparison.differences
+    if differences:
+        first = differences[0]
+        yield f"The trainers differ first in: {first.term}. Gradients are {comparison.distance:.1%} apart."
+    else:
+        yield f"No term differs. Gradients are {comparison.distance:.1e} apart."
+    for difference in differences:
+        yield ""
+        share = "" if difference.share is None else f" ({difference.share:.0%} of the difference)"
+        yield f"{difference.term}{share}"
+        yield f"  {left}: {difference.left}"
+        yield f"  {right}: {difference.right}"
+    for name, reading in ((left, comparison.left), (right, comparison.right)):
+        if reading.residual > EXPLAINED:
+            yield ""
+            yield (
+                f"{name}: its terms explain its gradients up to {reading.residual:.1%} only, so that it has a term "
+                "that is not listed; compare it with core-rl certify"
+            )

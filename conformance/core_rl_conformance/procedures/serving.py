@@ -24,7 +24,7 @@ from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.pools import CALL_TIMEOUT_S
-from core_rl_conformance.reproduction.computation import Computation
+from core_rl_conformance.reproduction import Computation
 from core_rl_oracle.tolerance import Tolerance
 
 Guesses = Mapping[str, Callable[[], list[Tensor]]]

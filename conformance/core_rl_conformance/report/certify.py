@@ -1,13 +1,20 @@
-"""Verdicts from results: which declared capabilities an engine has shown."""
+"""Verdicts from results: the declared capabilities that an engine has shown, and profiles, which are sets of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from core_rl.config.capability import Capability
+from core_rl.errors import ConfigError
 from core_rl_conformance.catalogue import Check, TargetKind
 from core_rl_conformance.outcomes import CaseRecord, Outcome
-from core_rl_conformance.report.model import CapabilityRecord, CapabilityState, CheckRecord, Verdict
+from core_rl_conformance.report.model import (
+    CapabilityRecord,
+    CapabilityState,
+    CheckRecord,
+    EngineRecord,
+    Verdict,
+)
 
 LAYOUTS = frozenset(
     {
@@ -21,6 +28,24 @@ LAYOUTS = frozenset(
 )
 ANY_CHECK = LAYOUTS | {Capability.BFLOAT16, Capability.CUDA}
 """Capabilities of the place of a run: every check counts for these."""
+_SFT = frozenset({Capability.SHARDED_CHECKPOINT, Capability.PORTABLE_CHECKPOINT})
+_SYNC = frozenset({Capability.SYNC_DISK, Capability.SYNC_TENSOR})
+_SERVES = frozenset({Capability.SCORE, *_SYNC})
+PROFILES: Mapping[str, Mapping[str, frozenset[Capability]]] = {
+    "sft": {"train": _SFT},
+    "rl-sync": {"train": _SFT | _SYNC | {Capability.OFFLOAD}, "inference": _SERVES},
+    "rl-async": {
+        "train": _SFT | _SYNC | {Capability.SYNC_DISTRIBUTED},
+        "inference": _SERVES | {Capability.SYNC_DISTRIBUTED, Capability.PAUSE},
+    },
+    "moe": {"train": frozenset({Capability.MOE, Capability.AUX_LOSS, Capability.ROUTING_REPLAY})},
+    "lora": {
+        "train": frozenset({Capability.LORA, Capability.SYNC_LORA}),
+        "inference": frozenset({Capability.SYNC_LORA}),
+    },
+    "vlm": {"train": frozenset({Capability.VISION})},
+}
+"""Capabilities by profile and kind of engine."""
 
 
 def needs_of(checks: Iterable[Check | CheckRecord], kind: TargetKind) -> dict[str, Collection[str]]:
@@ -108,3 +133,28 @@ def judge(results: Sequence[CaseRecord], problems: Sequence[str], *, complete: b
     if problems:
         return Verdict.FAILED
     return Verdict.PASSED if complete else Verdict.PARTIAL
+
+
+def lacking(engine: EngineRecord, profile: str) -> list[str]:
+    """Reasons why ``engine`` has not shown ``profile``; empty where it has.
+
+    Raises `ConfigError` for an unknown profile, and for a profile of another kind of engine.
+    """
+    kinds = PROFILES.get(profile)
+    if kinds is None:
+        raise ConfigError(f"there is no profile {profile!r}; there are {', '.join(PROFILES)}")
+    if engine.kind not in kinds:
+        raise ConfigError(
+            f"profile {profile!r} is for {' and '.join(kinds)} engines, and {engine.name!r} is an {engine.kind} engine"
+        )
+    states = {record.name: record for record in engine.capabilities}
+    reasons = (
+        [f"the verdict is {engine.verdict}"] if engine.verdict in (Verdict.FAILED, Verdict.NOT_RUN) else []
+    )
+    for capability in sorted(kinds[engine.kind]):
+        record = states.get(capability)
+        if record is None:
+            reasons.append(f"{capability} is not declared")
+        elif record.state is not CapabilityState.CERTIFIED:
+            reasons.append(f"{capability} is {record.state}: {record.reason}")
+    return reasons

@@ -59,7 +59,9 @@ def _code_of(packages: Iterable[str], direct_url: str | None = None) -> CodeReco
             for file in sorted(_files_below(place)):
                 name = file.relative_to(place.parent).as_posix()
                 total.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return CodeRecord(digest=total.hexdigest(), commit=_installed_commit(direct_url) or _commit_of(places))
+    # The commit that an installer took from a repository goes before the checked-out one.
+    installed = json.loads(direct_url or "{}").get("vcs_info", {}).get("commit_id", "")
+    return CodeRecord(digest=total.hexdigest(), commit=installed or _commit_of(places))
 
 
 def _places_of(package: str) -> list[Path]:
@@ -76,11 +78,6 @@ def _places_of(package: str) -> list[Path]:
 def _files_below(place: Path) -> Iterator[Path]:
     files = place.rglob("*") if place.is_dir() else [place]
     return (file for file in files if file.suffix in CODE and file.is_file())
-
-
-def _installed_commit(direct_url: str | None) -> str:
-    """The commit that an installer took from a repository."""
-    return str(json.loads(direct_url or "{}").get("vcs_info", {}).get("commit_id", ""))
 
 
 def _commit_of(places: Sequence[Path]) -> str:

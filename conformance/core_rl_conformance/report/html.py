@@ -1,4 +1,4 @@
-"""A report as one HTML page with its plots, without network or scripts."""
+"""A report as one HTML page with its plots, without network or scripts, and the badge of an engine."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import jinja2
 from markupsafe import Markup, escape
 
+from core_rl.errors import ConfigError
 from core_rl.pages import Area, Chart, Dot, Tick, page_environment
-from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
-from core_rl_conformance.report.model import (
-    CapabilityRecord,
-    EngineRecord,
-    Report,
-)
+from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome, worst_of
+from core_rl_conformance.report.certify import lacking
+from core_rl_conformance.report.model import CapabilityRecord, EngineRecord, Report
 
 EXACT = 1.5
 """The position of errors of zero, in percent: a logarithmic axis has none."""
@@ -29,6 +28,11 @@ DECADES = (-6, 3)
 SCATTER_POINTS = 400
 """A plot has no more points that passed; they are taken evenly."""
 SQUARE = Area(width=480, height=360, left=77, right=461, top=43, bottom=302)
+FRESH_FOR = timedelta(days=30)
+"""After this a badge is grey: versions have moved on."""
+COLORS = {True: "#2e7d32", False: "#c62828", None: "#757575"}
+WIDTH_OF_LETTER = 6.6
+"""Pixels, on average, of the font of a badge."""
 CODE = re.compile(r"`{1,2}([^`]+)`{1,2}")
 TEMPLATES = Path(__file__).parent / "templates"
 OUTCOMES = {
@@ -219,7 +223,7 @@ def render(template: str, values: Mapping[str, object]) -> str:
 def _environment() -> jinja2.Environment:
     environment = page_environment(TEMPLATES)
     environment.filters |= {
-        "closest": _closest,
+        "closest": worst_of,
         "counts": count_outcomes,
         "measured": _measured,
         "number": _number,
@@ -254,14 +258,35 @@ def count_outcomes(cases: Iterable[CaseRecord]) -> dict[Outcome, int]:
     return {outcome: counts[outcome] for outcome in Outcome}
 
 
-def _closest(cases: Iterable[CaseRecord]) -> MeasurementRecord | None:
-    """The measurement of ``cases`` that came closest to its limit, or went furthest beyond it."""
-    measured = [worst for case in cases if (worst := case.worst) is not None]
-    return max(measured, key=lambda worst: worst.ratio, default=None)
-
-
 def capability_rows(engines: Sequence[EngineRecord]) -> dict[str, list[CapabilityRecord | None]]:
     """Capabilities that any of ``engines`` declares, with the state in each; None where one does not declare it."""
     declared = [{part.name: part for part in engine.capabilities} for engine in engines]
     names = sorted({name for group in declared for name in group})
     return {name: [group.get(name) for group in declared] for name in names}
+
+
+def badge(report: Report, engine: EngineRecord, profile: str, now: datetime) -> str:
+    """An SVG image with the state of ``profile``, the version and the date; grey where the report is 30 days old.
+
+    Raises what `lacking` raises.
+    """
+    certified = not lacking(engine, profile)
+    old = now - report.created > FRESH_FOR
+    label = f"core-rl {profile}"
+    words = "certified" if certified else "not certified"
+    value = f"{words} {engine.version}, {report.created.date().isoformat()}"
+    left, right = (round(WIDTH_OF_LETTER * len(text)) + 12 for text in (label, value))
+    color = COLORS[None if old else certified]
+    values = {"label": label, "value": value, "left": left, "right": right, "color": color}
+    return render("badge.svg.jinja", values)
+
+
+def badge_of(reports: Sequence[Report], profile: str) -> str:
+    """The badge of today for the one engine of one report. Raises `ConfigError` for more, and what `lacking` raises."""
+    engines = [(report, engine) for report in reports for engine in report.engines]
+    if len(engines) != 1:
+        names = ", ".join(engine.name for _, engine in engines)
+        raise ConfigError(
+            f"--badge is of one engine, and the reports have {names}; name a report of one engine"
+        )
+    return badge(*engines[0], profile, datetime.now(UTC))

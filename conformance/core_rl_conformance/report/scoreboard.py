@@ -1,13 +1,13 @@
-"""Several reports as one table of engines, in Markdown for a README or as an HTML page."""
+"""Several reports as one table of engines, in Markdown for a README or as an HTML page, or of environments."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome, worst_of
 from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.html import capability_rows, render
 from core_rl_conformance.report.model import (
@@ -28,6 +28,16 @@ SYMBOLS = {
     Verdict.FAILED: "❌",
     Verdict.NOT_RUN: "○",
 }
+PACKAGES = ("torch", "transformers", "pydantic", "peft", "megatron-core", "torchtitan")
+"""Packages with a column."""
+HEAD = """\
+# Support
+
+The quick form of the suite (one layout of two ranks) with several versions of its dependencies, from the reports in
+`docs/results/versions`. `nox -s versions` writes reports, and `core-rl report docs/results/versions/*.json --versions
+docs/support.md` this page; a report of a server has the server's version in its name. The last column has the
+comparison with the largest error in relation to its limit.
+"""
 LEGEND = (
     "✅ certified: every check that needs it ran and passed · ❌ a check failed · "
     "○ not all of its checks were run · - not declared"
@@ -167,7 +177,10 @@ def markdown(board: Scoreboard) -> str:
         ["suite", *(entry.suite for entry in entries)],
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
-    rows += [[f"`{name}`", *map(_cell, cells)] for name, cells in board.capabilities.items()]
+    rows += [
+        [f"`{name}`", *("-" if cell is None else SYMBOLS[cell.state] for cell in cells)]
+        for name, cells in board.capabilities.items()
+    ]
     lines = [*table_lines(rows), "", LEGEND, *(f"\n{warning}" for warning in board.warnings), ""]
     pairs = list(_pair_rows(board))
     if pairs:
@@ -187,24 +200,41 @@ def _pair_rows(board: Scoreboard) -> Iterator[list[str]]:
         executed = [case for case in entry.cases if case.partner and case.outcome.executed]
         for partner in dict.fromkeys(case.partner for case in executed):
             cases = [case for case in executed if case.partner == partner]
-            passed = sum(case.outcome is Outcome.PASSED for case in cases)
-            measured = [(case.worst, case) for case in cases if case.worst is not None]
-            worst, at = max(measured, key=lambda pair: pair[0].ratio, default=(None, None))
             models, dtypes = (
                 ", ".join(sorted({getattr(case, n) for case in cases})) for n in ("model", "dtype")
             )
-            limit = (
-                f"{worst.error:.1e} of {worst.limit:.1e}: {worst.what} (`{at.check}`)"
-                if worst and at
-                else "-"
-            )
-            yield [f"{title} with {partner}", f"{passed} of {len(cases)}", models, dtypes, limit]
+            yield [f"{title} with {partner}", _passed(cases), models, dtypes, _limit(cases, ": {}")]
 
 
-def _cell(capability: CapabilityRecord | None) -> str:
-    return "-" if capability is None else SYMBOLS[capability.state]
+def _passed(executed: Sequence[CaseRecord]) -> str:
+    return f"{sum(case.outcome is Outcome.PASSED for case in executed)} of {len(executed)}"
+
+
+def _limit(cases: Sequence[CaseRecord], quantity: str = "") -> str:
+    """The error that is closest to its limit, with the compared ``quantity`` where that is a form for its name."""
+    if (closest := worst_of(cases)) is None:
+        return "-"
+    worst, case = closest
+    return f"{worst.error:.1e} of {worst.limit:.1e}{quantity.format(worst.what)} (`{case.check}`)"
 
 
 def scoreboard_page(board: Scoreboard) -> str:
     """The same as an HTML page, with the outcomes of each check."""
     return render("scoreboard.html.jinja", {"board": board})
+
+
+def versions_page(reports: Mapping[str, Report]) -> str:
+    """A page with a row for each of ``reports``, by the names of their environments, and engine."""
+    header = ["environment", "engine", "Python", *PACKAGES, "verdict", "cases", "closest to its limit"]
+    rows = [
+        _version_row(name, report, engine) for name, report in reports.items() for engine in report.engines
+    ]
+    return "\n".join([HEAD, *table_lines([header, ["---"] * len(header), *rows])]) + "\n"
+
+
+def _version_row(name: str, report: Report, engine: EngineRecord) -> list[str]:
+    executed = [case for case in report.cases(engine.name) if case.outcome.executed]
+    packages = [report.environment.packages.get(package) or "-" for package in PACKAGES]
+    python = report.environment.python.rpartition(" ")[2]
+    verdict = [str(engine.verdict), _passed(executed), _limit(executed)]
+    return [f"`{name}`", f"`{engine.name}`", python, *packages, *verdict]

@@ -171,11 +171,11 @@ class ServerUnderTest(ServerBackend[ServerUnderTestConfig]):
         options = config.options
         self.product = options.product
         self._of_kind = None if options.wire == "openai" else _backend_of(options.wire)
-        wire = wire_of(options.wire, options.served_name or str(config.model.path))
-        self.wire = UnversionedWire(wire) if options.read_only else wire
-        if options.read_only or self._of_kind is None:
-            self.server_class = ReadOnlyServer
-        else:
+        self.wire = wire_of(options.wire, options.served_name or str(config.model.path))
+        self.server_class = ReadOnlyServer
+        if self._of_kind is not None and options.read_only:
+            self.wire = _without_versions(self.wire)
+        elif self._of_kind is not None:
             self.server_class = _without_limits(self._of_kind.server_class)
 
     def _server(
@@ -268,27 +268,18 @@ class ReadOnlyServer(Server):
     async def load_adapter(self, adapter: ServedAdapter) -> None: ...
 
 
-class UnversionedWire(Wire):
-    """``wire``, with no version for any token: labels of a server's other users mean nothing here."""
+def _without_versions(wire: Wire) -> Wire:
+    """A wire like ``wire`` that has no version for any token: labels of a server's other users mean nothing."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.path, self.ids, self.rid = wire.path, wire.ids, wire.rid
+    class Unversioned(type(wire)):  # type: ignore[misc]
+        def response(
+            self, request: LLMRequest, response: Any, eos: Collection[int], server: str
+        ) -> LLMResponse:
+            read: LLMResponse = super().response(request, _unversioned(response), eos, server)
+            return read
 
-    def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
-        return self._wire.generation(request, eos)
-
-    def adapter_fields(self, name: str | None) -> dict[str, str]:
-        return self._wire.adapter_fields(name)
-
-    def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
-        return self._wire.response(request, _unversioned(response), eos, server)
-
-    def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
-        return self._wire.scoring(ids, k)
-
-    def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
-        return self._wire.scores(response, ids, k, server)
+    unversioned: Wire = Unversioned()
+    return unversioned
 
 
 def _unversioned(response: Any) -> Any:

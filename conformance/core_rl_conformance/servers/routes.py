@@ -151,7 +151,10 @@ async def _read(address: str, key: str | None) -> Routes:
             fields = frozenset(_completion_fields(description))
         product, about = await _product(api, paths)
         model, directory = await _model(api)
-        disabled = _disabled_in_sglang(about) if product == "SGLang" else await _disabled_in_vllm(api, paths)
+        if product == "SGLang":
+            disabled = {} if about.get("enable_lora") else {Capability.SYNC_LORA: NO_LORA}
+        else:
+            disabled = await _disabled_in_vllm(api, paths)
         return Routes(
             paths=paths,
             product=product,
@@ -175,13 +178,8 @@ async def _product(api: Api, paths: Collection[str]) -> tuple[str, dict[str, Any
     return "server", {}
 
 
-def _disabled_in_sglang(about: Mapping[str, Any]) -> dict[Capability, str]:
-    """Capabilities that the server's settings disable, each with the reason."""
-    return {} if about.get("enable_lora") else {Capability.SYNC_LORA: NO_LORA}
-
-
 async def _disabled_in_vllm(api: Api, paths: Collection[str]) -> dict[Capability, str]:
-    """The same, where the server describes its settings."""
+    """Capabilities that the server's settings disable, each with the reason, where it describes them."""
     if "/server_info" not in paths:
         return {}
     with readable(None, f"{api.address}/server_info is something"):

@@ -133,14 +133,18 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
     routes = read_routes(address, key, arguments.wire)
     missing = dict(_missing(arguments.wire, routes))
     wire = wire_of(arguments.wire, routes.model)
-    if problem := asyncio.run(scoring_problem(address, key, wire, _vocab_size(arguments))):
+    vocab_size = arguments.vocab_size if arguments.model_dir else TinyModel(family=FAMILIES[0]).vocab_size
+    if problem := asyncio.run(scoring_problem(address, key, wire, vocab_size)):
         missing |= dict.fromkeys((Capability.SCORE, Capability.TOP_LOGPROBS), problem)
     launches, place = bool(arguments.command), arguments.command or f"http://{address}"
-    withheld = {} if launches or arguments.take_over else dict(_withheld(arguments.wire, missing))
+    changing = [name for name in (SETS_VERSIONS, *NEEDS[arguments.wire]) if name not in missing]
+    withheld = dict.fromkeys([] if launches or arguments.take_over else changing, NO_TAKE_OVER)
     special = {Capability.BFLOAT16} if arguments.served_dtype == "bfloat16" else set()
     special |= {Capability.CUDA} if arguments.device == "cuda" else set()
     special |= {Capability.LAUNCH_SERVER, Capability.MOE} if launches else set()
-    capabilities = frozenset((_capabilities(arguments.wire) | special) - missing.keys() - withheld.keys())
+    openai = arguments.wire == "openai"
+    of_wire = OPENAI if openai else get_spec(arguments.wire).capabilities - OF_THE_DRIVER
+    capabilities = frozenset((of_wire | special) - missing.keys() - withheld.keys())
     description = f"{routes.release} at {place} (wire {arguments.wire})"
     if layers := _quantized(routes.directory, arguments.model_dir):
         description += f"; layers in another precision than the trainer's {arguments.served_dtype}: {layers}"
@@ -213,14 +217,6 @@ def _spec(capabilities: frozenset[Capability], description: str, name: str = NAM
     )
 
 
-def _vocab_size(arguments: ServerArguments) -> int:
-    return arguments.vocab_size if arguments.model_dir else TinyModel(family=FAMILIES[0]).vocab_size
-
-
-def _capabilities(wire: str) -> frozenset[Capability]:
-    return OPENAI if wire == "openai" else get_spec(wire).capabilities - OF_THE_DRIVER
-
-
 def _missing(wire: str, routes: Routes) -> Iterator[tuple[str, str]]:
     """Capabilities and checks that the server lacks routes for, each with the reason."""
     if wire == "openai":
@@ -240,10 +236,3 @@ def _missing(wire: str, routes: Routes) -> Iterator[tuple[str, str]]:
     if all(reasons[method] for method in WHOLE):
         reasons[Capability.SYNC_DELTA] = reasons[Capability.SYNC_DISK]
     yield from ((capability, reason) for capability, reason in reasons.items() if reason)
-
-
-def _withheld(wire: str, missing: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Capabilities and checks that change the server, and that its routes would allow."""
-    for name in (SETS_VERSIONS, *NEEDS[wire]):
-        if name not in missing:
-            yield name, NO_TAKE_OVER

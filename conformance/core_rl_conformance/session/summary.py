@@ -17,7 +17,7 @@ from core_rl.registry.engines import list_engines
 from core_rl.registry.spec import PROTOCOL_VERSION
 from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import Check, load_checks, natural_order
-from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome, worst_of
 from core_rl_conformance.report.certify import certify, judge, needs_of
 from core_rl_conformance.report.code import engine_code, suite_code
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
@@ -149,10 +149,9 @@ def _cell(rows: list[CaseRecord], layout: str, dtype: str) -> str:
 
 
 def _worst(rows: list[CaseRecord]) -> str:
-    measurements = [measurement for row in rows if (measurement := row.worst) is not None]
-    if not measurements:
+    if (closest := worst_of(rows)) is None:
         return next((row.reason for row in rows if row.reason), "")
-    worst = max(measurements, key=lambda measurement: measurement.ratio)
+    worst, _ = closest
     if worst.limit == 0:
         return "bitwise" if worst.error == 0 else f"differs: {worst.what}"
     return f"{worst.error:.1e} / {worst.limit:.1e}  {worst.what}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 from plugin_support import run
 
 from core_rl.errors import ConfigError
@@ -34,11 +35,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Install the distribution ``alpha-checks`` with one entry point and one module."""
 
     def _install(value: str, source: str) -> None:
-        info = tmp_path / "alpha_checks-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: alpha-checks\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[core_rl_checks]\nnamed = {value}\n")
-        (tmp_path / "alpha_checks.py").write_text(source)
+        points = {"core_rl_checks": {"named": value}}
+        write_distribution(tmp_path, "alpha-checks", points=points, files={"alpha_checks.py": source})
         monkeypatch.syspath_prepend(tmp_path)
 
     yield _install

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 
 from core_rl.reference import SPEC
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
@@ -36,16 +37,6 @@ def _code(distribution: str = "(this process)") -> CodeRecord:
     return engine_code(spec, distribution)
 
 
-def _install(site: Path, files: dict[str, str]) -> None:
-    info = site / "coded-1.0.dist-info"
-    metadata = {"METADATA": "Metadata-Version: 2.1\nName: coded\nVersion: 1.0\n"}
-    written = {f"{info.name}/{name}": text for name, text in metadata.items()} | files
-    for name, text in written.items():
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        (site / name).write_text(text, encoding="utf-8")
-    (info / "RECORD").write_text("".join(f"{name},,\n" for name in written), encoding="utf-8")
-
-
 def test_changed_source_changes_digest(tree: Path) -> None:
     before = _code()
     (tree / "coded_engine" / "notes.txt").write_text("not code", encoding="utf-8")
@@ -64,8 +55,9 @@ def test_editable_and_wheel_digests_agree(
     source.mkdir()
     for package in ("coded_engine", "coded_kernels", "tests"):
         shutil.move(tree / package, source / package)
-    _install(editable, {"_coded.pth": f"{source}\n"})
-    _install(wheel, {f"{name}/__init__.py": "A = 1\n" for name in ("coded_engine", "coded_kernels")})
+    write_distribution(editable, "coded", files={"_coded.pth": f"{source}\n"})
+    files = {f"{name}/__init__.py": "A = 1\n" for name in ("coded_engine", "coded_kernels")}
+    write_distribution(wheel, "coded", files=files)
     digests = []
     for site in ([str(editable), str(source)], [str(wheel)]):
         with monkeypatch.context() as context:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributions import write_distribution
 
 from core_rl import __version__
 from core_rl.machine import describe_machine
@@ -28,10 +29,7 @@ def test_an_engines_distribution_brings_its_requirements(
         ("core_rl_alpha", "Requires-Dist: Alpha_Backend>=2; extra == 'gpu'\nRequires-Dist: absent-backend\n"),
         ("alpha_backend", ""),
     ):
-        info = tmp_path / f"{name}-4.5.dist-info"
-        info.mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: 4.5\n{lines}"
-        (info / "METADATA").write_text(text, encoding="utf-8")
+        write_distribution(tmp_path, name, "4.5", metadata=lines)
     monkeypatch.syspath_prepend(tmp_path)
     packages = describe_machine(["core-rl-alpha", "(this process)"], extra="conformance").packages
     assert packages["core-rl-alpha"] == packages["alpha-backend"] == "4.5"

@@ -83,7 +83,8 @@ def test_a_record_travels_as_a_property() -> None:
     assert (record.outcome, record.seed, record.capabilities) == (Outcome.WAIVED, 3, ("cuda",))
     assert (record.reason, record.message, record.place) == ("known", "boom", "dp1-qwen3-float32")
     assert record.measurements[0].points == ((-1.5, -1.0),)
-    assert CaseRecord.from_properties([result.to_property()]) == result
+    assert CaseRecord.from_properties([("other", 1), result.to_property()]) == result
+    assert CaseRecord.from_properties([("other", 1)]) is None
 
 
 def test_slowest_ten_are_sorted() -> None:

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from core_rl.cli import build_app
 from core_rl.errors import ConfigError
 from core_rl_conformance.report import verify
-from core_rl_conformance.report.badge import PROFILES, badge, badge_of, lacking
+from core_rl_conformance.report.certify import PROFILES, lacking
 from core_rl_conformance.report.files import ReportError, write_report
+from core_rl_conformance.report.html import badge, badge_of
 from core_rl_conformance.report.model import Report
 from core_rl_conformance.report.verify import verify_reports
 

@@ -34,12 +34,19 @@ from core_rl_conformance.inputs.losses import (
 )
 from core_rl_conformance.inputs.tiny_models import MAX_LENGTH, OTHER_LAYERS, ModelStore, TinyModel
 from core_rl_conformance.profile import DENSE
-from core_rl_conformance.reproduction.computation import Output, Quantity, Weights, computation_of
-from core_rl_conformance.reproduction.script import MOST_LINES, reproduction
+from core_rl_conformance.reproduction import (
+    Output,
+    Quantity,
+    Weights,
+    computation_of,
+    reproduction,
+)
 from core_rl_oracle.oracle import Oracle
 
 LM, VALUE = TinyModel(family="llama"), TinyModel(family="llama", head="value")
 LENGTHS = (5, 1, 9, 12)
+MOST_LINES = 40
+"""Of a script."""
 QUANTITIES: tuple[tuple[TinyModel, Quantity], ...] = (
     *((LM, Output(name, 0.8)) for name in ("logprobs", "entropy", "logits")),
     *((VALUE, Output(name, 1.0)) for name in ("values", "bootstrap", "scores")),

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 from mutants.outputs import EntropyOverPadding
 from mutants.zoo import spec_of
 from plugin_support import engine, run, run_checks
@@ -342,15 +343,13 @@ def test_provisional_check_does_not_count(
 def installed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> str:
     """A distribution with one engine, as a user would install it; its name."""
     site = pytester.mkdir("site")
-    (site / "strange.py").write_text(
+    source = (
         "from dataclasses import replace\n"
         "from core_rl.reference import SPEC as REFERENCE\n"
         "SPEC = replace(REFERENCE, name='strange', factory='mutants.outputs:EntropyOverPadding')\n"
     )
-    info = site / "strange-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[rl_engines]\nstrange = strange:SPEC\n")
+    points = {"rl_engines": {"strange": "strange:SPEC"}}
+    write_distribution(site, "strange", points=points, files={"strange.py": source})
     paths = [str(site), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return "strange"
@@ -388,20 +387,6 @@ def _processes() -> list[str]:
         with contextlib.suppress(OSError):
             lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return lines
-
-
-@pytest.mark.nightly
-def test_a_report_is_written(pytester: pytest.Pytester, installed: str) -> None:
-    result = pytester.runpytest_subprocess(
-        f"--engine={installed}",
-        "--pyargs",
-        "core_rl_conformance",
-        "-k",
-        "contract.version",
-        "--report=a.json",
-    )
-    assert result.ret == pytest.ExitCode.OK
-    assert (pytester.path / "a.json").is_file()
 
 
 WITHOUT_AIOHTTP = "import sys, pytest; sys.modules['aiohttp'] = None; sys.exit(pytest.main(sys.argv[1:]))"

@@ -14,7 +14,7 @@ from core_rl.reference import SPEC
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
-from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome
+from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Selection, cases, quick_sample, select, three_rank_cases
@@ -383,17 +383,6 @@ def test_results_with_several_partners_coexist() -> None:
     for partner, outcome in outcomes.items():
         summary.add(_result(pair, outcome, partner=partner))
     assert {result.partner: result.outcome for result in summary.results} == outcomes
-
-
-def test_results_survive_the_way_through_a_report() -> None:
-    measurements = (
-        MeasurementRecord(what="a", error=1e-6, limit=1e-5),
-        MeasurementRecord(what="b", error=float("inf"), limit=0.0),
-    )
-    result = _result(CHECKS["I7.logprobs"], Outcome.FAILED, measurements=measurements, reason="why")
-    assert CaseRecord.from_properties([("other", 1), result.to_property()]) == result
-    assert CaseRecord.from_properties([("other", 1)]) is None
-    assert result.worst == measurements[1]
 
 
 def test_quick_sample_spreads_checks_over_engines() -> None:

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from distributions import install_project
 
 from core_rl import __version__
 from core_rl.cli import main
@@ -26,17 +27,9 @@ def _run(*arguments: str) -> int:
     return int(caught.value.code or 0)
 
 
-def _install(project: Path, site: Path) -> str:
-    """Make ``project`` a distribution in ``site``, as an editable installation does; the new ``PYTHONPATH``."""
-    declared = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = site / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info"
-    info.mkdir(parents=True)
-    metadata = f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n"
-    (info / "METADATA").write_text(metadata, encoding="utf-8")
-    groups = declared["entry-points"].items()
-    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups]
-    (info / "entry_points.txt").write_text("".join(lines), encoding="utf-8")
-    return os.pathsep.join([str(project / "src"), str(site), os.environ.get("PYTHONPATH", "")])
+def _path_with(project: Path, site: Path) -> str:
+    """``PYTHONPATH`` with the new engine, installed in ``site``."""
+    return os.pathsep.join([*install_project(project, site), os.environ.get("PYTHONPATH", "")])
 
 
 def test_example_has_no_extra_files() -> None:
@@ -52,7 +45,7 @@ def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert f"wrote {project / 'src' / 'core_rl_odd_2b' / 'engine.py'}" in printed
     assert "pytest --engine=odd-2b --pyargs core_rl_conformance --quick" in printed
-    environment = {**os.environ, "PYTHONPATH": _install(project, tmp_path / "site")}
+    environment = {**os.environ, "PYTHONPATH": _path_with(project, tmp_path / "site")}
     for arguments in (["engines", "--json"], ["engines", "show", "odd-2b", "--json"]):
         command = [sys.executable, "-m", "core_rl.cli", *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -70,7 +63,7 @@ def test_the_new_engines_own_tests_pass(tmp_path: Path) -> None:
     """The suite among them is left to the example, which equals the command's output."""
     project = tmp_path / "project"
     write_skeleton(Skeleton.named("fresh"), project)
-    environment = {**os.environ, "PYTHONPATH": _install(project, tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": _path_with(project, tmp_path / "site"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [
             sys.executable,

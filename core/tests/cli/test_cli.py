@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from distributions import write_distribution
 
 from core_rl import __version__
 from core_rl.cli import main
@@ -37,13 +38,8 @@ def alpha(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "beta_plugin-3.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: beta-plugin\nVersion: 3.2\n", encoding="utf-8"
-    )
-    (info / "entry_points.txt").write_text("[rl_engines]\nbeta = beta_cli:SPEC\n", encoding="utf-8")
-    (tmp_path / "beta_cli.py").write_text("raise RuntimeError('boom')", encoding="utf-8")
+    points, files = {"rl_engines": {"beta": "beta_cli:SPEC"}}, {"beta_cli.py": "raise RuntimeError('boom')"}
+    write_distribution(tmp_path, "beta-plugin", "3.2", points=points, files=files)
     monkeypatch.syspath_prepend(tmp_path)
 
 

@@ -21,6 +21,7 @@ import core_rl_verl.cpu  # noqa: F401  # it selects and registers the platform
 # isort: split
 import torch
 import torch.distributed as dist
+from core_rl_verl.adapter import nested_batch
 from core_rl_verl.config import PREFIX, CoreRLEngineConfig
 from rich.console import Console
 from tensordict import TensorDict
@@ -107,9 +108,7 @@ def batch_of(rollouts: Sequence[Rollout], global_size: int | None = None) -> Ten
     """A batch as verl's trainer passes it to `TrainingWorker.train_mini_batch`."""
     ids = [torch.cat([rollout.prompt, rollout.response]) for rollout in rollouts]
     masks = [torch.ones(len(rollout.response), dtype=torch.long) for rollout in rollouts]
-    rows = {
-        "input_ids": ids,
-        "position_ids": [torch.arange(len(row)) for row in ids],
+    fields = {
         "prompts": [rollout.prompt for rollout in rollouts],
         "responses": [rollout.response for rollout in rollouts],
         "response_mask": masks,
@@ -117,10 +116,7 @@ def batch_of(rollouts: Sequence[Rollout], global_size: int | None = None) -> Ten
         "old_log_probs": [rollout.log_probs for rollout in rollouts],
         "advantages": [torch.full((len(rollout.response),), rollout.advantage) for rollout in rollouts],
     }
-    nested = {
-        name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()
-    }
-    data = TensorDict(nested, batch_size=[len(rollouts)])
+    data = nested_batch(ids, fields)
     tu.assign_non_tensor(data, temperature=1.0, global_batch_size=global_size or len(rollouts))
     return data
 

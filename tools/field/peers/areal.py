@@ -9,18 +9,17 @@ from typing import Any
 import torch
 import transformers
 from areal.api import FinetuneSpec
-from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig, PPOCriticConfig
+from areal.api.cli_args import PPOActorConfig, PPOCriticConfig
 from areal.engine.fsdp_engine import FSDPPPOActor, FSDPPPOCritic
+from core_rl_areal.adapter import engine_fields
 from core_rl_areal.attention import PACKED
 from packaging.version import Version
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast
 
+from core_rl.config.engine import DType
 from field.models import Pictured
-from field.peers.interface import NotRun, Peer
+from field.peers.interface import NotRun, Peer, setup_of
 
 NEWEST = Version("5.3.0")
 """The newest transformers in the metadata of AReaL 1.0.4."""
@@ -29,7 +28,7 @@ NEWEST = Version("5.3.0")
 class ArealPeer(Peer):
     """`FSDPPPOActor`."""
 
-    def open(self, model_dir: str, dtype: str) -> None:
+    def open(self, model_dir: str, dtype: DType) -> None:
         config = PPOActorConfig(**_config(model_dir, dtype), ppo_n_minibatches=1)
         self._engine = _initialized(FSDPPPOActor(config))
 
@@ -97,22 +96,9 @@ def _initialized(engine: Any, attention: str | dict[str, str] = PACKED) -> Any:
     return engine
 
 
-def _config(model_dir: str, dtype: str) -> dict[str, Any]:
-    """Fields of `TrainEngineConfig`; a tokenizer goes to ``model_dir``, since the engine loads one."""
-    if not (Path(model_dir) / "tokenizer.json").exists():
-        model = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
-        tokenizer.save_pretrained(model_dir)
-    return {
-        "experiment_name": "core-rl",
-        "trial_name": "field",
-        "path": model_dir,
-        "backend": "fsdp:d1",
-        "dtype": dtype,
-        "optimizer_dtype": "float32",
-        "optimizer": OptimizerConfig(lr=0.0, weight_decay=0.0, lr_scheduler_type="constant"),
-        "mb_spec": MicroBatchSpec(n_mbs=1),
-    }
+def _config(model_dir: str, dtype: DType) -> dict[str, Any]:
+    """Fields of `TrainEngineConfig` for a copy of the model with a tokenizer, since the engine loads one."""
+    return engine_fields(setup_of(model_dir, dtype), Path(model_dir) / "with-tokenizer")
 
 
 def _row(ids: Tensor) -> dict[str, Tensor]:

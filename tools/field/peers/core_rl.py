@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core_rl import LossSpec, Metric, MicroBatchSpec, SequenceBatch, load_config, load_engine
+from core_rl.config.engine import DType
 from core_rl.data.outputs import ModelOutput
 from core_rl.engine.train import TrainEngine
 from field.models import Pictured
@@ -19,7 +20,7 @@ BUDGET = MicroBatchSpec(max_tokens=1 << 16)
 class CoreRLPeer(Peer):
     """`fsdp` on one rank."""
 
-    def open(self, model_dir: str, dtype: str) -> None:
+    def open(self, model_dir: str, dtype: DType) -> None:
         self._engine = _engine({"path": model_dir}, dtype)
 
     @property
@@ -66,7 +67,7 @@ def _training_values(engine: TrainEngine, sequences: Sequence[Tensor]) -> Tensor
     return torch.stack(seen)
 
 
-def _engine(model: dict[str, object], dtype: str) -> TrainEngine:
+def _engine(model: dict[str, object], dtype: DType) -> TrainEngine:
     config = load_config("fsdp")(model=model, dtype=dtype)
     engine = load_engine("fsdp", config)
     assert isinstance(engine, TrainEngine)

@@ -9,6 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from core_rl.config.engine import DType
+from core_rl_conformance.trainers.interface import TrainerSetup
+from core_rl_oracle.oracle import AdamW, Schedule
+from core_rl_oracle.policy_losses import PolicyLoss
 from field.models import Pictured
 
 
@@ -16,11 +20,25 @@ class NotRun(Exception):
     """The framework has no such part; the message becomes the reason on the page."""
 
 
+def setup_of(model_dir: str, dtype: DType) -> TrainerSetup:
+    """The setup by which an adapter of the suite's configures its framework, for passes alone."""
+    return TrainerSetup(
+        model_dir=model_dir,
+        optimizer=AdamW(lr=0.0),
+        schedule=Schedule(),
+        loss=PolicyLoss(),
+        advantages=None,
+        dtype=dtype,
+        ranks=1,
+        seed=0,
+    )
+
+
 class Peer(ABC):
     """One rank of a framework on the CPU."""
 
     @abstractmethod
-    def open(self, model_dir: str, dtype: str) -> None:
+    def open(self, model_dir: str, dtype: DType) -> None:
         """Load a language model, in float32 or for computing in bfloat16."""
 
     @property

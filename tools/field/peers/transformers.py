@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from core_rl.config.engine import DType
 from field.models import Pictured
 from field.peers.interface import NotRun, Peer
 
@@ -20,7 +21,7 @@ from field.peers.interface import NotRun, Peer
 class TransformersPeer(Peer):
     """`AutoModelForCausalLM` with its default attention."""
 
-    def open(self, model_dir: str, dtype: str) -> None:
+    def open(self, model_dir: str, dtype: DType) -> None:
         if dtype != "float32":
             raise NotRun("has no temperature in training")
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()

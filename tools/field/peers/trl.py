@@ -20,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
+from core_rl.config.engine import DType
 from field.models import Pictured
 from field.peers.interface import NotRun, Peer
 
@@ -34,7 +35,7 @@ class _Processor(ProcessorMixin):
 class TRLPeer(Peer):
     """`SFTTrainer` with ``padding_free=True``; temperatures as in `GRPOTrainer`, and ``bf16=True`` for bfloat16."""
 
-    def open(self, model_dir: str, dtype: str) -> None:
+    def open(self, model_dir: str, dtype: DType) -> None:
         # As Trainer does: float32 weights, and autocast for bfloat16.
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self._plain_forward = self._model.forward

@@ -9,18 +9,18 @@ from unittest.mock import patch
 import core_rl_verl.cpu  # noqa: F401  # registers a platform before verl is imported
 import torch
 import torch.distributed as dist
+from core_rl_verl.adapter import nested_batch, worker_config
 from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
-from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from verl.workers.engine_workers import TrainingWorker
 
+from core_rl.config.engine import DType
 from field.models import Pictured
-from field.peers.interface import NotRun, Peer
+from field.peers.interface import NotRun, Peer, setup_of
 
 EngineRegistry.register(model_type="value_model", backend=["fsdp2"], device=["cpu"])(FSDPEngineWithValueHead)
 
@@ -28,7 +28,7 @@ EngineRegistry.register(model_type="value_model", backend=["fsdp2"], device=["cp
 class VerlPeer(Peer):
     """`FSDPEngineWithLMHead`."""
 
-    def open(self, model_dir: str, dtype: str) -> None:
+    def open(self, model_dir: str, dtype: DType) -> None:
         self._worker = _worker("language_model", model_dir, dtype)
 
     @property
@@ -94,40 +94,16 @@ def _values_to(take: Callable[[Tensor], object]) -> Callable[..., tuple[Tensor, 
     return loss
 
 
-def _worker(model_type: str, model_dir: str, dtype: str) -> TrainingWorker:
+def _worker(model_type: str, model_dir: str, dtype: DType) -> TrainingWorker:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    precision = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type=model_type,
-            model_config=HFModelConfig(
-                path=model_dir,
-                load_tokenizer=False,
-                enable_gradient_checkpointing=False,
-                override_config={"attn_implementation": "eager"},
-            ),
-            engine_config=FSDPEngineConfig(
-                strategy="fsdp2",
-                mixed_precision={"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                use_torch_compile=False,
-            ),
-            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
-            checkpoint_config=CheckpointConfig(),
-        )
-    )
+    worker = TrainingWorker(worker_config(setup_of(model_dir, dtype), model_type))
     worker.reset()
     return worker
 
 
 def _data(sequences: Sequence[Tensor], temperature: float) -> TensorDict:
-    rows = {
-        "input_ids": list(sequences),
-        "position_ids": [torch.arange(len(ids)) for ids in sequences],
-        "loss_mask": [torch.ones_like(ids) for ids in sequences],
-    }
-    nested = {name: torch.nested.as_nested_tensor(parts, layout=torch.jagged) for name, parts in rows.items()}
-    data = TensorDict(nested, batch_size=[len(sequences)])
+    data = nested_batch(sequences, {"loss_mask": [torch.ones_like(ids) for ids in sequences]})
     tu.assign_non_tensor(
         data,
         temperature=temperature,

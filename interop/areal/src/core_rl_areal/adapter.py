@@ -95,7 +95,7 @@ class _BlackBox(ABC):
             torch.distributed.init_process_group("gloo")
         if self._engine is not None:
             self._engine.destroy()
-        engine = self._make(_config(setup, self._directory / "model"), setup)
+        engine = self._make(engine_fields(setup, self._directory / "model"), setup)
         # AReaL's configuration refuses attention that is registered with transformers.
         engine.config.attn_impl = setup.options.get("attention", PACKED)
         engine.create_process_group()
@@ -163,7 +163,7 @@ class _BlackBox(ABC):
         return self._engine
 
 
-def _config(setup: TrainerSetup, path: Path) -> dict[str, Any]:
+def engine_fields(setup: TrainerSetup, path: Path) -> dict[str, Any]:
     """Fields of `TrainEngineConfig`, for the model with a tokenizer at ``path``."""
     shutil.copytree(setup.model_dir, path, dirs_exist_ok=True)
     _tokenizer().save_pretrained(path)

@@ -84,7 +84,7 @@ class _BlackBox(ABC):
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self._setup = setup
-        self._worker = TrainingWorker(_config(setup))
+        self._worker = TrainingWorker(worker_config(setup))
         self._worker.reset()
         self._worker.set_loss_fn(self._loss(setup))
 
@@ -161,7 +161,7 @@ class SFTBlackBox(_BlackBox):
         return partial(sft_loss, config=None)
 
     def _data(self, setup: TrainerSetup, sequences: Sequence[TrainSequence]) -> TensorDict:
-        return _batch(sequences, {"loss_mask": [row.loss_mask.long() for row in sequences]})
+        return nested_batch(_ids(sequences), {"loss_mask": [row.loss_mask.long() for row in sequences]})
 
 
 class PPOBlackBox(_BlackBox):
@@ -206,7 +206,7 @@ class PPOBlackBox(_BlackBox):
         }
         if setup.loss.kl_coef:
             fields["ref_log_prob"] = [row.ref_logprobs[start:] for row, start in pairs]
-        return _batch(sequences, fields)
+        return nested_batch(_ids(sequences), fields)
 
 
 def _advantages(rule: AdvantageRule, sequences: Sequence[TrainSequence]) -> Tensor:
@@ -227,13 +227,14 @@ def _advantages(rule: AdvantageRule, sequences: Sequence[TrainSequence]) -> Tens
     return local
 
 
-def _config(setup: TrainerSetup) -> TrainingWorkerConfig:
+def worker_config(setup: TrainerSetup, model_type: str = "language_model") -> TrainingWorkerConfig:
+    """Verl's config of a worker with the FSDP engine."""
     optimizer, schedule = setup.optimizer, setup.schedule
     if isinstance(optimizer, SGD):
         raise ConfigError("the trainer has AdamW alone, and was given SGD; declare no 'sgd'")
     dtype, offload = DTYPES[setup.dtype], bool(setup.options.get(OFFLOAD))
     return TrainingWorkerConfig(
-        model_type="language_model",
+        model_type=model_type,
         model_config=HFModelConfig(
             path=setup.model_dir,
             load_tokenizer=False,
@@ -295,18 +296,18 @@ def _reduced(output: TensorDict) -> dict[str, float]:
     return {name: float(value) for name, value in reduced.items()}
 
 
-def _batch(sequences: Sequence[TrainSequence], fields: Mapping[str, Sequence[Tensor]]) -> TensorDict:
-    """Nested tensors, as verl's data pipelines of both kinds pass them."""
-    rows = {
-        "input_ids": [row.input_ids for row in sequences],
-        "position_ids": [torch.arange(len(row.input_ids)) for row in sequences],
-        **fields,
-    }
+def _ids(sequences: Sequence[TrainSequence]) -> list[Tensor]:
+    return [row.input_ids for row in sequences]
+
+
+def nested_batch(ids: Sequence[Tensor], fields: Mapping[str, Sequence[Tensor]]) -> TensorDict:
+    """Rows of ``ids`` with their ``fields`` as nested tensors, as verl's data pipelines of both kinds pass them."""
+    rows = {"input_ids": ids, "position_ids": [torch.arange(len(row)) for row in ids], **fields}
     nested = {
         name: torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
         for name, values in rows.items()
     }
-    return TensorDict(nested, batch_size=[len(sequences)])
+    return TensorDict(nested, batch_size=[len(ids)])
 
 
 def _gathered(value: Any) -> list[Any]:
