@@ -10,6 +10,7 @@ import bz2
 import csv
 import gzip
 import io
+import json
 import lzma
 import sys
 import zlib
@@ -75,7 +76,25 @@ def read_json(path: Path) -> Examples:
         )
     if suffix == ".json" and head[:1] == b"[":
         return _read_list(str(path), content)
+    if suffix == ".json":
+        _refuse_document(path, content)
     return _read_lines(str(path), content)
+
+
+def _refuse_document(path: Path, content: bytes) -> None:
+    """Raise `ConfigError` for one object over several lines, or in columns as `pandas.DataFrame.to_json` writes it."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):  # several objects, or lines with errors
+        return
+    if not isinstance(document, dict):
+        return
+    indexed = [isinstance(value, dict) and all(map(str.isdigit, value)) for value in document.values()]
+    if b"\n" in content.strip() or (indexed and all(indexed)):
+        raise ConfigError(
+            f"{path}: is one object with {', '.join(map(repr, [*document][:5]))}; write a list of objects, one for "
+            "each example (with pandas, to_json(orient='records'))"
+        )
 
 
 def _read_lines(origin: str, content: bytes) -> Examples:
