@@ -8,9 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import training_support as support
-from transformers import BertConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BertConfig
 
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.api import dry_run
@@ -272,3 +275,31 @@ def test_frozen_patterns_leave_something_to_train(
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         remarks = "".join(resolve(recipe).remarks)
         assert ("beside model.lora changes nothing" in remarks) == ("lora" in model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, value: (name, value), None),
+        (lambda name, value: (name.replace(".weight", ".default.weight"), value), "missing .*lora_A.weight'"),
+        (lambda name, value: (name, value[:, :-1].clone()), "the model has"),
+        (lambda name, value: (name, value / 0), "values that are not finite"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_refused(
+    start: Path, tmp_path: Path, change: Callable[[str, Tensor], tuple[str, Tensor]], message: str | None
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(start / "model")
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    peft.get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(dict(change(name, value) for name, value in load_file(file).items()), file)
+    lora = {"rank": 4, "alpha": 8, "target_modules": ["q_proj"], "path": str(tmp_path / "adapter")}
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": "sft"})
+    values["model"] = {"path": str(start / "model"), "lora": lora}
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    if message is None:
+        dry_run(recipe)
+        return
+    with pytest.raises(ConfigError, match=rf"(?s)^model\.lora\.path = .*{message}"):
+        dry_run(recipe)

@@ -8,16 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.adapter_config import adapter_problems
+from core_rl.checkpoint.formats import TENSOR_FILE
+from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
 from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
-from core_rl.errors import CheckpointError, ConfigError, raise_all
+from core_rl.errors import CheckpointError, ConfigError, WeightsError, raise_all
 from core_rl.registry.spec import EngineSpec
 from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import machine_problems
-from core_rl.toolkit.meta_build import build_on_meta
+from core_rl.toolkit.lora import checkpoint_name, exported_name, has_kind
+from core_rl.toolkit.meta_build import Unloaded, build_on_meta
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
@@ -114,7 +118,8 @@ class PlanBuilder:
         schedule_length(recipe.optimizer, recipe.steps)
         require_budget(workload.largest_unit, recipe.micro_batch_tokens)
         for planned in trainers.values():  # compares shapes in the files with the config's
-            build_on_meta(planned.config.model, seed=0, attn_implementation="eager")
+            model = planned.config.model
+            check_adapter_tensors(model, build_on_meta(model, seed=0, attn_implementation="eager"))
         plan = RunPlan(
             recipe=recipe.model_copy(update={"data": section}),
             algorithm=self._algorithm,
@@ -231,6 +236,32 @@ def check_adapter(model: ModelConfig) -> None:
     except CheckpointError as error:
         raise ConfigError(f"{subject}: {error}") from error
     raise_all(ConfigError, subject, problems)
+
+
+def check_adapter_tensors(model: ModelConfig, unloaded: Unloaded | None) -> None:
+    """Raise `ConfigError` where the adapter to start from has other names or shapes, or values that are not finite.
+
+    A model of which only transformers knows the names, None, is checked by its engine.
+    """
+    if unloaded is None or model.lora is None or model.lora.path is None:
+        return
+    subject = f"model.lora.path = {model.lora.path!r}"
+    files = TensorFiles(Path(model.lora.path), TENSOR_FILE)
+    shapes = {checkpoint_name(name): tuple(p.shape) for name, p in unloaded.model.named_parameters()}
+    expected = {
+        exported_name("adapter", name): shape
+        for name, shape in shapes.items()
+        if has_kind(name, "adapter", trained=True)
+    }
+    try:
+        check_source(files, expected, "the adapter does not fit the model")
+    except WeightsError as error:
+        raise ConfigError(f"{subject}: {error}") from error
+    damaged = [name for name in files.names() if not files.read(name).isfinite().all()]
+    if damaged:
+        raise ConfigError(
+            f"{subject}: {damaged[0]!r} has values that are not finite; take another checkpoint of it"
+        )
 
 
 def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
