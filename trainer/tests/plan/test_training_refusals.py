@@ -291,7 +291,7 @@ def test_adapters_that_do_not_fit_are_refused(
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(start / "model")
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
-    peft.get_peft_model(base, settings).save_pretrained(tmp_path / "adapter")
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path / "adapter"))
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     save_file(dict(change(name, value) for name, value in load_file(file).items()), file)
     lora = {"rank": 4, "alpha": 8, "target_modules": ["q_proj"], "path": str(tmp_path / "adapter")}
