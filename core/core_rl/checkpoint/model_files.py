@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -32,6 +32,8 @@ TOKENIZER_FILES = (
     "chat_template*",
     "additional_chat_templates/*",
 )
+WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.model.")
+"""Prefixes of `torch.compile`, DistributedDataParallel, FSDP and ``peft``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,8 @@ def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
     """Sizes of ``PREFIX.safetensors``, or of the files of its index; only headers are read.
 
     Raises `CheckpointNotFound` where there are none, and one `CheckpointDamaged` with every file that is missing,
-    truncated, unreadable, a pointer of Git LFS, or without a tensor that the index assigns to it.
+    truncated, unreadable, a pointer of Git LFS, without a tensor that the index assigns to it, with names
+    of a wrapper, or with integers as weights.
     """
     index, single = directory / f"{prefix}.safetensors.index.json", directory / f"{prefix}.safetensors"
     assigned: dict[str, list[str]] = {}
@@ -68,6 +71,7 @@ def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
         except CheckpointDamaged as error:
             problems.append(str(error))
             continue
+        problems += _content_problems(file, header, prefix)
         missing = [name for name in names if name not in header]
         if missing:
             problems.append(f"{file}: lacks {_some(missing)}, which {index.name} assigns to it")
@@ -79,6 +83,22 @@ def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
     )
 
 
+def _content_problems(file: str, header: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Names and types of tensors with which no model reads its weights."""
+    wrapper = next((one for one in WRAPPERS if header and all(name.startswith(one) for name in header)), None)
+    if wrapper is not None and prefix == "model":
+        yield (
+            f"{file}: all names begin with {wrapper!r}, which is of a wrapper around the model; save the model inside, "
+            "or remove the prefix"
+        )
+    integers = [name for name in header if name.endswith(".weight") and header[name]["dtype"][0] in "IU"]
+    if integers:
+        yield (
+            f"{file}: {_some(integers)} are stored as {header[integers[0]]['dtype']}, and weights are floats; take the "
+            "model as it was before it was quantized"
+        )
+
+
 def pickled_weights(directory: Path) -> list[str]:
     """Names of files in ``directory`` whose weights are pickled."""
     return sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
@@ -86,7 +106,7 @@ def pickled_weights(directory: Path) -> list[str]:
 
 def git_lfs_pointers(directory: Path) -> list[str]:
     """Names of files in ``directory`` that Git LFS has not downloaded."""
-    return sorted(path.name for path in directory.iterdir() if path.is_file() and _is_pointer(path))
+    return sorted(path.name for path in directory.iterdir() if path.is_file() and is_lfs_pointer(path))
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -106,7 +126,7 @@ def read_index(index: Path) -> dict[str, str]:
 def _read_header(path: Path) -> Mapping[str, Any]:
     """The entry of each tensor; raises `CheckpointDamaged` unless the file has the size that they add up to."""
     try:
-        if _is_pointer(path):
+        if is_lfs_pointer(path):
             raise CheckpointDamaged(
                 f"{path.name}: a pointer of Git LFS instead of weights; run: git lfs pull"
             )
@@ -141,7 +161,8 @@ def _numbers(header: Mapping[str, Any]) -> int:
     return sum(math.prod(map(int, tensor["shape"])) for tensor in header.values())
 
 
-def _is_pointer(path: Path) -> bool:
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether ``path`` is the pointer of a file that Git LFS has not downloaded."""
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 

@@ -103,6 +103,8 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
 
 # ---------------------------------------------------------------------- files
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
@@ -113,6 +115,14 @@ def test_names_of_the_hub_are_no_missing_files() -> None:
             r"data.txt: is no JSONL file; data files are .jsonl, .json, .parquet and .csv",
         ),
         ("data.jsonl", b"PAR1\0\0", "is no JSONL file"),
+        ("data.jsonl", LFS, "data.jsonl: is a pointer of Git LFS; run `git lfs pull`"),
+        ("data.parquet", LFS, "data.parquet: is a pointer of Git LFS"),
+        (
+            "data.json",
+            b'{"version": "1",\n"data": [{}]}',
+            "is one object with 'version', 'data'; write a list",
+        ),
+        ("data.json", b'{"prompt": {"0": "1="}}', r"is one object with 'prompt'; .*orient='records'"),
         ("data.json", b"[1, 2", "data.json is not JSON"),
         ("data.json", b'["a"]', "data.json: example 1 is a str; it must be an object"),
         ("data.jsonl", b"", "data.jsonl has no prompts; write one with a 'prompt' on each line"),

@@ -168,6 +168,13 @@ def test_no_column_is_lost(tmp_path: Path, kind: ExampleKind, names: list[str]) 
             assert text in (result.prompts if name == "prompt" else "".join(result.trained) + result.fields)
 
 
+def test_what_stands_beside_nested_columns_is_named(tmp_path: Path) -> None:
+    body = {"messages": [U1, A1], "tools": [{"name": "f"}], "x.y": 1, "n": None}
+    columns = {"messages": "body.messages"}
+    result = outcome(tmp_path / "a.jsonl", [{"id": 3, "body": body}], DEMONSTRATIONS, columns=columns)
+    assert result.warning.endswith("columns not used: 'body.tools', 'body.x.y', 'id'")
+
+
 def test_unused_columns_of_later_rows_are_named(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": "1=", "answer": "1"}, {"prompt": "1=", "answer": "1", "id": 3}]
     assert outcome(tmp_path / "a.jsonl", rows, DEMONSTRATIONS).warning.endswith("columns not used: 'id'")
@@ -326,6 +333,7 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (DEMONSTRATIONS, {f"c{n}": 1 for n in range(900)}, r"columns are .{500,700}\(900 columns\)"),
     (DEMONSTRATIONS, {"chat": json.dumps([U1, A1])}, "data.columns.messages=chat"),
     (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),
+    (PREFERENCES, {"prompt": "P", "chosen": ["A", "C"], "rejected": ["B"]}, "needs a text 'chosen'; it has"),
     (PREFERENCES, {"conversation": [U1], **PAIR}, "data.columns.prompt=conversation"),
     (PREFERENCES, {"prompt": "P", "chosen": "A", "rejected": "B", "margin": 1.5}, "'margin' .1.5.: no loss"),
     (PREFERENCES, {"prompt": "P", **PAIR, "rejected_images": ["r.png"]}, "'rejected_images' .*both sides"),
@@ -347,6 +355,8 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
         (DEMONSTRATIONS, {"messages": [U1, turn("assistant", text, **fields)]}, message)
         for text, fields, message in (
             ("A", {"mask": True}, "message 2 has a field 'mask'"),
+            ([{"type": "tool_use", "name": "f"}], {}, "'tool_use'; write it as an entry .* 'tool_calls'"),
+            ([{"type": "thinking", "thinking": "T"}], {}, "'thinking'; .*'reasoning_content'"),
             ("A", {"train_detail": [{"train": False}]}, "a field 'train_detail'"),
             ("A", {"loss_weights": 0}, "a field 'loss_weights'"),
             ("A", {"loss_mask": 0.5}, "loss_mask = 0.5"),

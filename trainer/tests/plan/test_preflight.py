@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import training_support as support
+from safetensors.torch import load_file, save_file
 
 from core_rl.checkpoint.model_files import check_weight_files
 from core_rl.errors import BatchError, ConfigError, CoreRLError, LayoutError, RankDied, UnsupportedCapability
@@ -35,9 +37,24 @@ def _indexed(model: Path) -> None:
     (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
 
+def _rewritten(model: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
+    tensors = load_file(model / WEIGHTS)
+    save_file(dict(change(name, tensor) for name, tensor in tensors.items()), model / WEIGHTS)
+
+
+def _compiled(model: Path) -> None:
+    _rewritten(model, lambda name, tensor: (f"_orig_mod.{name}", tensor))
+
+
+def _of_integers(model: Path) -> None:
+    _rewritten(model, lambda name, tensor: (name, tensor.to(torch.int8) if "q_proj" in name else tensor))
+
+
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [
+        (_compiled, ["all names begin with '_orig_mod.'", "remove the prefix"]),
+        (_of_integers, ["q_proj.weight'", "are stored as I8, and weights are floats"]),
         (lambda model: (model / WEIGHTS).unlink(), ["there are no weights in it"]),
         (_pickled, ["its weights are pickled (pytorch_model.bin)", "save_pretrained()"]),
         (_truncated, [f"{WEIGHTS}: truncated: ", "by its header"]),

@@ -8,17 +8,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
-import torch
 import training_support as support
-from safetensors.torch import save_file
-from transformers import BertConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BertConfig
 
-from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.data.tokenizers import check_same_tokens, load_tokenizer
-from core_rl_trainer.plan.build import check_adapter
 from core_rl_trainer.plan.resolve import resolve
 from core_rl_trainer.recipe.recipe import load_recipe
 
@@ -279,22 +278,28 @@ def test_frozen_patterns_leave_something_to_train(
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("change", "message"),
     [
-        (["q_proj"], None),
-        (["q_proj", "v_proj"], r"not those of model.lora: .*[\s\S]*missing '.*v_proj.lora_A.weight'"),
-        (["v_proj"], r"not those of model.lora: .*[\s\S]*unexpected '.*q_proj.lora_A.weight' \[2, 16\]"),
+        (lambda name, value: (name, value), None),
+        (lambda name, value: (name.replace(".weight", ".default.weight"), value), "missing .*lora_A.weight'"),
+        (lambda name, value: (name, value[:, :-1].clone()), "the model has"),
+        (lambda name, value: (name, value / 0), "values that are not finite"),
     ],
 )
-def test_adapter_has_the_tensors_of_its_layers(
-    start: Path, tmp_path: Path, targets: list[str], message: str | None
+def test_adapters_that_do_not_fit_are_refused(
+    start: Path, tmp_path: Path, change: Callable[[str, Tensor], tuple[str, Tensor]], message: str | None
 ) -> None:
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {f"{layer}.lora_A.weight": torch.zeros(2, 16), f"{layer}.lora_B.weight": torch.zeros(16, 2)}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    lora = {"rank": 2, "alpha": 4, "target_modules": targets, "path": str(tmp_path)}
-    model = ModelConfig.model_validate({"path": str(start / "model"), "lora": lora})
-    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        check_adapter(model)
+    base = AutoModelForCausalLM.from_pretrained(start / "model")
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(dict(change(name, value) for name, value in load_file(file).items()), file)
+    lora = {"rank": 4, "alpha": 8, "target_modules": ["q_proj"], "path": str(tmp_path / "adapter")}
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": "sft"})
+    values["model"] = {"path": str(start / "model"), "lora": lora}
+    recipe = load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
+    if message is None:
+        dry_run(recipe)
+        return
+    with pytest.raises(ConfigError, match=rf"(?s)^model\.lora\.path = .*{message}"):
+        dry_run(recipe)

@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -23,7 +24,7 @@ from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
 from core_rl_trainer.workflows.episodes import MultiTurnWorkflow
-from core_rl_trainer.workflows.user_code import LoadedCode, open_user_code
+from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code, open_user_code
 
 STOP = 9
 
@@ -178,6 +179,8 @@ def test_a_reward_function_scores_the_last_response(reward: Any) -> None:
         ([says(), ValueError("no")], "turn 1: the environment Script raised ValueError: no"),
         (["hang"], "turn 0: the environment Script gave no result in 0.1 s"),
         ([(1, 2)], r"turn 0: the environment Script returned (1, 2); step() returns an Observation"),
+        ([Observation(ids="5")], r"turn 0: the environment Script returned ('5',) as token ids"),  # type: ignore[arg-type]
+        ([says(65.5)], r"turn 0: the environment Script returned (65.5,) as token ids"),  # type: ignore[arg-type]
         ([says(reward=math.nan)], "turn 0: the environment Script returned nan; rewards are finite"),
     ],
 )
@@ -188,6 +191,38 @@ def test_failing_environment_names_sample_and_turn(
     with pytest.raises(RolloutError, match=rf"sample 3, completion [01], {re.escape(message)}"):
         play(workflow, {"prompt_ids": [1], "script": script}, Counter())
     assert [environment.closed for environment in made] == [1, 1]
+
+
+METHODS = "".join(f"    async def {name}(self, *args): ...\n" for name in ("reset", "step"))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "def made(completion, sample): ...",
+            r"takes \(completion, sample\): .*ToolEnvironment\(tokenizer, tool\)",
+        ),
+        ("async def made(tokenizer): ...", "is a coroutine function; write it as a plain one"),
+        (f"class made:\n{METHODS}", r"takes \(\): too many positional arguments"),
+        (
+            f"class made:\n    def __init__(self, tokenizer): ...\n{METHODS}",
+            "a class without close; add `async",
+        ),
+    ],
+)
+def test_environments_of_another_form_are_refused(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "made.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"^rollout\.environment = .*made' .*{message}"):
+        load_user_code({}, f"{tmp_path / 'made.py'}:made", None)
+
+
+@pytest.mark.parametrize("code", ["class score: ...", "def score(text, sample):\n    yield 1.0"])
+def test_rewards_that_return_no_number_are_refused(tmp_path: Path, code: str) -> None:
+    (tmp_path / "score.py").write_text(code)
+    section = RewardSection(function=f"{tmp_path / 'score.py'}:score")
+    with pytest.raises(ConfigError, match="returns an object or a generator, no number"):
+        load_user_code({"reward": section}, None, None)
 
 
 def test_a_prompt_without_room_names_the_sample() -> None:

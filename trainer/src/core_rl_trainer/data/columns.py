@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -121,8 +121,16 @@ def _renamed(example: Example, columns: Mapping[str, str], kind: ExampleKind) ->
     if kind.name == "prompts":
         return {name: value for name, value in example.items() if name not in replaced} | fields
     lost = [name for name in replaced - taken if not _lacks(example, name)]
+    lost += _siblings(example, columns.values())
     rest = {name: value for name, value in example.items() if name not in taken | replaced}
     return {**rest, **fields, **({REPLACED: sorted(lost)} if lost else {})}
+
+
+def _siblings(example: Example, columns: Iterable[str]) -> list[str]:
+    """Names with a value beside the nested ``columns``, in the same mappings."""
+    nested = {column.rpartition(".")[0] for column in columns if column not in example and "." in column}
+    values = {f"{holder}.{name}": v for holder in nested for name, v in _value(example, holder).items()}
+    return [name for name, value in values.items() if name not in columns and value not in EMPTY]
 
 
 def _value(example: Example, column: str) -> Any:
@@ -270,7 +278,7 @@ def _convert_chat(result: Example, kind: ExampleKind, column: str) -> str | None
 
 def _convert_preference(result: Example) -> str | None:
     completions = [result.get(name) for name in ("chosen", "rejected")]
-    whole = all(isinstance(turns, list) and turns for turns in completions)
+    whole = all(are_turns(turns) for turns in completions)
     prompt = result.get("prompt")
     if isinstance(prompt, str) and whole and all(_begins_with_answer(turns) for turns in completions):
         result["prompt"] = [{"role": "user", "content": prompt}]

@@ -31,6 +31,12 @@ REFUSED = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), "no model is trained on it; remove it"),
 }
 """Fields of a message, and of a text among its parts, with a meaning that nothing here has, and the remedy."""
+PART_FIXES = {
+    "tool_use": "write it as an entry of the message's 'tool_calls'",
+    "tool_result": "write it as a message with the role 'tool'",
+    **dict.fromkeys(("thinking", "reasoning"), "write its text as the message's 'reasoning_content'"),
+}
+"""Parts of other interfaces' contents, and the remedy."""
 EMPTY: tuple[object, ...] = (None, "", [], {})
 """Values of a field without one, in tables."""
 SHOWN = 200
@@ -125,7 +131,8 @@ def _part_problem(part: object) -> str | None:
             f"a text with {unread[0]!r} among its parts; write it as a part, or remove it" if unread else None
         )
     kind = part.get("type") if isinstance(part, Mapping) else part
-    return f"a part of its 'content' that is no text: {shortened(kind)}"
+    fix = PART_FIXES.get(kind, "") if isinstance(kind, str) else ""
+    return f"a part of its 'content' that is no text: {shortened(kind)}{fix and '; ' + fix}"
 
 
 def _calls_problem(calls: object) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from core_rl.checkpoint.model_files import is_lfs_pointer
 from core_rl.config.paths import HUB_ID
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.config import DataSource
@@ -306,6 +307,9 @@ def open_source(source: DataSource, default_split: str | None = None) -> Example
     path, hub = Path(source.path), _hub_id(source)
     if hub is not None:
         return read_hub(hub["name"], hub["revision"], source.config, source.split, default_split)
+    for file in data_files((source,)):
+        if DATA_FILE.search(file.name) and is_lfs_pointer(file):
+            raise ConfigError(f"{file}: is a pointer of Git LFS; run `git lfs pull` in its repository")
     if path.is_dir():
         return read_directory(path, source.config, source.split, default_split)
     if not path.is_file():

@@ -10,6 +10,7 @@ import bz2
 import csv
 import gzip
 import io
+import json
 import lzma
 import sys
 import zlib
@@ -76,8 +77,26 @@ def read_json(path: Path) -> Examples:
     if suffix == ".json" and head[:1] == b"[":
         listed = ((f"example {number}", value) for number, value in enumerate(_parsed_list(path, content), 1))
         return Examples.parsed(str(path), listed, _checked)
+    if suffix == ".json":
+        _refuse_document(path, content)
     lines = ((f"line {number}", line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
     return Examples.parsed(str(path), lines, _parse_line)
+
+
+def _refuse_document(path: Path, content: bytes) -> None:
+    """Raise `ConfigError` for one object over several lines, or in columns as `pandas.DataFrame.to_json` writes it."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):  # several objects, or lines with errors
+        return
+    if not isinstance(document, dict):
+        return
+    indexed = [isinstance(value, dict) and all(map(str.isdigit, value)) for value in document.values()]
+    if b"\n" in content.strip() or (indexed and all(indexed)):
+        raise ConfigError(
+            f"{path}: is one object with {', '.join(map(repr, [*document][:5]))}; write a list of objects, one for "
+            "each example (with pandas, to_json(orient='records'))"
+        )
 
 
 def _parsed_list(path: Path, content: bytes) -> list[Any]:

@@ -239,9 +239,15 @@ def check_adapter(model: ModelConfig) -> None:
     try:
         raise_all(ConfigError, subject, [*adapter_problems(model.lora, model.head, directory)])
         shapes = HFShardedState(model_on_meta(model), None, {}, Comm()).shapes("adapter")
-        check_source(TensorFiles(directory, TENSOR_FILE), shapes, "its tensors are not those of model.lora")
+        files = TensorFiles(directory, TENSOR_FILE)
+        check_source(files, shapes, "its tensors are not those of model.lora")
+        damaged = [name for name in files.names() if not files.read(name).isfinite().all()]
     except (CheckpointError, WeightsError) as error:
         raise ConfigError(f"{subject}: {error}") from error
+    if damaged:
+        raise ConfigError(
+            f"{subject}: {damaged[0]!r} has values that are not finite; take another checkpoint of it"
+        )
 
 
 def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:

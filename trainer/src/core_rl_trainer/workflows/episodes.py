@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from core_rl.rollout.workflow import (
 )
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.kinds import media_of
+from core_rl_trainer.data.plain import shown
 from core_rl_trainer.environments import Environment, Observation
 from core_rl_trainer.rewards.calls import gather_group, guarded, name_of
 from core_rl_trainer.rewards.functions import RewardFn, as_reward
@@ -183,6 +185,7 @@ class MultiTurnWorkflow:
         environment = self.environment()
         try:
             prompt = await self._call(environment, environment.reset(data), f"{subject}: reset of")
+            prompt = _token_ids(prompt, f"{subject}: reset of the environment {name_of(environment)}")
             transcript = Transcript(prompt, media_of(data, 1)[0])
             earned = await self._turns(engine, environment, transcript, position)
             reward = await scorer.score(position[1], prompt, transcript.last_response, earned)
@@ -207,13 +210,14 @@ class MultiTurnWorkflow:
             subject = f"sample {position[0]}, completion {position[1]}, turn {turn}:"
             observation = await self._call(environment, environment.step(response.output_ids), subject)
             total += self._reward_of(observation, environment, subject)
+            ids = _token_ids(observation.ids, f"{subject} the environment {name_of(environment)}")
             if observation.done:
                 return total
-            room = self.max_tokens is None or len(transcript) + len(observation.ids) < self.max_tokens
+            room = self.max_tokens is None or len(transcript) + len(ids) < self.max_tokens
             if turn + 1 == self.max_turns or not room:
                 transcript.stop_reason = "length"
                 return total
-            transcript.add_environment(observation.ids)
+            transcript.add_environment(ids)
         raise AssertionError("max_turns is at least 1")
 
     async def _generate(
@@ -248,3 +252,14 @@ class MultiTurnWorkflow:
         if not isinstance(observation, Observation):
             raise RolloutError(f"{full_subject} returned {observation!r}; step() returns an Observation")
         return as_reward(observation.reward, full_subject)
+
+
+def _token_ids(ids: Iterable[Any], subject: str) -> list[int]:
+    """``ids`` as integers, or a `RolloutError` that begins with ``subject``."""
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError as error:
+        raise RolloutError(
+            f"{subject} returned {shown(ids)} as token ids\n"
+            "fix: return whole numbers; continuation_ids() of core_rl_trainer.environments encodes a text"
+        ) from error

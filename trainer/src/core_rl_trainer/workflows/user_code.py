@@ -55,7 +55,7 @@ def load_user_code(
     return LoadedCode(
         sections=tuple(rewards.values()),
         rewards={section.call: _loaded(field, *section.call) for field, section in rewards.items()},
-        environment=_optional("rollout.environment", environment),
+        environment=_environment(environment),
         should_accept=_optional("rollout.should_accept", should_accept),
     )
 
@@ -64,18 +64,46 @@ def _loaded(field: str, name: str, batched: bool) -> Callable[..., Any]:
     if is_url(name):
         return HttpReward(name, batched)
     function: Callable[..., Any] = load_callable(field, name)
+    if (
+        inspect.isclass(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        raise ConfigError(
+            f"{field} = {name!r} returns an object or a generator, no number; name a function that returns one"
+        )
+    fix = "a reward is called with the text of a completion and its sample, so wrap it in a function of these two"
+    _check_arguments(f"{field} = {name!r}", function, ("", {}), fix)
+    return function
+
+
+def _check_arguments(subject: str, function: Callable[..., Any], args: tuple[object, ...], fix: str) -> None:
+    """Raise `ConfigError` where ``function`` cannot be called with as many arguments as ``args``."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without one
-        return function
+        return
     try:
-        signature.bind("", {})
+        signature.bind(*args)
     except TypeError as error:
+        raise ConfigError(f"{subject} takes {signature}: {error}; {fix}") from error
+
+
+def _environment(name: str | None) -> Callable[..., Environment] | None:
+    if name is None:
+        return None
+    subject = f"rollout.environment = {name!r}"
+    make: Callable[..., Environment] = load_callable("rollout.environment", name)
+    fix = "it is called with the tokenizer, and returns an environment, such as ToolEnvironment(tokenizer, tool)"
+    _check_arguments(subject, make, (None,), fix)
+    if inspect.iscoroutinefunction(make):
+        raise ConfigError(f"{subject} is a coroutine function; write it as a plain one: {fix}")
+    lacking = [method for method in ("reset", "step", "close") if not hasattr(make, method)]
+    if inspect.isclass(make) and lacking:
         raise ConfigError(
-            f"{field} = {name!r} takes {signature}: {error}; a reward is called with the text of a completion and its "
-            "sample, so wrap it in a function of these two"
-        ) from error
-    return function
+            f"{subject} is a class without {' and '.join(lacking)}; add `async def {lacking[0]}`"
+        )
+    return make
 
 
 def _optional(field: str, name: str | None) -> Any:
