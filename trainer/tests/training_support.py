@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 import yaml
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from core_rl_trainer.api import train
 from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.config import DataSource
 from core_rl_trainer.data.datasets import SampleDataset, encode_examples
@@ -25,7 +28,7 @@ from core_rl_trainer.data.kinds import ExampleKind
 from core_rl_trainer.data.sources import open_source
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.plan.run_plan import RunFiles
-from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.recipe import Recipe, RecipeSource
 from core_rl_trainer.run.run_directory import RunDirectory, open_run_directory
 
 CHARACTERS = "0123456789+="
@@ -143,6 +146,11 @@ def supervised_values(start: Path, output: Path, algorithm: str, **changes: Any)
 def write_recipe(path: Path, values: Mapping[str, Any]) -> Path:
     path.write_text(yaml.safe_dump(dict(values)))
     return path
+
+
+def run(recipe: RecipeSource, *overrides: str) -> dict[str, Any]:
+    """The result of a run whose lines nobody sees."""
+    return train(recipe, overrides, console=Console(file=io.StringIO(), width=200))
 
 
 def curve(output: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_trainer.algorithms import PPOActorConfig, PPOActorInterface
 from core_rl_trainer.algorithms.advantages import ReinforcePlusPlus
-from core_rl_trainer.algorithms.off_policy import TokenTruncated
+from core_rl_trainer.algorithms.off_policy import Truncated
 
 OWN_RANK = ["critic.layout={dp: 1}", "placement={actor: [0, 1], critic: [2]}", "colocated=true"]
 
@@ -77,7 +77,7 @@ def train_on_part(engine: TrainEngine, actor: PPOActorInterface, part: SequenceB
 def test_spmd_algorithm_agrees_with_driver() -> None:
     """Whitening, its moments, importance and mismatch belong to the global batch."""
     config = PPOActorConfig(
-        advantage=ReinforcePlusPlus(), whiten_advantages=True, correction=TokenTruncated(limit=1.5)
+        advantage=ReinforcePlusPlus(), whiten_advantages=True, correction=Truncated(limit=1.5)
     )
     actor, batch = PPOActorInterface(config), rollout_batch()
     batch = replace(batch, unit=batch["group"])

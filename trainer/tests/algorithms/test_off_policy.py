@@ -16,19 +16,17 @@ from core_rl.distributed.comm import Comm
 from core_rl_trainer.algorithms.off_policy import (
     Correction,
     Decoupled,
-    SequenceMasked,
-    SequenceTruncated,
-    TokenMasked,
-    TokenTruncated,
+    Masked,
+    Truncated,
     importance_metrics,
 )
 
 CORRECTIONS = [
     Decoupled(),
-    TokenTruncated(limit=1.1),
-    TokenMasked(low=0.9, high=1.2),
-    SequenceTruncated(limit=1.1),
-    SequenceMasked(low=0.7, high=1.2),
+    Truncated(limit=1.1),
+    Masked(low=0.9, high=1.2),
+    Truncated(type="sequence_truncated", limit=1.1),
+    Masked(type="sequence_masked", low=0.7, high=1.2),
 ]
 
 
@@ -38,12 +36,12 @@ def plain_weights(correction: Correction, batch: SequenceBatch) -> tuple[list[fl
     ratios: list[float] = []
     for row in trained_rows(batch):
         token_ratios = [math.exp(proximal[t] - behaviour[t]) for t in row]
-        by_sequence = isinstance(correction, (SequenceTruncated, SequenceMasked))
+        by_sequence = correction.type.startswith("sequence")
         ratios += [math.prod(token_ratios)] * len(token_ratios) if by_sequence else token_ratios
     match correction:
-        case TokenTruncated() | SequenceTruncated():
+        case Truncated():
             return ratios, [min(ratio, correction.limit) for ratio in ratios]
-        case TokenMasked() | SequenceMasked():
+        case Masked():
             return ratios, [r if correction.low <= r <= correction.high else 0.0 for r in ratios]
     return ratios, ratios
 

@@ -17,14 +17,13 @@ import pytest
 import training_support as support
 import yaml
 from huggingface_hub import HfApi
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core_rl.checkpoint.portable import DcpFiles
 from core_rl.cli import main
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer import load_recipe, train
+from core_rl_trainer import load_recipe
 from core_rl_trainer.export import export_checkpoint
 from core_rl_trainer.outputs.push import HubSection, model_card, push_model, require_hub
 from core_rl_trainer.recipe.recipe import Recipe
@@ -58,7 +57,7 @@ def test_run_writes_adapter_and_exports_checkpoints(
     arguments = (start, tmp_path / "out") if algorithm == "grpo" else (start, tmp_path / "out", "sft")
     model = {"path": str(start / "model"), "lora": LORA}
     recipe = support.write_recipe(tmp_path / "r.yaml", values(*arguments, model=model))
-    result = train(recipe, [], console=Console(file=io.StringIO()))
+    result = support.run(recipe)
     out = tmp_path / "out"
     assert result["adapter"] == str(out / "adapter")
     for step, kind in ((4, "hf"), (4, "adapter"), (2, "hf")):
@@ -89,7 +88,7 @@ def test_run_writes_adapter_and_exports_checkpoints(
 @pytest.mark.nightly
 def test_sharded_checkpoint_exports_from_changed_layout(start: Path, tmp_path: Path) -> None:
     recipe = write_recipe(start, tmp_path, engine="fsdp", engines={"fsdp": {"layout": {"dp": 2}}})
-    train(recipe, [], console=Console(file=io.StringIO()))
+    support.run(recipe)
     out = tmp_path / "out"
     one = ["engines.fsdp.layout.dp=1"]
     assert export_checkpoint(out, "hf", tmp_path / "exported", overrides=one) == 4
@@ -268,8 +267,3 @@ def test_impossible_upload_is_refused_early(
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(ConfigError, match=message):
         require_hub()
-
-
-def test_repository_without_owner_is_refused(start: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'push_to_hub.repo_id' = 'sums'"):
-        load_recipe(write_recipe(start, tmp_path, push_to_hub={"repo_id": "sums"}))

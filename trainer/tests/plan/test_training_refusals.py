@@ -205,20 +205,6 @@ def test_a_model_without_a_tokenizer(start: Path, tmp_path: Path) -> None:
         dry_run(load_recipe(support.write_recipe(tmp_path / "r.yaml", values)))
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("steps=true", "field 'steps' = True: it is a number, neither true nor false"),
-        ("optimizer.schedule.warmup_steps=false", "field 'optimizer.schedule.warmup_steps' = False: "),
-        ("optimizer.lr=.nan", "field 'optimizer.lr' = nan: must be finite"),
-    ],
-)
-def test_nonnumeric_values(start: Path, tmp_path: Path, override: str, message: str) -> None:
-    recipe = support.write_recipe(tmp_path / "r.yaml", support.recipe_values(start, tmp_path / "out"))
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(recipe, [override])
-
-
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_invalid_output_directory(start: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()

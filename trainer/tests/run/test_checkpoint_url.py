@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import training_support as support
 from fsspec.implementations.local import LocalFileSystem
-from rich.console import Console
+from training_support import run
 
 from core_rl.errors import CheckpointError, ConfigError
-from core_rl_trainer import train
-
-
-def run(recipe: Path, *overrides: str) -> dict[str, Any]:
-    return train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
 
 
 def copied(store: Path) -> list[str]:
@@ -63,9 +56,3 @@ def test_run_with_failed_upload_resumes_from_directory(
     assert not any((store / name / "manifest.json").exists() for name in copied(store))
     assert run(recipe)["steps"] == 2
     assert copied(store) == ["step-00000002"]  # the remains of step 1 are gone
-
-
-def test_invalid_checkpoint_url_is_refused(start: Path, tmp_path: Path) -> None:
-    values = support.supervised_values(start, tmp_path / "out", "sft", checkpoint_url="runs/a")
-    with pytest.raises(ConfigError, match="checkpoint_url"):
-        run(support.write_recipe(tmp_path / "r.yaml", values))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import training_support as support
 from rich.console import Console
 
-from core_rl.errors import ConfigError
-from core_rl_trainer import load_recipe, train
+from core_rl_trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -20,28 +18,6 @@ def start(start: Path) -> Path:
     rows = [{"question": f"{n}+{n}=", "solution": str(2 * n)} for n in range(12)]
     support.write_jsonl(start / "others.jsonl", [*rows, {"question": "1+" * 30, "solution": "1"}])
     return start
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"eval_every": 2},
-            "eval_every = 2, and there is no evaluation data; set data.eval, or data.eval_fraction",
-        ),
-        (
-            {"eval_every": 2, "keep_best": {"metric": "eval_loss", "mode": "min"}},
-            "there is no evaluation data",
-        ),
-    ],
-)
-def test_evaluations_without_data_are_refused(
-    start: Path, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    values = support.supervised_values(start, tmp_path / "out", "sft", **changes)
-    del values["data"]["eval"]
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(support.write_recipe(tmp_path / "r.yaml", values))
 
 
 @pytest.mark.nightly
@@ -78,7 +54,7 @@ def test_killed_mixture_resumes_identically(start: Path, tmp_path: Path) -> None
         }
         return support.write_recipe(tmp_path / f"{name}.yaml", values)
 
-    train(recipe("whole"), [], console=Console(file=io.StringIO()))
+    support.run(recipe("whole"))
     support.run_killed(["core-rl", "train", str(recipe("killed"))], tmp_path / "killed")
     assert support.curve(tmp_path / "killed") == support.curve(tmp_path / "whole")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 import training_support as support
-from rich.console import Console
 from safetensors.torch import load_file, save_file
+from training_support import run
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.errors import CheckpointMismatch, ConfigError, WeightsError
@@ -28,10 +27,6 @@ from core_rl_trainer.run.signals import EndedBySignal
 from core_rl_trainer.run.supervised import SupervisedLearner
 
 LINEAR = {"lr": 0.01, "schedule": {"type": "linear"}}
-
-
-def run(recipe: Path, *overrides: str) -> dict[str, Any]:
-    return train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
 
 
 def sft(start: Path, directory: Path, **changes: Any) -> Path:
@@ -283,11 +278,3 @@ def test_nonfinite_loss_keeps_previous_checkpoint(
     monkeypatch.setattr(SupervisedLearner, "update", spoiled)
     with pytest.raises(NothingLearned, match="stop_on.nan: loss is nan.*good checkpoint is that of step 1"):
         run(sft(start, tmp_path, save_every=1, stop_on={"nan": True}))
-
-
-def test_completions_need_company_to_be_compared(start: Path, tmp_path: Path) -> None:
-    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": "rloo"})
-    values["rollout"]["group_size"] = 1
-    with pytest.raises(ConfigError, match="rollout.group_size = 1: the interface 'rloo' compares"):
-        run(support.write_recipe(tmp_path / "r.yaml", values))
-    assert not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 import training_support as support
-from rich.console import Console
 from torch import Tensor
+from training_support import run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.data.batch import SequenceBatch
@@ -24,7 +23,6 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import BatchError, ConfigError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.delta import DeltaDecoder, DeltaWeights
-from core_rl_trainer import train
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.recipe.recipe import load_recipe
 from core_rl_trainer.run.engines import Roles
@@ -35,16 +33,11 @@ PPO = {"type": "ppo", "args": {"kl_coef": 0.05, "kl_target": 0.01, "kl_horizon":
 CRITIC = {"args": {"minibatches": 2}, "optimizer": {"lr": 0.02}}
 
 
-def run(directory: Path, values: dict[str, Any], *overrides: str) -> dict[str, Any]:
-    recipe = support.write_recipe(directory / "r.yaml", values)
-    return train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
-
-
 @pytest.fixture(scope="module")
 def reward_model(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run that trained a reward model."""
     directory = tmp_path_factory.mktemp("reward_model")
-    run(directory, support.supervised_values(start, directory / "out", "reward_model", steps=8))
+    run(support.supervised_values(start, directory / "out", "reward_model", steps=8))
     return directory / "out"
 
 
@@ -52,7 +45,7 @@ def reward_model(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ppo(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of PPO with a critic that nothing disturbed."""
     directory = tmp_path_factory.mktemp("ppo")
-    run(directory, support.recipe_values(start, directory / "out", algorithm=PPO, critic=CRITIC))
+    run(support.recipe_values(start, directory / "out", algorithm=PPO, critic=CRITIC))
     return directory / "out"
 
 
@@ -86,8 +79,8 @@ def test_interrupted_ppo_run_resumes_exactly(
     with monkeypatch.context() as patch:
         patch.setattr(OnlineLearner, "sync", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, values)
-    run(tmp_path, values)
+            run(values)
+    run(values)
     assert support.curve(tmp_path / "out") == support.curve(ppo)
 
 
@@ -113,7 +106,7 @@ def test_taking_turns_in_the_same_processes_changes_nothing(
 
     monkeypatch.setattr(Roles, "working", noted)
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
-    run(tmp_path, values)
+    run(values)
     assert support.curve(tmp_path / "out") == support.curve(ppo)
     steps = len(support.curve(ppo)) - 1
     assert memory_calls == ["release", "resume"] * steps, "rollouts have no memory while others train"
@@ -169,7 +162,7 @@ def test_separate_devices_leave_curve_equal(
     moved: set[str],
 ) -> None:
     values = support.recipe_values(start, tmp_path / "out", algorithm=PPO, critic=CRITIC, colocated=True)
-    run(tmp_path, values | {"placement": placement})
+    run(values | {"placement": placement})
     assert support.curve(tmp_path / "out") == support.curve(ppo)
     assert set(offloads) == moved
     assert bool(memory_calls) == ("lm" in moved), "rollouts keep memory that nobody else uses"
@@ -193,7 +186,7 @@ def test_scores_of_a_reward_model_are_the_rewards(start: Path, reward_model: Pat
     )
     del values["reward"]
     (tmp_path / "ranks.py").write_text("def ranks(texts, sample):\n    return [*range(len(texts))]\n")
-    result = run(tmp_path, values)
+    result = run(values)
     row = support.curve(tmp_path / "out")[1]
     assert row["reward/ranks"] == (values["rollout"]["group_size"] - 1) / 2
     assert row["groups_without_signal"] == 0
@@ -212,7 +205,7 @@ def test_adapter_reference_is_base_model(start: Path, tmp_path: Path, sync: str)
     lora = {"path": str(start / "model"), "lora": {"rank": 4, "alpha": 8}}
     values = support.recipe_values(start, tmp_path / "out", model=lora, steps=2)
     values["rollout"]["sync"] = sync
-    run(tmp_path, values)
+    run(values)
     rows = support.curve(tmp_path / "out")[1:]
     assert rows[0]["kl_before"] == pytest.approx(0, abs=1e-5)
     assert rows[1]["kl_before"] > 1e-6
@@ -233,7 +226,7 @@ def test_delta_sync_has_the_actors_weights(
     monkeypatch.setattr(DeltaDecoder, "decode", decoded)
     values = support.recipe_values(start, tmp_path / "out", steps=2)
     values["rollout"].update({"sync": sync, "sync_delta": True})
-    run(tmp_path, values)
+    run(values)
     assert all(row["mismatch_max"] < 1e-4 for row in support.curve(tmp_path / "out")[1:])
     assert sent == [False, True, True]
 
@@ -247,7 +240,7 @@ def test_delta_sync_has_the_actors_weights(
 )
 def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> None:
     section = {"type": algorithm}
-    run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=section, steps=2))
+    run(support.recipe_values(start, tmp_path / "out", algorithm=section, steps=2))
     rows = support.curve(tmp_path / "out")[1:]
     assert all(row["update_successful"] == 1 for row in rows)
 
@@ -294,13 +287,32 @@ def test_named_algorithms_run(start: Path, tmp_path: Path, algorithm: str) -> No
         ({"algorithm": {"type": "sft"}, "critic": {}}, "'sft' trains on data and has no use for 'critic'"),
         ({"algorithm": {"type": "dpo", "args": {"clip_low": 0.1}}}, "'dpo': unknown field 'clip_low'"),
         ({"rollout": {"max_new_tokens": 32}}, "leaves no room for a prompt in the context of 32 tokens"),
+        ({"algorithm": {"type": "ppo_critic"}}, "'ppo_critic' trains a critic.*set algorithm.type=ppo"),
+        ({"algorithm": {"type": "grpo", "args": {"advantage": "gae"}}}, "'grpo' needs a critic"),
+        (
+            {"algorithm": {"type": "rloo"}, "rollout": {"group_size": 1}},
+            "rollout.group_size = 1: the interface 'rloo' compares",
+        ),
+        (
+            {"rollout": {"environment": "nowhere:Env"}},
+            "rollout.environment = 'nowhere:Env': there is no module 'nowhere'",
+        ),
+        ({"rollout": {"should_accept": "core_rl_trainer.rewards.functions:no"}}, "has no attribute 'no'"),
+        (
+            {"engines": {"reference-rollout": {"max_head_offpolicyness": 2}}},
+            "engines.reference-rollout: max_head_offpolicyness follows from the section",
+        ),
+        (
+            {"rollout": {"sync": "lora"}},
+            "rollout.sync = 'lora' sends an adapter, and model.lora is not set",
+        ),
     ],
 )
 def test_conflicting_settings_are_named_early(
     start: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(tmp_path, support.recipe_values(start, tmp_path / "out", **changes))
+        run(support.recipe_values(start, tmp_path / "out", **changes))
     assert not (tmp_path / "out").exists()
 
 
@@ -309,7 +321,7 @@ def test_reward_filter_without_rewards_is_refused(start: Path, tmp_path: Path) -
     values = support.recipe_values(start, tmp_path / "out", reward=None, reward_model=section)
     values["rollout"]["should_accept"] = name
     with pytest.raises(ConfigError, match="would reject every prompt.*drop_equal_groups=true"):
-        run(tmp_path, values)
+        run(values)
 
 
 def test_slow_sync_names_time_limit(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +333,7 @@ def test_slow_sync_names_time_limit(start: Path, tmp_path: Path, monkeypatch: py
     with pytest.raises(
         WeightsError, match=r"version 0 within 7 s; if the sync is only slow, raise timeouts.sync_s"
     ):
-        run(tmp_path, values)
+        run(values)
 
 
 def test_small_shared_memory_is_named_early(
@@ -330,7 +342,7 @@ def test_small_shared_memory_is_named_early(
     full, statvfs = SimpleNamespace(f_bavail=1, f_blocks=64, f_frsize=1024), os.statvfs
     monkeypatch.setattr("os.statvfs", lambda path: full if str(path) == "/dev/shm" else statvfs(path))
     with pytest.raises(ConfigError, match=r"rollout.sync = 'tensor' for the weights .* of shared memory"):
-        run(tmp_path, support.recipe_values(start, tmp_path / "out", rollout={"sync": "tensor"}))
+        run(support.recipe_values(start, tmp_path / "out", rollout={"sync": "tensor"}))
     assert not (tmp_path / "out").exists()
 
 
@@ -376,9 +388,9 @@ def test_overlong_prompts_are_named_or_dropped(
     data = {"train": str(tmp_path / "long.jsonl"), "eval": str(start / "eval.jsonl")}
     values = support.recipe_values(start, tmp_path / "out", data=data, steps=2)
     with pytest.raises(BatchError, match=r"line 7 has 30 tokens, longer than the 28 tokens"):
-        run(tmp_path, values)
+        run(values)
     with caplog.at_level(logging.WARNING):
-        run(tmp_path, values, "data.unusable=drop")
+        run(values, "data.unusable=drop")
     assert "1 of 7 prompts cannot be trained" in caplog.text
 
 
@@ -386,7 +398,7 @@ def test_overlong_prompts_are_named_or_dropped(
 
 
 def test_sft_lowers_the_loss_on_the_data(start: Path, tmp_path: Path) -> None:
-    result = run(tmp_path, support.supervised_values(start, tmp_path / "out", "sft"))
+    result = run(support.supervised_values(start, tmp_path / "out", "sft"))
     assert result["after"]["eval_loss"] < result["before"]["eval_loss"]
     rows = support.curve(tmp_path / "out")
     assert [row["step"] for row in rows if "eval_nll" in row] == [0, 3, 4]
@@ -404,7 +416,7 @@ def test_a_reward_model_tells_chosen_from_rejected(reward_model: Path) -> None:
 
 
 def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) -> None:
-    result = run(tmp_path, support.supervised_values(start, tmp_path / "out", "dpo"))
+    result = run(support.supervised_values(start, tmp_path / "out", "dpo"))
     rows = support.curve(tmp_path / "out")
     assert rows[1]["preference_loss"] == pytest.approx(0.693147, abs=1e-5)
     assert result["before"]["eval_reward_gap"] == pytest.approx(0, abs=1e-6)
@@ -421,7 +433,7 @@ def test_interrupted_supervised_run_resumes_exactly(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     rule = {"metric": "eval_loss", "mode": "min"}
-    run(tmp_path, support.supervised_values(start, tmp_path / "whole", algorithm, keep_best=rule, keep=1))
+    run(support.supervised_values(start, tmp_path / "whole", algorithm, keep_best=rule, keep=1))
     values = support.supervised_values(start, tmp_path / "broken", algorithm, keep_best=rule, keep=1)
     update = SupervisedLearner.update
 
@@ -433,8 +445,8 @@ def test_interrupted_supervised_run_resumes_exactly(
     with monkeypatch.context() as patch:
         patch.setattr(SupervisedLearner, "update", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, values)
-    resumed = run(tmp_path, values)
+            run(values)
+    resumed = run(values)
     assert support.curve(tmp_path / "broken") == support.curve(tmp_path / "whole")
     losses = {
         row["step"]: row["eval_loss"] for row in support.curve(tmp_path / "whole") if "eval_loss" in row
@@ -449,5 +461,5 @@ def test_data_of_wrong_algorithm_is_named(start: Path, tmp_path: Path) -> None:
     values = support.supervised_values(start, tmp_path / "out", "dpo")
     values["data"]["train"] = str(start / "train.jsonl")
     with pytest.raises(BatchError, match="train.jsonl: line 1 needs a text 'chosen'; it has None"):
-        run(tmp_path, values)
+        run(values)
     assert json.loads((start / "pairs.jsonl").read_text().splitlines()[0])["chosen"] == "0"

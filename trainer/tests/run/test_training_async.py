@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 import stepwise_rollout
 import torch
 import training_support as support
-from rich.console import Console
 from stepwise_rollout import StepwiseRollout
 
 from core_rl.backend.meta import WeightUpdateMeta
@@ -24,11 +22,10 @@ from core_rl.config.engine import ModelConfig
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import BatchError, ConfigError, RolloutError, UnsupportedCapability
+from core_rl.errors import BatchError, RolloutError, UnsupportedCapability
 from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
-from core_rl_trainer import train
 from core_rl_trainer.rewards.functions import rewards_differ
 from core_rl_trainer.run.online import OnlineLearner, interrupted
 from core_rl_trainer.run.rollouts import Rollouts
@@ -75,7 +72,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
     """The rows of the metrics after step 0."""
-    train(recipe, list(overrides), console=Console(file=io.StringIO()))
+    support.run(recipe, *overrides)
     return support.curve(recipe.parent / "out")[1:]
 
 
@@ -122,13 +119,6 @@ def test_unsupported_sync_method_is_refused_early(recipe: Path) -> None:
         pytest.raises(UnsupportedCapability, match="weight sync by 'tensor'"),
     ):
         run(recipe, "rollout.engine=stepwise-rollout", "rollout.sync=tensor")
-
-
-def test_missing_adapter_cannot_be_sent(recipe: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"rollout.sync = 'lora' sends an adapter, and model.lora is not set"
-    ):
-        run(recipe, "rollout.sync=lora")
 
 
 def test_mismatch_is_reported_without_recomputed_logprobs(recipe: Path) -> None:
@@ -345,30 +335,3 @@ def test_process_rewards_of_run_and_hanging_reward(recipe: Path, tmp_path: Path)
     with pytest.raises(RolloutError, match=message):
         run(recipe, *overrides)
     assert [row["step"] for row in support.curve(tmp_path / "out")] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["rollout.reward_processes=2"], "reward_processes needs reward_timeout_s"),
-        (["reward=null"], "reward = null needs a rollout.environment"),
-        (
-            ["rollout.environment=nowhere:Env"],
-            "rollout.environment = 'nowhere:Env': there is no module 'nowhere'",
-        ),
-        (
-            ["rollout.should_accept=core_rl_trainer.rewards.functions:no"],
-            "has no attribute 'no'",
-        ),
-        (
-            ["engines.reference-rollout.max_head_offpolicyness=2"],
-            "engines.reference-rollout: max_head_offpolicyness follows from the section",
-        ),
-    ],
-)
-def test_wrong_settings_are_named_before_anything_starts(
-    recipe: Path, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run(recipe, *overrides)
-    assert not (recipe.parent / "out").exists()

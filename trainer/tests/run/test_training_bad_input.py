@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import subprocess
@@ -12,10 +11,9 @@ from typing import Any
 
 import pytest
 import training_support as support
-from rich.console import Console
+from training_support import run
 
-from core_rl.errors import BatchError, ConfigError, CoreRLError, RolloutError
-from core_rl_trainer import train
+from core_rl.errors import BatchError, ConfigError, RolloutError
 from core_rl_trainer.errors import NothingLearned
 
 REWARDS = """
@@ -46,18 +44,13 @@ def start(start: Path) -> Path:
     return start
 
 
-def run(directory: Path, values: dict[str, Any], *overrides: str) -> None:
-    recipe = support.write_recipe(directory / "r.yaml", values)
-    train(recipe, list(overrides), console=Console(file=io.StringIO(), width=200))
-
-
 # ------------------------------------------------------------------ in the middle of a run
 
 
 def test_nonfinite_reward_names_prompt(start: Path, tmp_path: Path) -> None:
     values = support.recipe_values(start, tmp_path / "out", reward=f"{start}/rewards.py:nan_of_one", steps=9)
     with pytest.raises(RolloutError, match=r"prompt '2\+3=': .*nan_of_one returned nan; rewards are finite"):
-        run(tmp_path, values)
+        run(values)
     assert "nan_of_one returned nan" in (tmp_path / "out" / "index.html").read_text()
 
 
@@ -80,7 +73,7 @@ def test_equal_rewards_warn_once_or_end_run(
             NothingLearned, match=r"step 4, stop_on.no_signal: .*The last good checkpoint is that of step 4"
         ),
     ):
-        run(tmp_path, values)
+        run(values)
     assert (
         caplog.text.count("step 3: the completions of each prompt all have the same reward (0.5 on average)")
         == 1
@@ -103,7 +96,7 @@ def test_filter_rejecting_everything_ends_run(start: Path, tmp_path: Path) -> No
     with pytest.raises(
         RolloutError, match=r"6 of 6 episodes are missing after 7 s.*; \d+ were rejected so far"
     ):
-        run(tmp_path, values)
+        run(values)
 
 
 @pytest.mark.nightly
@@ -170,29 +163,5 @@ def test_bad_data_is_named_before_anything_starts(
     if algorithm == "sft":
         message = message.replace("prompts", "examples").replace("42", "45").replace("28", "32")
     with pytest.raises((BatchError, ConfigError), match=message):
-        run(tmp_path, values)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "message"),
-    [
-        ({"type": "sft", "args": {"kl_coef": 0.1}}, "'sft': unknown field 'kl_coef'"),
-        ({"type": "dpo", "args": {"advantage": "gae"}}, "'dpo': unknown field 'advantage'"),
-        ({"type": "grpo", "args": {"beta": 0.1}}, "'grpo': unknown field 'beta'"),
-        (
-            {"type": "grpo", "args": {"loss": {"clip": 0.1}}},
-            "'grpo': unknown field 'loss.*clip'.*did you mean",
-        ),
-        ({"type": "grpo", "args": {"advantage": "gae"}}, "'grpo' needs a critic"),
-        ({"type": "reward_model", "args": {"loss": "gspo"}}, "'reward_model': unknown field 'loss'"),
-        ({"type": "ppo_critic"}, "'ppo_critic' trains a critic.*set algorithm.type=ppo"),
-    ],
-    ids=str,
-)
-def test_settings_of_wrong_algorithm_are_named_early(
-    start: Path, tmp_path: Path, algorithm: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(CoreRLError, match=message):
-        run(tmp_path, support.recipe_values(start, tmp_path / "out", algorithm=algorithm))
+        run(values)
     assert not (tmp_path / "out").exists()

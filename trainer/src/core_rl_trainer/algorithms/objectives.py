@@ -258,7 +258,8 @@ class PolicyLoss:
         if REFERENCE in batch:
             reference = masked_fill(batch[REFERENCE], mask)
             losses = losses + self.kl_coef * kl_estimate(logprobs, reference, self.kl_estimator)
-            metrics |= _kl_metrics(logprobs, reference, mask)
+            drawn, names = logprobs.detach(), get_args(KLEstimator)
+            metrics |= _means({f"kl_{name}": kl_estimate(drawn, reference, name) for name in names}, mask)
         metrics["policy_loss"] = Metric.mean(-aggregate(gains, batch, how), weight_fn(how)(batch))
         return aggregate(losses, batch, how), metrics
 
@@ -273,11 +274,6 @@ def _ratio_metrics(log_ratios: Tensor, clipped: Tensor, mask: Tensor) -> dict[st
         "ratio_max": Metric.max(torch.where(mask, ratios, -infinity).max()),
         "ratio_min": Metric.min(torch.where(mask, ratios, infinity).min()),
     }
-
-
-def _kl_metrics(logprobs: Tensor, reference: Tensor, mask: Tensor) -> dict[str, Metric]:
-    detached, names = logprobs.detach(), get_args(KLEstimator)
-    return _means({f"kl_{name}": kl_estimate(detached, reference, name) for name in names}, mask)
 
 
 def _means(values: dict[str, Tensor], mask: Tensor) -> dict[str, Metric]:

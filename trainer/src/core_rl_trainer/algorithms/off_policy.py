@@ -23,47 +23,52 @@ from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO, log_ratio
 from core_rl_trainer.algorithms.named import named_or_fields
 
-__all__ = [
-    "Correction",
-    "CorrectionConfig",
-    "Decoupled",
-    "SequenceMasked",
-    "SequenceTruncated",
-    "TokenMasked",
-    "TokenTruncated",
-    "importance_metrics",
-]
+__all__ = ["Correction", "CorrectionConfig", "Decoupled", "Masked", "Truncated", "importance_metrics"]
 
 
 class Correction(Config):
-    """The weights of tokens."""
+    """The weights of tokens, by the ratio of each; with a type ``sequence_…``, by the ratio of its whole sequence."""
+
+    type: str
 
     def ratios(self, batch: SequenceBatch) -> Tensor:
-        """``proximal / behaviour`` before any limit, ``[T]``: each trained token's, and 1 at others."""
-        return log_ratio(*_masked_logprobs(batch)).exp()
+        """``proximal / behaviour`` before any limit, ``[T]``: 1 at tokens that are not trained, or their sequence's.
+
+        That of a sequence is the product over its trained tokens.
+        """
+        mask = batch.loss_mask
+        proximal, behaviour = masked_fill(batch[PROXIMAL], mask), masked_fill(batch[BEHAVIOUR], mask)
+        if not self.type.startswith("sequence_"):
+            return log_ratio(proximal, behaviour).exp()
+        sums = segment_sum(proximal - behaviour, batch.cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return spread_to_tokens(sums.exp(), batch)
 
     @abstractmethod
     def limited(self, ratios: Tensor) -> Tensor:
         """Weights from ratios, ``[T]``."""
 
 
-def _masked_logprobs(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """Log-probs under the proximal and the behaviour policy, 0 where tokens are not trained."""
-    mask = batch.loss_mask
-    return masked_fill(batch[PROXIMAL], mask), masked_fill(batch[BEHAVIOUR], mask)
+class Decoupled(Correction):
+    """Decoupled PPO without a limit (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, equation 5)."""
+
+    type: Literal["decoupled"] = "decoupled"
+    """The name."""
+
+    def limited(self, ratios: Tensor) -> Tensor:
+        return ratios
 
 
-class _OfSequences(Correction):
-    def ratios(self, batch: SequenceBatch) -> Tensor:
-        """The product of a sequence's token ratios, at each of its tokens, ``[T]``."""
-        proximal, behaviour = _masked_logprobs(batch)
-        sums = segment_sum(proximal - behaviour, batch.cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        return spread_to_tokens(sums.exp(), batch)
+class Truncated(Correction):
+    """Truncated importance sampling (Ionides, J. Comput. Graph. Stat. 17, 2008).
 
+    At each token: V-trace's clipped weights (IMPALA, arXiv:1802.01561) as in TIS (Yao et al. 2025, "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training"). For each sequence: unbiased up to the limit, where token
+    weights are not (Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
+    Training-Inference Mismatch").
+    """
 
-class _Truncated(Correction):
-    """Truncated importance sampling (Ionides, J. Comput. Graph. Stat. 17, 2008)."""
-
+    type: Literal["token_truncated", "sequence_truncated"] = "token_truncated"
+    """The name."""
     limit: float = Field(default=2.0, gt=0.0)
     """Weights above it are set to it."""
 
@@ -71,9 +76,15 @@ class _Truncated(Correction):
         return ratios.clamp(max=self.limit)
 
 
-class _Masked(Correction):
-    """Masked importance sampling. Masked tokens still count in means."""
+class Masked(Correction):
+    """Masked importance sampling. Masked tokens still count in means.
 
+    At each token: AReaL's cap (arXiv:2505.24298), and with ``low`` IcePop (Ring-1T, arXiv:2510.18855). For each
+    sequence: distant sequences are left out (Liu, Li et al. 2025, as above).
+    """
+
+    type: Literal["token_masked", "sequence_masked"] = "token_masked"
+    """The name."""
     low: float = Field(default=0.0, ge=0.0)
     """Weights below it are set to 0."""
     high: float = Field(default=2.0, gt=0.0)
@@ -89,53 +100,8 @@ class _Masked(Correction):
         return torch.where((ratios >= self.low) & (ratios <= self.high), ratios, 0.0)
 
 
-class Decoupled(Correction):
-    """Decoupled PPO without a limit (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298, equation 5)."""
-
-    type: Literal["decoupled"] = "decoupled"
-    """The name."""
-
-    def limited(self, ratios: Tensor) -> Tensor:
-        return ratios
-
-
-class TokenTruncated(_Truncated):
-    """Truncated at each token: V-trace's clipped weights (IMPALA, arXiv:1802.01561) as in TIS.
-
-    TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
-    """
-
-    type: Literal["token_truncated"] = "token_truncated"
-    """The name."""
-
-
-class TokenMasked(_Masked):
-    """Masked at each token: AReaL's cap (arXiv:2505.24298), and with ``low`` IcePop (Ring-1T, arXiv:2510.18855)."""
-
-    type: Literal["token_masked"] = "token_masked"
-    """The name."""
-
-
-class SequenceTruncated(_OfSequences, _Truncated):
-    """Truncated for each whole sequence: unbiased up to the limit, where token weights are not.
-
-    Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-    Mismatch".
-    """
-
-    type: Literal["sequence_truncated"] = "sequence_truncated"
-    """The name."""
-
-
-class SequenceMasked(_OfSequences, _Masked):
-    """Masked for each whole sequence: distant sequences are left out (Liu, Li et al. 2025, as above)."""
-
-    type: Literal["sequence_masked"] = "sequence_masked"
-    """The name."""
-
-
 CorrectionConfig = Annotated[
-    Decoupled | TokenTruncated | TokenMasked | SequenceTruncated | SequenceMasked,
+    Decoupled | Truncated | Masked,
     Field(discriminator="type"),
     BeforeValidator(named_or_fields),
 ]

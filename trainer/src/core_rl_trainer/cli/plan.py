@@ -20,7 +20,7 @@ def print_plan(plan: PlanReport, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     console.print(_run(plan))
     console.print(_roles(plan.roles))
-    console.print(_memory(plan.roles))
+    console.print(_by_role("memory of a rank", plan.roles, {name: partial(_part, name) for name in MEMORY}))
     if plan.colocated:
         console.print("Roles that share devices are offloaded while another one works.")
         for text in _sharing(plan.roles):
@@ -97,10 +97,6 @@ def _sharing(roles: Sequence[RoleReport]) -> Iterator[str]:
             count = "1 process" if role.ranks == 1 else f"{role.ranks} processes"
             *some, last = [role.role, *colocated]
             yield f"{', '.join(some)} and {last} live in the same {count}."
-
-
-def _memory(roles: Sequence[RoleReport]) -> Table:
-    return _by_role("memory of a rank", roles, {name: partial(_part, name) for name in MEMORY})
 
 
 def _part(name: str, role: RoleReport) -> str:

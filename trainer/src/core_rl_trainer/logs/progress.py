@@ -177,10 +177,7 @@ class TerminalLog:
             TERMINAL.removeHandler(self._handler)
             for handler in handlers:
                 root.removeHandler(handler)
-            self._close()
-
-    def _close(self) -> None:
-        file = self._handler.target
-        self._handler.close()
-        if file is not None:
-            file.close()
+            file = self._handler.target
+            self._handler.close()
+            if file is not None:
+                file.close()

@@ -15,7 +15,7 @@ from core_rl.checkpoint.model_files import tokenizer_files
 from core_rl.config.base import parse_config
 from core_rl.config.secret import hidden
 from core_rl.errors import ConfigError
-from core_rl_trainer.data.config import DataSection, DataSource
+from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.sources import data_files
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.sections import ModelSection
@@ -105,9 +105,10 @@ class RunIdentity:
         ``digests`` are those of `TrainingData`.
         """
         files = {
-            name: digest
+            f"data.{field}.{number}": _digest(Path(source.path), paths)
             for field in FILES
-            for name, digest in _digests(field, getattr(recipe.data, field) or ())
+            for number, source in enumerate(getattr(recipe.data, field) or ())
+            if (paths := list(data_files((source,))))  # local files or directories
         }
         values = recipe.model_dump(mode="json", exclude={"fresh"})
         return RunIdentity(
@@ -223,13 +224,6 @@ def _without_retired(recipe: Mapping[str, Any]) -> dict[str, Any]:
             del part[field]
             part.update(present)
     return values
-
-
-def _digests(field: str, sources: Sequence[DataSource]) -> Iterator[tuple[str, str]]:
-    """Name and digest of each of the ``sources`` of ``data.field`` that is a local file or directory."""
-    for number, source in enumerate(sources):
-        if files := list(data_files((source,))):
-            yield f"data.{field}.{number}", _digest(Path(source.path), files)
 
 
 def _model_digests(model: ModelSection) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ class Callbacks:
                 problems.append(str(error))
         raise_all(ConfigError, "field 'callbacks'", problems)
         for callback in added:
-            self._add(_name_of(callback), _checked(callback))
+            self._add(getattr(callback, "__qualname__", type(callback).__qualname__), _checked(callback))
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +138,3 @@ def _checked(candidate: object) -> Callback:
             f"the callback {candidate!r} cannot be called; it is a function of one event, or has __call__"
         )
     return cast("Callback", candidate)
-
-
-def _name_of(callback: object) -> str:
-    return str(getattr(callback, "__qualname__", type(callback).__qualname__))

@@ -127,7 +127,12 @@ def open_roles(
         engine = load_engine(rollout.spec, rollout.config)
         assert isinstance(engine, InferenceEngine)
         stack.callback(engine.destroy)
-        addresses = _launch_servers(engine, rollout, hosts) if servers_on_machines else None
+        addresses = None
+        if servers_on_machines:
+            servers, ranks = rollout.config.layout.dp, rollout.config.layout.world_size
+            places = (rollout.machines, rollout.devices)
+            processes = server_processes(hosts, servers, ranks // servers, *places)
+            addresses = engine.launch_server(processes=processes)
         engine.initialize(addresses, finetune)
         yield Roles(
             actor=groups["actor"],
@@ -139,13 +144,3 @@ def open_roles(
             alternates=rollout.offloaded,
             driver_address=hosts.driver_address,
         )
-
-
-def _launch_servers(
-    engine: InferenceEngine, rollout: EnginePlan[InferenceEngineConfig], hosts: Hosts
-) -> tuple[str, ...]:
-    """Addresses of servers on machines of ``hosts``."""
-    layout = rollout.config.layout
-    servers, ranks = layout.dp, layout.world_size // layout.dp
-    processes = server_processes(hosts, servers, ranks, rollout.machines, rollout.devices)
-    return engine.launch_server(processes=processes)

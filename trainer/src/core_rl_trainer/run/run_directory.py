@@ -281,7 +281,9 @@ def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]
     read of all data files. Raises `ConfigError` where ``resume_from`` holds no checkpoint, is the run itself, or is of
     a run with other data or another model.
     """
-    if files.resume_from is None or _has_begun(files):
+    if files.resume_from is None:
+        return None
+    if RunCheckpoints(files.directory / "checkpoints", files.keep).steps() and not files.fresh:
         return None
     path = Path(files.resume_from)
     subject = f"resume_from = {files.resume_from!r}"
@@ -304,10 +306,6 @@ def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]
             f"steps above {checkpoint.step}"
         )
     return checkpoint
-
-
-def _has_begun(files: RunFiles) -> bool:
-    return bool(RunCheckpoints(files.directory / "checkpoints", files.keep).steps()) and not files.fresh
 
 
 def _open(path: Path, subject: str) -> RunCheckpoint:

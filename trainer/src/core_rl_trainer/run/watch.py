@@ -87,7 +87,9 @@ class Watch:
             rule.streak = rule.streak + 1 if rule.applies(metrics) else 0
             if rule.streak == rule.warn_after:
                 logger.warning("step %d: %s", step, rule.explain(metrics))
-        self._remember(metrics)
+        self._lowest = min(self._lowest, metrics.get("reward_min", math.inf))
+        self._highest = max(self._highest, metrics.get("reward_max", -math.inf))
+        self._best = max(self._best, metrics.get("reward", -math.inf))
         for rule in self._rules:
             if rule.streak == rule.stop_after:
                 reason = f"step {step}, stop_on.{rule.name}: {rule.explain(metrics)}"
@@ -95,11 +97,6 @@ class Watch:
         return None
 
     # ------------------------------------------------------- the reward's floor
-
-    def _remember(self, metrics: Metrics) -> None:
-        self._lowest = min(self._lowest, metrics.get("reward_min", math.inf))
-        self._highest = max(self._highest, metrics.get("reward_max", -math.inf))
-        self._best = max(self._best, metrics.get("reward", -math.inf))
 
     def _has_fallen(self, metrics: Metrics) -> bool:
         if "reward" not in metrics or not self._lowest < self._best:
