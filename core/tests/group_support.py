@@ -257,14 +257,6 @@ def parent_pid(engine: TrainEngine) -> int:
     return os.getppid()
 
 
-def starter_pid(engine: TrainEngine) -> int:
-    """Process id of the driver of this rank."""
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    assert starter.pid is not None
-    return starter.pid
-
-
 def arrive_and_wait(engine: TrainEngine, folder: str) -> None:
     """Show in ``folder`` that the call runs, and return when `let_go` is called."""
     Path(folder, f"rank{rank_of(engine)}").touch()
@@ -298,7 +290,6 @@ def multiply(left: int, right: int, into: SimpleQueue[int]) -> None:
 
 def child_process(engine: TrainEngine) -> int:
     """Engines start processes of their own: Megatron's checkpoint writers do."""
-    import multiprocessing
 
     context = multiprocessing.get_context("fork")
     queue: SimpleQueue[int] = context.SimpleQueue()

@@ -207,13 +207,13 @@ class RankPool:
 def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, messages: ExitStack) -> Sequence[Buffer]:
     """Reference for each rank of a machine to ``payload``, which is sent there through ``rank``."""
     try:
-        message = rank.keep(payload, deadline)
+        reference, free = rank.keep(payload, deadline)
     except TimeoutError:
         raise
     except OSError:
         return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
-    messages.callback(message.close)
-    return packed(message.reference)
+    messages.callback(free)
+    return packed(reference)
 
 
 def _imports(rank: Rank) -> bool:

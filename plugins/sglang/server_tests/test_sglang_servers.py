@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang_support import backend_of, build, complete, complete_during, dying_stream, tiny_model, wait_for
+from server_stub import complete, complete_during, dying_stream, wait_for
+from sglang_support import backend_of, build, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch

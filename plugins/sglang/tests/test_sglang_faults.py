@@ -11,21 +11,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from sglang_support import (
-    LONGEST,
-    Stub,
-    backend_of,
-    complete,
-    connected,
-    drop,
-    first,
-    generations,
-    request,
-    shorten_wait,
-    stubs,
-    tiny_model,
-    wait_for,
-)
+from server_stub import complete, drop, first, request, shorten_wait, wait_for
+from sglang_support import LONGEST, Stub, backend_of, connected, generations, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from scripted_server import LABEL, MODEL, gone, parent, scripted_server
-from sglang_support import API_KEY, backend_of, build, complete, request, stubs, tiny_model, wait_for
+from server_stub import complete, request, wait_for
+from sglang_support import API_KEY, backend_of, build, stubs, tiny_model
 
 from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.launch.machines import server_processes

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_support import API_KEY, build, tiny_model, wait_for
+from server_stub import wait_for
+from sglang_support import API_KEY, build, tiny_model
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers import server_side

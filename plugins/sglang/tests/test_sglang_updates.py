@@ -18,17 +18,8 @@ import pytest
 import torch
 from aiohttp import web
 from cuda_support import CUDA, OWN, FakeGpu, environment, gpu
-from sglang_support import (
-    Stub,
-    complete,
-    connected,
-    drop,
-    dying_stream,
-    first,
-    request,
-    stubs,
-    tiny_model,
-)
+from server_stub import complete, drop, dying_stream, first, request
+from sglang_support import Stub, connected, stubs, tiny_model
 
 from core_rl import get_spec, load_config, load_engine
 from core_rl.backend.meta import SyncMethod, WeightUpdateMeta

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from server_stub import logged_calls
-from vllm_support import build, complete, request, tiny_model
+from server_stub import complete, logged_calls, request
+from vllm_support import build, tiny_model
 
 from core_rl.errors import ConfigError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel

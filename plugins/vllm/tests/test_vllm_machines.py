@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from scripted_server import LABEL, MODEL, gone, scripted_server
-from vllm_support import backend_of, build, complete, request, tiny_model, wait_for
+from server_stub import complete, request, wait_for
+from vllm_support import backend_of, build, tiny_model
 
 from core_rl.launch.machines import server_processes
 from core_rl_cluster import RayHosts
