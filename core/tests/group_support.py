@@ -48,7 +48,7 @@ class EchoEngine:
         self.config = config
 
     def initialize(self, addr: RankAddress, ft_spec: FinetuneSpec | None = None) -> None:
-        assert addr.meeting is not None
+        assert addr.store is not None
         if self.config.seed == FAILING_SEED:
             raise RuntimeError("no memory for the model")
         self.addr, self.ft_spec = addr, ft_spec
@@ -314,9 +314,9 @@ def join_gloo(engine: TrainEngine) -> None:
     import torch.distributed as dist
 
     addr = echo_engine(engine).addr
-    assert addr.meeting is not None
-    server = TCPStore(addr.meeting.host, addr.meeting.port, None, False, wait_for_workers=False)
-    store = PrefixStore(addr.meeting.name, server)
+    assert addr.store is not None
+    server = TCPStore(addr.store.host, addr.store.port, None, False, wait_for_workers=False)
+    store = PrefixStore(addr.store.name, server)
     dist.init_process_group("gloo", store=store, rank=addr.rank, world_size=addr.world_size)
 
 

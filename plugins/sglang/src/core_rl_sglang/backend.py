@@ -31,6 +31,8 @@ from core_rl_sglang.serve import IMAGES
 
 DTYPES: Mapping[str | None, str | None] = {"auto": None, "half": "float16", "float": "float32"}
 """Dtypes by their other names in ``--dtype``; ``auto`` depends on the model's config."""
+MOST_LIKELY_ONLY = 1e-9
+"""A ``top_p`` that any token reaches by itself."""
 
 
 class SGLangServer(Server):
@@ -159,10 +161,6 @@ def flattened_bucket(bucket: Bucket, flat: Tensor | Opened) -> bytes:
         for name, tensor in bucket
     ]
     return pickled_by_name({"flattened_tensor": flat, "metadata": metadata})
-
-
-MOST_LIKELY_ONLY = 1e-9
-"""A ``top_p`` that any token reaches by itself."""
 
 
 class SglangWire(Wire):

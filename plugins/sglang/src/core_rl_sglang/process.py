@@ -28,6 +28,13 @@ CPU_MULTIPLE = 32
 """On a CPU, SGLang pads the inner size of an MLP to a multiple of this (0.5.23, ``update_config.py``), and its
 scheduler dies of an adapter without the padding."""
 A, B = ".lora_A.weight", ".lora_B.weight"
+SCRIPT = Path(__file__).with_name("serve.py")
+CPU_CACHE_TOKENS = 16384
+IMAGE_MODELS = ("qwen3_vl",)
+"""Model types whose images the conformance suite compares. The feature of a Qwen2.5-VL with other patches than 14 by 14
+pixels is the patch itself (0.5.23, ``qwen2_5_vl.py``), and Qwen3.5 needs SGLang's kernels for CPUs."""
+CONTEXT_MARGIN = 8
+"""SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +103,6 @@ def _absent(
             if sibling not in layers:
                 yield sibling + A, (rank, into)
                 yield sibling + B, (weights[f"{sibling.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
-
-
-SCRIPT = Path(__file__).with_name("serve.py")
-CPU_CACHE_TOKENS = 16384
-IMAGE_MODELS = ("qwen3_vl",)
-"""Model types whose images the conformance suite compares. The feature of a Qwen2.5-VL with other patches than 14 by 14
-pixels is the patch itself (0.5.23, ``qwen2_5_vl.py``), and Qwen3.5 needs SGLang's kernels for CPUs."""
-CONTEXT_MARGIN = 8
-"""SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
 
 
 def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) -> ServerProcess:
