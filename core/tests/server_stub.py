@@ -170,6 +170,17 @@ def drop(request: web.Request, body: dict[str, Any]) -> None:
     request.transport.abort()
 
 
+def slow(arrived: threading.Event | None = None) -> Handler:
+    """A fault: no response for ten minutes; ``arrived`` is set when a request has come."""
+
+    async def wait(_request: web.Request, _body: dict[str, Any]) -> None:
+        if arrived is not None:
+            arrived.set()
+        await asyncio.sleep(600)
+
+    return wait
+
+
 def first(times: int, fault: Handler) -> Handler:
     """``fault`` for the first ``times`` calls, and the usual response after them."""
     left = [times]

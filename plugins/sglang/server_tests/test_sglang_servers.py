@@ -24,10 +24,10 @@ from core_rl.servers.process import RunningServer
 from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Oracle
 from core_rl_sglang.backend import flattened_bucket
-from core_rl_sglang.config import PYTHON_VARIABLE
-from core_rl_sglang.process import SCRIPT
+from core_rl_sglang.process import PYTHON_VARIABLE, SCRIPT
 
 BATCH = SequenceBatch.from_sequences([[5, 8, 2, 9, 11], [7, 1, 150], list(range(60))])
 LENGTH = 300
@@ -58,18 +58,19 @@ def processes(group: int) -> list[str]:
     return actual
 
 
-def _logits(oracle: Oracle, row: list[int]) -> torch.Tensor:
+def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tensor:
+    """Log-probs of the tokens of ``row``, 0 for the first."""
+    oracle = Oracle(Path(model), "lm", low_rank)
     with torch.no_grad():
         logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]
     selected = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
-    return torch.cat([torch.zeros(1, dtype=selected.dtype), selected])
+    return torch.cat([torch.zeros(1, dtype=selected.dtype), selected]).float()
 
 
-def require_serves(engine: InferenceEngine, model: str) -> None:
+def require_serves(engine: InferenceEngine, model: str, low_rank: LowRank | None = None) -> None:
     """The log-probs of ``BATCH`` by ``model``."""
     rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
-    oracle = Oracle(Path(model))
-    expected = torch.cat([_logits(oracle, row) for row in rows]).float()
+    expected = torch.cat([logprobs(model, low_rank, row) for row in rows])
     torch.testing.assert_close(engine.score(BATCH), expected, atol=5e-5, rtol=0)
 
 

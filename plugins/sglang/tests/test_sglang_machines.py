@@ -18,7 +18,7 @@ from core_rl.launch.machines import server_processes
 from core_rl.servers.process import bound, reserve_port
 from core_rl.servers.weights import require_shared_memory_with
 from core_rl_cluster import RayHosts
-from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.process import SglangConfig
 
 pytestmark = pytest.mark.nightly
 

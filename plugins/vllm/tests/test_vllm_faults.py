@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from aiohttp import web
-from server_stub import complete, drop, dying_stream, first, request, wait_for
+from server_stub import complete, drop, dying_stream, first, request, slow, wait_for
 from vllm_support import VllmStub, connected, failing, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
@@ -28,10 +27,6 @@ def stub(tmp_path: Path) -> Iterator[VllmStub]:
         yield made[0]
 
 
-async def slow(_request: web.Request, _body: Any) -> None:
-    await asyncio.sleep(600)
-
-
 @pytest.mark.parametrize("fault", [drop, failing(DEAD)], ids=["gone", "dead inside"])
 def test_lost_server_gives_single_response(stub: VllmStub, fault: Any) -> None:
     stub.faults[GENERATE] = first(2, fault)
@@ -43,7 +38,7 @@ def test_lost_server_gives_single_response(stub: VllmStub, fault: Any) -> None:
 
 
 def test_slow_request_is_aborted_by_vllm_id(stub: VllmStub) -> None:
-    stub.faults[GENERATE] = slow
+    stub.faults[GENERATE] = slow()
     with connected([stub], request_timeout_s=0.2) as engine:
         with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
             complete(engine, request())

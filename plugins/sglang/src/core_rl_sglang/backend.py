@@ -25,8 +25,7 @@ from core_rl.servers.wire import Scores, Wire, readable, versions_of
 from core_rl.weight_sync.buckets import flat_bytes, start_of
 from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.messages import Bucket, GroupAddress, pickled_by_name
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.process import served_model, start
+from core_rl_sglang.process import SglangConfig, served_model, start
 from core_rl_sglang.serve import IMAGES
 
 DTYPES: Mapping[str | None, str | None] = {"auto": None, "half": "float16", "float": "float32"}
