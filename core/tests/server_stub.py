@@ -120,7 +120,7 @@ def logged_calls(log: str) -> set[tuple[str, str]]:
 def check_foreign_server(
     build: Callable[..., InferenceEngine], model: str, other: str, path: str, logs: Path
 ) -> None:
-    """A real server of ``model``: an engine of the ``other`` leaves it alone, and one of its own draws by ``path``.
+    """A real server of ``model``: engines of the ``other`` leave it alone, and its own engine draws by ``path``.
 
     ``model`` is a llama, and ``other`` a qwen3; ``logs`` is a directory.
     """

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from aiohttp import web
 from server_stub import complete, drop, dying_stream, first, request, slow, wait_for
-from vllm_support import VllmStub, connected, failing, stubs, tiny_model
+from vllm_support import GENERATE, VllmStub, connected, failing, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
@@ -17,7 +17,6 @@ from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 
-GENERATE = "/inference/v1/generate"
 DEAD = "EngineCore encountered an issue. See stack trace above"
 
 
