@@ -75,8 +75,8 @@ def answer(sockets: Sequence[socket.socket]) -> None:
     try:
         while True:
             for (channel, _), reply in zip(ranks, replies, strict=True):
-                channel.send_parts(reply)
-            replies = [answer_call(channel.receive_parts(), state) for channel, state in ranks]
+                channel.send(reply)
+            replies = [answer_call(channel.receive(), state) for channel, state in ranks]
     except (EOFError, OSError):
         return
 
@@ -113,14 +113,14 @@ class CountingChannel(Channel):
         super().__init__(sock)
         self._clock = clock
 
-    def send_parts(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
+    def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
         self._clock.first_send = self._clock.first_send or time.process_time()
-        super().send_parts(parts, deadline)
+        super().send(parts, deadline)
         self._clock.count_sent(parts)
 
-    def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
+    def receive(self, deadline: float | None = None) -> list[Buffer]:
         self._clock.last_send = self._clock.last_send or time.process_time()
-        parts = super().receive_parts(deadline)
+        parts = super().receive(deadline)
         self._clock.received += sum(memoryview(part).nbytes for part in parts)
         return parts
 

@@ -17,7 +17,7 @@ from core_rl import LossSpec, MicroBatchSpec, TrainEngine, load_config, load_eng
 from core_rl.config.base import parse_config
 from core_rl.config.engine import TrainEngineConfig
 from core_rl.data.batch import SequenceBatch
-from core_rl.distributed.process_group import Meeting, RankAddress, open_store
+from core_rl.distributed.process_group import RankAddress, StoreAddress, open_store
 
 Work = Callable[[RankAddress, argparse.Namespace], None]
 HOST = "127.0.0.1"
@@ -44,13 +44,15 @@ def work_of(batch: SequenceBatch, arguments: argparse.Namespace) -> str:
 def each_rank(work: Work, ranks: int, arguments: argparse.Namespace) -> None:
     """Run ``work(address, arguments)`` in ``ranks`` fresh processes with ``arguments.threads`` threads each."""
     store = open_store(HOST)
-    meeting = Meeting(host=HOST, port=store.port, name="benchmark")
-    multiprocessing.spawn(_entry, (work, ranks, meeting, arguments), nprocs=ranks)
+    store_address = StoreAddress(host=HOST, port=store.port, name="benchmark")
+    multiprocessing.spawn(_entry, (work, ranks, store_address, arguments), nprocs=ranks)
 
 
-def _entry(rank: int, work: Work, ranks: int, meeting: Meeting, arguments: argparse.Namespace) -> None:
+def _entry(
+    rank: int, work: Work, ranks: int, store_address: StoreAddress, arguments: argparse.Namespace
+) -> None:
     torch.set_num_threads(arguments.threads or max(1, 2 // ranks))
-    address = RankAddress(rank=rank, world_size=ranks, meeting=meeting, local_rank=rank)
+    address = RankAddress(rank=rank, world_size=ranks, store=store_address, local_rank=rank)
     work(address, arguments)
     if dist.is_initialized():
         dist.destroy_process_group()

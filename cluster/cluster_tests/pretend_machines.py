@@ -118,10 +118,6 @@ class Machine:
         """Pull the machine's network cable: packets are lost, and nobody gets an error."""
         _ip(f"link set {self._port} down")
 
-    def mend(self) -> None:
-        """Plug the cable in again."""
-        _ip(f"link set {self._port} up")
-
     def kill(self) -> None:
         """A power failure: all processes end, and no peer gets a last packet. Further calls do nothing."""
         if self._init.poll() is None:

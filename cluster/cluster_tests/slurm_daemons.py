@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +45,6 @@ NODE = "NodeName={name} NodeAddr={address} CPUs=8 RealMemory=4000 State=UNKNOWN\
 PARTITION = "PartitionName=pretend Nodes={names} Default=YES MaxTime=INFINITE State=UP\n"
 # With nothing mounted; 22.05 knows no way to do without cgroups.
 CGROUPS = "CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n"
-HOLD = "import json, os, sys; print(json.dumps(dict(os.environ)), flush=True); sys.stdin.read()"
 
 
 @dataclass(frozen=True)
@@ -64,23 +61,6 @@ class Slurm:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
-
-    @contextmanager
-    def allocation(self, nodes: int) -> Iterator[dict[str, str]]:
-        """The variables that ``salloc`` sets in an allocation of ``nodes`` nodes, which ends with the context."""
-        env = {**os.environ, **self.environ}
-        # Without --no-kill a node that fails ends the job.
-        shape = ["--quiet", "--no-kill", f"--nodes={nodes}"]
-        command = tied(["salloc", *shape, sys.executable, "-c", HOLD])
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as salloc:
-            assert salloc.stdin is not None
-            assert salloc.stdout is not None
-            try:
-                inside: dict[str, str] = json.loads(salloc.stdout.readline())
-                yield {name: value for name, value in inside.items() if os.environ.get(name) != value}
-            finally:
-                salloc.stdin.close()
 
 
 @contextmanager

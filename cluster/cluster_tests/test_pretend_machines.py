@@ -12,12 +12,9 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from pretend_machines import DRIVER_ADDRESS, Machine, pretend_machines, within
+from pretend_machines import Machine, pretend_machines, within
 
 from core_rl.launch.process import start_fork_server
-
-PING = ["ping", "-c1", "-W1", "-q"]
-CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1)"
 
 
 @pytest.fixture
@@ -38,13 +35,6 @@ def traces() -> dict[str, list[str]]:
     }
 
 
-def reaches(machine: Machine, server: socket.socket) -> bool:
-    host, port = server.getsockname()[:2]
-    process = machine.run([sys.executable, "-S", "-c", CONNECT, host, str(port)])
-    process.communicate(timeout=30)
-    return process.returncode == 0
-
-
 def test_machines_have_separate_addresses_files_and_processes(
     machines: list[Machine], tmp_path: Path
 ) -> None:
@@ -61,17 +51,6 @@ def test_machines_have_separate_addresses_files_and_processes(
     assert not Path("/dev/shm/mine").exists()
 
 
-def test_hostnames_resolve_as_on_debian(machines: list[Machine]) -> None:
-    command = ["getent", "ahostsv4"]
-    assert machines[0].output([*command, "node0"]).startswith("127.0.1.1 ")
-    assert machines[0].output([*command, "node1"]).startswith(machines[1].address)
-
-
-def test_addresses_resolve_without_delay(machines: list[Machine]) -> None:
-    """torch asks for that of each address it connects to; the box's own name server cannot be reached."""
-    assert machines[0].output(["cat", "/etc/resolv.conf"]) == ""
-
-
 def test_ranks_of_the_driver_are_in_its_network() -> None:
     def network_of_fork_server() -> Path:
         start_fork_server()
@@ -83,61 +62,6 @@ def test_ranks_of_the_driver_are_in_its_network() -> None:
         with pretend_machines(1):
             assert network_of_fork_server() == local.readlink()
     assert network_of_fork_server() == local.readlink()
-
-
-def test_cut_cables_separate_machines_until_mended(machines: list[Machine]) -> None:
-    with socket.create_server((DRIVER_ADDRESS, 0)) as server:
-        assert all(reaches(machine, server) for machine in machines)
-        machines[1].cut()
-        assert [reaches(machine, server) for machine in machines] == [True, False, True]
-        machines[1].mend()
-        assert within(lambda: reaches(machines[1], server))
-
-
-def test_power_failures_send_no_last_packet(machines: list[Machine]) -> None:
-    wait = f"{CONNECT}.recv(1)".replace("timeout=1", "timeout=60")
-    with socket.create_server((DRIVER_ADDRESS, 0)) as server:
-        port = server.getsockname()[1]
-        process = machines[1].run([sys.executable, "-S", "-c", wait, DRIVER_ADDRESS, str(port)])
-        connection, _ = server.accept()
-        with connection:
-            assert any(" -S -c " in line for line in machines[1].processes().values())
-            machines[1].kill()
-            assert process.wait(timeout=5) != 0
-            assert machines[1].processes() == {}
-            connection.settimeout(0.5)
-            with pytest.raises(TimeoutError):
-                connection.recv(1)
-    assert machines[0].output(["hostname"]).strip() == "node0"
-    process.communicate()
-
-
-def test_killing_the_process_kills_its_command(machines: list[Machine]) -> None:
-    process = machines[0].run(["sleep", "300"])
-    assert within(lambda: list(machines[0].processes().values()) == ["sleep 300"])
-    process.kill()
-    process.communicate()
-    assert within(lambda: machines[0].processes() == {})
-
-
-def test_orphans_are_reaped(machines: list[Machine]) -> None:
-    machines[0].output(["bash", "-c", "(sleep 0.1 &) ; exit 0"])
-    assert within(lambda: machines[0].processes() == {})
-
-
-@pytest.mark.parametrize("failure", [False, True])
-def test_nothing_is_left(failure: bool) -> None:
-    before = traces()
-    try:
-        with pretend_machines(3) as machines:
-            machines[0].run(["sleep", "300"]).stdout.close()  # type: ignore[union-attr]
-            machines[1].kill()
-            machines[2].cut()
-            if failure:
-                raise KeyError("a test failed")
-    except KeyError:
-        assert failure
-    assert within(lambda: traces() == before), traces()
 
 
 def test_nothing_is_left_of_killed_makers() -> None:

@@ -48,7 +48,7 @@ class EchoEngine:
         self.config = config
 
     def initialize(self, addr: RankAddress, ft_spec: FinetuneSpec | None = None) -> None:
-        assert addr.meeting is not None
+        assert addr.store is not None
         if self.config.seed == FAILING_SEED:
             raise RuntimeError("no memory for the model")
         self.addr, self.ft_spec = addr, ft_spec
@@ -257,14 +257,6 @@ def parent_pid(engine: TrainEngine) -> int:
     return os.getppid()
 
 
-def starter_pid(engine: TrainEngine) -> int:
-    """Process id of the driver of this rank."""
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    assert starter.pid is not None
-    return starter.pid
-
-
 def arrive_and_wait(engine: TrainEngine, folder: str) -> None:
     """Show in ``folder`` that the call runs, and return when `let_go` is called."""
     Path(folder, f"rank{rank_of(engine)}").touch()
@@ -298,7 +290,6 @@ def multiply(left: int, right: int, into: SimpleQueue[int]) -> None:
 
 def child_process(engine: TrainEngine) -> int:
     """Engines start processes of their own: Megatron's checkpoint writers do."""
-    import multiprocessing
 
     context = multiprocessing.get_context("fork")
     queue: SimpleQueue[int] = context.SimpleQueue()
@@ -323,9 +314,9 @@ def join_gloo(engine: TrainEngine) -> None:
     import torch.distributed as dist
 
     addr = echo_engine(engine).addr
-    assert addr.meeting is not None
-    server = TCPStore(addr.meeting.host, addr.meeting.port, None, False, wait_for_workers=False)
-    store = PrefixStore(addr.meeting.name, server)
+    assert addr.store is not None
+    server = TCPStore(addr.store.host, addr.store.port, None, False, wait_for_workers=False)
+    store = PrefixStore(addr.store.name, server)
     dist.init_process_group("gloo", store=store, rank=addr.rank, world_size=addr.world_size)
 
 

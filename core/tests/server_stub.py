@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from aiohttp import web
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import InferenceEngineConfig
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import WeightsError
+from core_rl.errors import ConfigError, WeightsError
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.process import bound
 from core_rl_conformance.procedures.streaming import tensors_of
@@ -116,6 +117,41 @@ def logged_calls(log: str) -> set[tuple[str, str]]:
     return {(method, path) for method, path in re.findall(r'"([A-Z]+) (/[^ ?]*)[^"]* HTTP', log)}
 
 
+def check_foreign_server(
+    build: Callable[..., InferenceEngine], model: str, other: str, path: str, logs: Path
+) -> None:
+    """A real server of ``model``: engines of the ``other`` leave it alone, and its own engine draws by ``path``.
+
+    ``model`` is a llama, and ``other`` a qwen3; ``logs`` is a directory.
+    """
+    owner = build(model, log_path=str(logs))
+    try:
+        (address,) = owner.launch_server()
+        (log,) = logs.iterdir()
+        start = log.stat().st_size
+
+        def calls() -> set[tuple[str, str]]:
+            return logged_calls(log.read_text()[start:])
+
+        for take_over in (False, True):
+            foreign = build(other, addresses=(address,), take_over=take_over)
+            with pytest.raises(ConfigError, match=r"model_type = 'llama' \(model.path: 'qwen3'\)"):
+                foreign.initialize()
+        assert {method for method, _ in calls()} == {"GET"}
+        guest = build(model, addresses=(address,))
+        guest.initialize()
+        try:
+            (response,) = complete(guest, request(5, 8, 2))
+            assert response.versions == (0,) * 4
+            with pytest.raises(ConfigError, match=r"options.take_over = false: pause\(\)"):
+                guest.pause()
+        finally:
+            guest.destroy()
+        assert {called for method, called in calls() if method != "GET"} == {path}
+    finally:
+        owner.destroy()
+
+
 @contextmanager
 def running(made: list[S]) -> Iterator[list[S]]:
     """These stubs, which listen."""
@@ -132,6 +168,17 @@ def drop(request: web.Request, body: dict[str, Any]) -> None:
     """Close the connection without a response."""
     assert request.transport is not None
     request.transport.abort()
+
+
+def slow(arrived: threading.Event | None = None) -> Handler:
+    """A fault: no response for ten minutes; ``arrived`` is set when a request has come."""
+
+    async def wait(_request: web.Request, _body: dict[str, Any]) -> None:
+        if arrived is not None:
+            arrived.set()
+        await asyncio.sleep(600)
+
+    return wait
 
 
 def first(times: int, fault: Handler) -> Handler:

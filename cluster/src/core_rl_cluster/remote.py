@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,7 @@ import numpy as np
 from core_rl.distributed.authentication import WrongKey, present_key
 from core_rl.distributed.channel import Buffer, Channel, set_lease
 from core_rl.errors import GroupError
-from core_rl.launch.hosts import Kept
-from core_rl.launch.kept import Reference
+from core_rl.launch.hosts import SharedMessage
 from core_rl_cluster.machine import CONNECT_S, End, MachineInfo
 
 CALL_S = 30.0
@@ -84,7 +83,7 @@ class RayRank:
             return self._end.stacks
         return self._machine.stacks(self._id) if ask else ""
 
-    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> SharedMessage:
         return self._machine.keep(parts, deadline)
 
     def end(self, end: End) -> None:
@@ -94,18 +93,6 @@ class RayRank:
                 self._end = end
                 os.close(self._end_in)
                 self._ended.set()
-
-
-@dataclass(frozen=True)
-class _KeptThere:
-    """A message that the actor of a machine keeps."""
-
-    reference: Reference
-    machine: RayMachine
-    number: int
-
-    def close(self) -> None:
-        self.machine.order("drop", self.number)
 
 
 class RayMachine:
@@ -174,7 +161,7 @@ class RayMachine:
             return ""
         return text
 
-    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> SharedMessage:
         """Send a message to the machine once, through Ray's object store; raises ``OSError``."""
         number = next(self._messages)
         # Arrays lie outside of the pickle: one copy into the store here, and none out of it there.
@@ -186,7 +173,7 @@ class RayMachine:
             raise TimeoutError(f"{self} did not take a message in time") from error
         except self._ray.exceptions.RayError as error:
             raise ConnectionResetError(f"{self} did not keep a message: {first_line(error)}") from error
-        return _KeptThere(reference, self, number)
+        return reference, partial(self.order, "drop", number)
 
     def lose(self, reason: str) -> None:
         """The machine is out of reach, and its ranks with it."""

@@ -20,8 +20,6 @@ from core_rl.errors import ConfigError, CoreRLError, EngineBroken, RunStopped
 from core_rl.registry.objects import EntryPoint, declared_in, load_entry_point
 from core_rl.version import __version__
 
-__all__ = ["FIELDS", "GROUP", "PASSED_ON", "FieldCommand", "build_app", "main", "plugin_commands"]
-
 FIELDS = "FIELD=VALUE"
 """The ``metavar`` of an argument that takes fields."""
 PASSED_ON = "OPTION"

@@ -34,25 +34,31 @@ def admit(channel: Channel, key: bytes, deadline: float) -> None:
     Raises ``OSError``, ``TimeoutError`` or ``EOFError`` for a connection that breaks.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    channel.send(nonce, deadline)
-    answer = bytes(channel.receive(deadline))
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    channel.send([nonce], deadline)
+    theirs, proof = _received(channel, 2, deadline)
     if not hmac.compare_digest(proof, _proof(key, b"machine", nonce, theirs)):
-        channel.send(REFUSED, deadline)
+        channel.send([REFUSED], deadline)
         raise WrongKey("a machine connected with another key")
-    channel.send(_proof(key, b"driver", theirs, nonce), deadline)
+    channel.send([_proof(key, b"driver", theirs, nonce)], deadline)
 
 
 def present_key(channel: Channel, key: bytes, deadline: float) -> None:
     """The machine's part: raise `WrongKey` unless the driver knows ``key``, and takes it; else as `admit`."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    theirs = bytes(channel.receive(deadline))
-    channel.send(nonce + _proof(key, b"machine", theirs, nonce), deadline)
-    answer = bytes(channel.receive(deadline))
+    (theirs,) = _received(channel, 1, deadline)
+    channel.send([nonce, _proof(key, b"machine", theirs, nonce)], deadline)
+    (answer,) = _received(channel, 1, deadline)
     if answer == REFUSED:
         raise WrongKey("the driver has another key; give this machine the key of the driver's run")
     if not hmac.compare_digest(answer, _proof(key, b"driver", nonce, theirs)):
         raise WrongKey("what listens there does not know the key; it is not the driver of this run")
+
+
+def _received(channel: Channel, count: int, deadline: float) -> list[bytes]:
+    parts = [bytes(part) for part in channel.receive(deadline)]
+    if len(parts) != count:
+        raise WrongKey("the other end does not speak this protocol")
+    return parts
 
 
 def _proof(key: bytes, role: bytes, *nonces: bytes) -> bytes:

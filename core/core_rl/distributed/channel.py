@@ -43,23 +43,11 @@ class Channel:
         """The descriptor, so that `multiprocessing.connection.wait` takes a channel."""
         return self._socket.fileno()
 
-    def send(self, payload: Buffer, deadline: float | None = None) -> None:
-        """Send one message before ``deadline`` (of `time.monotonic`), or raise `TimeoutError` or `OSError`."""
-        self.send_bytes(FRAME_HEADER.pack(memoryview(payload).nbytes), deadline)
-        self.send_bytes(payload, deadline)
+    def send(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
+        """Send a message of several buffers, large ones without a copy.
 
-    def receive(self, deadline: float | None = None) -> bytearray:
-        """The next message; raises `TimeoutError` at ``deadline`` and `EOFError` when the other end is closed.
-
-        Raises `MessageTooLarge` for one above the limit.
+        Raises `TimeoutError` at ``deadline`` (of `time.monotonic`), or `OSError`.
         """
-        (size,) = self._sizes(1, deadline, self.limit_bytes)
-        data = bytearray(size)
-        self.receive_into(memoryview(data), deadline)
-        return data
-
-    def send_parts(self, parts: Sequence[Buffer], deadline: float | None = None) -> None:
-        """Send several buffers as one message, large ones without a copy; as `send`."""
         views = [memoryview(part) for part in parts]
         sizes = [view.nbytes for view in views]
         header = struct.pack(f"!{1 + len(sizes)}Q", len(sizes), *sizes)
@@ -70,8 +58,11 @@ class Channel:
         for view in views:
             self.send_bytes(view, deadline)
 
-    def receive_parts(self, deadline: float | None = None) -> list[Buffer]:
-        """The buffers of `send_parts`, each in memory of its own, aligned as a tensor's; as `receive`."""
+    def receive(self, deadline: float | None = None) -> list[Buffer]:
+        """The buffers of the next message, each in memory of its own, aligned as a tensor's.
+
+        Raises `TimeoutError` at ``deadline``, `EOFError` when the other end is closed, and `MessageTooLarge`.
+        """
         (count,) = self._sizes(1, deadline, LIMIT_PARTS)
         parts: list[Buffer] = []
         for size in self._sizes(count, deadline, self.limit_bytes):

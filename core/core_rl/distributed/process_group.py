@@ -77,7 +77,7 @@ def launched_world() -> LaunchedWorld | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class StoreAddress:
     """Rendezvous of ranks: a store of one process (`open_store`), and a name in it."""
 
     host: str
@@ -92,7 +92,7 @@ class RankAddress:
 
     rank: int
     world_size: int
-    meeting: Meeting | None = None
+    store: StoreAddress | None = None
     """None for a world of one rank."""
     local_rank: int = 0
     """The accelerator of this rank on its machine."""
@@ -200,7 +200,7 @@ def join(address: RankAddress | None, device: torch.device) -> Membership:
 
 
 def _same(present: _Present, address: RankAddress, device: torch.device) -> bool:
-    fields = attrgetter("meeting", "rank", "world_size")
+    fields = attrgetter("store", "rank", "world_size")
     return bool(fields(present.address) == fields(address)) and present.device == device
 
 
@@ -241,14 +241,14 @@ def _store(address: RankAddress, launched: LaunchedWorld | None) -> Store:
     if launched is not None:
         host, port = launched.leader()
         return TCPStore(host, port, address.world_size, is_master=address.rank == 0)
-    meeting = address.meeting
-    if meeting is None:
+    place = address.store
+    if place is None:
         if address.world_size > 1:
             raise ConfigError(
-                f"rank {address.rank} of {address.world_size} has an address without a meeting; give all ranks the "
-                "same Meeting, at a store that open_store() made"
+                f"rank {address.rank} of {address.world_size} has an address without a store; give all ranks the "
+                "same StoreAddress, at a store that open_store() made"
             )
         return HashStore()
     limit = timedelta(seconds=address.timeout_s)
-    store = TCPStore(meeting.host, meeting.port, None, False, limit, wait_for_workers=False)
-    return PrefixStore(meeting.name, store)
+    store = TCPStore(place.host, place.port, None, False, limit, wait_for_workers=False)
+    return PrefixStore(place.name, store)

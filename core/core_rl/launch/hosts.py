@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 from core_rl.distributed.channel import Buffer, Channel
 from core_rl.errors import ConfigError, GroupError, MissingPackage
@@ -30,15 +30,8 @@ class Slot(NamedTuple):
     device: int
 
 
-class Kept(Protocol):
-    """A message that a machine keeps for its ranks."""
-
-    @property
-    def reference(self) -> Reference:
-        """The reference that each of them gets instead."""
-
-    def close(self) -> None:
-        """All have it: the machine need not keep it. Further calls do nothing."""
+SharedMessage: TypeAlias = tuple[Reference, Callable[[], None]]
+"""A message in a machine's memory: the reference that each rank gets instead, and a function that frees the memory."""
 
 
 class Endable(Protocol):
@@ -82,7 +75,7 @@ class Rank(Endable, Protocol):
     def stacks(self, ask: bool = False) -> str:
         """Return the stacks of the rank's threads at a crash, or with ``ask`` at this moment."""
 
-    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> SharedMessage:
         """Send a message to the machine once, for several ranks that are there; raises ``OSError``.
 
         ``deadline`` is a time of `time.monotonic`.
@@ -155,8 +148,9 @@ class LocalRank(RankProcess):
             self.channel.close()
             raise
 
-    def keep(self, parts: Sequence[Buffer], deadline: float) -> Kept:
-        return KeptMessage.of(parts)
+    def keep(self, parts: Sequence[Buffer], deadline: float) -> SharedMessage:
+        message = KeptMessage.of(parts)
+        return message.reference, message.close
 
     def release(self) -> None:
         self.channel.close()

@@ -1,4 +1,4 @@
-"""Messages between the driver and its ranks: a `Call`, its reply, and the tensors in both.
+"""Messages between the driver and its ranks: a `Call`, its reply or `Failure`, and the tensors in both.
 
 Pickle's protocol 5 (PEP 574) leaves buffers out of its stream, so that tensors are sent and received without a copy;
 torch's way to pickle a tensor copies it, into the stream and out of it, and takes the whole storage behind a view.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,7 @@ from torch import Tensor
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.channel import Buffer
-from core_rl.errors import GroupError
-from core_rl.launch.failures import Failure
+from core_rl.errors import CoreRLError, GroupError, RankFailed
 from core_rl.launch.kept import Reference
 
 SMALLEST_BYTES = 4096
@@ -112,6 +113,55 @@ def unpack_reply(parts: Sequence[Buffer]) -> Any:
         refusal = GroupError(f"the result of a rank cannot be restored in the driver: {error}")
         refusal.__cause__ = error
         return Failure.of(refusal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The reply to a call that raised; the reply to any other call is its result."""
+
+    summary: str
+    """The error in one line or a few, as Python prints it."""
+    traceback: str
+    error: bytes | None
+    """The pickled exception, where it can be restored."""
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        """The record of ``error``."""
+        return Failure(
+            summary="".join(traceback.format_exception_only(error)).strip(),
+            traceback="".join(traceback.format_exception(error)),
+            error=_pack_error(error),
+        )
+
+    def to_error(self, rank: int, world_size: int, place: str = "") -> CoreRLError:
+        """The exception to raise in the driver: the rank's own `CoreRLError`, else `RankFailed`.
+
+        ``place`` is a phrase about the rank's machine.
+        """
+        name = f"rank {rank} of {world_size}{place}"
+        failed = RankFailed(f"{name} failed: {self.summary}", rank, self.traceback)
+        original = _unpack_error(self.error)
+        if not isinstance(original, CoreRLError):
+            failed.__cause__ = original
+            return failed
+        original.add_note(f"Raised on {name}. The rank's traceback:\n{self.traceback}")
+        original.__cause__ = failed
+        return original
+
+
+def _pack_error(error: BaseException) -> bytes | None:
+    with suppress(Exception):  # `__reduce__` of a user's exception may raise anything
+        return pickle.dumps(error, protocol=pickle.HIGHEST_PROTOCOL)
+    return None
+
+
+def _unpack_error(payload: bytes | None) -> BaseException | None:
+    """The exception, or None: many exceptions pickle and then fail to be restored."""
+    with suppress(Exception):  # the constructor of a user's exception may raise anything
+        error = None if payload is None else pickle.loads(payload)  # noqa: S301 - our own rank sent it
+        return error if isinstance(error, BaseException) else None
+    return None
 
 
 # --------------------------------------------------------------------- pickles with buffers

@@ -14,10 +14,9 @@ from typing import Any
 
 from core_rl.distributed.channel import Buffer
 from core_rl.errors import CoreRLError, GroupError, RankDied, RankTimeout
-from core_rl.launch.failures import Failure
 from core_rl.launch.hosts import EXIT_WAIT_S, Hosts, Rank, Slot, end_ranks
 from core_rl.launch.kept import can_keep
-from core_rl.launch.messages import Call, pack_arguments, pack_call, packed, unpack_reply
+from core_rl.launch.messages import Call, Failure, pack_arguments, pack_call, packed, unpack_reply
 
 START_TIMEOUT_S = 300.0
 """The longest start of a rank in seconds, the first import of torch included."""
@@ -162,7 +161,7 @@ class RankPool:
             if len(ranks) > 1 and size >= KEPT_BYTES and can_keep():
                 payload = _kept(rank, payload, deadline, messages)
             for rank in ranks:
-                rank.channel.send_parts(payload, deadline)
+                rank.channel.send(payload, deadline)
         except TimeoutError as error:
             raise RankTimeout(
                 f"rank {rank.rank}{rank.place} did not take the arguments of {name} in time. {IF_SLOW}",
@@ -190,7 +189,7 @@ class RankPool:
                 if not has_answer:
                     raise _death(rank, name, replies)
                 try:
-                    replies[rank.rank] = unpack_reply(rank.channel.receive_parts(deadline))
+                    replies[rank.rank] = unpack_reply(rank.channel.receive(deadline))
                 except TimeoutError:
                     break  # it stopped in the middle of a message, and the deadline is over
                 except (EOFError, OSError):
@@ -208,13 +207,13 @@ class RankPool:
 def _kept(rank: Rank, payload: Sequence[Buffer], deadline: float, messages: ExitStack) -> Sequence[Buffer]:
     """Reference for each rank of a machine to ``payload``, which is sent there through ``rank``."""
     try:
-        message = rank.keep(payload, deadline)
+        reference, free = rank.keep(payload, deadline)
     except TimeoutError:
         raise
     except OSError:
         return payload  # no memory for it; or the machine is lost, which sending it to each rank will show
-    messages.callback(message.close)
-    return packed(message.reference)
+    messages.callback(free)
+    return packed(reference)
 
 
 def _imports(rank: Rank) -> bool:

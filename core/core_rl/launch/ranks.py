@@ -13,7 +13,7 @@ from core_rl.config.base import parse_config
 from core_rl.config.engine import DType, ModelConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.config.hub import with_local_model
 from core_rl.config.layout import ParallelLayout
-from core_rl.distributed.process_group import Meeting, RankAddress, require_single_process
+from core_rl.distributed.process_group import RankAddress, StoreAddress, require_single_process
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import ConfigError, EngineStateError, GroupError, LayoutError
@@ -48,7 +48,7 @@ class RankSet:
         """For each registered group the ranks of its engine, none while it has no engine."""
         self._store_port: int | None = None
         """Port of the first rank's store."""
-        self._meeting: Meeting | None = None
+        self._store: StoreAddress | None = None
 
     def register(self, group: object) -> int:
         """A new engine id, which keeps the processes until `release`, or until ``group`` is collected."""
@@ -125,7 +125,7 @@ class RankSet:
         if engine_id in self._engines:
             self._engines[engine_id] = ranks
         if not any(self._engines.values()):
-            self._meeting = None
+            self._store = None
 
     def check_world(self, engine_id: int, size: int) -> None:
         """Raise `EngineStateError` unless the engine can have a world of ``size`` ranks."""
@@ -136,14 +136,14 @@ class RankSet:
                 "that one first, or start this group without colocate_with"
             )
 
-    def meeting(self, engine_id: int, machine: int, timeout_s: float) -> Meeting:
+    def store(self, engine_id: int, machine: int, timeout_s: float) -> StoreAddress:
         """Rendezvous of the present world, or of a new world, on the first rank's ``machine``."""
         host = self._hosts.address_of(machine)
         if self._store_port is None:
             (self._store_port,) = self.pool.call(Call(engine_id, "open_store", (host,)), [()], timeout_s)
-        if self._meeting is None:
-            self._meeting = Meeting(host=host, port=self._store_port, name=f"world {next(self._worlds)}")
-        return self._meeting
+        if self._store is None:
+            self._store = StoreAddress(host=host, port=self._store_port, name=f"world {next(self._worlds)}")
+        return self._store
 
 
 ResultT = TypeVar("ResultT")
@@ -235,11 +235,9 @@ class EngineRanks:
         self.config = config
         size, timeout_s = self.world_size, self.timeout_s
         slots = self.rank_set.slots(size)
-        meeting = self.rank_set.meeting(self.engine_id, slots[0].machine, timeout_s)
+        store = self.rank_set.store(self.engine_id, slots[0].machine, timeout_s)
         addresses = [
-            RankAddress(
-                rank=rank, world_size=size, meeting=meeting, local_rank=slot.device, timeout_s=timeout_s
-            )
+            RankAddress(rank=rank, world_size=size, store=store, local_rank=slot.device, timeout_s=timeout_s)
             for rank, slot in enumerate(slots)
         ]
         try:

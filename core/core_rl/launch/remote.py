@@ -21,8 +21,7 @@ from core_rl.distributed.channel import Buffer, Channel
 from core_rl.distributed.process_group import RankAddress
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError
-from core_rl.launch.failures import Failure
-from core_rl.launch.messages import pack_reply, unpack_call
+from core_rl.launch.messages import Failure, pack_reply, unpack_call
 from core_rl.registry.spec import EngineSpec
 
 MakeEngine = Callable[[EngineSpec, TrainEngineConfig], TrainEngine]
@@ -32,9 +31,9 @@ def answer_calls(channel: Channel) -> None:
     """Answer calls until the driver closes its end of ``channel``."""
     states: dict[int, RankState] = defaultdict(RankState)
     try:
-        channel.send_parts(pack_reply(None))
+        channel.send(pack_reply(None))
         while True:
-            channel.send_parts(answer(channel.receive_parts(), states))
+            channel.send(answer(channel.receive(), states))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the driver closed the connection: the end of an orderly life
 

@@ -13,19 +13,6 @@ from pathlib import Path
 
 import jinja2
 
-__all__ = [
-    "POINTS",
-    "WIDE",
-    "Area",
-    "Chart",
-    "Curve",
-    "Dot",
-    "Tick",
-    "line_chart",
-    "page_environment",
-    "svg_document",
-]
-
 SHARED = Path(__file__).parent
 POINTS = 240
 """The most points of a curve: several values are drawn as their mean, inside the band of all of them."""

@@ -53,7 +53,11 @@ from core_rl.weight_sync.update import weight_update
 
 __all__ = ["ServerBackend"]
 
+C = TypeVar("C", bound=ServerEngineConfig)
 
+SENT = "the weights that were sent"
+KEEP_ALIVE_S = 2.0
+"""An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", MANIFEST)
 
 
@@ -120,13 +124,6 @@ def _buckets(received: DeltaWeights, bucket_bytes: int) -> list[Bucket]:
             fillings.append(Filling(bucket_bytes, torch.device("cpu")))
         fillings[-1].add(name, tensor)
     return [filling.tensors for filling in fillings]
-
-
-C = TypeVar("C", bound=ServerEngineConfig)
-
-SENT = "the weights that were sent"
-KEEP_ALIVE_S = 2.0
-"""An idle connection is closed here before a server does it, after 5 s: a request on its way would be lost."""
 
 
 class ServerBackend(InferenceBackend[C]):

@@ -267,7 +267,7 @@ def _reached() -> Iterator[None]:
 
 
 @dataclass
-class _Here:
+class _LocalServer:
     """The server of this process."""
 
     server: ServerProcess | None = None
@@ -275,35 +275,35 @@ class _Here:
     """Bound to the server's port, and never listening: the port stays reserved, and the server may listen on it."""
 
 
-_here = _Here()
+_local_server = _LocalServer()
 
 
 def reserve_port(host: str, port: int) -> int:
     """Keep ``port``, or with 0 a free one, for the server of this process; raises `ConfigError` where it is taken."""
-    _here.port = bound(host, port)
-    reserved: int = _here.port.getsockname()[1]
+    _local_server.port = bound(host, port)
+    reserved: int = _local_server.port.getsockname()[1]
     return reserved
 
 
 def start_server(start: Start, config: ServerEngineConfig, port: int, key: str | None) -> None:
     """Start the server of this process by ``start``; raises as it does."""
-    if _here.port is None:  # in a process that replaces another one
+    if _local_server.port is None:  # in a process that replaces another one
         reserve_port(config.options.host, port)
-    _here.server = start(config, port, key)
+    _local_server.server = start(config, port, key)
 
 
 def stop_server() -> None:
     """End the server, if there is one; its port stays reserved."""
-    server, _here.server = _here.server, None
+    server, _local_server.server = _local_server.server, None
     if server is not None:
         server.stop()
 
 
 def of_server(name: str, *arguments: object) -> Any:
     """The attribute ``name`` of the server, or its method's result; raises `RolloutError` where there is none."""
-    if _here.server is None:
+    if _local_server.server is None:
         raise RolloutError("the server of this process was not started")
-    value = getattr(_here.server, name)
+    value = getattr(_local_server.server, name)
     return value(*arguments) if callable(value) else value
 
 

@@ -136,13 +136,13 @@ def shared_by_name() -> Iterator[None]:
 
 def send_message(channel: Channel, kind: Kind, *fields: object) -> None:
     """Send one message; raises `OSError` or `TimeoutError` where the other side is gone."""
-    channel.send(pickled_by_name((kind, *fields)), time.monotonic() + REPLY_TIMEOUT_S)
+    channel.send([pickled_by_name((kind, *fields))], time.monotonic() + REPLY_TIMEOUT_S)
 
 
 def receive_message(channel: Channel, peer: str) -> tuple[Any, ...]:
     """The next message of the ``peer``, a sender or receiver; raises `WeightsError` where it failed or is gone."""
     try:
-        payload = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
+        (payload,) = channel.receive(time.monotonic() + REPLY_TIMEOUT_S)
         with short_socket_names():  # of torch's manager of shared memory
             message: tuple[Any, ...] = pickle.loads(payload)  # noqa: S301  # from a rank of the same run
     except (EOFError, TimeoutError, ConnectionError) as error:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from core_rl.distributed.devices import chosen_device, device_type, segments_expand, use_device
-from core_rl.distributed.process_group import Meeting, RankAddress, join, local_index, open_store
+from core_rl.distributed.process_group import RankAddress, StoreAddress, join, local_index, open_store
 from core_rl.engine.loading import load_engine
 from core_rl.errors import ConfigError
 from core_rl.reference import SPEC
@@ -112,15 +112,15 @@ def test_store_listens_on_host_for_several_worlds() -> None:
     places = [line.split()[1] for line in listening if line and line.split()[3] == "0A"]
     assert f"0100007F:{store.port:04X}" in places and f"00000000:{store.port:04X}" not in places
     for name in ("first", "second"):
-        meeting = Meeting(host="127.0.0.1", port=store.port, name=name)
-        membership = join(RankAddress(rank=0, world_size=1, meeting=meeting), torch.device("cpu"))
+        store_address = StoreAddress(host="127.0.0.1", port=store.port, name=name)
+        membership = join(RankAddress(rank=0, world_size=1, store=store_address), torch.device("cpu"))
         assert membership.world.gather(name) == [name]
         membership.leave()
         assert not dist.is_initialized()
 
 
 def test_several_ranks_need_a_place_to_meet() -> None:
-    with pytest.raises(ConfigError, match="rank 1 of 2 has an address without a meeting"):
+    with pytest.raises(ConfigError, match="rank 1 of 2 has an address without a store"):
         join(RankAddress(rank=1, world_size=2), torch.device("cpu"))
 
 

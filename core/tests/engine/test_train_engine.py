@@ -23,7 +23,7 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
-from core_rl.distributed.process_group import Meeting, RankAddress, open_store
+from core_rl.distributed.process_group import RankAddress, StoreAddress, open_store
 from core_rl.engine.loading import load_engine
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import (
@@ -443,8 +443,8 @@ def test_the_process_group_goes_with_the_last_engine(engine: TrainEngine) -> Non
 
 def test_engine_of_different_world_is_refused(engine: TrainEngine) -> None:
     store = open_store("127.0.0.1")
-    meeting = Meeting(host="127.0.0.1", port=store.port, name="another")
-    address = RankAddress(rank=0, world_size=1, meeting=meeting)
+    store_address = StoreAddress(host="127.0.0.1", port=store.port, name="another")
+    address = RankAddress(rank=0, world_size=1, store=store_address)
     second = load_engine(SPEC, support.config())
     with pytest.raises(EngineStateError, match="already initialised in this process, as rank 0 of 1"):
         second.initialize(address)

@@ -148,15 +148,11 @@ time.sleep(300)
     ("body", "code"),
     [
         ("group = start()", 0),
-        pytest.param("group = start()\nsys.exit(3)", 3, marks=pytest.mark.nightly),
-        pytest.param("group = start()\nraise ValueError('of the script')", 1, marks=pytest.mark.nightly),
-        pytest.param(
-            "import threading\ngroup = start()\nthreading.Thread(target=time.sleep, args=(0.5,)).start()",
-            0,
-            marks=pytest.mark.nightly,
-        ),
+        ("group = start()\nsys.exit(3)", 3),
+        ("group = start()\nraise ValueError('of the script')", 1),
+        ("import threading\ngroup = start()\nthreading.Thread(target=time.sleep, args=(0.5,)).start()", 0),
         ("pids = start().pids\nos._exit(len(support.survivors(pids)))", 0),  # collected: nothing refers to it
-        pytest.param("with start() as group:\n    group.run(support.whoami)", 0, marks=pytest.mark.nightly),
+        ("with start() as group:\n    group.run(support.whoami)", 0),
     ],
     ids=["end", "exit", "error", "thread", "collected", "closed"],
 )
@@ -291,10 +287,10 @@ UNKNOWN = "GroupError the function or its arguments cannot be restored in the ra
     ("arguments", "stdin", "answer"),
     [
         (["guarded.py"], None, "['own', 'own']"),
-        pytest.param(["-m", "guarded"], None, "['own', 'own']", marks=pytest.mark.nightly),
-        pytest.param(["nested.py"], None, "['own', 'own']", marks=pytest.mark.nightly),
-        pytest.param(["-c", f"{HEADER}{BODY}body()"], None, UNKNOWN, marks=pytest.mark.nightly),
-        pytest.param(["-"], f"{HEADER}{BODY}body()", UNKNOWN, marks=pytest.mark.nightly),
+        (["-m", "guarded"], None, "['own', 'own']"),
+        (["nested.py"], None, "['own', 'own']"),
+        (["-c", f"{HEADER}{BODY}body()"], None, UNKNOWN),
+        (["-"], f"{HEADER}{BODY}body()", UNKNOWN),
     ],
     ids=["script", "module", "child process", "-c", "standard input"],
 )

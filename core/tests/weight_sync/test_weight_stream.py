@@ -298,7 +298,7 @@ def test_bucket_of_dead_sender_raises() -> None:
     ours, theirs = socket.socketpair()
     with shared_by_name():
         storage: Any = torch.UntypedStorage._new_shared(64)
-    Channel(ours).send(pickled_by_name((Kind.BUCKET, [("a", torch.empty(0).set_(storage))])))
+    Channel(ours).send([pickled_by_name((Kind.BUCKET, [("a", torch.empty(0).set_(storage))]))])
     _, name, _ = storage._share_filename_cpu_()
     Path(f"/dev/shm/{name.decode()}").unlink()
     del storage

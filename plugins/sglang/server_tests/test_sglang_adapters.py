@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang_support import ADAPTERS, API_KEY, backend_of, build, tiny_model
-from test_sglang_servers import BATCH, LENGTH, asked, pid_of, processes
+from test_sglang_servers import LENGTH, asked, logprobs, pid_of, processes, require_serves
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
@@ -20,7 +20,6 @@ from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.adapters import written
 from core_rl_conformance.procedures.streaming import sent
 from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.oracle import Oracle
 
 
 def adapter(engine: InferenceEngine, seed: int) -> LowRank:
@@ -48,21 +47,6 @@ def give(engine: InferenceEngine, low_rank: LowRank, version: int, tmp_path: Pat
     sent(engine, meta, written(low_rank.factors), message)
 
 
-def logprobs(model: str, low_rank: LowRank | None, row: list[int]) -> torch.Tensor:
-    """Log-probs of the tokens of ``row``, 0 for the first."""
-    oracle = Oracle(Path(model), "lm", low_rank)
-    with torch.no_grad():
-        logits = oracle.model(input_ids=torch.tensor([row])).logits[0, :-1]
-    selected = torch.log_softmax(logits, -1).gather(1, torch.tensor(row[1:])[:, None]).squeeze(1)
-    return torch.cat([torch.zeros(1, dtype=selected.dtype), selected]).float()
-
-
-def require_scores(engine: InferenceEngine, model: str, low_rank: LowRank | None) -> None:
-    rows = [row.tolist() for row in BATCH.input_ids.split(BATCH.lengths)]
-    expected = torch.cat([logprobs(model, low_rank, row) for row in rows])
-    torch.testing.assert_close(engine.score(BATCH), expected, atol=5e-5, rtol=0)
-
-
 def test_request_keeps_its_adapter(adapted: InferenceEngine, root: Path, tmp_path: Path) -> None:
     model, sides = tiny_model(root), {1: adapter(adapted, 1), 2: adapter(adapted, 2)}
     give(adapted, sides[1], 1, tmp_path)
@@ -82,7 +66,7 @@ def test_memory_comes_back_with_the_adapter(adapted: InferenceEngine, root: Path
     give(adapted, served, 3, tmp_path)
     adapted.release_memory()
     adapted.resume_memory()
-    require_scores(adapted, tiny_model(root), served)
+    require_serves(adapted, tiny_model(root), served)
     assert {version for response in asked(adapted, 2) for version in response.versions} == {3}
 
 
@@ -95,7 +79,7 @@ def test_replacement_server_gets_adapter_first(adapted: InferenceEngine, root: P
     assert {version for response in actual for version in response.versions} == {5}
     assert pid_of(adapted) != before
     assert not processes(before)
-    require_scores(adapted, tiny_model(root), served)
+    require_serves(adapted, tiny_model(root), served)
 
 
 @pytest.mark.nightly

@@ -4,42 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from server_stub import logged_calls
-from sglang_support import build, complete, request, tiny_model
+from server_stub import check_foreign_server
+from sglang_support import build, tiny_model
 
-from core_rl.errors import ConfigError
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 
 
 def test_foreign_server_stays_untouched(root: Path, tmp_path: Path) -> None:
-    llama, other = tiny_model(root), str(ModelStore(root).directory(TinyModel(family="qwen3")))
-    owner = build(llama, log_path=str(tmp_path / "logs"))
-    try:
-        (address,) = owner.launch_server()
-        (log,) = (tmp_path / "logs").iterdir()
-        start = log.stat().st_size
-
-        def calls() -> set[tuple[str, str]]:
-            return logged_calls(log.read_text()[start:])
-
-        for take_over in (False, True):
-            qwen = build(other, addresses=(address,), take_over=take_over)
-            with pytest.raises(
-                ConfigError, match=r"its config has model_type = 'llama' \(model.path: 'qwen3'\)"
-            ):
-                qwen.initialize()
-        assert {method for method, _ in calls()} == {"GET"}
-
-        guest = build(llama, addresses=(address,))
-        guest.initialize()
-        try:
-            (response,) = complete(guest, request(5, 8, 2))
-            assert response.versions == (0,) * 4
-            with pytest.raises(ConfigError, match=r"options.take_over = false: pause\(\)"):
-                guest.pause()
-        finally:
-            guest.destroy()
-        assert {path for method, path in calls() if method != "GET"} == {"/generate"}
-    finally:
-        owner.destroy()
+    other = str(ModelStore(root).directory(TinyModel(family="qwen3")))
+    check_foreign_server(build, tiny_model(root), other, "/generate", tmp_path / "logs")

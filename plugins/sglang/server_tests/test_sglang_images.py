@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from server_stub import engine_of
-from sglang_support import complete
+from server_stub import complete, engine_of
 
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.engine.inference import InferenceEngine

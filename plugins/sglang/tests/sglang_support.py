@@ -12,19 +12,10 @@ from typing import Any
 import torch
 from aiohttp import web
 from server_stub import (
-    Handler,
     ServerStub,
-    complete,
-    complete_during,
     connected_to,
-    drop,
-    dying_stream,
     engine_of,
-    first,
-    request,
     running,
-    shorten_wait,
-    wait_for,
 )
 from torch import Tensor
 
@@ -34,28 +25,6 @@ from core_rl.weight_sync.distributed import WeightGroup
 from core_rl.weight_sync.messages import GroupAddress
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_sglang.backend import SGLangBackend
-
-__all__ = [
-    "ADAPTERS",
-    "API_KEY",
-    "LONGEST",
-    "Handler",
-    "Stub",
-    "backend_of",
-    "build",
-    "complete",
-    "complete_during",
-    "connected",
-    "drop",
-    "dying_stream",
-    "first",
-    "generations",
-    "request",
-    "shorten_wait",
-    "stubs",
-    "tiny_model",
-    "wait_for",
-]
 
 os.environ["CORE_RL_TEST_SGLANG_KEY"] = "a secret"
 API_KEY = "${env:CORE_RL_TEST_SGLANG_KEY}"

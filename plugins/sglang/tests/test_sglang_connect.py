@@ -16,7 +16,8 @@ import training_support
 from aiohttp import web
 from rich.console import Console
 from scripted_server import scripted_server
-from sglang_support import Stub, build, complete, connected, drop, first, request, stubs, tiny_model
+from server_stub import complete, drop, first, request
+from sglang_support import Stub, build, connected, stubs, tiny_model
 from test_sglang_machines import RESPONSES
 
 from core_rl.backend.meta import WeightUpdateMeta

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from sglang_support import (
-    LONGEST,
-    Stub,
-    backend_of,
-    complete,
-    connected,
-    drop,
-    first,
-    generations,
-    request,
-    shorten_wait,
-    stubs,
-    tiny_model,
-    wait_for,
-)
+from server_stub import complete, drop, first, request, shorten_wait, slow, wait_for
+from sglang_support import LONGEST, Stub, backend_of, connected, generations, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
@@ -78,10 +64,7 @@ def test_malformed_reply_names_server(stub: Stub, reply: Any, says: str) -> None
 
 
 def test_a_request_to_a_slow_server_is_aborted(stub: Stub) -> None:
-    async def slow(_request: web.Request, _body: Any) -> None:
-        await asyncio.sleep(600)
-
-    stub.faults["/generate"] = slow
+    stub.faults["/generate"] = slow()
     with connected([stub], request_timeout_s=0.2) as engine:
         with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
             complete(engine, request())
@@ -109,17 +92,13 @@ def test_hung_server_is_lost_until_it_responds(tmp_path: Path, monkeypatch: pyte
 def test_a_cancelled_request_is_aborted_by_its_name(stub: Stub) -> None:
     arrived = threading.Event()
 
-    async def slow(_request: web.Request, _body: Any) -> None:
-        arrived.set()
-        await asyncio.sleep(600)
-
     async def give_up(engine: InferenceEngine) -> None:
         task = asyncio.ensure_future(engine.agenerate(request()))
         await asyncio.to_thread(arrived.wait, 60)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    stub.faults["/generate"] = slow
+    stub.faults["/generate"] = slow(arrived)
     with connected([stub]) as engine:
         asyncio.run(give_up(engine))
         wait_for(lambda: stub.calls["/abort_request"] == 1)
@@ -133,18 +112,6 @@ def test_invalid_prompts_never_reach_server(stub: Stub) -> None:
             with pytest.raises(RolloutError):
                 complete(engine, wrong)
     assert not stub.calls["/generate"]
-
-
-def test_a_stopped_stub_keeps_its_port(tmp_path: Path) -> None:
-    with stubs(tmp_path) as (made,), socket.socket() as stranger:
-        made.stop()
-        address = ("127.0.0.1", made.port)
-        with pytest.raises(OSError, match="in use"):
-            stranger.bind(address)
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address)
-        made.start()
-        socket.create_connection(address).close()
 
 
 def test_a_missing_server_is_named(tmp_path: Path) -> None:
@@ -207,11 +174,7 @@ def test_equal_prompts_share_a_server(tmp_path: Path) -> None:
 def test_destroying_the_engine_ends_requests_with_an_error(stub: Stub) -> None:
     arrived = threading.Event()
 
-    async def slow(_request: web.Request, _body: Any) -> None:
-        arrived.set()
-        await asyncio.sleep(600)
-
-    stub.faults["/generate"] = slow
+    stub.faults["/generate"] = slow(arrived)
     failures: list[BaseException] = []
 
     def ask(engine: InferenceEngine) -> None:

@@ -23,8 +23,7 @@ from core_rl.config.base import parse_config
 from core_rl.data.requests import LLMRequest, SamplingParams
 from core_rl.errors import ConfigError
 from core_rl.servers.api import SPARE_FILES, TooManyFiles
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.process import arguments_of, served_model
+from core_rl_sglang.process import SglangConfig, arguments_of, served_model
 from core_rl_trainer.plan.engine_config import EngineSections
 from core_rl_trainer.plan.engines import checked_trainer, plan_online_engines
 from core_rl_trainer.recipe.recipe import load_recipe

@@ -13,7 +13,8 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from sglang_support import Stub, backend_of, build, connected, drop, first, stubs, tiny_model
+from server_stub import drop, first
+from sglang_support import Stub, backend_of, build, connected, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.engine import LoraConfig, ModelConfig

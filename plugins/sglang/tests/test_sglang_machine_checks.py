@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from core_rl.servers.process import machine_problems
-from core_rl_sglang.config import PYTHON_VARIABLE, SglangConfig
+from core_rl_sglang.process import PYTHON_VARIABLE, SglangConfig
 
 
 def config(**options: object) -> SglangConfig:

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 from scripted_server import LABEL, MODEL, gone, parent, scripted_server
-from sglang_support import API_KEY, backend_of, build, complete, request, stubs, tiny_model, wait_for
+from server_stub import complete, request, wait_for
+from sglang_support import API_KEY, backend_of, build, stubs, tiny_model
 
 from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.launch.machines import server_processes
 from core_rl.servers.process import bound, reserve_port
 from core_rl.servers.weights import require_shared_memory_with
 from core_rl_cluster import RayHosts
-from core_rl_sglang.config import SglangConfig
+from core_rl_sglang.process import SglangConfig
 
 pytestmark = pytest.mark.nightly
 

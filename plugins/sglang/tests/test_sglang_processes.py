@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_support import API_KEY, build, tiny_model, wait_for
+from server_stub import wait_for
+from sglang_support import API_KEY, build, tiny_model
 
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.servers import server_side
 from core_rl.servers.process import bound
 from core_rl.weight_sync.cuda import CudaEnvironment
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.process import served_model, start
+from core_rl_sglang.process import SglangConfig, served_model, start
 
 
 def script(directory: Path, text: str) -> str:

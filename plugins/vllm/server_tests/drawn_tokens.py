@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_support import backend_of, complete_during
+from server_stub import complete_during
+from vllm_support import backend_of
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch

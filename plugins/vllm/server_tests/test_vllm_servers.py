@@ -20,7 +20,8 @@ from drawn_tokens import (
     require_drawn_by,
     require_serves,
 )
-from vllm_support import backend_of, build, complete, complete_during, tiny_model
+from server_stub import complete, complete_during
+from vllm_support import backend_of, build, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch

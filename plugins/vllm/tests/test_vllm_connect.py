@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_support import ADAPTERS, LONGEST, VllmStub, build, complete, connected, request, stubs, tiny_model
+from vllm_support import ADAPTERS, GENERATE, LONGEST, VllmStub, build, connected, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.batch import SequenceBatch
@@ -16,7 +16,6 @@ from core_rl.servers.facts import label_of
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.server import VllmServer
 
-GENERATE = "/inference/v1/generate"
 CONSTRAINT = Path(__file__).parents[3] / "constraints" / "vllm-server-unresolved.txt"
 
 
@@ -47,17 +46,6 @@ def test_misfit_stays_untouched(
     assert stub.changes == set()
 
 
-def test_server_of_others_only_draws(stub: VllmStub, tmp_path: Path) -> None:
-    new = tiny_model(tmp_path, seed=1)
-    with connected([stub], take_over=False) as engine:
-        assert complete(engine, request())[0].versions == (0,) * 4
-        with pytest.raises(
-            ConfigError, match=r"options.take_over = false: an update of weights would change"
-        ):
-            engine.update_weights(WeightUpdateMeta(version=1, path=new)).result(20)
-    assert stub.changes == {GENERATE}
-
-
 def test_addresses_of_initialize_are_steered(stub: VllmStub, tmp_path: Path) -> None:
     engine = build(stub.model_path)
     try:
@@ -74,7 +62,7 @@ def test_scores_with_adapters_are_refused(stub: VllmStub) -> None:
         for call in (engine.score, lambda batch: engine.top_logprobs(batch, 2)):
             with pytest.raises(UnsupportedCapability, match=r"model.lora is set.*vLLM #16668"):
                 call(batch)
-    assert "/inference/v1/generate" not in stub.calls
+    assert GENERATE not in stub.calls
 
 
 def test_label_names_the_run(stub: VllmStub, tmp_path: Path) -> None:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from aiohttp import web
-from vllm_support import (
-    VllmStub,
-    backend_of,
-    complete,
-    connected,
-    drop,
-    dying_stream,
-    failing,
-    first,
-    request,
-    shorten_wait,
-    stubs,
-    tiny_model,
-    wait_for,
-)
+from server_stub import complete, drop, dying_stream, first, request, slow, wait_for
+from vllm_support import GENERATE, VllmStub, connected, failing, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.engine.inference import InferenceEngine
@@ -31,7 +17,6 @@ from core_rl.errors import ConfigError, RolloutError, WeightsError
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
 
-GENERATE = "/inference/v1/generate"
 DEAD = "EngineCore encountered an issue. See stack trace above"
 
 
@@ -39,10 +24,6 @@ DEAD = "EngineCore encountered an issue. See stack trace above"
 def stub(tmp_path: Path) -> Iterator[VllmStub]:
     with stubs(tmp_path) as made:
         yield made[0]
-
-
-async def slow(_request: web.Request, _body: Any) -> None:
-    await asyncio.sleep(600)
 
 
 @pytest.mark.parametrize("fault", [drop, failing(DEAD)], ids=["gone", "dead inside"])
@@ -55,42 +36,14 @@ def test_lost_server_gives_single_response(stub: VllmStub, fault: Any) -> None:
     assert len(names) == len(set(names)) == 3, "each attempt has a name of its own"
 
 
-def test_unanswered_request_names_a_server(stub: VllmStub) -> None:
-    stub.faults[GENERATE] = drop
-    with connected([stub], retries=1) as engine, pytest.raises(RolloutError, match=stub.address):
-        complete(engine, request())
-    assert len(stub.asked) == 2
-
-
 def test_slow_request_is_aborted_by_vllm_id(stub: VllmStub) -> None:
-    stub.faults[GENERATE] = slow
+    stub.faults[GENERATE] = slow()
     with connected([stub], request_timeout_s=0.2) as engine:
         with pytest.raises(RolloutError, match=f"{stub.address}.*got no response within 0.2 s"):
             complete(engine, request())
         wait_for(lambda: stub.calls["/abort_requests"] == 1)
     (aborted,) = (body for path, body in stub.bodies if path == "/abort_requests")
     assert aborted == {"request_ids": ["generate-tokens-" + stub.asked[0]["request_id"]]}
-
-
-def test_restarted_server_gets_weights_first(stub: VllmStub, tmp_path: Path) -> None:
-    with connected([stub]) as engine:
-        engine.update_weights(WeightUpdateMeta(version=5, path=tiny_model(tmp_path, seed=1))).result(20)
-        served = stub.model_path
-        stub.stop()
-        stub.model_path = "what it was started with"
-        stub.start()
-        (actual,) = complete(engine, request())
-    assert (actual.versions, stub.model_path) == ((5,) * 4, served)
-
-
-def test_second_server_takes_over(tmp_path: Path) -> None:
-    with stubs(tmp_path, 2) as made, connected(made) as engine:
-        shorten_wait(backend_of(engine))
-        made[0].stop()
-        actual = complete(engine, *(request(1, 2, number) for number in range(20)))
-        assert [response.stop_reason for response in actual] == ["length"] * 20
-        assert len(made[1].asked) == 20
-        made[0].start()
 
 
 def test_a_server_without_routes_for_weights_is_refused(stub: VllmStub) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from scripted_server import LABEL, MODEL, gone, scripted_server
-from vllm_support import backend_of, build, complete, request, tiny_model, wait_for
+from server_stub import complete, request, wait_for
+from vllm_support import backend_of, build, tiny_model
 
 from core_rl.launch.machines import server_processes
 from core_rl_cluster import RayHosts
@@ -34,7 +35,9 @@ def test_servers_end_with_engine_on_machines(tmp_path: Path, monkeypatch: pytest
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, include_dashboard=False)
     with RayHosts(1, 1) as hosts:
-        engine = build(tiny_model(tmp_path), api_key="${env:CORE_RL_TEST_VLLM_KEY}", python=python)
+        engine = build(
+            tiny_model(tmp_path), api_key="${env:CORE_RL_TEST_VLLM_KEY}", python=python, private_network=True
+        )
         try:
             engine.initialize(engine.launch_server(processes=server_processes(hosts, 1)))
             (response,) = complete(engine, request(1, 2, max_new_tokens=2))

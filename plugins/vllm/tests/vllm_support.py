@@ -10,42 +10,14 @@ from typing import Any
 from aiohttp import web
 from server_stub import (
     ServerStub,
-    complete,
-    complete_during,
     connected_to,
-    drop,
-    dying_stream,
     engine_of,
-    first,
-    request,
     running,
-    shorten_wait,
-    wait_for,
 )
 
 from core_rl.engine.inference import InferenceEngine
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_vllm.backend import VllmBackend
-
-__all__ = [
-    "ADAPTERS",
-    "LONGEST",
-    "VllmStub",
-    "backend_of",
-    "build",
-    "complete",
-    "complete_during",
-    "connected",
-    "drop",
-    "dying_stream",
-    "failing",
-    "first",
-    "request",
-    "shorten_wait",
-    "stubs",
-    "tiny_model",
-    "wait_for",
-]
 
 HEAD_SIZE = 32
 """The smallest that vLLM's attention on CPUs has."""

@@ -12,7 +12,7 @@ SPEC = EngineSpec(
     kind="inference",
     protocol=(0, 2),
     factory="core_rl_sglang.backend:SGLangBackend",
-    config="core_rl_sglang.config:SglangConfig",
+    config="core_rl_sglang.process:SglangConfig",
     capabilities=frozenset(
         {
             Capability.BFLOAT16,

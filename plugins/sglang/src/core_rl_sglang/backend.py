@@ -25,12 +25,13 @@ from core_rl.servers.wire import Scores, Wire, readable, versions_of
 from core_rl.weight_sync.buckets import flat_bytes, start_of
 from core_rl.weight_sync.cuda import DeviceMemory, Opened
 from core_rl.weight_sync.messages import Bucket, GroupAddress, pickled_by_name
-from core_rl_sglang.config import SglangConfig
-from core_rl_sglang.process import served_model, start
+from core_rl_sglang.process import SglangConfig, served_model, start
 from core_rl_sglang.serve import IMAGES
 
 DTYPES: Mapping[str | None, str | None] = {"auto": None, "half": "float16", "float": "float32"}
 """Dtypes by their other names in ``--dtype``; ``auto`` depends on the model's config."""
+MOST_LIKELY_ONLY = 1e-9
+"""A ``top_p`` that any token reaches by itself."""
 
 
 class SGLangServer(Server):
@@ -159,10 +160,6 @@ def flattened_bucket(bucket: Bucket, flat: Tensor | Opened) -> bytes:
         for name, tensor in bucket
     ]
     return pickled_by_name({"flattened_tensor": flat, "metadata": metadata})
-
-
-MOST_LIKELY_ONLY = 1e-9
-"""A ``top_p`` that any token reaches by itself."""
 
 
 class SglangWire(Wire):

@@ -1,4 +1,4 @@
-"""Model and process of one SGLang server."""
+"""Config, model and process of SGLang servers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -17,17 +20,76 @@ from core_rl.config.engine import LoraConfig, ModelConfig
 from core_rl.distributed.devices import device_type
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.adapters import AdapterForm, ServedModel, adapted_modules, require_taken
+from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import ServerProcess
 from core_rl.toolkit.lora import ADAPTER_PREFIX, adapter_shapes
-from core_rl_sglang.config import SglangConfig
 from core_rl_sglang.serve import SERVES_IMAGES
 
+PYTHON_VARIABLE = "CORE_RL_SGLANG_PYTHON"
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that SGLang fuses. It ignores adapters that lack the first of them (0.5.23, ``lora.py``)."""
 CPU_MULTIPLE = 32
 """On a CPU, SGLang pads the inner size of an MLP to a multiple of this (0.5.23, ``update_config.py``), and its
 scheduler dies of an adapter without the padding."""
 A, B = ".lora_A.weight", ".lora_B.weight"
+SCRIPT = Path(__file__).with_name("serve.py")
+CPU_CACHE_TOKENS = 16384
+IMAGE_MODELS = ("qwen3_vl",)
+"""Model types whose images the conformance suite compares. The feature of a Qwen2.5-VL with other patches than 14 by 14
+pixels is the patch itself (0.5.23, ``qwen2_5_vl.py``), and Qwen3.5 needs SGLang's kernels for CPUs."""
+CONTEXT_MARGIN = 8
+"""SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
+
+
+class SglangOptions(ServerOptions):
+    """Options of SGLang alone."""
+
+    flags: ClassVar[Mapping[str, str]] = {
+        "--api-key": "options.api_key",
+        "--admin-api-key": "options.api_key",
+        "--host": "options.host",
+        "--base-gpu-id": "devices",
+        "--gpu-id-step": "devices",
+        "--mem-fraction-static": "options.memory_fraction",
+        "--port": "options.ports",
+    }
+
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Tokens whose keys and values fit into the cache of one launched server. By default SGLang decides by the
+    memory of the accelerator; on a CPU it is 16,384."""
+
+
+class SglangConfig(ServerEngineConfig):
+    """The common config and SGLang's own section.
+
+    ``layout.dp`` is the number of servers, and ``layout.tp`` that of the ranks of each.
+    """
+
+    product = "SGLang"
+    module = "sglang"
+    python_variable = PYTHON_VARIABLE
+
+    options: SglangOptions = SglangOptions()
+
+    @model_validator(mode="after")
+    def _launches_for_images(self) -> Self:
+        if self.model.vision and self.options.addresses:
+            raise ValueError(
+                "options.addresses with model.vision: /generate of a server that others have started takes images as "
+                "files and URLs, and no tensors of a processor (SGLang 0.5.23, api_contract.py); leave addresses out, "
+                "so that the engine launches its servers, or take the engine 'reference-rollout'"
+            )
+        return self
+
+    def with_devices(self, number: int, devices: tuple[int, ...]) -> Self:
+        """As the base class; also raises `ConfigError` for devices at unequal distances, which SGLang cannot name."""
+        steps = {second - first for first, second in pairwise(devices)}
+        if len(steps) > 1 or min(steps, default=1) < 1:
+            raise ConfigError(
+                f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {self.layout.tp} ranks; "
+                "SGLang takes devices that rise in equal steps, such as [2, 3]"
+            )
+        return super().with_devices(number, devices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +158,6 @@ def _absent(
             if sibling not in layers:
                 yield sibling + A, (rank, into)
                 yield sibling + B, (weights[f"{sibling.removeprefix(ADAPTER_PREFIX)}.weight"][0], rank)
-
-
-SCRIPT = Path(__file__).with_name("serve.py")
-CPU_CACHE_TOKENS = 16384
-IMAGE_MODELS = ("qwen3_vl",)
-"""Model types whose images the conformance suite compares. The feature of a Qwen2.5-VL with other patches than 14 by 14
-pixels is the patch itself (0.5.23, ``qwen2_5_vl.py``), and Qwen3.5 needs SGLang's kernels for CPUs."""
-CONTEXT_MARGIN = 8
-"""SGLang keeps some tokens of its context for itself: a prompt is at most 7 shorter (0.5.23, ``tp_worker.py``)."""
 
 
 def start(config: SglangConfig, model: ServedModel, port: int, key: str | None) -> ServerProcess:

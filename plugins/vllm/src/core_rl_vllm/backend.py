@@ -28,6 +28,14 @@ from core_rl_vllm.server import TRANSFER, VllmServer
 from core_rl_vllm.wire import VllmWire
 
 PYTHON_VARIABLE = "CORE_RL_VLLM_PYTHON"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The most that the rank of an adapter may be, of which a server is given one."""
+HELD = 8
+"""Adapters that a server holds: one for each version that a request in flight may have begun with."""
+SCRIPT = Path(__file__).with_name("serve.py")
+CPU_CACHE_BYTES = 2**28
+CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+"""Sizes of heads that vLLM's attention has on CPUs; with another one a server dies at its first request."""
 
 
 class VllmOptions(ServerOptions):
@@ -72,12 +80,6 @@ class VllmConfig(ServerEngineConfig):
     options: VllmOptions = VllmOptions()
 
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The most that the rank of an adapter may be, of which a server is given one."""
-HELD = 8
-"""Adapters that a server holds: one for each version that a request in flight may have begun with."""
-
-
 class VllmAdapterForm(AdapterForm):
     """The adapters of one kind over one model."""
 
@@ -94,12 +96,6 @@ class VllmAdapterForm(AdapterForm):
         """Command-line arguments of a server that loads such adapters."""
         most = min(rank for rank in RANKS if rank >= self.lora.rank)
         return ["--enable-lora", "--max-lora-rank", str(most), "--max-loras", str(HELD)]
-
-
-SCRIPT = Path(__file__).with_name("serve.py")
-CPU_CACHE_BYTES = 2**28
-CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
-"""Sizes of heads that vLLM's attention has on CPUs; with another one a server dies at its first request."""
 
 
 class VllmBackend(ServerBackend[VllmConfig]):
