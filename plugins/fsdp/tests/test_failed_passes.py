@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.metrics import Metric
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import EngineStateError, LossError
 from core_rl.launch.group import EngineGroup
@@ -35,13 +33,6 @@ def group() -> Iterator[EngineGroup]:
         yield ranks
 
 
-def sometimes_raising(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
-    """Raises on whichever rank has the token id 60."""
-    if bool((data.input_ids == support.VOCABULARY - 1).any()):
-        raise ZeroDivisionError("the loss divides by zero")
-    return support.loss(output, data)
-
-
 def gradients(group: EngineGroup) -> dict[str, Tensor]:
     group.forward_backward(support.make_batch(0), LOSS, BUDGET)
     actual = group.named_tensors("grads")
@@ -55,7 +46,7 @@ def test_loss_raises_on_first_rank(group: EngineGroup) -> None:
     batch = SequenceBatch.from_sequences(
         [[1, 2, 3], [4, 5, 6], [7, 60, 8], [9, 10, 11]], tokens={"weight": [[1.0] * 3] * 4}
     )
-    raising = LossSpec(fn=sometimes_raising, outputs=LOSS.outputs)
+    raising = LossSpec(fn=support.sometimes_raising, outputs=LOSS.outputs)
     with pytest.raises(LossError, match=r"rank \d: ZeroDivisionError: the loss divides by zero"):
         group.forward_backward(batch, raising, BUDGET)
     with pytest.raises(EngineStateError, match="after a pass that raised"):
