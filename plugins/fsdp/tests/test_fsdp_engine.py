@@ -8,7 +8,6 @@ from pathlib import Path
 import fsdp_support as support
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
@@ -60,17 +59,6 @@ def test_fewer_sequences_than_ranks_terminate(group: EngineGroup) -> None:
     assert group.forward(batch, BUDGET)["logprobs"].shape == (13,)
 
 
-def test_forward_sees_newly_loaded_weights(group: EngineGroup, tmp_path: Path) -> None:
-    group.initialize(config=support.fsdp_config(2))
-    first = group.forward(support.make_batch(3), BUDGET)["logprobs"]
-    meta = SaveLoadMeta(path=str(tmp_path / "start"), format="portable")
-    group.save(meta)
-    train(group, 0, 2)
-    assert not torch.equal(group.forward(support.make_batch(3), BUDGET)["logprobs"], first)
-    group.load(meta)
-    assert torch.equal(group.forward(support.make_batch(3), BUDGET)["logprobs"], first)
-
-
 @pytest.mark.parametrize("dp", [1, 2])
 def test_resume_is_bitwise_on_the_same_layout(group: EngineGroup, tmp_path: Path, dp: int) -> None:
     group.initialize(config=support.fsdp_config(dp))
@@ -85,42 +73,6 @@ def test_resume_is_bitwise_on_the_same_layout(group: EngineGroup, tmp_path: Path
     assert group.get_version() == 7 and group.progress.lr_steps == 3
     assert train(group, 3, 6) == losses
     assert support.equal(support.state(group), after)
-
-
-def test_training_moves_to_the_reference_engine_and_back(group: EngineGroup, tmp_path: Path) -> None:
-    group.initialize(config=support.fsdp_config(2))
-    train(group, 0, 2)
-    target, back = (SaveLoadMeta(path=str(tmp_path / name), format="portable") for name in ("there", "back"))
-    group.save(target)
-    with EngineGroup("reference", support.reference_config()) as plain:
-        plain.load(target)
-        assert support.equal(support.state(plain), support.state(group))
-        train(plain, 2, 3)
-        plain.save(back)
-        plain_losses = train(plain, 3, 5)
-    group.load(back)
-    assert train(group, 3, 5) == pytest.approx(plain_losses, rel=1e-4)
-
-
-def test_an_export_loads_in_transformers_and_stays_tied(group: EngineGroup, tmp_path: Path) -> None:
-    group.initialize(config=support.fsdp_config(2))
-    train(group, 0, 1)
-    group.save(SaveLoadMeta(path=str(tmp_path / "model"), format="hf"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.config.architectures == ["Qwen3ForCausalLM"]
-    stored = group.named_tensors("params")
-    assert all(torch.equal(stored[name], parameter) for name, parameter in model.named_parameters())
-
-
-def test_a_critic_trains_and_exports_its_head(group: EngineGroup, tmp_path: Path) -> None:
-    group.initialize(config=support.fsdp_config(2, head="value"))
-    loss = LossSpec(fn=support.squared_values, outputs=("values",))
-    losses = [group.train_batch(support.make_batch(0), loss, BUDGET)["loss"] for _ in range(4)]
-    assert losses[-1] < losses[0]
-    group.save(SaveLoadMeta(path=str(tmp_path / "critic"), format="hf"))
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", dtype=torch.float32)
-    assert torch.equal(model.score.weight, group.named_tensors("params")["score.weight"])
 
 
 def test_bfloat16_computes_in_half_and_updates_in_float32(group: EngineGroup) -> None:
