@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from core_rl.config.engine import OptimizerConfig, ParameterRule, UpdateType
+from core_rl.config.engine import OptimizerConfig, UpdateType
 from core_rl.errors import ConfigError, raise_all
 
 __all__ = ["ParameterOptions", "ParameterRules", "decays", "is_hidden_matrix"]
@@ -52,7 +52,7 @@ class ParameterRules:
         if kind == "muon" and not is_hidden_matrix(name, shape):
             kind = "adamw"
         factor, decay = 1.0, self.config.weight_decay if decays(shape) else 0.0
-        for rule in self._matching(name):
+        for rule in (rule for rule in self.config.rules if fnmatchcase(name, rule.pattern)):
             kind = rule.type or kind
             factor = factor if rule.lr_factor is None else rule.lr_factor
             decay = decay if rule.weight_decay is None else rule.weight_decay
@@ -89,6 +89,3 @@ class ParameterRules:
                     f"the pattern {rule.pattern!r} matches no trained parameter; their names look like "
                     f"{', '.join(list(trained)[:3])}"
                 )
-
-    def _matching(self, name: str) -> Iterator[ParameterRule]:
-        return (rule for rule in self.config.rules if fnmatchcase(name, rule.pattern))

@@ -285,31 +285,8 @@ def _tensors_later(
     return DeferredWrite(write, finish)
 
 
-def _save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
-    # torch.distributed.checkpoint takes a second to import.
-    from core_rl.checkpoint.portable import save_portable
-
-    return save_portable(contents, meta)
-
-
-def _load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | None:
-    from core_rl.checkpoint.portable import load_portable
-
-    return load_portable(contents, meta)
-
-
-SAVE = {
-    "hf": _save_hf,
-    "portable": _save_portable,
-    "sharded": _save_sharded,
-    "adapter": save_adapter,
-}
-LOAD = {
-    "hf": _load_hf,
-    "portable": _load_portable,
-    "sharded": _load_sharded,
-    "adapter": load_adapter,
-}
+SAVE = {"hf": _save_hf, "sharded": _save_sharded, "adapter": save_adapter}
+LOAD = {"hf": _load_hf, "sharded": _load_sharded, "adapter": load_adapter}
 
 
 def save_contents(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | None:
@@ -317,6 +294,11 @@ def save_contents(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
 
     Raises one `CheckpointError` on all ranks when anything fails on any of them; the previous checkpoint stays.
     """
+    if meta.format == "portable":
+        # torch.distributed.checkpoint takes a second to import.
+        from core_rl.checkpoint.portable import save_portable
+
+        return save_portable(contents, meta)
     return SAVE[meta.format](contents, meta)
 
 
@@ -327,4 +309,8 @@ def load_contents(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
     `CheckpointNotFound`, `CheckpointDamaged` or `CheckpointMismatch`, and `WeightsError` for a model directory with
     other tensors; the same on all ranks.
     """
+    if meta.format == "portable":
+        from core_rl.checkpoint.portable import load_portable
+
+        return load_portable(contents, meta)
     return LOAD[meta.format](contents, meta)

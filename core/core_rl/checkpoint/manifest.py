@@ -16,6 +16,8 @@ from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatc
 from core_rl.version import __version__
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""The file of `torch.distributed.checkpoint` that describes the others."""
 FORMAT = 1
 HASHING_THREADS = min(8, os.cpu_count() or 1)
 
@@ -171,6 +173,16 @@ def parse_manifest(text: bytes, place: str) -> Manifest:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointDamaged(f"{place}: {MANIFEST} cannot be read: {reason}") from error
+
+
+def require_metadata(manifest: Manifest, place: str) -> None:
+    """Raise `CheckpointMismatch` for a portable checkpoint of an earlier version, which wrote safetensors."""
+    if METADATA not in manifest.files:
+        raise CheckpointMismatch(
+            f"core-rl {manifest.core_rl} wrote {place} as safetensors, before portable checkpoints were of "
+            "torch.distributed.checkpoint; load it with that version, and save it with format='dcp', which loads here "
+            "as 'portable'"
+        )
 
 
 def check_ours(text: bytes | None, place: str) -> None:

@@ -33,7 +33,7 @@ from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.background import BackgroundSave, DeferredWrite
 from core_rl.checkpoint.contents import Contents, load_tensors, save_files
 from core_rl.checkpoint.directory import open_checkpoint
-from core_rl.checkpoint.manifest import MANIFEST, read_manifest
+from core_rl.checkpoint.manifest import MANIFEST, METADATA, read_manifest, require_metadata
 from core_rl.checkpoint.shards import bounds_of
 from core_rl.distributed.agreement import describe, on_all
 from core_rl.distributed.comm import Comm
@@ -43,11 +43,10 @@ from core_rl.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     WeightsError,
+    raise_all,
 )
 from core_rl.state.slices import Shard, copy_shards
-from core_rl.state.store import TensorStore
 
-METADATA = ".metadata"
 CLASSES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
@@ -66,7 +65,7 @@ def save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
     """Float32 weights, and where asked moments; each rank writes its slices. Collective."""
 
     def snapshot() -> DeferredWrite:
-        return copy_slices(contents.world, lambda: _shards(contents, meta))
+        return copy_slices(contents.world, lambda: _shards(contents, meta), lambda: _fixed(contents, meta))
 
     def write(directory: Path) -> None:
         snapshot().run(directory, contents.world)
@@ -74,19 +73,25 @@ def save_portable(contents: Contents, meta: SaveLoadMeta) -> BackgroundSave | No
     return save_files(contents, meta, write, contents.state(contents.with_moments(meta)), snapshot)
 
 
-def copy_slices(world: Comm, shards: Callable[[], Iterable[Shard]]) -> DeferredWrite:
+def copy_slices(
+    world: Comm, shards: Callable[[], Iterable[Shard]], fixed: Callable[[], Iterable[Shard]] = tuple
+) -> DeferredWrite:
     """Copy the slices of all ranks, each of which ``shards`` gives on one rank, and plan their files; collective.
 
-    Raises one `CheckpointError` on all ranks when anything fails on any of them.
+    Those of ``fixed`` never change, and are not copied. Raises one `CheckpointError` on all ranks when anything fails
+    on any of them.
     """
     rank, size = world.rank, world.size
     subject = "the files of torch.distributed.checkpoint"
-    planner = on_all(world, lambda: _Slices(copy_shards(rank, shards())), subject, CheckpointError)
+    planner = on_all(
+        world, lambda: _Slices([*copy_shards(rank, shards()), *fixed()]), subject, CheckpointError
+    )
     # Each rank makes the plan of all ranks, which is the same everywhere.
     plans, metadata = planner.create_global_plan(world.gather(planner.create_local_plan()))
 
     def write(directory: Path) -> None:
-        writer = FileSystemWriter(directory, sync_files=False)  # flushed with the manifest
+        # Flushed with the manifest. On the CPU already: a stream of this thread would be on the first GPU.
+        writer = FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
         results = writer.write_data(writer.prepare_global_plan(plans)[rank], planner).value()
         planner.shards.clear()
         _results_file(directory, rank).write_bytes(pickle.dumps(results))
@@ -153,13 +158,7 @@ def load_portable(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
 def _checked_state(contents: Contents, meta: SaveLoadMeta, directory: Path) -> Mapping[str, Any]:
     """The state in the manifest; empty without a manifest."""
     if (directory / MANIFEST).is_file():
-        manifest = read_manifest(directory)
-        if METADATA not in manifest.files:
-            raise CheckpointMismatch(
-                f"core-rl {manifest.core_rl} wrote it as safetensors, before portable checkpoints were of "
-                "torch.distributed.checkpoint; load it with that version, and save it with format='dcp', which loads "
-                "here as 'portable'"
-            )
+        require_metadata(read_manifest(directory), "it")
         return contents.checked_state(meta, directory)
     if contents.with_moments(meta):
         raise CheckpointMismatch(
@@ -170,14 +169,18 @@ def _checked_state(contents: Contents, meta: SaveLoadMeta, directory: Path) -> M
 
 
 def _shards(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:
-    """This rank's slices under the keys of DCP; the writer has carried tensors and step counts as well."""
-    tensors, kinds = contents.tensors, contents.kinds(meta)
-    stored = [kind for kind in kinds if kind != "carried"]
+    """This rank's slices under the keys of DCP."""
+    tensors, stored = contents.tensors, [kind for kind in contents.kinds(meta) if kind != "carried"]
     exported = isinstance(contents.backend, SupportsOwnExport)
-    for shard in _streamed(tensors, stored) if exported else tensors.shards(stored):
+    for shard in _streamed(contents, stored) if exported else tensors.shards(stored):
         kind, _, name = shard.name.partition("/")
         moment = kind in tensors.optimizer_kinds
         yield replace(shard, name=f"{MOMENTS}{name}.{kind}" if moment else name)
+
+
+def _fixed(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:
+    """The writer's carried tensors, in the pages of their files, and step counts."""
+    tensors, kinds = contents.tensors, contents.kinds(meta)
     if not contents.is_writer:
         return
     full = {name: tensors.carried.read(name) for name in tensors.shapes("carried")}
@@ -190,12 +193,23 @@ def _shards(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:
         yield _whole(key, value)
 
 
-def _streamed(tensors: TensorStore, kinds: Iterable[TensorKind]) -> Iterator[Shard]:
-    """Full tensors that a backend exports by itself, all of them on the writer; collective."""
+def _streamed(contents: Contents, kinds: Iterable[TensorKind]) -> Iterator[Shard]:
+    """Full tensors that a backend exports by itself, all of them on the writer; collective.
+
+    Raises `CheckpointError` at the end of the stream for a name that comes twice, or without data.
+    """
+    names, problems = set[str](), list[str]()
     for kind in kinds:
-        for name, value in tensors.stream(kind):
-            if value is not None:
-                yield _whole(f"{kind}/{name}", value)
+        for name, value in contents.tensors.stream(kind):
+            key = f"{kind}/{name}"
+            if key in names:
+                problems.append(f"{name!r} twice")
+            elif value is not None:
+                yield _whole(key, value)
+            elif contents.is_writer:
+                problems.append(f"no data for {name!r} on the rank that writes")
+            names.add(key)
+    raise_all(CheckpointError, "the export gave", problems)
 
 
 def _whole(name: str, value: Tensor) -> Shard:

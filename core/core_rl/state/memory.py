@@ -37,7 +37,8 @@ class HostCopies:
         _finish_copies(storages)
         for storage in storages:
             storage.resize_(0)
-        _give_back_cache(storages)
+        for _, module in _accelerators(storages):
+            module.empty_cache()
         self._copies += taken
 
     def give_back(self) -> None:
@@ -89,12 +90,6 @@ def _accelerators(storages: Iterable[UntypedStorage]) -> Iterator[tuple[torch.de
 def _finish_copies(storages: Iterable[UntypedStorage]) -> None:
     for device, module in _accelerators(storages):
         module.current_stream(device).synchronize()
-
-
-def _give_back_cache(storages: Iterable[UntypedStorage]) -> None:
-    """Release freed memory, which torch caches."""
-    for _, module in _accelerators(storages):
-        module.empty_cache()
 
 
 def own_memory(parameters: Iterable[nn.Parameter]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
@@ -95,7 +95,8 @@ def build_model(
             )
             transpose_as_in_files(built, model_files(model))
             require_causal(built, model)  # its files may well lack the head
-            _check_loading(model, report)
+            missing = [name for name in sorted(report["missing_keys"]) if not is_new_head(model, name)]
+            require_fitting(model, missing, sorted(map(str, report["mismatched_keys"])))
             if any(is_new_head(model, name) for name in report["missing_keys"]):
                 built.get_submodule("score").load_state_dict({"weight": drawn_head(built, seed)})
     return finished(built, model, seed=seed, experts=experts)
@@ -195,12 +196,6 @@ def _quiet() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if shown:
             hf_logging.enable_progress_bar()
-
-
-def _check_loading(model: ModelConfig, report: Mapping[str, Any]) -> None:
-    """A new head may be missing; anything else that is missing or misshapen is an error."""
-    missing = [name for name in sorted(report["missing_keys"]) if not is_new_head(model, name)]
-    require_fitting(model, missing, sorted(map(str, report["mismatched_keys"])))
 
 
 def drawn_head(built: PreTrainedModel, seed: int) -> Tensor:

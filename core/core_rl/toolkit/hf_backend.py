@@ -112,7 +112,7 @@ def _text_tokens(config: PretrainedConfig) -> Tensor:
 
 def _outputs(packed: PackedModel, output: OutputName, sequences: Sequence[Tensor]) -> Sequence[Tensor]:
     """The outputs of each of ``sequences``, packed."""
-    batch = SequenceBatch.from_sequences(sequences).to(_device(packed))
+    batch = SequenceBatch.from_sequences(sequences).to(next(packed.parameters()).device)
     with torch.no_grad():
         values: Tensor = packed(batch, (output,))[output].float()
     parts: Sequence[Tensor] = values.split(1 if output == "scores" else batch.lengths)
@@ -148,10 +148,6 @@ def _length_owners(module: nn.Module) -> Iterator[dict[str, Any]]:
         parameters = getattr(config, "rope_parameters", None) or {}
         yield parameters
         yield from (value for value in parameters.values() if isinstance(value, dict))
-
-
-def _device(packed: PackedModel) -> torch.device:
-    return next(packed.parameters()).device
 
 
 class HFBackend(TrainBackend[C], SupportsOpaqueState):

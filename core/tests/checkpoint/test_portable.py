@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import engine_support as support
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from core_rl.backend.loss import LossSpec
 from core_rl.backend.meta import SaveLoadMeta
+from core_rl.checkpoint import portable
 from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.checkpoint.manifest import MANIFEST, read_manifest
 from core_rl.checkpoint.portable import DcpFiles, copy_slices
@@ -27,7 +29,7 @@ from core_rl.config.engine import OptimizerConfig
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.distributed.comm import Comm
 from core_rl.engine.train import TrainEngine
-from core_rl.errors import CheckpointDamaged, CheckpointMismatch, WeightsError
+from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, WeightsError
 from core_rl.state.slices import Shard
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -139,6 +141,16 @@ def test_unknown_and_missing_weights_are_refused(engine: TrainEngine, tmp_path: 
 
 def write(directory: Path, shards: list[Shard]) -> None:
     copy_slices(Comm(), lambda: shards).run(directory, Comm())
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"), [("ab", "the export gave: no data for 'b'"), ("aac", "the export gave: 'a' twice")]
+)
+def test_incomplete_exports_are_refused(names: str, problem: str) -> None:
+    stream = [(name, None if name == "b" else torch.ones(2)) for name in names]
+    contents: Any = SimpleNamespace(tensors=SimpleNamespace(stream=lambda kind: iter(stream)), is_writer=True)
+    with pytest.raises(CheckpointError, match=problem):
+        list(portable._streamed(contents, ["master"]))
 
 
 def test_slices_are_read_in_any_region(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
 def written(name: str, directory: Path, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
     """A model directory with random weights."""
     torch.manual_seed(5)
@@ -93,28 +98,54 @@ def same(left: PreTrainedModel, right: PreTrainedModel) -> bool:
     return torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_meta_build_equals_transformers_load(name: str, head: Head, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(written(name, tmp_path)), head=head)
-    built = from_meta(model)
-    assert built is not None
-    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+def change(directory: Path, edit: Any) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_several_files_with_an_index(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(written("llama", tmp_path, dtype, max_shard_size="8KB")))
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    built = from_meta(model)
-    assert built is not None
-    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
+def shared(directory: Path) -> Path:
+    return written("llama", directory, max_shard_size="8KB")
 
 
-def test_files_of_the_trunk_alone_for_a_critic(tmp_path: Path) -> None:
-    trunk = AutoModel.from_config(AutoConfig.for_model(**MODELS["qwen3"]), dtype=torch.float32)
-    trunk.save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path), head="value")
+def shared_in_half(directory: Path) -> Path:
+    return written("llama", directory, torch.bfloat16, max_shard_size="8KB")
+
+
+def trunk(directory: Path) -> Path:
+    model = AutoModel.from_config(AutoConfig.for_model(**MODELS["qwen3"]), dtype=torch.float32)
+    model.save_pretrained(directory)
+    return directory
+
+
+def written_twice(name: str, directory: Path) -> Path:
+    written(name, directory)
+    change(directory, lambda stored: stored.update({HEAD: stored[EMBEDDING].clone()}))
+    return directory
+
+
+def under_its_alias(directory: Path) -> Path:
+    written("qwen3", directory)
+    change(directory, lambda stored: stored.update({HEAD: stored.pop(EMBEDDING)}))
+    return directory
+
+
+FILES: list[tuple[Callable[[Path], Path], Head]] = [
+    *((partial(written, name), head) for name in MODELS for head in ("lm", "value")),
+    (shared, "lm"),
+    (shared_in_half, "lm"),
+    (trunk, "value"),
+    (partial(written_twice, "qwen3"), "lm"),
+    (partial(written_twice, "llama"), "lm"),
+    (under_its_alias, "lm"),
+]
+
+
+@pytest.mark.parametrize(("write", "head"), FILES)
+def test_meta_build_equals_transformers_load(
+    write: Callable[[Path], Path], head: Head, tmp_path: Path
+) -> None:
+    model = ModelConfig(path=str(write(tmp_path)), head=head)
     built = from_meta(model)
     assert built is not None
     assert same(built, build_model(model, seed=3, attn_implementation="eager"))
@@ -147,40 +178,10 @@ def test_an_adapter_begins_with_the_same_values(name: str, tmp_path: Path) -> No
     assert trained == {stored for stored, value in unloaded.model.named_parameters() if value.requires_grad}
 
 
-def change(directory: Path, edit: Any) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
-def test_matrix_written_twice(name: str, tmp_path: Path) -> None:
-    written(name, tmp_path)
-    change(
-        tmp_path,
-        lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"].clone()}),
-    )
-    model = ModelConfig(path=str(tmp_path))
-    built = from_meta(model)
-    assert built is not None
-    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
-
-
-def test_tied_matrix_under_its_alias(tmp_path: Path) -> None:
-    written("qwen3", tmp_path)
-    change(
-        tmp_path, lambda stored: stored.update({"lm_head.weight": stored.pop("model.embed_tokens.weight")})
-    )
-    model = ModelConfig(path=str(tmp_path))
-    built = from_meta(model)
-    assert built is not None
-    assert same(built, build_model(model, seed=3, attn_implementation="eager"))
-
-
 def test_unmapped_files_are_loaded_by_transformers(tmp_path: Path) -> None:
     assert from_meta(ModelConfig(config=MODELS["qwen3"])) is None
     untied = written("qwen3", tmp_path / "untied")
-    change(untied, lambda stored: stored.update({"lm_head.weight": stored["model.embed_tokens.weight"] + 1}))
+    change(untied, lambda stored: stored.update({HEAD: stored[EMBEDDING] + 1}))
     renamed = written("qwen3", tmp_path / "renamed")
     change(renamed, lambda stored: stored.update({"model.norm.gamma": stored.pop("model.norm.weight")}))
     model = ModelConfig(path=str(untied))

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -62,7 +62,7 @@ def collect(subject: WeightUpdateMeta, timeout_s: float = 20) -> list[Bucket]:
         return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in received]
 
 
-def passed(tensors: Sequence[tuple[str, Tensor]], subject: WeightUpdateMeta) -> list[Bucket]:
+def passed(tensors: Iterable[tuple[str, Tensor]], subject: WeightUpdateMeta) -> list[Bucket]:
     with ThreadPoolExecutor(1) as pool:
         arrival = pool.submit(collect, subject)
         weight_update(subject).send(iter(tensors))
@@ -97,17 +97,10 @@ def test_strided_and_reused_tensors_arrive_as_they_are(tmp_path: Path) -> None:
         for number in range(4):
             yield f"reused {number}", buffer.fill_(number)
 
-    actual = dict(item for bucket in passed_stream(stream(), meta(tmp_path)) for item in bucket)
+    actual = dict(item for bucket in passed(stream(), meta(tmp_path)) for item in bucket)
     assert torch.equal(actual["transposed"], wide.t())
     assert torch.equal(actual["column"], wide[:, 1])
     assert [float(actual[f"reused {number}"][0]) for number in range(4)] == [0, 1, 2, 3]
-
-
-def passed_stream(stream: Iterator[tuple[str, Tensor]], subject: WeightUpdateMeta) -> list[Bucket]:
-    with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(collect, subject)
-        weight_update(subject).send(stream)
-        return arrival.result(20)
 
 
 @pytest.mark.parametrize("adapter", [AdapterMetadata(rank=2, alpha=4, rslora=False, base="abcd"), None])
@@ -137,8 +130,11 @@ def test_the_metadata_of_an_adapter_arrives(tmp_path: Path, adapter: AdapterMeta
             arrival.result(20)
 
 
-def test_the_receivers_error_reaches_the_sender(tmp_path: Path) -> None:
-    subject = meta(tmp_path, bucket_bytes=8)
+@pytest.mark.parametrize(
+    "remote", [{}, {"method": "distributed", "host": "127.0.0.1"}], ids=["here", "remote"]
+)
+def test_the_receivers_error_reaches_the_sender(tmp_path: Path, remote: dict[str, Any]) -> None:
+    subject = meta(tmp_path, bucket_bytes=8, **remote)
 
     def refuse() -> None:
         with weight_update(subject).receive(20) as received:
@@ -356,26 +352,35 @@ def test_waits_have_time_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         collect(meta(tmp_path, path=None))
 
 
-def test_writable_rendezvous_file_is_refused(tmp_path: Path) -> None:
+def open_to_all(file: Path, patch: pytest.MonkeyPatch) -> None:
+    file.chmod(0o666)
+
+
+def of_another_user(file: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
+
+
+def linked(file: Path, patch: pytest.MonkeyPatch) -> None:
+    file.symlink_to(file.rename(file.with_name("elsewhere")))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (open_to_all, r"may be written by other users \(mode -rw-rw-rw-\).*could run code"),
+        (of_another_user, r"belongs to the user \d+, and this process to \d+"),
+        (linked, "cannot be read"),
+    ],
+)
+def test_unsafe_rendezvous_file_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    says: str,
+) -> None:
     (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
-    (tmp_path / "meet").chmod(0o666)
-    with pytest.raises(
-        WeightsError, match=r"may be written by other users \(mode -rw-rw-rw-\).*could run code"
-    ):
-        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
-
-
-def test_foreign_rendezvous_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meet").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
-    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "meet").stat().st_uid + 1)
-    with pytest.raises(WeightsError, match=r"belongs to the user \d+, and this process to \d+"):
-        weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
-
-
-def test_linked_rendezvous_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").write_text(json.dumps({"version": 3, "socket": "/anywhere"}))
-    (tmp_path / "meet").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(WeightsError, match="cannot be read"):
+    change(tmp_path / "meet", monkeypatch)
+    with pytest.raises(WeightsError, match=says):
         weight_update(meta(tmp_path)).send(iter([("a", torch.zeros(1))]))
 
 
@@ -580,19 +585,3 @@ def test_a_receiver_sends_strangers_away(tmp_path: Path) -> None:
 
 def read_record(file: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
-
-
-def test_remote_receiver_error_reaches_sender(tmp_path: Path) -> None:
-    subject = meta(tmp_path, method="distributed", host="127.0.0.1")
-
-    def fail() -> None:
-        with weight_update(subject).receive(20) as received:
-            next(iter(received))
-            raise ValueError("no room")
-
-    with ThreadPoolExecutor(1) as pool:
-        arrival = pool.submit(fail)
-        with pytest.raises(WeightsError, match="no room"):
-            weight_update(subject).send(iter([("a", torch.ones(2))]))
-        with pytest.raises(ValueError, match="no room"):
-            arrival.result(20)

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core_rl.backend.loss import LossSpec
+from core_rl.backend.meta import TensorKind
 from core_rl.backend.metrics import Metric
 from core_rl.config.engine import ModelConfig, OptimizerConfig, ScheduleConfig, TrainEngineConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
+from core_rl.launch.group import EngineGroup
 from core_rl.reference import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig, FSDPOptions
 
@@ -111,6 +115,28 @@ def loss(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str,
 def squared_values(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
     """A critic's loss."""
     return torch.where(data.loss_mask, (output["values"] - data["weight"]) ** 2, 0.0).sum(), {}
+
+
+LOSS = LossSpec(fn=loss, outputs=("logprobs", "entropy"), temperature=0.8)
+BUDGET = MicroBatchSpec(max_tokens=32)
+KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+
+
+def state(group: EngineGroup) -> dict[str, Tensor]:
+    """Weights and moments, as ``KIND/NAME``."""
+    return {f"{kind}/{name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
+
+
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether both have the same tensors, bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def sometimes_raising(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
+    """Raises on whichever rank has the token id 60."""
+    if bool((data.input_ids == VOCABULARY - 1).any()):
+        raise ZeroDivisionError("the loss divides by zero")
+    return loss(output, data)
 
 
 def sometimes_nan(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
-from core_rl.backend.metrics import Metric
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput
 from core_rl.engine.train import TrainEngine
 from core_rl.errors import LayoutError, LossError, UnsupportedCapability
 from core_rl.launch.group import EngineGroup
@@ -28,8 +26,7 @@ from core_rl.toolkit.dtensor import local_part
 from core_rl_fsdp import sharding
 from core_rl_fsdp.engine import FSDPBackend
 
-LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
-BUDGET = MicroBatchSpec(max_tokens=32)
+LOSS, BUDGET = support.LOSS, support.BUDGET
 MODELS: dict[str, dict[str, Any]] = {
     "six": support.MOE,
     # Two of them on each of two ranks, so that the ranks with the same ones can have one each.
@@ -176,12 +173,7 @@ def test_experts_are_sharded_evenly(group: EngineGroup, case: str) -> None:
     assert group.run(misplaced) == [[]] * CASES[case][1].world_size
 
 
-KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 MOVES = [("dp2", "dp4ep2"), ("dp4ep2", "hybrid"), ("dp4ep2-four", "dp4ep4-four"), ("hybrid", "dp2ep2")]
-
-
-def state(group: EngineGroup) -> dict[str, Tensor]:
-    return {f"{kind} {name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
 
 
 @pytest.mark.sampled(12)
@@ -194,13 +186,11 @@ def test_a_checkpoint_moves_between_degrees(
     group.initialize(config=config_of(before))
     group.train_batch(BATCHES["own"], LOSS, BUDGET)
     group.save(meta)
-    saved = state(group)
+    saved = support.state(group)
     loss = group.train_batch(support.make_batch(1), LOSS, BUDGET)["loss"]
     group.initialize(config=config_of(after))
     group.load(meta)
-    moved = state(group)
-    assert moved.keys() == saved.keys()
-    assert all(torch.equal(moved[name], value) for name, value in saved.items())
+    assert support.equal(support.state(group), saved)
     actual = group.train_batch(support.make_batch(1), LOSS, BUDGET)["loss"]
     assert actual == pytest.approx(loss, rel=1e-5)
 
@@ -246,13 +236,6 @@ def test_each_rank_reads_its_own_experts_alone(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ failures
 
 
-def sometimes_raising(output: ModelOutput, data: SequenceBatch) -> tuple[Tensor, Mapping[str, Metric]]:
-    """Raises on whichever rank has the token id 60."""
-    if bool((data.input_ids == support.VOCABULARY - 1).any()):
-        raise ZeroDivisionError("the loss divides by zero")
-    return support.loss(output, data)
-
-
 def test_engine_works_after_loss_raises(group: EngineGroup) -> None:
     group.initialize(config=config_of("dp2ep2-last"))
     batch = support.make_batch(1, lengths=(9, 30, 9, 30))
@@ -262,10 +245,10 @@ def test_engine_works_after_loss_raises(group: EngineGroup) -> None:
     required = group.named_tensors("grads")
     group.optimizer_zero_grad()
     with pytest.raises(LossError, match=r"rank \d: ZeroDivisionError: the loss divides by zero"):
-        group.forward_backward(batch, LossSpec(fn=sometimes_raising, outputs=LOSS.outputs), BUDGET)
+        group.forward_backward(batch, LossSpec(fn=support.sometimes_raising, outputs=LOSS.outputs), BUDGET)
     group.optimizer_zero_grad()
     group.forward_backward(batch, LOSS, BUDGET)
-    assert all(torch.equal(grad, required[name]) for name, grad in group.named_tensors("grads").items())
+    assert support.equal(group.named_tensors("grads"), required)
 
 
 MOE = ParallelLayout(dp=2, ep=2)
@@ -336,4 +319,4 @@ def test_prefetched_experts_give_the_same_gradients(group: EngineGroup) -> None:
             group.run(prefetched)
         group.forward_backward(BATCHES["own"], LOSS, BUDGET)
         actual.append(group.named_tensors("grads"))
-    assert all(torch.equal(grad, actual[0][name]) for name, grad in actual[1].items())
+    assert support.equal(*actual)

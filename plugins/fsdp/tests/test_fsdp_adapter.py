@@ -24,8 +24,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl.reference import ReferenceConfig
 from core_rl_fsdp.config import FSDPConfig
 
-LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
-BUDGET = MicroBatchSpec(max_tokens=32)
+LOSS, BUDGET = support.LOSS, support.BUDGET
 LORA = LoraConfig(rank=3, alpha=7)
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import SaveLoadMeta, TensorKind
+from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.layout import ParallelLayout
-from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.errors import CheckpointDamaged
 from core_rl.launch.group import EngineGroup
-
-KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
-LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
 
 
 def state(group: EngineGroup) -> dict[str, Tensor]:
     """All tensors under the keys of DCP."""
     return {
         name if kind == "master" else f"optimizer.state.{name}.{kind}": value
-        for kind in KINDS
+        for kind in support.KINDS
         for name, value in group.named_tensors(kind).items()
     }
 
@@ -39,23 +34,20 @@ def group() -> Iterator[EngineGroup]:
 
 def test_portable_checkpoint_moves_between_layouts(group: EngineGroup, tmp_path: Path) -> None:
     meta = SaveLoadMeta(path=str(tmp_path / "saved"), format="portable")
-    group.train_batch(support.make_batch(0), LOSS, MicroBatchSpec(max_tokens=32))
+    group.train_batch(support.make_batch(0), support.LOSS, support.BUDGET)
     group.save(meta)
     expected, progress = state(group), group.progress
     plain = {key: torch.full_like(value, torch.nan) for key, value in expected.items()}
     load(plain, checkpoint_id=meta.path, no_dist=True)
-    assert all(torch.equal(plain[key], value) for key, value in expected.items())
+    assert support.equal(plain, expected)
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
-    for layout in (ParallelLayout(dp=1), ParallelLayout(tp=2)):
-        group.initialize(config=support.fsdp_config(layout, model=support.UNEVEN))
-        group.train_batch(support.make_batch(1), LOSS, MicroBatchSpec(max_tokens=32))
-        group.load(meta)
-        loaded = state(group)
-        assert loaded.keys() == expected.keys()
-        assert all(torch.equal(loaded[key], value) for key, value in expected.items())
-        assert group.progress == progress
+    group.initialize(config=support.fsdp_config(ParallelLayout(tp=2), model=support.UNEVEN))
+    group.train_batch(support.make_batch(1), support.LOSS, support.BUDGET)
+    group.load(meta)
+    assert support.equal(state(group), expected)
+    assert group.progress == progress
     file = tmp_path / "saved" / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointDamaged, match=file.name):
         group.load(meta)
-    assert all(torch.equal(value, expected[key]) for key, value in state(group).items())
+    assert support.equal(state(group), expected)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta, TensorKind
+from core_rl.backend.meta import CheckpointFormat, SaveLoadMeta
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
@@ -32,14 +32,16 @@ from core_rl_fsdp.engine import FSDPBackend
 from core_rl_fsdp.tensor_parallel import check_sequence_parallel, check_tensor_parallel
 
 LOSSES = {
-    "lm": LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8),
+    "lm": support.LOSS,
     "value": LossSpec(fn=support.squared_values, outputs=("values",)),
 }
-BUDGET = MicroBatchSpec(max_tokens=32)
+BUDGET = support.BUDGET
 MODELS = {"tiny": support.TINY, "uneven": support.UNEVEN, "gpt2": support.GPT2}
 STEPS = 50
 
 CASES: dict[str, tuple[str, ParallelLayout, dict[str, Any]]] = {
+    "one": ("tiny", ParallelLayout(), {}),
+    "dp4": ("tiny", ParallelLayout(dp=4), {"gradient_checkpointing": True, "reshard_after_forward": False}),
     "tp2": ("tiny", ParallelLayout(tp=2), {}),
     "tp2-sp-checkpointing": (
         "tiny",
@@ -167,7 +169,7 @@ def test_prefetched_weights_give_the_same_gradients(group: EngineGroup, model: s
     group.initialize(config=support.fsdp_config(4, model=MODELS[model]))
     group.run(prefetch)
     group.forward_backward(support.make_batch(0), LOSSES["lm"], BUDGET)
-    assert all(grad.equal(required[name]) for name, grad in group.named_tensors("grads").items())
+    assert support.equal(group.named_tensors("grads"), required)
 
 
 def prefetch(engine: TrainEngine) -> None:
@@ -178,7 +180,6 @@ def prefetch(engine: TrainEngine) -> None:
     )
 
 
-KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
 MOVES = [
     ("uneven-tp4", "dp2cp2"),
     ("dp2cp2", "uneven-dp2tp2"),
@@ -188,15 +189,12 @@ MOVES = [
             ("uneven-dp2tp2", "uneven-tp4-sp"),
             ("hybrid-tp2", "uneven-tp4"),
             ("tp2", "hybrid"),
+            ("one", "dp4"),
             ("hybrid", "cp4-two-kv-heads"),
             ("tp2cp2-sp", "replicated"),
         ]
     ),
 ]
-
-
-def state(group: EngineGroup) -> dict[str, Tensor]:
-    return {f"{kind} {name}": value for kind in KINDS for name, value in group.named_tensors(kind).items()}
 
 
 @pytest.mark.sampled(8)
@@ -210,14 +208,12 @@ def test_a_checkpoint_moves_between_layouts(
     group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
     group.train_batch(support.make_batch(0), LOSSES["lm"], BUDGET)
     group.save(meta)
-    saved = state(group)
+    saved = support.state(group)
     loss = group.train_batch(support.make_batch(1), LOSSES["lm"], BUDGET)["loss"]
     model, layout, options = CASES[after]
     group.initialize(config=support.fsdp_config(layout, model=MODELS[model], **options))
     group.load(meta)
-    moved = state(group)
-    assert moved.keys() == saved.keys()
-    assert all(torch.equal(moved[name], value) for name, value in saved.items())
+    assert support.equal(support.state(group), saved)
     assert group.train_batch(support.make_batch(1), LOSSES["lm"], BUDGET)["loss"] == pytest.approx(
         loss, rel=1e-5
     )

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import TensorKind
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.engine.train import TrainEngine
@@ -21,9 +19,7 @@ from core_rl.toolkit.dtensor import local_part
 from core_rl_fsdp.config import FSDPConfig
 from core_rl_fsdp.engine import FSDPBackend, HostCopy
 
-LOSS = LossSpec(fn=support.loss, outputs=("logprobs", "entropy"), temperature=0.8)
-BUDGET = MicroBatchSpec(max_tokens=32)
-KINDS: tuple[TensorKind, ...] = ("master", "exp_avg", "exp_avg_sq")
+LOSS, BUDGET = support.LOSS, support.BUDGET
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +38,7 @@ def trained(group: EngineGroup, config: FSDPConfig) -> dict[str, Tensor]:
     for step in range(1, 3):
         group.train_batch(support.make_batch(step), LOSS, BUDGET)
     group.onload()
-    for kind in KINDS:
-        actual |= {f"{kind}/{name}": value for name, value in group.named_tensors(kind).items()}
-    return actual
+    return actual | support.state(group)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +53,7 @@ def test_activations_on_the_host_change_no_bit(
     group: EngineGroup, plain: dict[bool, dict[str, Tensor]], checkpointing: bool
 ) -> None:
     options: dict[str, Any] = {"activation_offload": True, "gradient_checkpointing": checkpointing}
-    actual = trained(group, support.fsdp_config(2, **options))
-    different = [name for name, value in plain[checkpointing].items() if not torch.equal(actual[name], value)]
-    assert actual.keys() == plain[checkpointing].keys() and not different
+    assert support.equal(trained(group, support.fsdp_config(2, **options)), plain[checkpointing])
 
 
 @pytest.mark.parametrize("reshard", [False, True])
@@ -70,8 +62,7 @@ def test_state_on_the_host_changes_no_bit(
 ) -> None:
     values = support.fsdp_config(2, reshard_after_forward=reshard).model_dump()
     config = FSDPConfig(**values | {"offload_params": True, "offload_optimizer": True})
-    actual = trained(group, config)
-    assert not [name for name, value in plain[False].items() if not torch.equal(actual[name], value)]
+    assert support.equal(trained(group, config), plain[False])
 
 
 def bytes_on_device(engine: TrainEngine) -> dict[str, int]:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import importlib_metadata
@@ -15,7 +14,6 @@ import pytest
 from transformers import AutoConfig
 
 from core_rl.errors import (
-    CheckpointMismatch,
     ConfigError,
     CoreRLError,
     LayoutError,
@@ -136,14 +134,3 @@ REFUSED_BY_THE_ENGINE: list[tuple[dict[str, Any], type[CoreRLError], str]] = [
 def test_the_engine_refuses(fields: dict[str, Any], error: type[CoreRLError], says: str) -> None:
     with pytest.raises(error, match=says):
         support.started(support.config(**fields))
-
-
-def test_checkpoint_of_different_model_is_refused(tmp_path: Path) -> None:
-    from core_rl.backend.meta import SaveLoadMeta
-
-    meta = SaveLoadMeta(path=str(tmp_path / "checkpoint"))
-    with support.started(support.config()) as group:
-        group.save(meta)
-        group.initialize(config=support.config(model={"num_hidden_layers": 2}))
-        with pytest.raises(CheckpointMismatch, match="num_hidden_layers"):
-            group.load(meta)

@@ -16,10 +16,6 @@ from core_rl_trainer.data.pieces import decoded, leading_ids, shared_length, tex
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COPY = (
-    "copy tokenizer.json and tokenizer_config.json of the model that it was trained from into this directory"
-)
-"""The fix for a directory without a tokenizer."""
 FILES = (
     "config.json",
     "generation_config.json",
