@@ -301,11 +301,9 @@ VERL = {
 @pytest.mark.parametrize(
     ("kind", "row", "name", "fields"),
     [
-        (PROMPTS, {"prompt": "1="}, None, {}),
         (PROMPTS, VERL, "verl", {"answer": "1", "extra_info": {"index": 3}}),
         (PROMPTS, VERL | {"answer": "7"}, "verl", {"answer": "7"}),
         (DEMONSTRATIONS, {"prompt": "1=", "answer": "1"}, None, {}),
-        (DEMONSTRATIONS, {"messages": [USER, GOOD]}, None, {}),
         (DEMONSTRATIONS, {"prompt": "1=", "completion": "1"}, "TRL prompt-completion", {"answer": "1"}),
         (
             DEMONSTRATIONS,

@@ -107,14 +107,6 @@ def test_messages_refused_by_template_are_named(tmp_path: Path, template: str, m
         support.read_dataset(DEMONSTRATIONS, tmp_path / "rows.jsonl", tokenizer)
 
 
-def test_turns_follow_prompts_with_rewritten_past() -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
-    sequences = encode_chat(support.chat_format(tokenizer), CHAT)
-    texts = [(tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) for ids, mask in sequences]
-    assert texts == [("<s>1+12=34</s>", "34</s>"), ("<s>3+12=34</s>+5=678</s>", "678</s>")]
-
-
 def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
     support.write_jsonl(tmp_path / "data.jsonl", [{"prompt": CHAT[:1]}])
     with pytest.raises(ConfigError, match="no chat template, and the data has chat messages; add a"):
@@ -244,10 +236,7 @@ def test_text_lost_by_rendering_is_refused(example: dict[str, Any], message: str
         demonstration_sequences(support.chat_format(tokenizer), example)
 
 
-def test_templates_unable_to_render_are_refused(chatty: Any) -> None:
-    chat = {"messages": CHAT, "tools": [{"name": "search"}]}
-    with pytest.raises(BatchError, match="has 'tools', which the chat template does not show"):
-        demonstration_sequences(support.chat_format(chatty), chat)
+def test_missing_default_template_is_refused() -> None:
     with_names = support.make_tokenizer()
     with_names.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
     with pytest.raises(
