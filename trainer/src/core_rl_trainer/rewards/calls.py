@@ -138,7 +138,7 @@ def is_coroutine_function(function: object) -> bool:
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run ``function`` in a daemon thread: one of a pool that hangs would keep the process from ending."""
+    """Run ``function`` in a daemon thread, since a hanging thread of a pool would keep the process alive."""
     outcome = _pending()
 
     def work() -> None:
