@@ -43,7 +43,7 @@ def even_digits(answer, sample):
 '''
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """A token for each character, with the beginning-of-sequence token in front."""
     vocabulary = {token: n for n, token in enumerate(["<pad>", "<s>", "</s>", *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -53,7 +53,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=template,
     )
 
 

@@ -114,7 +114,11 @@ def test_json_in_directories_keeps_digits(tmp_path: Path, suffix: str) -> None:
         path.write_bytes(gzip.compress(content) if suffix else content)
     examples = open_source(DataSource(path=str(directory), split="train"))
     assert [answer_text(examples[n]["answer"]) for n in range(len(examples))] == ["0.50", "68.0"]
-    assert examples.rows[1].label == f"train-1.jsonl{suffix}: line 1"
+    damaged = b'{"prompt": '
+    (directory / f"train-1.jsonl{suffix}").write_bytes(gzip.compress(damaged) if suffix else damaged)
+    examples = open_source(DataSource(path=str(directory), split="train"))
+    with pytest.raises(BatchError, match=rf"train-1\.jsonl{suffix}: line 1 is not JSON"):
+        examples[1]
 
 
 @pytest.mark.parametrize(

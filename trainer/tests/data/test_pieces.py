@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from tokenizer_table import TOKENIZERS
 
 from core_rl.errors import BatchError
-from core_rl_trainer.data.chat import encode_chat, ended_ids
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.encoding import encode_completion, encode_prompt, encode_text
+from core_rl_trainer.data.encoding import (
+    encode_chat,
+    encode_completion,
+    encode_prompt,
+    encode_text,
+    ended_ids,
+)
 from core_rl_trainer.data.pieces import continuation_ids, leading_ids, split_ids, text_ids
 from core_rl_trainer.data.tokenizers import decoded_runs, marked_text
 

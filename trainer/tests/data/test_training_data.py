@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ import training_support as support
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core_rl.errors import BatchError, CheckpointMismatch
+from core_rl.errors import CheckpointMismatch
 from core_rl_trainer.data.batches import NumberedBatches, row_of
 from core_rl_trainer.data.datasets import MixedOrder, Order, SampleDataset, ShuffledOrder
 from core_rl_trainer.data.encoding import encode_prompt
@@ -33,45 +32,6 @@ def dataset(tmp_path: Path, tokenizer: Any) -> SampleDataset:
     return support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"prompt": "1+', "line 2 is not JSON"),
-        (b'["1+1="]', "line 2 is a list"),
-        (b'{"question": "1+1="}', "line 2 needs a text 'prompt'; it has None"),
-        (b'{"prompt": ""}', "line 2 needs a text 'prompt'; it has ''"),
-        (b'{"prompt": 7}', "line 2 needs a text 'prompt'; it has 7"),
-        (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
-    ],
-)
-def test_a_damaged_line_is_named_with_its_file(
-    tmp_path: Path, tokenizer: Any, line: bytes, message: str
-) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"prompt": "1="}\n' + line + b'\n\n{"prompt": "2="}\n')
-    with pytest.raises(BatchError, match=f"data.jsonl: {message}"):
-        support.read_dataset(PROMPTS, path, tokenizer)
-
-
-def test_all_damaged_lines_are_listed(tmp_path: Path, tokenizer: Any) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text("{\n" * 14)
-    with pytest.raises(BatchError, match=r"(?s)data.jsonl: 14 problems:.*line 1 .*line 10 .*- and 4 more$"):
-        support.read_dataset(PROMPTS, path, tokenizer)
-
-
-def test_a_file_without_prompts_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "data.jsonl").write_text("\n\n")
-    with pytest.raises(BatchError, match="has no prompts"):
-        support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
-
-
-def test_empty_lines_are_no_damage(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "data.jsonl").write_text('\n{"prompt": "1=", "answer": 1}\n\n')
-    dataset = support.read_dataset(PROMPTS, tmp_path / "data.jsonl", tokenizer)
-    assert len(dataset) == 1 and dataset[0]["answer"] == 1
-
-
 @pytest.mark.parametrize("prompt", ["1+2=", "<s>1+2=", "<s><s>1+2=", "1+2=</s>"])
 def test_prompts_begin_with_bos_without_eos(tokenizer: Any, prompt: str) -> None:
     ids = encode_prompt(support.chat_format(tokenizer), prompt)
@@ -84,12 +44,6 @@ def test_a_tokenizer_without_bos_adds_none() -> None:
     tokenizer.bos_token = None
     tokenizer.backend_tokenizer.post_processor = None
     assert tokenizer.decode(encode_prompt(support.chat_format(tokenizer), "1+2=")) == "1+2="
-
-
-def test_samples_keep_fields_of_their_line(dataset: SampleDataset) -> None:
-    assert dataset[3]["answer"] == 3
-    assert dataset[3]["prompt_ids"][0] == support.BOS
-    assert len(dataset) == 10
 
 
 def test_fields_of_a_row_are_never_replaced(tmp_path: Path, tokenizer: Any) -> None:
@@ -159,12 +113,6 @@ def test_other_number_of_samples_is_refused(dataset: SampleDataset) -> None:
         batches.load_state_dict({**batches.state_dict(), "samples": [9]})
 
 
-def test_each_pass_draws_every_sample(dataset: SampleDataset) -> None:
-    batches = NumberedBatches(dataset, batch_size=4, seed=1)
-    counts = Counter(sample["answer"] for _ in range(5) for sample in next(batches))
-    assert counts == dict.fromkeys(range(10), 2)
-
-
 class StoredDataset:
     """Ten samples in the order that a run with torchdata had when it stored ``TORCHDATA_STATES``."""
 
@@ -178,16 +126,6 @@ class StoredDataset:
         return 0, index
 
 
-TORCHDATA_FIELDS = {
-    "_index_sampler_state": None,
-    "_sampler_iter_yielded": 5,
-    "_num_yielded": 5,
-    "_IterableDataset_len_called": None,
-    "_shared_seed": None,
-    "fetcher_state": None,
-    "dataset_state": None,
-    "_iterator_finished": False,
-}
 TORCHDATA_STATES: list[tuple[Callable[[int], Order], dict[str, Any], list[int], list[int]]] = [
     (
         lambda seed: ShuffledOrder(10, seed),
@@ -213,7 +151,7 @@ def test_batches_resume_from_torchdata_state(
     batches, resumed = (NumberedBatches(dataset, 3, seed=7) for _ in range(2))
     assert [sample["index"] for _ in range(5) for sample in next(batches)] == before
     sampler = {"samples_yielded": 15, "sampler_iter_state": state}
-    resumed.load_state_dict({"drawn": 15, "loader": {**TORCHDATA_FIELDS, "_sampler_iter_state": sampler}})
+    resumed.load_state_dict({"drawn": 15, "loader": {"_num_yielded": 5, "_sampler_iter_state": sampler}})
     assert [sample["index"] for _ in range(4) for sample in next(resumed)] == after
     resumed.load_state_dict({"drawn": 0, "loader": None})
     assert next(resumed)[0][NUMBER] == 0

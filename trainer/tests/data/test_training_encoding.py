@@ -11,13 +11,13 @@ from transformers import GPT2Config, LlamaConfig, LlavaConfig
 
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.batches import demonstration_batch, preference_batch
-from core_rl_trainer.data.chat import encode_chat
 from core_rl_trainer.data.encoding import (
+    demonstration_sequences,
+    encode_chat,
     encode_completion,
-    encode_demonstration,
     encode_prompt,
 )
-from core_rl_trainer.data.examples import check_demonstration, check_preference
+from core_rl_trainer.data.examples import check_demonstration
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS
 from core_rl_trainer.data.tokenizers import context_length
 
@@ -43,9 +43,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def chatty() -> Any:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return support.make_tokenizer(TEMPLATE)
 
 
 def single(sequences: list[Any]) -> Any:
@@ -82,8 +80,7 @@ def test_all_turns_of_the_assistant_are_trained(chatty: Any) -> None:
     ],
 )
 def test_a_chat_begins_and_ends_once(change: tuple[str, str], rendered: str) -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace(*change, 1)
+    tokenizer = support.make_tokenizer(TEMPLATE.replace(*change, 1))
     ids, mask = single(encode_chat(support.chat_format(tokenizer), CHAT[:2]))
     assert tokenizer.decode(ids) == rendered
     assert mask[-1]
@@ -104,19 +101,10 @@ def test_chat_prompt_ends_before_the_answer(chatty: Any) -> None:
     ],
 )
 def test_messages_refused_by_template_are_named(tmp_path: Path, template: str, message: str) -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = support.make_tokenizer(template)
     support.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": 3}, {"messages": CHAT}])
     with pytest.raises(BatchError, match=rf"rows.jsonl: line 2: the chat template .*{message}"):
         support.read_dataset(DEMONSTRATIONS, tmp_path / "rows.jsonl", tokenizer)
-
-
-def test_turns_follow_prompts_with_rewritten_past() -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
-    sequences = encode_chat(support.chat_format(tokenizer), CHAT)
-    texts = [(tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) for ids, mask in sequences]
-    assert texts == [("<s>1+12=34</s>", "34</s>"), ("<s>3+12=34</s>+5=678</s>", "678</s>")]
 
 
 def test_a_missing_template_is_named(tokenizer: Any, tmp_path: Path) -> None:
@@ -154,23 +142,6 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
 )
 def test_a_damaged_demonstration_is_named(row: dict[str, Any], message: str) -> None:
     assert message in str(check_demonstration(row))
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "1=", "chosen": "1"}, "needs a text 'rejected'; it has None"),
-        ({"prompt": "1=", "chosen": "", "rejected": "2"}, "needs a text 'chosen'; it has ''"),
-        ({"prompt": "1=", "chosen": [], "rejected": "2"}, r"needs a text 'chosen'; it has \[\]"),
-        ({"chosen": "1", "rejected": "2"}, "needs a text 'prompt'"),
-    ],
-)
-def test_a_damaged_pair_is_named(row: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:
-    good = {"prompt": "1=", "chosen": "1", "rejected": "2"}
-    assert check_preference(good) is None
-    support.write_jsonl(tmp_path / "pairs.jsonl", [good, row])
-    with pytest.raises(BatchError, match=f"pairs.jsonl: line 2 {message}"):
-        support.read_dataset(PREFERENCES, tmp_path / "pairs.jsonl", tokenizer)
 
 
 def test_batches_of_samples(tokenizer: Any, tmp_path: Path) -> None:
@@ -241,9 +212,8 @@ def assistant(text: str | None, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_tools_and_marks_reach_the_template(example: dict[str, Any], rendered: str, trained: str) -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = CALLING
-    ids, mask = encode_demonstration(tokenizer, example)
+    tokenizer = support.make_tokenizer(CALLING)
+    ids, mask = single(demonstration_sequences(support.chat_format(tokenizer), example))
     assert (tokenizer.decode(ids), trained_text(tokenizer, ids, mask)) == (rendered, trained)
 
 
@@ -261,19 +231,15 @@ def test_tools_and_marks_reach_the_template(example: dict[str, Any], rendered: s
     ],
 )
 def test_text_lost_by_rendering_is_refused(example: dict[str, Any], message: str) -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = CALLING
+    tokenizer = support.make_tokenizer(CALLING)
     with pytest.raises(BatchError, match=message):
-        encode_demonstration(tokenizer, example)
+        demonstration_sequences(support.chat_format(tokenizer), example)
 
 
-def test_templates_unable_to_render_are_refused(chatty: Any) -> None:
-    chat = {"messages": CHAT, "tools": [{"name": "search"}]}
-    with pytest.raises(BatchError, match="has 'tools', which the chat template does not show"):
-        encode_demonstration(chatty, chat)
+def test_missing_default_template_is_refused() -> None:
     with_names = support.make_tokenizer()
     with_names.chat_template = {"tool_use": TEMPLATE, "rag": TEMPLATE}
     with pytest.raises(
         ConfigError, match="no chat template 'default'; set data.chat_template to 'tool_use' or 'rag'"
     ):
-        encode_demonstration(with_names, {"messages": CHAT})
+        demonstration_sequences(support.chat_format(with_names), {"messages": CHAT})

@@ -59,8 +59,7 @@ def test_rubric_is_summed_at_episode_end(tokenizer: PreTrainedTokenizerFast) -> 
 
 @pytest.mark.parametrize(("end", "reply"), [([support.EOS], "=+2+3="), ([], "</s>=+2+3=")])
 def test_replies_follow_the_end_of_the_turn(end: list[int], reply: str) -> None:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = support.make_tokenizer(TEMPLATE)
     data = {"prompt": [{"role": "user", "content": "2+3"}], "answer": "5", "prompt_ids": []}
     drawn = [*tokenizer.encode("4", add_special_tokens=False), *end]
     (observation,) = asyncio.run(played(guess(tokenizer), data, [drawn]))

@@ -28,9 +28,7 @@ TIME = datetime(2017, 8, 5, 13, 30, tzinfo=UTC)
 
 
 def make_tokenizer(template: Any = DATED) -> Any:
-    tokenizer = support.make_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
+    return support.make_tokenizer(template)
 
 
 def make_recipe(directory: Path, time: Any = None, **changes: Any) -> Recipe:

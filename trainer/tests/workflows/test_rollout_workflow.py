@@ -126,7 +126,6 @@ def gives(value: Any) -> RewardFn:
         (raises, "the reward function raises raised KeyError: 'answer'"),
         (gives_up, "the reward function gives_up raised TimeoutError: its own"),
         (gives(math.nan), "the reward function constant returned nan"),
-        (gives(math.inf), "the reward function constant returned inf"),
         (gives("much"), "the reward function constant returned 'much', not a number"),
         (gives(None), "no reward applies: None was returned by constant"),
         (
@@ -141,22 +140,14 @@ def test_failing_reward_names_sample(reward: RewardFn, message: str) -> None:
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 12))
 
 
-@pytest.mark.parametrize("kind", ["thread", "coroutine"])
-def test_hanging_reward_times_out(kind: str) -> None:
-    free = threading.Event()
-
-    def hang(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
-        free.wait(60)
-        return 0.0
-
+def test_hanging_reward_times_out() -> None:
     async def sleep(prompt_ids: Sequence[int], output_ids: Sequence[int], data: Mapping[str, Any]) -> float:
         await asyncio.sleep(60)
         return 0.0
 
-    workflow = SingleTurnWorkflow(reward=hang if kind == "thread" else sleep, reward_timeout_s=0.05)
+    workflow = SingleTurnWorkflow(reward=sleep, reward_timeout_s=0.05)
     with pytest.raises(RolloutError, match=r"sample 0, completion 0: .* gave no result in 0\.05 s"):
         asyncio.run(workflow.arun_episode(Echo(), SAMPLE, 0))
-    free.set()
 
 
 @settings(deadline=None)

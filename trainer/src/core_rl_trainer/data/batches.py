@@ -12,8 +12,8 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import Media
 from core_rl.errors import CheckpointMismatch
 from core_rl_trainer.algorithms.fields import CHOSEN
-from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.datasets import SampleDataset
+from core_rl_trainer.data.encoding import Encoded
 from core_rl_trainer.data.kinds import Sample, media_of
 from core_rl_trainer.data.plain import NUMBER, ROW
 

@@ -120,13 +120,9 @@ def _answer_problem(example: Example) -> str | None:
         return "needs an 'answer' or 'messages'"
     if isinstance(answer, float) and not math.isfinite(answer):
         return f"needs a text or a number as 'answer'; it has {answer}"
-    if _continues(example["prompt"], answer):
-        return None
-    if (problem := _turns_problem(answer)) is not None:
-        return f"has turns as 'answer' {problem}"
-    if not isinstance(answer, str | int | float):
-        return f"needs a text or a number as 'answer'; it has {shortened(answer)}"
-    return None
+    return (
+        None if isinstance(answer, int | float) else _completion_problem(example, "answer", "or a number as ")
+    )
 
 
 def answer_text(answer: object) -> str:
@@ -136,37 +132,28 @@ def answer_text(answer: object) -> str:
 
 def check_preference(example: Example) -> str | None:
     """A ``prompt``, and the completions ``chosen`` and ``rejected``: texts, or turns after a chat."""
-    empty = next((name for name in ("chosen", "rejected") if _is_empty(example.get(name))), None)
-    if empty is not None:
-        return f"needs a text {empty!r}; it has {shortened(example.get(empty))}"
-    problem = check_prompt(example)
-    missing = [
-        name
-        for name in ("chosen", "rejected")
-        if not _is_text(example.get(name)) and not _continues(example.get("prompt"), example.get(name))
-    ]
-    if problem is None and missing:
-        value = example.get(missing[0])
-        if (turns_problem := _turns_problem(value)) is not None:
-            return f"has turns as {missing[0]!r} {turns_problem}"
-        return f"needs a text {missing[0]!r}; it has {shortened(value)}"
-    return problem
+    for name in ("chosen", "rejected"):
+        if _is_empty(example.get(name)):
+            return f"needs a text {name!r}; it has {shortened(example.get(name))}"
+    problems = (_completion_problem(example, name) for name in ("chosen", "rejected"))
+    return check_prompt(example) or next(filter(None, problems), None)
 
 
-def _continues(prompt: Any, completion: Any) -> bool:
-    """Whether ``completion`` is turns, with a turn of the assistant, that can follow a chat."""
-    if not _is_chat(prompt) or not _is_chat(completion):
-        return False
-    roles = [turn["role"] for turn in completion]
-    repeats = roles[0] == "system" or roles[0] == prompt[-1]["role"] == "user"
-    return "assistant" in roles and not repeats
-
-
-def _turns_problem(completion: Any) -> str | None:
-    """The reason why turns cannot follow a prompt; None for a completion of another type."""
-    if not isinstance(completion, list) or not all(isinstance(turn, dict) for turn in completion):
+def _completion_problem(example: Example, name: str, further: str = "") -> str | None:
+    """A problem of a completion: it is a text, or turns, one of the assistant, that can follow a chat."""
+    completion, prompt = example[name], example["prompt"]
+    if isinstance(completion, str):
         return None
-    return _chat_problem(completion) or f"that cannot follow its 'prompt': {shortened(completion)}"
+    if not isinstance(completion, list) or not all(isinstance(turn, dict) for turn in completion):
+        return f"needs a text {further}{name!r}; it has {shortened(completion)}"
+    if (problem := _chat_problem(completion)) is not None:
+        return f"has turns as {name!r} {problem}"
+    roles = [turn["role"] for turn in completion]
+    last = prompt[-1]["role"] if isinstance(prompt, list) else None
+    repeats = roles[0] == "system" or roles[0] == last == "user"
+    if last is not None and "assistant" in roles and not repeats:
+        return None
+    return f"has turns as {name!r} that cannot follow its 'prompt': {shortened(completion)}"
 
 
 def _is_empty(completion: Any) -> bool:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from core_rl.config.engine import ModelConfig
 from core_rl.data.media import GRID, NO_MEDIA, PIXELS, join_media
 from core_rl.errors import BatchError, ConfigError, raise_all
-from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
+from core_rl_trainer.data.encoding import Encoded
 from core_rl_trainer.data.examples import Example
 from core_rl_trainer.data.image_fields import (
     CHATS,

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from core_rl.data.media import NO_MEDIA, Media, count_patches
 from core_rl.errors import BatchError
-from core_rl_trainer.data.chat import Encoded
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.encoding import demonstration_sequences, encode_completion, encode_prompt
+from core_rl_trainer.data.encoding import Encoded, demonstration_sequences, encode_completion, encode_prompt
 from core_rl_trainer.data.examples import (
     Example,
     ExampleCheck,

@@ -314,7 +314,11 @@ def open_source(source: DataSource, default_split: str | None = None) -> Example
         return read_directory(path, source.config, source.split, default_split)
     if not path.is_file():
         raise ConfigError(f"{source.path!r}: there is no such file")
-    _refuse(source, "config", "split")
+    for name, value in (("config", source.config), ("split", source.split)):
+        if value is not None:
+            raise ConfigError(
+                f"{source.path!r} is no dataset of the Hub and has no {name}; leave {name} = {value!r} out"
+            )
     suffix = data_suffix(path)
     if suffix in SEPARATORS:
         return read_csv(path, SEPARATORS[suffix])
@@ -345,12 +349,3 @@ def _hub_id(source: DataSource) -> re.Match[str] | None:
     if Path(source.path).exists() or DATA_FILE.search(source.path):
         return None
     return HUB_ID.fullmatch(source.path)
-
-
-def _refuse(source: DataSource, *fields: str) -> None:
-    """Raise `ConfigError` for a field that has no meaning for ``source``."""
-    for name in fields:
-        if (value := getattr(source, name)) is not None:
-            raise ConfigError(
-                f"{source.path!r} is no dataset of the Hub and has no {name}; leave {name} = {value!r} out"
-            )

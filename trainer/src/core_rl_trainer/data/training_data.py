@@ -20,11 +20,13 @@ from core_rl_trainer.data.image_fields import located
 from core_rl_trainer.data.images import ImageEncoder, images_digest, with_images, without_images
 from core_rl_trainer.data.kinds import ExampleKind, within_vocabulary
 from core_rl_trainer.data.sources import is_hub_dataset, open_source
-from core_rl_trainer.data.tokenizers import all_end_tokens
+from core_rl_trainer.data.tokenizers import all_end_tokens, marked_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+PREVIEW = 2
+"""Sequences of an example that are shown: as many as a preference has."""
 SPLIT = 0x5EED
 """Separates the seed of the split from the seeds of the data order."""
 
@@ -163,3 +165,34 @@ def _split(sources: Sequence[Examples], fraction: float, seed: int) -> tuple[lis
             "other data in data.eval"
         )
     return train, held_out
+
+
+# --------------------------------------------------------------------- summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """The training data of a run."""
+
+    sources: str
+    """Examples and tokens of each source, in one line."""
+    preview: tuple[str, ...]
+    """The first `PREVIEW` sequences of the first example that is drawn, decoded, with trained tokens in ⟦ ⟧."""
+
+    def lines(self) -> tuple[str, ...]:
+        """Lines for a log."""
+        return (f"data: {self.sources}", *(f"first example: {text}" for text in self.preview))
+
+
+def summarize_data(data: TrainingData, tokenizer: PreTrainedTokenizerBase, seed: int) -> DataSummary:
+    """The summary of ``data``, whose order has the seed ``seed``."""
+    sources = [
+        f"{part.origin}: {len(part):,} examples"
+        + (f" in the format {part.format}" if part.format else "")
+        + (f" ({part.left_out:,} left out)" if part.left_out else "")
+        + f", {sum(sum(size.units) for size in part.sizes):,} tokens"
+        for part in data.train.parts
+    ]
+    first = data.kind.sequences(data.train[next(data.train.order(seed))])
+    preview = tuple(marked_text(tokenizer, sequence) for sequence in first[:PREVIEW])
+    return DataSummary(sources="; ".join(sources), preview=preview)

@@ -12,9 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core_rl.errors import BatchError, RolloutError
-from core_rl_trainer.data.chat import ended_ids
 from core_rl_trainer.data.chat_template import ChatFormat
-from core_rl_trainer.data.encoding import encode_prompt
+from core_rl_trainer.data.encoding import encode_prompt, ended_ids
 from core_rl_trainer.data.pieces import continuation_ids, decoded
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.environments import Observation

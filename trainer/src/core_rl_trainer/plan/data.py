@@ -18,9 +18,8 @@ from core_rl_trainer.algorithms.updates import UpdatesConfig
 from core_rl_trainer.data.chat_template import CLOCK
 from core_rl_trainer.data.config import DataSection
 from core_rl_trainer.data.kinds import DEMONSTRATIONS, PREFERENCES, PROMPTS, ExampleKind
-from core_rl_trainer.data.summary import DataSummary, summarize_data
 from core_rl_trainer.data.tokenizers import vocabulary_size
-from core_rl_trainer.data.training_data import TrainingData, load_training_data
+from core_rl_trainer.data.training_data import DataSummary, TrainingData, load_training_data, summarize_data
 from core_rl_trainer.outputs.run_files import RECIPE
 from core_rl_trainer.plan.online_checks import longest_prompt, with_answer_checks
 from core_rl_trainer.plan.run_plan import Workload

@@ -35,7 +35,7 @@ import torch
 from core_rl.config.engine import EngineConfig, TrainEngineConfig
 from core_rl.toolkit.footprint import Footprint, footprint_of
 from core_rl.toolkit.token_logprobs import GROUP_ROWS, KEEP_BYTES, chunk_rows
-from core_rl_trainer.data.summary import DataSummary
+from core_rl_trainer.data.training_data import DataSummary
 from core_rl_trainer.plan.run_plan import EnginePlan, RunPlan, Schedule, Workload
 from core_rl_trainer.plan.slots import describe_slots
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from core_rl.config.engine import EngineConfig, InferenceEngineConfig, OptimizerConfig, TrainEngineConfig
 from core_rl.launch.hosts import Slot
 from core_rl.registry.spec import EngineSpec
-from core_rl_trainer.data.summary import DataSummary
-from core_rl_trainer.data.training_data import TrainingData
+from core_rl_trainer.data.training_data import DataSummary, TrainingData
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 from core_rl_trainer.plan.identity import RunIdentity
 from core_rl_trainer.recipe.cluster import ClusterSection

@@ -138,14 +138,16 @@ def is_coroutine_function(function: object) -> bool:
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run ``function`` in a daemon thread: one of a pool that hangs would keep the process from ending."""
+    """Run ``function`` in a daemon thread, since a hanging thread of a pool would keep the process alive."""
     outcome = _pending()
 
     def work() -> None:
         try:
-            outcome.set_result(partial(_returned, function(*args)))
+            value = function(*args)
         except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
             outcome.set_result(partial(_raised, error))
+        else:
+            outcome.set_result(lambda: value)
 
     thread = threading.Thread(target=work, name="core-rl-user-code", daemon=True)
     thread.start()
@@ -168,9 +170,11 @@ async def call_on_loop(loop: LoopThread, function: Callable[..., Awaitable[Any]]
 
     async def work() -> None:
         try:
-            outcome.set_result(partial(_returned, await coroutine))
+            value = await coroutine
         except BaseException as error:  # noqa: BLE001  (the loop's boundary: the caller raises it)
             outcome.set_result(partial(_raised, error))
+        else:
+            outcome.set_result(lambda: value)
 
     running = loop.run(work())
     try:
@@ -187,10 +191,6 @@ def _pending() -> Future[Callable[[], Any]]:
     outcome: Future[Callable[[], Any]] = Future()
     outcome.set_running_or_notify_cancel()
     return outcome
-
-
-def _returned(value: Any) -> Any:
-    return value
 
 
 def _raised(error: BaseException) -> Any:

@@ -139,32 +139,22 @@ def open_user_code(
                 if isinstance(function, HttpReward):
                     stack.callback(_close_endpoint, loop, function)
                 opened[name, batched] = _OnLoop(function, loop)
+        terms = tuple(
+            RewardTerm(
+                name=section.label,
+                function=TextReward(opened[section.call], tokenizer, skip_special_tokens, section.batched),
+                weight=section.weight,
+                batched=section.batched,
+            )
+            for section in loaded.sections
+        )
         yield UserCode(
-            reward=WeightedRewards(
-                tuple(
-                    _term(section, opened[section.call], tokenizer, skip_special_tokens)
-                    for section in loaded.sections
-                )
-            ),
+            reward=WeightedRewards(terms),
             environment=None
             if loaded.environment is None
             else partial(_EnvironmentOnLoop, loaded.environment, tokenizer, loop),
             should_accept=loaded.should_accept,
         )
-
-
-def _term(
-    section: RewardSection,
-    function: Callable[..., Any],
-    tokenizer: PreTrainedTokenizerBase,
-    skip_special_tokens: bool,
-) -> RewardTerm:
-    return RewardTerm(
-        name=section.label,
-        function=TextReward(function, tokenizer, skip_special_tokens, section.batched),
-        weight=section.weight,
-        batched=section.batched,
-    )
 
 
 class _OnLoop:
