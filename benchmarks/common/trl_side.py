@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import datasets
-from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import (
-    PreTrainedTokenizerFast,
     PrinterCallback,
     ProgressCallback,
     Trainer,
@@ -22,6 +20,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from common.bare import build
+from common.rollouts import word_tokenizer
 from common.workload import MODEL
 
 UNLOGGED: dict[str, Any] = {
@@ -59,14 +58,11 @@ def trl_step(
         **UNLOGGED,
         **arguments,
     )
-    first, last = "<first>", "<last>"  # The trainer wants a tokenizer, and uses only its padding token.
-    words = Tokenizer(models.WordLevel({first: 0, last: 1}, unk_token=first))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token=first, eos_token=last)
     trainer = SFTTrainer(
         model=build(MODEL, packed=False, path=path),
         args=config,
         train_dataset=datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in ids]}),
-        processing_class=tokenizer,
+        processing_class=word_tokenizer(),  # it uses only the padding token
     )
     gate = StepGate()
     gate.attach(trainer)

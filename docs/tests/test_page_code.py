@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import cli_support
 import pytest
 import torch
 from arithmetic_support import load_example
 from distributions import install_project
 from page_blocks import PAGES, ROOT, Block, blocks_of, commands_of, name_of
 
-from core_rl.cli import main
 from core_rl_conformance.inputs.tiny_models import TinyModel, build
 
 RUNNABLE = ("python", "sh")
@@ -79,9 +79,7 @@ def write_file(block: Block, workspace: Path) -> None:
 def run_command(command: str, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = shlex.split(command)
     if program == "core-rl":
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert (caught.value.code or 0) == 0, command
+        assert cli_support.run_command(*arguments) == 0, command
     elif program == "pytest":
         pytest_command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         result = subprocess.run(pytest_command, cwd=workspace, capture_output=True, text=True, check=False)

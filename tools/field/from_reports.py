@@ -50,16 +50,23 @@ def _absent(name: str) -> Iterator[Result]:
 def _of_report(name: str, file: str) -> Iterator[Result]:
     report = read_report(ROOT / "docs" / "results" / file)
     for engine in report.engines:
-        for row, measure in ((RESUME, _resume), (CUTS, _cuts)):
-            named: dict[str, Any] = {
-                "row": row,
-                "case": engine.name,
-                "framework": name,
-                "version": engine.version.rpartition(" ")[2],
-                "command": report.command,
-            }
-            yield Result(**named, **measure(report, engine))
-        yield from _entropy(name, report, engine)
+        version = engine.version.rpartition(" ")[2]
+        named: dict[str, Any] = {"framework": name, "version": version, "command": report.command}
+        yield Result(row=RESUME, case=engine.name, **named, **_resume(report, engine))
+        yield Result(row=CUTS, case=engine.name, **named, **_cuts(report, engine))
+        for case in _cases(report, engine, "T2.entropy"):
+            # An entropy bonus that depends on the cut, which no metric shows.
+            if case.outcome is not Outcome.PASSED and case.worst is not None:
+                yield Result(
+                    row=CUTS,
+                    case=f"{engine.name}, entropy bonus",
+                    **named,
+                    state=judged(case.worst.error, case.worst.limit),
+                    error=case.worst.error,
+                    limit=case.worst.limit,
+                    unit="in gradients",
+                    reason=f"`T2.entropy`: {_waiver(case)}",
+                )
 
 
 def _cases(report: Report, engine: EngineRecord, check: str) -> Sequence[CaseRecord]:
@@ -96,24 +103,6 @@ def _cuts(report: Report, engine: EngineRecord) -> dict[str, Any]:
         error, name = max(differing)
         return _figure(error, METRIC_LIMIT, cases) | {"reason": f"`{name}`: {_waiver(cases[0])}"}
     return _figure(None, METRIC_LIMIT, cases)
-
-
-def _entropy(name: str, report: Report, engine: EngineRecord) -> Iterator[Result]:
-    """An entropy bonus that depends on the cut, which no metric shows."""
-    for case in _cases(report, engine, "T2.entropy"):
-        if case.outcome is not Outcome.PASSED and case.worst is not None:
-            yield Result(
-                row=CUTS,
-                case=f"{engine.name}, entropy bonus",
-                framework=name,
-                version=engine.version.rpartition(" ")[2],
-                state=judged(case.worst.error, case.worst.limit),
-                error=case.worst.error,
-                limit=case.worst.limit,
-                unit="in gradients",
-                reason=f"`T2.entropy`: {_waiver(case)}",
-                command=report.command,
-            )
 
 
 def _figure(error: float | None, limit: float, cases: Sequence[CaseRecord]) -> dict[str, Any]:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
-from core_rl_conformance.hints.diagnose import compare_named, compare_scalar, compare_tokens, same_named
+from core_rl_conformance.hints.diagnose import (
+    Finding,
+    compare_named,
+    compare_scalar,
+    compare_tokens,
+    same_named,
+)
 from core_rl_conformance.hints.token_shapes import PLACES as PLACES_OF_ERRORS
 from core_rl_conformance.hints.token_shapes import token_hints
 from core_rl_conformance.hints.tokens import Places, Tokens, show_factor
@@ -47,6 +53,11 @@ def _late(value: Tensor) -> Tensor:
 
 def _early(value: Tensor) -> Tensor:
     return torch.cat([value[1:], value[-1:]])
+
+
+def _problem(finding: Finding) -> str:
+    assert finding.problem is not None
+    return finding.problem
 
 
 def _at(where: Tensor) -> Tensor:
@@ -120,12 +131,10 @@ SHAPES = {
 def test_only_known_token_error_shapes_are_named(hint: str) -> None:
     places = PLACES if "packed tokens" not in hint else Places.of(BATCH, VOCABULARY)
     finding = compare_tokens("values", list(SHAPES[hint].split(BATCH.lengths)), EXPECTED, SMALL, places)
-    assert finding.problem is not None
-    assert torch.tensor(finding.error) > SMALL.limit
-    assert re.search(hint, finding.problem), finding.problem
-    shapes = [shape for shape in SHAPES if shape != hint and re.search(shape, finding.problem)]
+    problem = _problem(finding)
+    assert finding.error > SMALL.limit
     # Where a shift loses an end, and where a reversal moves the zeros, ends are wrong as well.
-    assert not shapes, finding.problem
+    assert [shape for shape in SHAPES if re.search(shape, problem)] == [hint], problem
 
 
 @settings(derandomize=True, deadline=None)
@@ -158,21 +167,19 @@ def test_buffer_and_integer_limits_are_named(hint: str) -> None:
     wrong = ENDS[hint](places) & batch.not_first
     values = torch.rand(200, generator=torch.Generator().manual_seed(1))
     off = torch.where(wrong, values + 1.0 + values**2, values)
-    finding = compare_tokens("values", off.split(batch.lengths), values.split(batch.lengths), SMALL, places)
-    assert finding.problem is not None and hint in finding.problem, finding.problem
+    rows = off.split(batch.lengths), values.split(batch.lengths)
+    assert hint in _problem(compare_tokens("values", *rows, SMALL, places))
 
 
 def test_single_wrong_value_has_no_shape() -> None:
     got = list((VALUES + NOISE * _marked([5])).split(BATCH.lengths))
-    problem = compare_tokens("values", got, EXPECTED, SMALL, PLACES).problem
-    assert problem is not None and len(problem.splitlines()) == 2
+    assert len(_problem(compare_tokens("values", got, EXPECTED, SMALL, PLACES)).splitlines()) == 2
 
 
 def test_first_difference_is_shown_with_its_place() -> None:
     got = [value.clone() for value in EXPECTED]
     got[1][2] += 0.5
-    problem = compare_tokens("log-probs", got, EXPECTED, SMALL).problem
-    assert problem is not None
+    problem = _problem(compare_tokens("log-probs", got, EXPECTED, SMALL))
     assert "sequence 1, token 2 of 4" in problem
     assert f"expected {float(EXPECTED[1][2]):.7g}, got {float(got[1][2]):.7g}" in problem
     assert f"1 of {BATCH.num_tokens} values are off" in problem
@@ -194,8 +201,8 @@ def test_points_are_few_and_hold_the_worst() -> None:
 
 def test_scalars_of_sequences_are_compared() -> None:
     expected = [torch.tensor(1.0), torch.tensor(2.0)]
-    problem = compare_tokens("scores", [torch.tensor(1.0), torch.tensor(2.5)], expected, SMALL).problem
-    assert problem is not None and "first at sequence 1: expected 2, got 2.5" in problem
+    finding = compare_tokens("scores", [torch.tensor(1.0), torch.tensor(2.5)], expected, SMALL)
+    assert "first at sequence 1: expected 2, got 2.5" in _problem(finding)
 
 
 def test_shapes_are_compared_first() -> None:
@@ -209,8 +216,7 @@ def test_nonfinite_values_never_pass(bad: float) -> None:
     got = [value.clone() for value in EXPECTED]
     got[2][4] = bad
     finding = compare_tokens("log-probs", got, EXPECTED, Tolerance(baseline=1e30, floor=0.0))
-    assert finding.problem is not None
-    assert "sequence 2, token 4" in finding.problem
+    assert "sequence 2, token 4" in _problem(finding)
     assert compare_scalar("loss", bad, 1.0, SMALL).problem is not None
 
 
@@ -244,9 +250,7 @@ LIMITS = dict.fromkeys(NAMED, SMALL)
 
 
 def _compare(got: dict[str, Tensor], expected: Mapping[str, Tensor] = NAMED) -> str:
-    problem = compare_named("gradients", got, expected, LIMITS).problem
-    assert problem is not None
-    return problem
+    return _problem(compare_named("gradients", got, expected, LIMITS))
 
 
 def _off(
@@ -308,8 +312,8 @@ def test_step_hints_describe_the_change() -> None:
     got = {name: value + 2 * steps[name] for name, value in NAMED.items()}
     expected = {name: value + steps[name] for name, value in NAMED.items()}
     assert "multiplied" not in _compare(got, expected)
-    problem = compare_named("weights", got, expected, LIMITS, since=NAMED).problem
-    assert problem is not None and "in the change, all of them are multiplied by 2" in problem
+    problem = _problem(compare_named("weights", got, expected, LIMITS, since=NAMED))
+    assert "in the change, all of them are multiplied by 2" in problem
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -324,16 +328,14 @@ def test_rows_behind_a_small_index_are_named() -> None:
     expected = {"lm_head.weight": torch.ones(33_000, 1), "norm.weight": torch.ones(3)}
     limits = dict.fromkeys(expected, SMALL)
     got = {**expected, "lm_head.weight": torch.arange(33_000)[:, None].lt(32_770).float()}
-    problem = compare_named("gradients", got, expected, limits).problem
-    assert problem is not None and "only rows from 32,768 on of lm_head.weight are wrong" in problem
+    problem = _problem(compare_named("gradients", got, expected, limits))
+    assert "only rows from 32,768 on of lm_head.weight are wrong" in problem
 
 
 def test_wrong_part_needs_right_part() -> None:
-    head = {"score.weight": torch.ones(1, 8)}
-    problem = compare_named(
-        "gradients", {"score.weight": torch.zeros(1, 8)}, head, {"score.weight": SMALL}
-    ).problem
-    assert problem is not None and "all zero (1 of 1)" in problem and "only" not in problem
+    head, zero = ({"score.weight": value} for value in (torch.ones(1, 8), torch.zeros(1, 8)))
+    problem = _problem(compare_named("gradients", zero, head, {"score.weight": SMALL}))
+    assert "all zero (1 of 1)" in problem and "only" not in problem
 
 
 def test_some_wrong_tensors_are_listed() -> None:
@@ -354,41 +356,28 @@ def test_names_and_shapes_are_compared_first() -> None:
 
 
 def test_bitwise_comparison_sees_last_unit_and_dtype() -> None:
-    moved = {
-        **NAMED,
-        "model.norm.weight": torch.nextafter(NAMED["model.norm.weight"], torch.tensor(math.inf)),
-    }
+    norm = NAMED["model.norm.weight"]
     assert same_named("weights", NAMED, NAMED).problem is None
-    assert same_named("weights", moved, NAMED).problem is not None
-    halved = {
-        name: value.bfloat16().float() if name == "model.norm.weight" else value
-        for name, value in NAMED.items()
-    }
-    assert same_named("weights", halved, NAMED).problem is not None
-    problem = same_named(
-        "weights", {**NAMED, "model.norm.weight": NAMED["model.norm.weight"].double()}, NAMED
-    ).problem
-    assert problem is not None and "float64; expected torch.float32" in problem
+    for changed in (torch.nextafter(norm, torch.tensor(math.inf)), norm.bfloat16().float()):
+        assert same_named("weights", {**NAMED, "model.norm.weight": changed}, NAMED).problem is not None
+    finding = same_named("weights", {**NAMED, "model.norm.weight": norm.double()}, NAMED)
+    assert "float64; expected torch.float32" in _problem(finding)
 
 
 def test_scalars_show_their_ratio() -> None:
-    problem = compare_scalar("the norm", 3.0, 1.5, SMALL).problem
-    assert problem is not None and "2 times what is expected" in problem
-
-
-def test_an_arbitrary_ratio_is_no_scale() -> None:
-    problem = compare_scalar("the norm", 1.234567, 1.0, SMALL).problem
-    assert problem is not None and "times" not in problem and "1.234567" in problem
+    assert "2 times what is expected" in _problem(compare_scalar("the norm", 3.0, 1.5, SMALL))
+    arbitrary = _problem(compare_scalar("the norm", 1.234567, 1.0, SMALL))
+    assert "times" not in arbitrary and "1.234567" in arbitrary
 
 
 def test_explanation_replaces_hints_for_wrong_values() -> None:
     finding = compare_tokens(
         "values", [0.5 * value for value in EXPECTED], EXPECTED, SMALL, explain=lambda: "a cause"
     )
-    assert finding.problem is not None and finding.problem.endswith("\nit looks like: a cause")
-    assert "multiplied" not in finding.problem
+    problem = _problem(finding)
+    assert problem.endswith("\nit looks like: a cause") and "multiplied" not in problem
     named = compare_named("gradients", SETS["all zero"], NAMED, LIMITS, explain=lambda: "a cause")
-    assert named.problem is not None and "zero" not in named.problem
+    assert "zero" not in _problem(named)
     assert compare_tokens("values", EXPECTED, EXPECTED, SMALL, explain=_never).problem is None
     assert compare_scalar("loss", 1.0, 1.0, SMALL, explain=_never).problem is None
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cli_support import run_command
 from page_policy import blocked_sources
 from report_support import EVERYTHING, case, measured, report
 
-from core_rl.cli import main
 from core_rl_conformance.outcomes import Outcome
 from core_rl_conformance.report.files import SCHEMA_FILE, write_report
 from core_rl_conformance.report.model import CapabilityState, Report, Verdict
@@ -36,9 +36,9 @@ def test_engines_of_several_reports_stand_side_by_side() -> None:
 
 def test_support_page_shows_committed_reports(tmp_path: Path) -> None:
     docs, page = Path(__file__).parents[3] / "docs", tmp_path / "support.md"
-    with pytest.raises(SystemExit) as caught:
-        main(["report", *map(str, sorted(docs.glob("results/versions/*.json"))), "--versions", str(page)])
-    assert not caught.value.code and page.read_text() == (docs / "support.md").read_text()
+    reports = map(str, sorted(docs.glob("results/versions/*.json")))
+    assert run_command("report", *reports, "--versions", str(page)) == 0
+    assert page.read_text() == (docs / "support.md").read_text()
 
 
 FAILED = case("I10.value", Outcome.FAILED)
@@ -138,21 +138,15 @@ def test_the_page_lists_engines_and_checks() -> None:
 # --------------------------------------------------------------- the command
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    return int(caught.value.code or 0)
-
-
 def test_the_command_prints_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     write_report(PASSED, first)
     write_report(report(case(engine="other", measurements=(measured(0.5, 1.0),))), second)
-    assert _run("report", str(first), str(second)) == 0
+    assert run_command("report", str(first), str(second)) == 0
     printed = capsys.readouterr().out
     assert "| mine 0.1.0 | other 0.1.0 |" in printed
     table, page = tmp_path / "table.md", tmp_path / "page.html"
-    assert _run("report", str(first), str(second), "--markdown", str(table), "--html", str(page)) == 0
+    assert run_command("report", str(first), str(second), "--markdown", str(table), "--html", str(page)) == 0
     assert capsys.readouterr().out == ""
     assert table.read_text(encoding="utf-8") == printed
     assert "</html>" in page.read_text(encoding="utf-8")
@@ -162,16 +156,16 @@ def test_report_command_names_damaged_file(tmp_path: Path, capsys: pytest.Captur
     good, bad = tmp_path / "a.json", tmp_path / "b.json"
     write_report(PASSED, good)
     bad.write_text(good.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    assert _run("report", str(good), str(bad), "--markdown", str(tmp_path / "table.md")) == 1
+    assert run_command("report", str(good), str(bad), "--markdown", str(tmp_path / "table.md")) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and "b.json is damaged" in captured.err
     assert not (tmp_path / "table.md").exists()
 
 
 def test_the_command_prints_the_published_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("report", "--schema") == 0
+    assert run_command("report", "--schema") == 0
     assert capsys.readouterr().out == SCHEMA_FILE.read_text(encoding="utf-8")
 
 
 def test_the_command_without_a_file_is_wrong_usage() -> None:
-    assert _run("report") == 2
+    assert run_command("report") == 2

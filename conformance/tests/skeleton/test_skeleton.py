@@ -10,21 +10,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from cli_support import run_command
 from distributions import install_project
 
 from core_rl import __version__
-from core_rl.cli import main
 from core_rl.errors import ConfigError
 from core_rl.registry.spec import PROTOCOL_VERSION
 from core_rl_conformance.skeleton import FILES, Skeleton, write_skeleton
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "core-rl-ddp"
-
-
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    return int(caught.value.code or 0)
 
 
 def _path_with(project: Path, site: Path) -> str:
@@ -40,7 +34,7 @@ def test_example_has_no_extra_files() -> None:
 
 
 def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("new-engine", "odd-2b", "--directory", str(tmp_path)) == 0
+    assert run_command("new-engine", "odd-2b", "--directory", str(tmp_path)) == 0
     project = tmp_path / "core-rl-odd-2b"
     printed = capsys.readouterr().out
     assert f"wrote {project / 'src' / 'core_rl_odd_2b' / 'engine.py'}" in printed
@@ -103,25 +97,17 @@ def test_no_placeholder_is_left() -> None:
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "core-rl-mine"
-    folder.mkdir()
-    (folder / "README.md").write_text("mine", encoding="utf-8")
-    assert _run("new-engine", "mine", "--directory", str(tmp_path)) == 2
-    assert "README.md exists" in capsys.readouterr().err
-    assert [path.name for path in folder.iterdir()] == ["README.md"]
-    assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
-
-
-def test_directory_gets_a_single_folder(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("another project", encoding="utf-8")
-    assert _run("new-engine", "mine", "--directory", str(tmp_path)) == 0
+    arguments = ("new-engine", "mine", "--directory", str(tmp_path))
+    assert run_command(*arguments) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["core-rl-mine", "pyproject.toml"]
-    assert (tmp_path / "core-rl-mine" / "src" / "core_rl_mine" / "engine.py").is_file()
-
-
-def test_skeleton_joins_existing_files(tmp_path: Path) -> None:
-    (tmp_path / ".git").mkdir()
-    assert len(write_skeleton(Skeleton.named("mine"), tmp_path)) == 8
+    folder = tmp_path / "core-rl-mine"
+    (folder / "src" / "core_rl_mine" / "engine.py").unlink()
+    (folder / "README.md").write_text("mine", encoding="utf-8")
+    assert run_command(*arguments) == 2
+    assert "README.md exists" in capsys.readouterr().err
+    assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
+    assert not (folder / "src" / "core_rl_mine" / "engine.py").exists()
 
 
 def test_unwritable_directory_is_an_error(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_support import run_command
 from distributions import write_distribution
 
 from core_rl import __version__
-from core_rl.cli import main
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl.registry.engines import register_engine
@@ -43,15 +43,8 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    code = caught.value.code
-    return code if isinstance(code, int) else 0
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--version") == 0
+    assert run_command("--version") == 0
     assert capsys.readouterr().out == f"core-rl {__version__}\n"
 
 
@@ -59,13 +52,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments", [["--help"], ["engines", "--help"], ["engines", "show", "-h"], ["train", "-h"]]
 )
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(*arguments) == 0
+    assert run_command(*arguments) == 0
     assert "Usage: core-rl" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["quux"], ["train"], ["engines", "show"], ["engines", "--quux"]])
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(*arguments) == 2
+    assert run_command(*arguments) == 2
     assert "Usage: core-rl" in capsys.readouterr().err
 
 
@@ -87,7 +80,7 @@ def test_an_error_fits_on_screen(
         raise error
 
     monkeypatch.setattr("core_rl.cli.build_app", lambda **_: fail)
-    assert _run("anything") == 2
+    assert run_command("anything") == 2
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == lines and printed[-1] == "the same command resumes"
     assert printed[0].startswith(f"error: {text[:20]}".splitlines()[0])
@@ -96,7 +89,7 @@ def test_an_error_fits_on_screen(
 
 @pytest.mark.usefixtures("alpha", "broken")
 def test_engines_lists_broken_engines_with_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines") == 0
+    assert run_command("engines") == 0
     lines = capsys.readouterr().out.splitlines()
     good = next(line for line in lines if line.strip().startswith("alpha"))
     assert good.split()[-2:] == [f"2/{len(Capability)}", "ok"]
@@ -108,7 +101,7 @@ def test_engines_lists_broken_engines_with_reason(capsys: pytest.CaptureFixture[
 
 @pytest.mark.usefixtures("alpha", "broken")
 def test_engines_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "--json") == 0
+    assert run_command("engines", "--json") == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["engines"]}
     assert listed["alpha"]["spec"]["capabilities"] == ["lora", "moe"]
     assert (listed["alpha"]["status"], listed["alpha"]["error"]) == ("ok", None)
@@ -118,12 +111,12 @@ def test_engines_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_engines_strict_fails_for_broken_engine() -> None:
-    assert _run("engines", "--strict") == 1
+    assert run_command("engines", "--strict") == 1
 
 
 @pytest.mark.usefixtures("alpha")
 def test_show_prints_capabilities_and_fields_without_the_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "show", "alpha", "--no-check") == 0
+    assert run_command("engines", "show", "alpha", "--no-check") == 0
     out = capsys.readouterr().out
     assert "An engine [for tests]." in out
     assert "supported: lora, moe" in out
@@ -134,7 +127,7 @@ def test_show_prints_capabilities_and_fields_without_the_backend(capsys: pytest.
 
 @pytest.mark.usefixtures("alpha")
 def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "show", "alpha", "--json", "--no-check") == 0
+    assert run_command("engines", "show", "alpha", "--json", "--no-check") == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["capabilities"] == ["lora", "moe"]
     fields = {field["name"]: field for field in shown["fields"]}
@@ -143,7 +136,7 @@ def test_show_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_of_an_unknown_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("engines", "show", "quux") == 2
+    assert run_command("engines", "show", "quux") == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: no installed engine is called 'quux'")

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from core_rl.cli import main
+from cli_support import run_command
 
 Install = Callable[[str, str, str], None]
 GREET = """
@@ -44,25 +43,19 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
             del sys.modules[name]
 
 
-def _run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    return int(caught.value.code or 0)
-
-
 def test_installed_distribution_adds_command(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", GREET)
-    assert _run("--help") == 0
+    assert run_command("--help") == 0
     assert any("greet" in line and "Greet somebody." in line for line in capsys.readouterr().out.splitlines())
-    assert _run("greet", "ann", "--loud") == 0
+    assert run_command("greet", "ann", "--loud") == 0
     assert capsys.readouterr().out == "hello ANN\n"
-    assert _run("greet") == 2
-    assert _run("gret", "ann") == 2
+    assert run_command("greet") == 2
+    assert run_command("gret", "ann") == 2
     assert "Did you mean 'greet'" in capsys.readouterr().err
 
 
 def test_core_commands_use_the_entry_point(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("--help") == 0
+    assert run_command("--help") == 0
     out = capsys.readouterr().out
     assert all(f" {name} " in out for name in ("engines", "train", "report", "new-engine"))
 
@@ -81,12 +74,12 @@ def test_broken_command_shows_its_reason(
 ) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", source)
     install("beta-commands", "hail = beta_commands:greet", GREET)
-    assert _run("--help") == 0
+    assert run_command("--help") == 0
     assert "(broken) command 'greet' of alpha-commands" in capsys.readouterr().out
-    assert _run("greet", "ann", "--loud") == 2
+    assert run_command("greet", "ann", "--loud") == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: command 'greet' of alpha-commands") and message in captured.err
-    assert _run("hail", "ann") == 0
+    assert run_command("hail", "ann") == 0
     assert capsys.readouterr().out == "hello ann\n"
 
 
@@ -95,16 +88,16 @@ def test_command_conflict_names_both_distributions(
 ) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", GREET)
     install("beta-commands", "greet = beta_commands:greet", GREET)
-    assert _run("greet", "ann") == 2
+    assert run_command("greet", "ann") == 2
     err = capsys.readouterr().err
     assert "'greet' is claimed by" in err and "alpha-commands" in err and "beta-commands" in err
 
 
 def test_a_built_in_command_cannot_be_replaced(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install("alpha-commands", "engines = alpha_commands:greet", GREET)
-    assert _run("engines") == 0
+    assert run_command("engines") == 0
     assert "hello" not in capsys.readouterr().out
-    assert _run("--help") == 0
+    assert run_command("--help") == 0
     assert "Greet somebody." not in capsys.readouterr().out
 
 
@@ -113,7 +106,7 @@ def test_unreadable_entry_points_hide_no_command(
 ) -> None:
     install("alpha-commands", "greet = alpha_commands:greet", GREET)
     install("beta-commands", "a line without an equals sign", GREET)
-    assert _run("greet", "ann") == 0
+    assert run_command("greet", "ann") == 0
     assert capsys.readouterr().out == "hello ann\n"
 
 
@@ -160,7 +153,7 @@ def test_fields_as_options_are_hinted(
     install: Install, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     install("beta-commands", "tune = beta_commands:tune", TUNE)
-    assert _run("tune", "r.yaml", *arguments) == 2
+    assert run_command("tune", "r.yaml", *arguments) == 2
     assert message in capsys.readouterr().err
-    assert _run("tune", "r.yaml", "steps=5", "--dry-run") == 0
+    assert run_command("tune", "r.yaml", "steps=5", "--dry-run") == 0
     assert capsys.readouterr().out == "r.yaml ['steps=5']\n"

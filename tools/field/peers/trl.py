@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from core_rl_trl.black_box import make_tokenizer
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -64,10 +63,9 @@ class TRLPeer(Peer):
         config = SFTConfig(
             output_dir=model_dir, padding_free=True, max_length=None, report_to="none", use_cpu=True
         )
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>"))
+        SFTTrainer(
+            model, config, train_dataset=data, processing_class=_Processor(make_tokenizer(vocab_size=2))
         )
-        SFTTrainer(model, config, train_dataset=data, processing_class=_Processor(tokenizer))
         raise NotRun("this version packs images; measure it")
 
     def logits(self, sequence: Tensor) -> Tensor:
