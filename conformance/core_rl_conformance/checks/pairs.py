@@ -103,7 +103,6 @@ def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> 
     Where they do not, and the engine under check is off the oracle, this raises `AssertionError`; where only
     the partner is, `NotRun`: it is the case from the other side that fails.
     """
-    __tracebackhide__ = True
     differences = [quantity for quantity in quantities if quantity.between.problem is not None]
     if not differences:
         for quantity in quantities:
@@ -249,9 +248,9 @@ def _pair_steps(ours: Trained, partner: Trained, expected: ExpectedTraining) -> 
 
 @check(
     "I11.pair-portable",
-    requires=[Capability.PORTABLE_CHECKPOINT],
+    requires={Capability.PORTABLE_CHECKPOINT},
     partner="train",
-    partner_requires=[Capability.PORTABLE_CHECKPOINT],
+    partner_requires={Capability.PORTABLE_CHECKPOINT},
     each="layout",
 )
 def a_training_moves_between_two_engines(subject: EngineUnderTest) -> None:

@@ -41,7 +41,9 @@ class FrozenModelsLoseMoments(OwnExport):
             super().import_tensors(kind, source)
 
 
-@Mutant("I11.portable-round-trip", "a head beside the model (I11)", "exp_avg after the load: 1 of")
+@Mutant(
+    "I11.portable-round-trip", "a head beside the model (I11)", "exp_avg after the load of .portable.: 1 of"
+)
 class HeadLosesMoments(OwnExport):
     """The moments of the value head are not loaded by name."""
 
