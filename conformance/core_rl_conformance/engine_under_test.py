@@ -230,9 +230,9 @@ class EngineUnderTest:
         save_with(model, group.named_tensors("master"), self.directory(name))
         return Snapshot(self.directory(name), model.head, vision=model.vision)
 
-    def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
-        """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
-        return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
+    def places(self, data: Ragged) -> Places:
+        """Positions of the tokens of ``data`` for hints, in a group that shards it."""
+        return Places.of(data.batch(), self.model().vocab_size, self.layout, ONE_PASS)
 
     def verify(self, finding: diagnose.Finding) -> None:
         """Keep the measurement; raise `AssertionError` where the comparison does not hold."""

@@ -40,6 +40,8 @@ GREEDY = replace(serving.PLAIN, temperature=0.0)
 TINY_BUCKET = 4096
 BYTES_PER_CHANGE = 16
 """The most bytes of an index and its value."""
+SHARE = 0.03
+"""Places of a tensor that a change of few values is about."""
 
 
 class DeltaSender:
@@ -95,13 +97,13 @@ def _spoiled(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flip(0)
 
 
-def with_few_changes(tensors: Mapping[str, Tensor], seed: int, share: float = 0.03) -> dict[str, Tensor]:
-    """Copies with other values in a ``share`` of the places of each tensor, the last one among them."""
+def with_few_changes(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Copies with other values in some places of each tensor, the last one among them."""
     draw = torch.Generator().manual_seed(seed)
     changed = {}
     for name, tensor in tensors.items():
         new = tensor.clone()
-        mask = torch.rand(tensor.numel(), generator=draw) < share
+        mask = torch.rand(tensor.numel(), generator=draw) < SHARE
         mask[-1:] = True
         values = torch.rand(int(mask.sum()), generator=draw) - 0.5
         values[::2] *= 1e-3  # a difference to the old value rounds these

@@ -80,15 +80,14 @@ def pair_named(
     partner: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     allowed: Mapping[str, Tolerance],
-    since: Mapping[str, Tensor] | None = None,
 ) -> PairFinding:
-    """Tensors by name; ``since`` holds their values before training, for the hints."""
+    """Tensors by name."""
     # Over the oracle's names: of other ones there is no tolerance, and it is they that are wrong.
     present = {name: partner[name] for name in truth if name in partner}
     together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
     return PairFinding(
         between=compare_named(_between(label), ours, present, together),
-        own=compare_named(label, ours, truth, allowed, since=since),
+        own=compare_named(label, ours, truth, allowed),
         partner=compare_named(label, partner, truth, allowed),
     )
 
