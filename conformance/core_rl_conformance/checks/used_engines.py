@@ -22,7 +22,7 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import RaisingLoss, TokenMeanLoss
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.moving import elsewhere
-from core_rl_conformance.procedures.outputs import PROBE, verify_forward, verify_outputs
+from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta
 from core_rl_conformance.procedures.training import Shadow
 
@@ -60,7 +60,10 @@ def batches_of_one_size_are_told_apart(subject: EngineUnderTest) -> None:
     }
     group = subject.start(model)
     for label, (data, temperature) in turns.items():
-        verify_forward(subject, group, ("logprobs",), model, data, label, temperature=temperature)
+        output = group.forward(data.batch(), ONE_PASS, ("logprobs",), temperature)
+        expected = subject.outputs(model, data, "logprobs", temperature)
+        got = list(output["logprobs"].split(data.lengths))
+        subject.verify_tokens(f"log-probs {label}", got, expected, subject.places(data))
     for label, data in (
         ("of the first batch", first),
         ("of the same tokens, cut elsewhere,", elsewhere),

@@ -87,7 +87,7 @@ class MastersStayBehind(OwnExport):
 @Mutant(
     "I13.hidden-caches",
     "masks that are cached by the size of the batch",
-    "logprobs of the same tokens, cut elsewhere",
+    "log-probs of the same tokens, cut elsewhere",
 )
 class CutsBySize(ReferenceBackend):
     """Boundaries of sequences are kept by the number of tokens."""
