@@ -74,12 +74,12 @@ def verify_forward(
     places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
     for name in names:
         verify_form(subject, output, name, data)
-    for name in (*names, *["bootstrap"] * ("values" in names)):
-        expected, got = subject.outputs(of, data, name, temperature), per_sequence(output, name, data)
-        again = partial(_again, answer, name, data)
-        subject.verify_tokens(f"{name} {label}", got, expected, places, plotted=plotted, again=again)
+    for part in (*names, *["bootstrap"] * ("values" in names)):
+        expected, got = subject.outputs(of, data, part, temperature), per_sequence(output, part, data)
+        again = partial(_again, answer, part, data)
+        subject.verify_tokens(f"{part} {label}", got, expected, places, plotted=plotted, again=again)
         if overall:
-            verify_overall(subject, f"{name} {label}", got, expected)
+            verify_overall(subject, f"{part} {label}", got, expected)
 
 
 def _again(answer: Callable[[], ModelOutput], name: str, data: Ragged) -> list[Tensor]:
