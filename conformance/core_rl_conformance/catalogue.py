@@ -20,8 +20,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypeVar
@@ -31,6 +32,7 @@ from core_rl.config.engine import DType
 from core_rl.errors import ConfigError
 from core_rl.registry.objects import declared_in, load_entry_point
 from core_rl.registry.spec import EngineKind
+from core_rl_conformance.profile import MIXTURES, VISION
 
 CHECKS_DIRECTORY = Path(__file__).parent / "checks"
 GROUP = "core_rl_checks"
@@ -45,44 +47,68 @@ Each = Literal["layout and model", "layout", "engine"]
 Function = TypeVar("Function", bound=Callable[..., None])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """The identity, requirements and description of a check."""
+    """The identity, requirements and description of a check. As the decorator `check` it marks a function as one."""
 
     identifier: str
     """Stable: ``I7.logprobs`` shows the invariant I7, ``contract.x`` a rule of the interface."""
-    description: str
-    """Docstring: the requirement, the reason, and where to look."""
-    requires: frozenset[Capability]
-    """The check is *not supported* for an engine that lacks any of these."""
-    provisional: bool
+    _: KW_ONLY
+    requires: AbstractSet[Capability] = frozenset()
+    """The check is *not supported* for an engine that lacks any of these, or what its families and dtype need."""
+    provisional: bool = False
     """Reported, but not counted against an engine yet."""
-    kind: TargetKind
+    kind: TargetKind = "train"
     """The engines that it is for, or trainers."""
-    partner: EngineKind | None
+    partner: EngineKind | None = None
     """A second engine of the session that it needs: it runs for every pair of engines of these kinds."""
-    partner_requires: frozenset[Capability]
+    partner_requires: AbstractSet[Capability] = frozenset()
     """Capabilities that the partner must declare."""
-    each: Each
+    each: Each = "layout and model"
     """Scope of its repetition."""
-    min_dp: int
+    min_dp: int = 1
     """Least number of data-parallel ranks."""
-    min_cp: int
+    min_cp: int = 1
     """Least number of ranks that share sequences."""
-    min_layouts: int
+    min_layouts: int = 1
     """Least number of layouts in the profile."""
-    on_three_ranks: bool
+    on_three_ranks: bool = False
     """Whether it runs on three data-parallel ranks too, whatever the layouts of the profile."""
-    families: tuple[str, ...] | None
+    families: tuple[str, ...] | None = None
     """The tiny models that it can use; None is all."""
-    dtype: DType | None
+    dtype: DType | None = None
     """The only dtype that it is about; None is all."""
-    images: bool
+    images: bool = False
     """Whether it runs on vision-language models, with images, as well."""
-    quick: bool
+    quick: bool = True
     """Whether quick sessions run it."""
-    function: Callable[..., None]
+    description: str = ""
+    """Docstring: the requirement, the reason, and where to look."""
+    function: Callable[..., None] = lambda _: None
     """The check itself; it takes a `EngineUnderTest`."""
+
+    def __post_init__(self) -> None:
+        families, implied = set(self.families or ()), set()
+        implied |= {Capability.VISION} if families and families <= set(VISION) else set()
+        implied |= {Capability.MOE} if families and families <= set(MIXTURES) else set()
+        implied |= {Capability.BFLOAT16} if self.dtype == "bfloat16" else set()
+        object.__setattr__(self, "requires", frozenset(self.requires) | implied)
+        object.__setattr__(self, "partner_requires", frozenset(self.partner_requires))
+
+    def __call__(self, function: Function) -> Function:
+        """Mark ``function`` as this check; raises `ValueError` if identifier or docstring do not follow the rules."""
+        description = "\n".join(line.strip() for line in (function.__doc__ or "").strip().splitlines())
+        if not IDENTIFIER.fullmatch(self.identifier):
+            raise ValueError(
+                f"check identifier {self.identifier!r} must look like 'I7.logprobs' or 'contract.outputs'"
+            )
+        absent = [part for part in ("Why:", "Look at:") if part not in description]
+        if absent:
+            raise ValueError(
+                f"the docstring of check {self.identifier!r} lacks {absent}; say why, and where to look"
+            )
+        setattr(function, ATTRIBUTE, replace(self, description=description, function=function))
+        return function
 
     @property
     def title(self) -> str:
@@ -112,6 +138,9 @@ class Check:
         return " ".join(rest.split()) if marker else ""
 
 
+check = Check
+
+
 def natural_order(identifier: str) -> tuple[int, str]:
     """A sorting key: ``I2.x`` before ``I10.x``, rules of the interface after them, and trainers' at the end."""
     invariant, _, name = identifier.partition(".")
@@ -122,65 +151,6 @@ def natural_order(identifier: str) -> tuple[int, str]:
 def paragraphs_of(description: str) -> list[str]:
     """The requirement, the reason and the places to look at, each in one line."""
     return [" ".join(part.split()) for part in PARAGRAPH.split(description)]
-
-
-def check(  # noqa: PLR0913  one line for each fact of a declaration
-    identifier: str,
-    *,
-    requires: Iterable[Capability] = (),
-    provisional: bool = False,
-    kind: TargetKind = "train",
-    partner: EngineKind | None = None,
-    partner_requires: Iterable[Capability] = (),
-    each: Each = "layout and model",
-    min_dp: int = 1,
-    min_cp: int = 1,
-    min_layouts: int = 1,
-    on_three_ranks: bool = False,
-    families: tuple[str, ...] | None = None,
-    dtype: DType | None = None,
-    images: bool = False,
-    quick: bool = True,
-) -> Callable[[Function], Function]:
-    """Mark a function as the check ``identifier``; see `Check` for the rest.
-
-    Raises `ValueError` for an identifier or docstring that does not follow the rules.
-    """
-
-    def mark(function: Function) -> Function:
-        description = "\n".join(line.strip() for line in (function.__doc__ or "").strip().splitlines())
-        if not IDENTIFIER.fullmatch(identifier):
-            raise ValueError(
-                f"check identifier {identifier!r} must look like 'I7.logprobs' or 'contract.outputs'"
-            )
-        absent = [part for part in ("Why:", "Look at:") if part not in description]
-        if absent:
-            raise ValueError(
-                f"the docstring of check {identifier!r} lacks {absent}; say why, and where to look"
-            )
-        declared = Check(
-            identifier=identifier,
-            description=description,
-            requires=frozenset(requires),
-            provisional=provisional,
-            kind=kind,
-            partner=partner,
-            partner_requires=frozenset(partner_requires),
-            each=each,
-            min_dp=min_dp,
-            min_cp=min_cp,
-            min_layouts=min_layouts,
-            on_three_ranks=on_three_ranks,
-            families=families,
-            dtype=dtype,
-            images=images,
-            quick=quick,
-            function=function,
-        )
-        setattr(function, ATTRIBUTE, declared)
-        return function
-
-    return mark
 
 
 def check_of(function: object) -> Check | None:

@@ -158,7 +158,6 @@ class EngineUnderTest:
 
         None where it raises an error of `REFUSALS`, or lacks a package.
         """
-        __tracebackhide__ = True
         try:
             return self.start(model, layout=layout)
         except (*REFUSALS, MissingPackage):
@@ -231,13 +230,12 @@ class EngineUnderTest:
         save_with(model, group.named_tensors("master"), self.directory(name))
         return Snapshot(self.directory(name), model.head, vision=model.vision)
 
-    def places(self, data: Ragged, cut: MicroBatchSpec = ONE_PASS) -> Places:
-        """Positions of the tokens of ``data`` for hints, in a group that shards it and ``cut``s the shards."""
-        return Places.of(data.batch(), self.model().vocab_size, self.layout, cut)
+    def places(self, data: Ragged) -> Places:
+        """Positions of the tokens of ``data`` for hints, in a group that shards it."""
+        return Places.of(data.batch(), self.model().vocab_size, self.layout, ONE_PASS)
 
     def verify(self, finding: diagnose.Finding) -> None:
         """Keep the measurement; raise `AssertionError` where the comparison does not hold."""
-        __tracebackhide__ = True
         self.measurements.append(
             MeasurementRecord(
                 what=finding.what, error=finding.error, limit=finding.limit, points=finding.points
@@ -249,7 +247,6 @@ class EngineUnderTest:
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
-        __tracebackhide__ = True
         if not holds:
             raise AssertionError(self.failure_message(problem))
 
@@ -260,7 +257,6 @@ class EngineUnderTest:
         problem: str,
     ) -> None:
         """Raise `AssertionError` with ``problem`` unless ``act`` raises any of ``errors``."""
-        __tracebackhide__ = True
         try:
             act()
         except errors:
@@ -293,19 +289,16 @@ class EngineUnderTest:
         self, label: str, got: float, expected: float, allowed: Tolerance, *, explain: Explain | None = None
     ) -> None:
         """Compare two numbers."""
-        __tracebackhide__ = True
         self.verify(diagnose.compare_scalar(label, got, expected, allowed, explain=explain))
 
     def verify_loss(
         self, label: str, got: float, expected: ExpectedGradients, *, explain: Explain | None = None
     ) -> None:
         """Compare a reported loss with the oracle's."""
-        __tracebackhide__ = True
         self.verify(scalar_finding(self.case, "loss", label, got, expected, explain))
 
     def verify_norm(self, label: str, got: float, expected: ExpectedGradients) -> None:
         """Compare a reported norm of gradients with the oracle's."""
-        __tracebackhide__ = True
         self.verify(scalar_finding(self.case, "norm", label, got, expected))
 
     def verify_named(
@@ -319,7 +312,6 @@ class EngineUnderTest:
         explain: Explain | None = None,
     ) -> None:
         """Compare tensors by name, as `diagnose.compare_named` does."""
-        __tracebackhide__ = True
         self.verify(diagnose.compare_named(label, got, expected, tolerances, since, explain=explain))
 
     def verify_same(
@@ -335,7 +327,6 @@ class EngineUnderTest:
 
         A script shows the weights that ``of`` computes.
         """
-        __tracebackhide__ = True
         finding = diagnose.same_named(label, got, expected, since)
         self.verify(weights_finding(self.case, finding, of, got, expected))
 
@@ -353,7 +344,6 @@ class EngineUnderTest:
 
         ``again`` makes the same call once more, to detect nondeterminism.
         """
-        __tracebackhide__ = True
         finding = diagnose.compare_tokens(
             label,
             got,
@@ -372,7 +362,6 @@ class EngineUnderTest:
         self, label: str, group: EngineGroup, model: TinyModel, data: Ragged, cut: MicroBatchSpec = ONE_PASS
     ) -> None:
         """Compare the log-probs of every token of ``data`` with the oracle's for ``model``."""
-        __tracebackhide__ = True
 
         def answer() -> list[Tensor]:
             return per_sequence(group.forward(data.batch(), cut), "logprobs", data)
@@ -392,7 +381,6 @@ class EngineUnderTest:
 
         ``again`` makes the same pass once more, to detect nondeterminism.
         """
-        __tracebackhide__ = True
         truth, loss, mistakes = expected.oracle, metrics["loss"], expected.mistakes
         grads = group.named_tensors("grads")
         of_loss = partial(explain_loss, loss, expected.loss, mistakes, again)
@@ -412,7 +400,6 @@ class EngineUnderTest:
         cut: MicroBatchSpec = ONE_PASS,
     ) -> dict[str, float]:
         """Run forward and backward; compare loss and gradients with the oracle's, and drop them. The metrics."""
-        __tracebackhide__ = True
 
         def again() -> tuple[float, dict[str, Tensor]]:
             group.optimizer_zero_grad()

@@ -209,7 +209,7 @@ def run_orders(machine: type[RouteOrders], subject: EngineUnderTest) -> None:
     run_state_machine(calls, subject.case.seed, EXAMPLES, CALLS)
 
 
-@check("I13.route-orders", kind="inference", requires=[Capability.SYNC_DISK], each="engine", quick=False)
+@check("I13.route-orders", kind="inference", requires={Capability.SYNC_DISK}, each="engine", quick=False)
 def states_follow_any_order_of_calls(subject: EngineUnderTest) -> None:
     """After updates, failed updates, aborts, labels, pauses and sleep in any order, tokens follow the last update.
 
@@ -262,7 +262,7 @@ class AdapterOrders(RouteOrders):
 @check(
     "I13.adapter-orders",
     kind="inference",
-    requires=[Capability.SYNC_LORA],
+    requires={Capability.SYNC_LORA},
     families=NAMED_APART,
     each="engine",
     quick=False,

@@ -33,7 +33,7 @@ LOSS = TokenMeanLoss(temperature=0.8)
 MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
 
 
-@check("I12.adapter-merged", requires=[Capability.LORA], images=True)
+@check("I12.adapter-merged", requires={Capability.LORA}, images=True)
 def exports_are_merged(subject: EngineUnderTest) -> None:
     """``params``, an ``hf`` export and every sync hold ``W + alpha / rank * B A``; the engine's own base stays.
 
@@ -100,7 +100,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     return params
 
 
-@check("I11.adapter-alone", requires=[Capability.LORA], each="layout")
+@check("I11.adapter-alone", requires={Capability.LORA}, each="layout")
 def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
 
@@ -146,7 +146,7 @@ def _verify_config(subject: EngineUnderTest, path: Path, adapter: TinyAdapter) -
     subject.require(settings == expected, f"adapter_config.json has {settings}; expected {expected}")
 
 
-@check("I11.adapter-resume", requires=[Capability.LORA, Capability.SHARDED_CHECKPOINT], each="layout")
+@check("I11.adapter-resume", requires={Capability.LORA, Capability.SHARDED_CHECKPOINT}, each="layout")
 def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
     """Steps, save, load into a fresh engine, as many steps again: bitwise what all of them give.
 
@@ -183,12 +183,12 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
 
 @check(
     "I11.adapter-other-layout",
-    requires=[
+    requires={
         Capability.LORA,
         Capability.SHARDED_CHECKPOINT,
         Capability.RESHARDING,
         Capability.DATA_PARALLEL,
-    ],
+    },
     each="layout",
     min_layouts=2,
 )
@@ -233,7 +233,7 @@ def _verify_kept(subject: EngineUnderTest, group: EngineGroup, saved: moving.Sta
         subject.require(not still, f"{kind} is zero after two steps: {', '.join(still[:6])}")
 
 
-@check("contract.adapter", requires=[Capability.LORA], each="layout")
+@check("contract.adapter", requires={Capability.LORA}, each="layout")
 def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
     """Another adapter, base or state raises the matching error, and the engine stays unchanged.
 

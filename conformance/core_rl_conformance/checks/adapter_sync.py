@@ -41,7 +41,7 @@ def _meta(subject: EngineUnderTest, version: int, bucket_bytes: int = LARGE_BUCK
     return sync_meta(subject, "lora", version, bucket_bytes, verify=True)
 
 
-@check("I12.lora", requires=[Capability.SYNC_LORA, Capability.LORA])
+@check("I12.lora", requires={Capability.SYNC_LORA, Capability.LORA})
 def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     """``upload_weights`` by lora sends the two factors of each adapted layer, as they are after the last step or load.
 
@@ -75,7 +75,7 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
 
 
 @check(
-    "I12.receive-lora", kind="inference", requires=[Capability.SYNC_LORA], families=NAMED_APART, each="engine"
+    "I12.receive-lora", kind="inference", requires={Capability.SYNC_LORA}, families=NAMED_APART, each="engine"
 )
 def adapters_arrive(subject: EngineUnderTest) -> None:
     """Before an adapter comes, the base draws; after an update by lora, every token is drawn by base and adapter.
@@ -117,7 +117,6 @@ def _verify_drawn(
     before: Judged | None = None,
 ) -> None:
     """Verify that each token has the log-prob of the adapter in ``sides`` whose version it carries."""
-    __tracebackhide__ = True
     expected = {version: serving.expected_of(subject, side, responses) for version, side in sides.items()}
     guesses = {
         "log-probs of the base, without the adapter": lambda: (
@@ -131,7 +130,7 @@ def _verify_drawn(
 
 
 @check(
-    "I12.broken-lora", kind="inference", requires=[Capability.SYNC_LORA], families=NAMED_APART, each="engine"
+    "I12.broken-lora", kind="inference", requires={Capability.SYNC_LORA}, families=NAMED_APART, each="engine"
 )
 def adapters_that_do_not_fit_change_nothing(subject: EngineUnderTest) -> None:
     """An adapter of another scaling or base, or without a factor, is refused, and the adapter before serves on.
@@ -172,7 +171,7 @@ def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], Adapter
 @check(
     "I15.adapter-asleep",
     kind="inference",
-    requires=[Capability.SYNC_LORA, Capability.RELEASE_MEMORY],
+    requires={Capability.SYNC_LORA, Capability.RELEASE_MEMORY},
     families=NAMED_APART,
     each="engine",
 )
@@ -195,8 +194,8 @@ def adapters_while_asleep_are_served(subject: EngineUnderTest) -> None:
 @check(
     "I12.sync-lora",
     partner="inference",
-    requires=[Capability.SYNC_LORA, Capability.LORA],
-    partner_requires=[Capability.SYNC_LORA],
+    requires={Capability.SYNC_LORA, Capability.LORA},
+    partner_requires={Capability.SYNC_LORA},
     families=NAMED_APART,
     each="engine",
 )

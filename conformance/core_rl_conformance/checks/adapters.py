@@ -9,13 +9,13 @@ from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, outputs_of, start, written
-from core_rl_conformance.procedures.outputs import verify_outputs, verify_overall
+from core_rl_conformance.procedures.outputs import verify_forward, verify_outputs
 from core_rl_conformance.procedures.training import Shadow, fail_without_adapter, optimizer_config
 from core_rl_oracle.oracle import AdamW
 
@@ -25,7 +25,7 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 """Clipped in every step, with an epsilon that makes the update depend on the scale."""
 
 
-@check("I7.adapter-logprobs", requires=[Capability.LORA])
+@check("I7.adapter-logprobs", requires={Capability.LORA})
 def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """Log-probs and entropy with an adapter are the oracle's, which computes ``W x + alpha / rank * B A x``.
 
@@ -37,16 +37,20 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     for adapter in (TinyAdapter(model=model), TinyAdapter(model=model, rslora=True, some=True, seed=1)):
         group = start(subject, adapter)
         load(subject, group, adapter, f"adapter-{adapter.seed}")
-        output = group.forward(data.batch(), BUDGET, ("logprobs", "entropy"), 0.8)
-        for name in ("logprobs", "entropy"):
-            expected = subject.outputs(adapter, data, name, 0.8)
-            label = f"{name} with an adapter (rslora: {adapter.rslora})"
-            got = per_sequence(output, name, data)
-            subject.verify_tokens(label, got, expected, subject.places(data))
-            verify_overall(subject, label, got, expected)
+        verify_forward(
+            subject,
+            group,
+            ("logprobs", "entropy"),
+            adapter,
+            data,
+            f"with an adapter (rslora: {adapter.rslora})",
+            cut=BUDGET,
+            temperature=0.8,
+            overall=True,
+        )
 
 
-@check("I7.adapter-disabled", requires=[Capability.LORA], each="layout")
+@check("I7.adapter-disabled", requires={Capability.LORA}, each="layout")
 def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
     """Inside ``disable_adapter()`` outputs match an engine without an adapter, bit for bit; after it, as before.
 
@@ -75,7 +79,7 @@ def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
     _verify_gradients(subject, group, adapter, data, LOSS, ONE_PASS, disabled=True)
 
 
-@check("I9.adapter-dropout", requires=[Capability.LORA, Capability.DROPOUT], each="layout")
+@check("I9.adapter-dropout", requires={Capability.LORA, Capability.DROPOUT}, each="layout")
 def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     """The adapter's dropout acts in training, and in no forward pass.
 
@@ -96,7 +100,7 @@ def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
     )
 
 
-@check("I20.adapter-gradients", requires=[Capability.LORA], images=True)
+@check("I20.adapter-gradients", requires={Capability.LORA}, images=True)
 def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of ``A`` and ``B`` are the oracle's, with any cut; nothing below them has one.
 
@@ -111,7 +115,7 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
         _verify_gradients(subject, group, adapter, data, LOSS, cut)
 
 
-@check("I20.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
+@check("I20.adapter-head", requires={Capability.LORA, Capability.VALUE_HEAD}, each="layout")
 def a_head_is_trained_with_the_adapter(subject: EngineUnderTest) -> None:
     """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
 
@@ -158,7 +162,7 @@ def _verify_gradients(
     group.optimizer_zero_grad()
 
 
-@check("I20.adapter-steps", requires=[Capability.LORA], each="layout")
+@check("I20.adapter-steps", requires={Capability.LORA}, each="layout")
 def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     """A new adapter is one adapter on all ranks; its steps are AdamW's, and the base stays bit for bit.
 
@@ -187,7 +191,7 @@ def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     verify_outputs(subject, group, adapter, "after steps of the adapter")
 
 
-@check("I11.adapter-head", requires=[Capability.LORA, Capability.VALUE_HEAD], each="layout")
+@check("I11.adapter-head", requires={Capability.LORA, Capability.VALUE_HEAD}, each="layout")
 def a_head_is_saved_with_its_adapter(subject: EngineUnderTest) -> None:
     """A value head that was trained with an adapter is in ``format="adapter"``, and is loaded bit for bit.
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.loss import LossSpec
-from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
@@ -22,6 +21,7 @@ from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLos
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP, FILE_SIZE, TinyModel, save_as
 from core_rl_conformance.procedures.adapters import load, start
+from core_rl_conformance.procedures.moving import load_weights, weights_of
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.profile import DENSE
@@ -44,9 +44,7 @@ SMALL = AdamW(lr=2e-6, betas=(0.8, 0.95), weight_decay=0.1, max_grad_norm=1.0)
 UPDATES = 20
 
 
-@check(
-    "I20.bfloat16-upcasts", requires=[Capability.BFLOAT16], each="layout", families=DENSE, dtype="bfloat16"
-)
+@check("I20.bfloat16-upcasts", each="layout", families=DENSE, dtype="bfloat16")
 def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, the norm, the temperature, the softmax and a scalar head compute in float32.
 
@@ -72,9 +70,7 @@ def norms_softmax_and_heads_are_in_float32(subject: EngineUnderTest) -> None:
         _verify_exact(subject, subject.start(model), model, data, "values", 1.0)
 
 
-@check(
-    "I20.bfloat16-rotary", requires=[Capability.BFLOAT16], each="layout", families=ROTARY, dtype="bfloat16"
-)
+@check("I20.bfloat16-rotary", each="layout", families=ROTARY, dtype="bfloat16")
 def rotary_positions_are_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, rotary angles are products of float32: two positions next to each other have two, also behind 256.
 
@@ -134,7 +130,7 @@ def _verify_trained(
     subject.verify_scalar(label, got, truth, scalar_tolerance(runs, truth, torch.float32))
 
 
-@check("I20.bfloat16-sums", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")
+@check("I20.bfloat16-sums", each="layout", dtype="bfloat16")
 def gradients_are_added_up_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, gradients of micro-batches are added up in float32, and over data-parallel ranks as well.
 
@@ -219,7 +215,7 @@ def _added(terms: list[Tensor]) -> Tensor:
     return total
 
 
-@check("I20.bfloat16-steps", requires=[Capability.BFLOAT16], each="layout", dtype="bfloat16")
+@check("I20.bfloat16-steps", each="layout", dtype="bfloat16")
 def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     """In bfloat16, master weights are the float32 numbers of the files, from the start and after a load.
 
@@ -231,7 +227,7 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     Look at: which tensor is made of which when the engine is built, and in ``after_load``; the dtype of moments.
     """
     model = subject.model(layers=DEEP)
-    truth = {name: value.float() for name, value in subject.expected.oracle(model).parameters().items()}
+    truth = weights_of(subject, model)
     weights = computation_of(model, Weights())
     group = subject.start(model)
     subject.verify_same("master weights at the start", group.named_tensors("master"), truth, of=weights)
@@ -242,7 +238,6 @@ def master_weights_stay_in_float32(subject: EngineUnderTest) -> None:
     batches = [subject.data(PROBE[:3], seed).batch() for seed in range(UPDATES)]
     shadow.train(subject, group, batches, TokenMeanLoss().spec(), ONE_PASS)
     shadow.verify(subject, group, f"after {UPDATES} small updates")
-    source = str(subject.expected.models.directory(model))
-    group.load(SaveLoadMeta(path=source, format="hf"))
+    load_weights(subject, group, model)
     label = "master weights after a load of float32 files"
     subject.verify_same(label, group.named_tensors("master"), truth, of=weights)

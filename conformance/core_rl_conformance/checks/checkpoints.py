@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from unittest import mock
@@ -25,7 +26,6 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures import moving
-from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.profile import Setting
 
 ONE_RANK = Setting(layout=ParallelLayout())
@@ -33,7 +33,7 @@ CHANGED = replace(moving.OPTIMIZER, betas=(0.7, 0.9), eps=1e-6, weight_decay=0.3
 """The optimizer of an engine that continues from the checkpoint of another run."""
 
 
-@check("I11.portable-to-reference", requires=[Capability.PORTABLE_CHECKPOINT], images=True)
+@check("I11.portable-to-reference", requires={Capability.PORTABLE_CHECKPOINT}, images=True)
 def reference_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> None:
     """The reference engine loads what this engine saved as ``portable``, bit for bit, and trains on.
 
@@ -44,7 +44,7 @@ def reference_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> No
     _verify_portable(subject, (subject.spec, subject.case.setting), (REFERENCE, ONE_RANK))
 
 
-@check("I11.portable-from-reference", requires=[Capability.PORTABLE_CHECKPOINT])
+@check("I11.portable-from-reference", requires={Capability.PORTABLE_CHECKPOINT})
 def engine_goes_on_from_a_portable_checkpoint(subject: EngineUnderTest) -> None:
     """This engine loads a checkpoint of the reference engine, saved as ``portable``, bit for bit, and trains on.
 
@@ -70,7 +70,7 @@ def _verify_portable(
     )
 
 
-@check("I11.portable-round-trip", requires=[Capability.PORTABLE_CHECKPOINT], each="layout")
+@check("I11.portable-round-trip", requires={Capability.PORTABLE_CHECKPOINT}, each="layout")
 def portable_checkpoints_come_back(subject: EngineUnderTest) -> None:
     """A fresh engine of the same kind continues bitwise from ``portable``: with a value head, and frozen parameters.
 
@@ -81,21 +81,11 @@ def portable_checkpoints_come_back(subject: EngineUnderTest) -> None:
     """
     head: Head = "value" if subject.spec.supports(Capability.VALUE_HEAD) else "lm"
     frozen = [subject.first_layer] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
-    model = subject.model(head=head)
-    group = moving.start(subject, model, frozen=frozen)
-    moving.train(group, subject, [0, 1], head)
-    saved = moving.saved_portable(subject, group, "portable")
-    reports = moving.train(group, subject, [2, 3], head)
-    expected = moving.state(group)
-    group = moving.start(subject, moving.elsewhere(model), frozen=frozen)
-    moving.train(group, subject, [5], head)
-    group.load(moving.meta(saved.path, "portable"))
-    moving.verify_state(subject, "after the load", group, saved.state)
-    moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3], head), reports)
-    moving.verify_state(subject, "after resuming", group, expected)
+    start = partial(moving.start, subject, frozen=frozen)
+    moving.verify_resume(subject, start, subject.model(head=head), ["portable"])
 
 
-@check("I11.weights-only", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
+@check("I11.weights-only", requires={Capability.SHARDED_CHECKPOINT}, each="layout")
 def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
     """``with_optimizer=False`` loads weights, and neither moments nor progress; saved so, there are no moments to load.
 
@@ -127,15 +117,14 @@ def weights_are_saved_and_loaded_alone(subject: EngineUnderTest) -> None:
         for path in (full, bare):
             group.load(replace(moving.meta(path, name), with_optimizer=False))
             label = f"after {name!r} was loaded with_optimizer=False"
-            moving.verify_state(subject, label, group, {**before, **weights})
-            moving.verify_progress(subject, label, group, progress)
+            moving.verify_state(subject, label, group, {**before, **weights}, progress)
 
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-@check("I11.damaged", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
+@check("I11.damaged", requires={Capability.SHARDED_CHECKPOINT}, each="layout")
 def damaged_checkpoint_is_refused(subject: EngineUnderTest) -> None:
     """A checkpoint with a changed byte or a missing file is refused, and the engine stays as it was.
 
@@ -167,7 +156,7 @@ def _verify_refused(
     subject.require_error(error, lambda: group.load(label), problem)
 
 
-@check("I11.resume", requires=[Capability.SHARDED_CHECKPOINT], images=True)
+@check("I11.resume", requires={Capability.SHARDED_CHECKPOINT}, images=True)
 def resume_is_bitwise(subject: EngineUnderTest) -> None:
     """Steps, three saves, load of the last into a fresh engine, steps again: bitwise what all give.
 
@@ -180,27 +169,11 @@ def resume_is_bitwise(subject: EngineUnderTest) -> None:
     random state of every rank.
     """
     model = subject.model(dropout=0.1, layers=DEEP)
-    group = moving.start(subject, model)
-    group.set_version(7)
-    for step, name in enumerate(("first", "second", "checkpoint")):
-        if step:
-            moving.train(group, subject, [step - 1])
-        group.save(moving.meta(subject.directory(name), "sharded"))
-    saved = moving.state(group)
-    reports = moving.train(group, subject, [2, 3])
-    expected, progress = moving.state(group), group.progress
-    group = moving.start(subject, moving.elsewhere(model))
-    moving.train(group, subject, [5])
-    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
-    verify_version(subject, group, 7, "after a load")
-    moving.verify_state(subject, "after the load", group, saved)
-    moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3]), reports, dropout=model.dropout > 0)
-    moving.verify_state(subject, "after resuming", group, expected)
-    moving.verify_progress(subject, "after resuming", group, progress)
+    moving.verify_resume(subject, partial(moving.start, subject), model, ["sharded"])
 
 
 @check(
-    "I11.resume-frozen", requires=[Capability.SHARDED_CHECKPOINT, Capability.FROZEN_PARAMETERS], each="layout"
+    "I11.resume-frozen", requires={Capability.SHARDED_CHECKPOINT, Capability.FROZEN_PARAMETERS}, each="layout"
 )
 def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with frozen parameters, which have no moments, and twice in a row.
@@ -226,7 +199,7 @@ def resume_with_frozen_parameters_is_bitwise(subject: EngineUnderTest) -> None:
 
 
 @check(
-    "I11.resume-value-head", requires=[Capability.SHARDED_CHECKPOINT, Capability.VALUE_HEAD], each="layout"
+    "I11.resume-value-head", requires={Capability.SHARDED_CHECKPOINT, Capability.VALUE_HEAD}, each="layout"
 )
 def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     """The same with a value head, a tensor that the language model does not have, and its moments.
@@ -235,26 +208,13 @@ def resume_with_a_value_head_is_bitwise(subject: EngineUnderTest) -> None:
     Why: a critic whose head stays out of the checkpoint starts again from noise, and no actor shows it.
     Look at: whether the head is among the tensors of ``ShardedState.local``.
     """
-    model = subject.model(head="value")
-    group = moving.start(subject, model)
-    moving.offload_and_onload(subject, group)
-    moving.train(group, subject, [0, 1], "value")
-    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
-    saved = moving.state(group)
-    moving.offload_and_onload(subject, group, saved)
-    reports = moving.train(group, subject, [2], "value")
-    expected = moving.state(group)
-    group = moving.start(subject, moving.elsewhere(model))
-    moving.train(group, subject, [5], "value")
-    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
-    moving.verify_state(subject, "after the load", group, saved)
-    moving.verify_steps(subject, 2, moving.train(group, subject, [2], "value"), reports)
-    moving.verify_state(subject, "after resuming", group, expected)
+    start = partial(moving.start, subject)
+    moving.verify_resume(subject, start, subject.model(head="value"), ["sharded"], [2])
 
 
 @check(
     "I11.other-layout",
-    requires=[Capability.SHARDED_CHECKPOINT, Capability.RESHARDING, Capability.DATA_PARALLEL],
+    requires={Capability.SHARDED_CHECKPOINT, Capability.RESHARDING, Capability.DATA_PARALLEL},
     min_layouts=2,
     images=True,
 )
@@ -274,24 +234,20 @@ def resume_on_another_layout(subject: EngineUnderTest) -> None:
     assert second is not None  # the check asks for a profile with two
     group = moving.start(subject, model)
     moving.train(group, subject, [0, 1])
-    with_portable = "portable" in moving.formats(subject)
-    group.save(moving.meta(subject.directory("checkpoint"), "sharded"))
-    if with_portable:
-        group.save(moving.meta(subject.directory("portable"), "portable"))
+    forms = moving.formats(subject)
+    for form in forms:
+        group.save(moving.meta(subject.directory(form), form))
     expected, progress = moving.state(group), group.progress
     group = moving.start(subject, moving.elsewhere(model), layout=second, config=CHANGED)
-    group.load(moving.meta(subject.directory("checkpoint"), "sharded"))
-    label = f"loaded on {second}"
-    moving.verify_state(subject, label, group, expected)
-    moving.verify_progress(subject, label, group, progress)
-    moving.verify_next_steps(subject, group, model, label, CHANGED)
-    if with_portable:
-        group.load(moving.meta(subject.directory("portable"), "portable"))
-        moving.verify_state(subject, f"from 'portable' {label}", group, expected)
-        moving.verify_progress(subject, f"from 'portable' {label}", group, progress)
+    for form in forms:
+        group.load(moving.meta(subject.directory(form), form))
+        label = f"loaded on {second} from {form!r}"
+        moving.verify_state(subject, label, group, expected, progress)
+        if form == "sharded":
+            moving.verify_next_steps(subject, group, model, label, CHANGED)
 
 
-@check("I11.asynchronous", requires=[Capability.SHARDED_CHECKPOINT], each="layout")
+@check("I11.asynchronous", requires={Capability.SHARDED_CHECKPOINT}, each="layout")
 def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     """A save with ``asynchronous=True`` writes the state of that moment, although training continues at once.
 
@@ -312,8 +268,7 @@ def a_save_in_the_background_is_a_snapshot(subject: EngineUnderTest) -> None:
     for name, (expected, progress) in state.items():
         group.load(moving.meta(subject.directory(name), name))
         label = f"loaded from a {name!r} checkpoint that was saved in the background"
-        moving.verify_state(subject, label, group, expected)
-        moving.verify_progress(subject, label, group, progress)
+        moving.verify_state(subject, label, group, expected, progress)
 
 
 def _save_and_train(engine: TrainEngine, later: SaveLoadMeta, batches: Sequence[SequenceBatch]) -> None:

@@ -35,6 +35,32 @@ Choice = tuple[str, str]
 """An option and its value."""
 Combination = Mapping[str, str]
 """A value for each option."""
+OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
+    "adapter": {"none": None, "on all layers": Capability.LORA, "rank-stabilised": Capability.LORA},
+    "head": {"lm": None, "value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD},
+    "frozen": {"none": None, "first layer": Capability.FROZEN_PARAMETERS},
+    "rules": {"none": None, "second layer": Capability.OPTIMIZER_RULES},
+    "optimizer": {"adamw": None, "muon": Capability.MUON},
+    "calls": {"one": None, "three": None},
+    "between": {
+        "nothing": None,
+        "offload": Capability.OFFLOAD,
+        "upload": Capability.SYNC_DISK,
+        "evaluation": None,
+    },
+    "load": {
+        "none": None,
+        "weights": None,
+        "sharded": Capability.SHARDED_CHECKPOINT,
+        "portable": Capability.PORTABLE_CHECKPOINT,
+    },
+}
+"""Values of each option, and the capability that each needs."""
+CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+"""Clipped, with an epsilon that makes the update depend on the scale."""
+FACTOR, DECAY = 0.5, 0.7
+"""The rule of the second layer."""
+CUT = MicroBatchSpec(max_tokens=48)
 
 
 def pairs_of(combination: Combination) -> Iterator[frozenset[Choice]]:
@@ -80,34 +106,6 @@ def share(rows: Sequence[Combination], part: int, parts: int, turn: int) -> Sequ
 def _gain(row: Combination, choice: Choice, missing: set[frozenset[Choice]]) -> int:
     """The number of ``missing`` pairs that ``choice`` adds to ``row``."""
     return sum(frozenset({choice, other}) in missing for other in row.items())
-
-
-OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
-    "adapter": {"none": None, "on all layers": Capability.LORA, "rank-stabilised": Capability.LORA},
-    "head": {"lm": None, "value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD},
-    "frozen": {"none": None, "first layer": Capability.FROZEN_PARAMETERS},
-    "rules": {"none": None, "second layer": Capability.OPTIMIZER_RULES},
-    "optimizer": {"adamw": None, "muon": Capability.MUON},
-    "calls": {"one": None, "three": None},
-    "between": {
-        "nothing": None,
-        "offload": Capability.OFFLOAD,
-        "upload": Capability.SYNC_DISK,
-        "evaluation": None,
-    },
-    "load": {
-        "none": None,
-        "weights": None,
-        "sharded": Capability.SHARDED_CHECKPOINT,
-        "portable": Capability.PORTABLE_CHECKPOINT,
-    },
-}
-"""Values of each option, and the capability that each needs."""
-CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
-"""Clipped, with an epsilon that makes the update depend on the scale."""
-FACTOR, DECAY = 0.5, 0.7
-"""The rule of the second layer."""
-CUT = MicroBatchSpec(max_tokens=48)
 
 
 @check("I20.combinations")
@@ -289,8 +287,7 @@ class _Training:
             self.start(moving.elsewhere(self.model))
             self.group.load(meta)
             label = f"after the load of {form!r} {self.label}"
-            moving.verify_state(self.subject, label, self.group, before)
-            moving.verify_progress(self.subject, label, self.group, progress)
+            moving.verify_state(self.subject, label, self.group, before, progress)
 
     def _load_weights(self) -> None:
         """Other weights, which the oracle has as well: of the adapter, or of the model."""
@@ -299,6 +296,5 @@ class _Training:
             load(self.subject, self.group, self.adapter, f"{self.name}-second-adapter")
         else:
             self.model = moving.elsewhere(self.model)
-            path = self.subject.expected.models.directory(self.model)
-            self.group.load(moving.meta(path, "hf"))
+            moving.load_weights(self.subject, self.group, self.model)
         self._gradients(self.subject.data(PROBE))

@@ -146,7 +146,7 @@ def drawn_weights_are_one_model(subject: EngineUnderTest) -> None:
     subject.require(not same, f"weights that do not depend on the seed: {', '.join(same[:6])}")
 
 
-@check("I3.new-head", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I3.new-head", requires={Capability.VALUE_HEAD}, each="layout")
 def a_new_head_is_one_head(subject: EngineUnderTest) -> None:
     """A value head on a language model's weights is new, the same on every rank, and the trunk stays as it was.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, SyncMethod, WeightUpdateMeta
+from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.backend.tensors import NamedTensors, TensorDict
 from core_rl.checkpoint.directory import write_checkpoint
 from core_rl.checkpoint.tensor_files import write_tensors
@@ -33,8 +33,15 @@ from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.moving import elsewhere
-from core_rl_conformance.procedures.streaming import tensors_of
+from core_rl_conformance.procedures.moving import elsewhere, load_weights
+from core_rl_conformance.procedures.streaming import methods_of, tensors_of
+
+GREEDY = replace(serving.PLAIN, temperature=0.0)
+TINY_BUCKET = 4096
+BYTES_PER_CHANGE = 16
+"""The most bytes of an index and its value."""
+SHARE = 0.03
+"""Places of a tensor that a change of few values is about."""
 
 
 class DeltaSender:
@@ -90,13 +97,13 @@ def _spoiled(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.flip(0)
 
 
-def with_few_changes(tensors: Mapping[str, Tensor], seed: int, share: float = 0.03) -> dict[str, Tensor]:
-    """Copies with other values in a ``share`` of the places of each tensor, the last one among them."""
+def with_few_changes(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Copies with other values in some places of each tensor, the last one among them."""
     draw = torch.Generator().manual_seed(seed)
     changed = {}
     for name, tensor in tensors.items():
         new = tensor.clone()
-        mask = torch.rand(tensor.numel(), generator=draw) < share
+        mask = torch.rand(tensor.numel(), generator=draw) < SHARE
         mask[-1:] = True
         values = torch.rand(int(mask.sum()), generator=draw) - 0.5
         values[::2] *= 1e-3  # a difference to the old value rounds these
@@ -148,17 +155,6 @@ def _receive(meta: WeightUpdateMeta, decoder: DeltaDecoder, error: Exception | N
     )
 
 
-METHODS: Mapping[SyncMethod, Capability] = {
-    "disk": Capability.SYNC_DISK,
-    "tensor": Capability.SYNC_TENSOR,
-    "distributed": Capability.SYNC_DISTRIBUTED,
-}
-GREEDY = replace(serving.PLAIN, temperature=0.0)
-TINY_BUCKET = 4096
-BYTES_PER_CHANGE = 16
-"""The most bytes of an index and its value."""
-
-
 def _meta(subject: EngineUnderTest, method: SyncMethod, version: int) -> WeightUpdateMeta:
     path = subject.directory(f"delta-{method}")
     return WeightUpdateMeta(
@@ -166,7 +162,7 @@ def _meta(subject: EngineUnderTest, method: SyncMethod, version: int) -> WeightU
     )
 
 
-@check("I12.delta", requires=[Capability.SYNC_TENSOR], each="layout")
+@check("I12.delta", requires={Capability.SYNC_TENSOR}, each="layout")
 def deltas_are_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` with ``delta`` sends changes that make the previous update the present weights, bit for bit.
 
@@ -198,8 +194,7 @@ def deltas_are_the_present_weights(subject: EngineUnderTest) -> None:
     few = verify("a change of few values", 4, full=False)
     most = BYTES_PER_CHANGE * count
     subject.require(few.nbytes <= most, f"{count} values changed, and {few.nbytes} bytes came, not {most}")
-    source = subject.expected.models.directory(elsewhere(model))
-    group.load(SaveLoadMeta(path=str(source), format="hf"))
+    load_weights(subject, group, elsewhere(model))
     verify("a load", 5, full=False)
     _train(subject, group, 2)
     lost = partial(arrived, group, _meta(subject, "tensor", 6), decoder, WeightsError("the update is lost"))
@@ -225,7 +220,7 @@ def _kind(changes: ArrivedChanges) -> str:
     return "full" if changes.is_full else "a delta"
 
 
-@check("I12.receive-delta", kind="inference", requires=[Capability.SYNC_DELTA], each="engine")
+@check("I12.receive-delta", kind="inference", requires={Capability.SYNC_DELTA}, each="engine")
 def changes_arrive(subject: EngineUnderTest) -> None:
     """After each update with ``delta``, by every declared method, all tokens are drawn by the sender's weights.
 
@@ -237,7 +232,7 @@ def changes_arrive(subject: EngineUnderTest) -> None:
     """
     old = subject.model()
     engine = subject.serve(old, keep=False)
-    for method in _methods(subject):
+    for method in methods_of(subject):
         sender = DeltaSender(subject.expected.models.directory(elsewhere(old)))
         start = engine.get_version()
         for number, (label, change) in enumerate(CHANGES.items(), start=1):
@@ -268,14 +263,9 @@ CHANGES: Mapping[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
 }
 
 
-def _methods(subject: EngineUnderTest) -> list[SyncMethod]:
-    return [method for method, capability in METHODS.items() if subject.spec.supports(capability)]
-
-
 def _verify_served(
     subject: EngineUnderTest, sender: DeltaSender, engine: InferenceEngine, label: str, version: int
 ) -> None:
-    __tracebackhide__ = True
     responses = serving.ask(engine, serving.few_requests(subject))
     carried = serving.versions_of(responses)
     subject.require(carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}")
@@ -283,7 +273,7 @@ def _verify_served(
     serving.verify_logprobs(subject, f"log-probs {label}", truth, responses)
 
 
-@check("I12.delta-base", kind="inference", requires=[Capability.SYNC_DELTA], each="engine")
+@check("I12.delta-base", kind="inference", requires={Capability.SYNC_DELTA}, each="engine")
 def changes_of_other_weights_are_refused(subject: EngineUnderTest) -> None:
     """Changes of weights that the engine does not have are refused with `DeltaRefused`, and a full update follows.
 
@@ -296,7 +286,7 @@ def changes_of_other_weights_are_refused(subject: EngineUnderTest) -> None:
     """
     old = subject.model()
     engine = subject.serve(old, keep=False)
-    for method in _methods(subject):
+    for method in methods_of(subject):
         sender = DeltaSender(subject.expected.models.directory(elsewhere(old)))
         for number, label in enumerate(("that it never had", "that it has missed", "with another digest")):
             version = engine.get_version()
@@ -336,8 +326,8 @@ def _once(sender: DeltaSender, engine: InferenceEngine, meta: WeightUpdateMeta) 
 @check(
     "I12.sync-delta",
     partner="inference",
-    requires=[Capability.SYNC_DISK],
-    partner_requires=[Capability.SYNC_DISK, Capability.SYNC_DELTA],
+    requires={Capability.SYNC_DISK},
+    partner_requires={Capability.SYNC_DISK, Capability.SYNC_DELTA},
     each="engine",
 )
 def trained_weights_arrive_by_delta(subject: EngineUnderTest) -> None:
@@ -351,7 +341,7 @@ def trained_weights_arrive_by_delta(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
-    methods = [method for method in _methods(subject) if subject.peer.spec.supports(METHODS[method])]
+    methods = [method for method in methods_of(subject) if method in methods_of(subject.peer)]
     series: list[SyncMethod | None] = [methods[0], *methods, None, methods[-1]]
     for version, method in enumerate(series, start=1):
         _train(subject, group, version)

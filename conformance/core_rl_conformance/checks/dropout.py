@@ -38,7 +38,7 @@ PLACES: dict[DropoutPlace, re.Pattern[str]] = {
 
 @check(
     "I9.dropout-masks",
-    requires=[Capability.DROPOUT],
+    requires={Capability.DROPOUT},
     each="layout",
     families=DENSE,
     dtype="float32",
@@ -97,7 +97,7 @@ def _verify_off(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, 
     subject.verify_logprobs(f"{when}, without dropout,", group, masks.model, masks.data)
 
 
-@check("I9.dropout-places", requires=[Capability.DROPOUT], each="layout")
+@check("I9.dropout-places", requires={Capability.DROPOUT}, each="layout")
 def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
     """In training, numbers are dropped at the config's rate at each place of the model, and at that place alone.
 
@@ -143,7 +143,7 @@ def _numbers(grad: Tensor, name: str, place: DropoutPlace, model: TinyModel) -> 
 
 @check(
     "I9.adapter-dropout-masks",
-    requires=[Capability.LORA, Capability.DROPOUT],
+    requires={Capability.LORA, Capability.DROPOUT},
     each="layout",
     families=DENSE,
     dtype="float32",

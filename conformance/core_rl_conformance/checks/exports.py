@@ -22,7 +22,13 @@ from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per
 from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import FILE_SIZE, TinyModel, save_as
-from core_rl_conformance.procedures.moving import elsewhere, portable_tensors
+from core_rl_conformance.procedures.moving import (
+    elsewhere,
+    load_weights,
+    meta,
+    portable_tensors,
+    weights_of,
+)
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.procedures.serving import verify_version
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta, tensors_of
@@ -61,7 +67,7 @@ def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     for seed in range(2):
         group.train_batch(subject.data(seed=seed).batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")
-    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    group.save(meta(path, "hf"))
     _verify_export(subject, group, model, path)
     data = subject.data(PROBE)
     logprobs = per_sequence(group.forward(data.batch(), ONE_PASS), "logprobs", data)
@@ -69,7 +75,7 @@ def export_loads_in_transformers(subject: EngineUnderTest) -> None:
     subject.verify_tokens("log-probs of the engine, compared with its export", logprobs, expected)
 
 
-@check("I10.export-value-head", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I10.export-value-head", requires={Capability.VALUE_HEAD}, each="layout")
 def value_export_loads_in_transformers(subject: EngineUnderTest) -> None:
     """The export of a model with a value head is a ``...ForSequenceClassification`` with ``score.weight``.
 
@@ -79,11 +85,11 @@ def value_export_loads_in_transformers(subject: EngineUnderTest) -> None:
     model = subject.model(head="value")
     group = subject.start(model)
     path = subject.directory("export")
-    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    group.save(meta(path, "hf"))
     _verify_export(subject, group, model, path)
 
 
-@check("I12.disk", requires=[Capability.SYNC_DISK], each="layout", images=True)
+@check("I12.disk", requires={Capability.SYNC_DISK}, each="layout", images=True)
 def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by disk writes every parameter as it is after the last step or load, bit for bit.
 
@@ -99,8 +105,7 @@ def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
         path = subject.directory(f"sync-{seed}")
         group.upload_weights(WeightUpdateMeta(version=4 + seed, path=str(path)))
         _verify_export(subject, group, model, path)
-    old_directory = subject.expected.models.directory(elsewhere(model))
-    group.load(SaveLoadMeta(path=str(old_directory), format="hf"))
+    load_weights(subject, group, elsewhere(model))
     path = subject.directory("sync-after-a-load")
     group.upload_weights(WeightUpdateMeta(version=6, path=str(path)))
     _verify_export(subject, group, model, path, " after a load")
@@ -187,18 +192,18 @@ def tensors_that_nobody_knows_are_carried(subject: EngineUnderTest) -> None:
         return
     group.train_batch(subject.data().batch(), LOSS.spec(), ONE_PASS)
     path = subject.directory("export")
-    group.save(SaveLoadMeta(path=str(path), format="hf"))
+    group.save(meta(path, "hf"))
     _verify_carried(subject, "an 'hf' export", tensors_of(path))
-    group.load(SaveLoadMeta(path=str(path), format="hf"))
+    group.load(meta(path, "hf"))
     if subject.spec.supports(Capability.PORTABLE_CHECKPOINT):
         path = subject.directory("portable")
         group.save(SaveLoadMeta(path=str(path), format="portable", asynchronous=True))
         group.wait_for_saves()
         _verify_carried(subject, "a 'portable' checkpoint", portable_tensors(path)["master"])
-        group.load(SaveLoadMeta(path=str(path), format="portable"))
+        group.load(meta(path, "portable"))
     if subject.spec.supports(Capability.SYNC_TENSOR):
-        meta = sync_meta(subject, "tensor", 1, LARGE_BUCKET)
-        _verify_carried(subject, "a weight sync by 'tensor'", caught(group, meta).tensors)
+        update = sync_meta(subject, "tensor", 1, LARGE_BUCKET)
+        _verify_carried(subject, "a weight sync by 'tensor'", caught(group, update).tensors)
 
 
 def _verify_carried(subject: EngineUnderTest, label: str, carried: Mapping[str, Tensor]) -> None:
@@ -228,11 +233,10 @@ def engine_loads_an_export(subject: EngineUnderTest) -> None:
     data = subject.data(PROBE)
     group = subject.start(model)
     group.forward(data.batch(), ONE_PASS)
-    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
-    values = subject.expected.oracle(source).parameters()
-    expected = {name: value.float() for name, value in values.items()}
+    load_weights(subject, group, source)
+    got, expected = group.named_tensors("master"), weights_of(subject, source)
     weights = computation_of(source, Weights())
-    subject.verify_same("parameters after a load", group.named_tensors("master"), expected, of=weights)
+    subject.verify_same("parameters after a load", got, expected, of=weights)
     subject.verify_logprobs("after a load", group, source, data)
     subject.verify_backward("after a load", group, source, data, LOSS)
 
@@ -260,7 +264,7 @@ def files_of_published_models_are_read(subject: EngineUnderTest) -> None:
         name = str(dtype).removeprefix("torch.")
         path, model = subject.directory(name), elsewhere(model)
         expected = save_as(model, dtype, FILE_SIZE, path)
-        group.load(SaveLoadMeta(path=str(path), format="hf"))
+        group.load(meta(path, "hf"))
         _verify_small_steps(subject, group, path, expected, f"loaded from {name} files")
 
 

@@ -96,7 +96,7 @@ def _verify_metrics(
 
 @check(
     "I2.data-parallel",
-    requires=[Capability.DATA_PARALLEL],
+    requires={Capability.DATA_PARALLEL},
     min_dp=2,
     on_three_ranks=True,
     images=True,
@@ -137,7 +137,7 @@ def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
             group.optimizer_zero_grad()
 
 
-@check("I2.own-means", requires=[Capability.DATA_PARALLEL], each="layout", min_dp=2)
+@check("I2.own-means", requires={Capability.DATA_PARALLEL}, each="layout", min_dp=2)
 def means_of_ranks_are_averaged(subject: EngineUnderTest) -> None:
     """With ``normalize_scope="dp"``, loss and gradients are the average of the ranks' own means; of no tokens it is 0.
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from core_rl.backend.meta import SaveLoadMeta
 from core_rl.config.capability import Capability
 from core_rl.config.engine import ModelConfig
 from core_rl.config.layout import ParallelLayout
@@ -25,13 +24,13 @@ from core_rl.launch.group import EngineGroup
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, TinyModel
-from core_rl_conformance.procedures.moving import elsewhere
-from core_rl_conformance.procedures.outputs import verify_form, verify_outputs
+from core_rl_conformance.procedures.moving import elsewhere, load_weights
+from core_rl_conformance.procedures.outputs import verify_forward, verify_outputs
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 SEED = 13
@@ -52,7 +51,7 @@ def gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
     _verify_after_steps(subject, group, model, loss)
 
 
-@check("I3.value-gradients-after-steps", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I3.value-gradients-after-steps", requires={Capability.VALUE_HEAD}, each="layout")
 def value_gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> None:
     """The same for a new value head on a language model's weights: each rank draws, and trains, the same one.
 
@@ -66,7 +65,7 @@ def value_gradients_after_steps_match_the_oracle(subject: EngineUnderTest) -> No
     _verify_after_steps(subject, group, model, ValueLoss())
 
 
-@check("I3.value-gradients-after-load", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I3.value-gradients-after-load", requires={Capability.VALUE_HEAD}, each="layout")
 def value_gradients_after_a_load_match_the_oracle(subject: EngineUnderTest) -> None:
     """``load(format="hf")`` sets a value model on every rank: values and gradients follow the new weights.
 
@@ -77,7 +76,7 @@ def value_gradients_after_a_load_match_the_oracle(subject: EngineUnderTest) -> N
     model, data, loss = subject.model(head="value"), subject.data(), ValueLoss()
     source = elsewhere(model)
     group = subject.start(model)
-    group.load(SaveLoadMeta(path=str(subject.expected.models.directory(source)), format="hf"))
+    load_weights(subject, group, source)
     verify_outputs(subject, group, model, "after a load")
     subject.verify_backward("after a load", group, source, data, loss, MicroBatchSpec(count=2))
 
@@ -151,7 +150,7 @@ def _drawn(section: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @check(
     "I3.few-kv-heads",
-    requires=[Capability.CONTEXT_PARALLEL],
+    requires={Capability.CONTEXT_PARALLEL},
     each="layout",
     min_cp=2,
     families=("qwen3", "llama", "qwen2", "gemma2"),
@@ -170,7 +169,7 @@ def few_key_value_heads_are_enough(subject: EngineUnderTest) -> None:
     _verify_right(subject, subject.start(model), model, f"with {heads} key/value head{'s' * (heads > 1)}")
 
 
-@check("contract.heads-over-tp", requires=[Capability.TENSOR_PARALLEL], each="engine")
+@check("contract.heads-over-tp", requires={Capability.TENSOR_PARALLEL}, each="engine")
 def heads_that_tp_does_not_divide(subject: EngineUnderTest) -> None:
     """Heads that ``tp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
@@ -183,7 +182,7 @@ def heads_that_tp_does_not_divide(subject: EngineUnderTest) -> None:
     _verify_odd_heads(subject, ParallelLayout(tp=2))
 
 
-@check("contract.heads-over-cp", requires=[Capability.CONTEXT_PARALLEL], each="engine")
+@check("contract.heads-over-cp", requires={Capability.CONTEXT_PARALLEL}, each="engine")
 def heads_that_cp_does_not_divide(subject: EngineUnderTest) -> None:
     """Heads that ``cp=2`` does not divide are refused by ``initialize()`` on every rank, or computed right.
 
@@ -237,8 +236,5 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
         group = subject.start_unless_refused(model)
         if group is None:
             continue
-        output = group.forward(data.batch(), BUDGET)
-        verify_form(subject, output, "logprobs", data)
-        got = per_sequence(output, "logprobs", data)
-        subject.verify_tokens(f"log-probs of {family}", got, subject.outputs(model, data, "logprobs"))
+        verify_forward(subject, group, ("logprobs",), model, data, f"of {family}", cut=BUDGET)
         subject.verify_backward(f"of {family}", group, model, data, TokenMeanLoss(), BUDGET)

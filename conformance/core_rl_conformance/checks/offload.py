@@ -18,7 +18,7 @@ TWO = MicroBatchSpec(count=2)
 CONFIGURED = {"offload_params": True, "offload_optimizer": True}
 
 
-@check("contract.offloaded-state", requires=[Capability.OFFLOAD], each="layout")
+@check("contract.offloaded-state", requires={Capability.OFFLOAD}, each="layout")
 def offloaded_state_is_not_read(subject: EngineUnderTest) -> None:
     """While state is offloaded, reading it raises `EngineStateError`; after ``onload()`` it is unchanged.
 
@@ -56,7 +56,7 @@ def _refused_kinds(engine: TrainEngine) -> dict[str, bool]:
     return refused
 
 
-@check("I11.offload", requires=[Capability.OFFLOAD], each="layout", images=True)
+@check("I11.offload", requires={Capability.OFFLOAD}, each="layout", images=True)
 def training_with_offloading_is_bitwise(subject: EngineUnderTest) -> None:
     """Training with ``offload()`` in between, or offloaded as configured, is bitwise the same as without.
 
@@ -94,7 +94,7 @@ def _steps(group: EngineGroup, subject: EngineUnderTest, offload: bool) -> list[
     return reports + moving.train(group, subject, [3])
 
 
-@check("I11.offload-checkpoint", requires=[Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT], each="layout")
+@check("I11.offload-checkpoint", requires={Capability.OFFLOAD, Capability.SHARDED_CHECKPOINT}, each="layout")
 def checkpoints_of_an_offloaded_engine(subject: EngineUnderTest) -> None:
     """An offloaded engine saves its state, and continues bitwise after loading.
 

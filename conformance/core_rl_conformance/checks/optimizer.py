@@ -96,7 +96,7 @@ def _verify_rates(
         subject.verify_scalar(label, rate, expected, exact, explain=explain)
 
 
-@check("I20.adamw-value-head", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I20.adamw-value-head", requires={Capability.VALUE_HEAD}, each="layout")
 def steps_with_a_value_head_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """The scalar head takes the same steps as every other matrix: same learning rate, same decay.
 
@@ -201,7 +201,7 @@ def _verify_move(subject: EngineUnderTest, model: TinyModel, data: Ragged, loss:
         subject.require(bool(torch.isfinite(after[name]).all()), f"{name} is not finite after one step")
 
 
-@check("I20.frozen", requires=[Capability.FROZEN_PARAMETERS], each="layout")
+@check("I20.frozen", requires={Capability.FROZEN_PARAMETERS}, each="layout")
 def frozen_parameters_stay(subject: EngineUnderTest) -> None:
     """Frozen parameters have no gradient and no moments and never move; the others' steps stay right.
 
@@ -214,7 +214,7 @@ def frozen_parameters_stay(subject: EngineUnderTest) -> None:
     verify_outputs(subject, group, model, "after steps with frozen parameters")
 
 
-@check("I20.frozen-parts", requires=[Capability.FROZEN_PARAMETERS], each="layout")
+@check("I20.frozen-parts", requires={Capability.FROZEN_PARAMETERS}, each="layout")
 def any_part_can_be_frozen(subject: EngineUnderTest) -> None:
     """The embedding alone, the last layer, all but the last layer, or the trunk under a value head can be frozen.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from core_rl.backend.meta import TensorKind
@@ -39,7 +40,7 @@ MOST_VALUES = 0.9
 """The largest share of different values that moments of 8 bits have."""
 
 
-@check("I20.muon", requires=[Capability.MUON])
+@check("I20.muon", requires={Capability.MUON})
 def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
     """With ``optimizer.type = "muon"``, matrices of layers take the steps of a float64 Muon, each as a whole.
 
@@ -61,7 +62,7 @@ def matrices_take_the_steps_of_muon(subject: EngineUnderTest) -> None:
     verify_outputs(subject, group, model, label)
 
 
-@check("I20.rules", requires=[Capability.OPTIMIZER_RULES], each="layout")
+@check("I20.rules", requires={Capability.OPTIMIZER_RULES}, each="layout")
 def rules_hold_for_what_they_match(subject: EngineUnderTest) -> None:
     """Rates and decay that ``optimizer.rules`` give to a pattern hold for all parameters that match, and no others.
 
@@ -92,7 +93,7 @@ def rules_hold_for_what_they_match(subject: EngineUnderTest) -> None:
     )
 
 
-@check("I11.resume-muon", requires=[Capability.MUON, Capability.SHARDED_CHECKPOINT], each="layout")
+@check("I11.resume-muon", requires={Capability.MUON, Capability.SHARDED_CHECKPOINT}, each="layout")
 def resume_with_muon_is_bitwise(subject: EngineUnderTest) -> None:
     """Training with Muon continues bit for bit from a checkpoint at the same layout, also after an offload.
 
@@ -102,29 +103,12 @@ def resume_with_muon_is_bitwise(subject: EngineUnderTest) -> None:
     Why: a momentum that starts again from zero changes the direction of every matrix, and no loss shows it.
     Look at: ``ShardedState.optimizer_kinds``, and the names in ``momentum``.
     """
-    model = subject.model()
-    for format_ in moving.formats(subject):
-        group = _start_muon(subject, model)
-        moving.train(group, subject, [0, 1])
-        group.save(moving.meta(subject.directory(format_), format_))
-        saved = _state(group)
-        moving.offload_and_onload(subject, group, saved)
-        reports = moving.train(group, subject, [2, 3])
-        expected = _state(group)
-        group = _start_muon(subject, moving.elsewhere(model))
-        moving.train(group, subject, [5])
-        group.load(moving.meta(subject.directory(format_), format_))
-        moving.verify_state(subject, f"after the load of {format_!r}", group, saved)
-        moving.verify_steps(subject, 2, moving.train(group, subject, [2, 3]), reports)
-        moving.verify_state(subject, f"after resuming from {format_!r}", group, expected)
+    start = partial(_start_muon, subject)
+    moving.verify_resume(subject, start, subject.model(), moving.formats(subject), kinds=KINDS)
 
 
 def _start_muon(subject: EngineUnderTest, model: TinyModel) -> EngineGroup:
     return subject.start(model, optimizer={**optimizer_config(CONFIG), "type": "muon"})
-
-
-def _state(group: EngineGroup) -> moving.State:
-    return {kind: group.named_tensors(kind) for kind in KINDS}
 
 
 def _start_with_rules(subject: EngineUnderTest, rules: tuple[dict[str, Any], ...]) -> EngineGroup:
@@ -144,7 +128,7 @@ def _verify_rules(subject: EngineUnderTest, rules: tuple[dict[str, Any], ...], l
     verify_mixed_steps(subject, group, config, defaults, LOSS, STEPS, label)
 
 
-@check("I20.8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
+@check("I20.8bit", requires={Capability.ADAMW_8BIT}, each="layout", families=DENSE)
 def steps_with_8_bit_moments_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """With ``optimizer.type = "adamw_8bit"``, a step is AdamW's from the moments before it; only their codes round.
 
@@ -188,7 +172,7 @@ def _verify_step(subject: EngineUnderTest, group: EngineGroup, config: MixedOpti
         subject.verify_named(f"{kind} {label}", group.named_tensors(kind), exact, limits)
 
 
-@check("I11.resume-8bit", requires=[Capability.ADAMW_8BIT], each="layout", families=DENSE)
+@check("I11.resume-8bit", requires={Capability.ADAMW_8BIT}, each="layout", families=DENSE)
 def resume_with_8_bit_moments_is_bitwise(subject: EngineUnderTest) -> None:
     """Training with moments of 8 bits continues bit for bit from ``sharded`` at the same layout, and after an offload.
 

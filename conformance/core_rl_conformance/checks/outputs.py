@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.findings import reproduced
 from core_rl_conformance.hints.diagnose import compare_tokens
-from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import CheckLoss, OutputsLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.procedures.outputs import PROBE, verify_form, verify_overall, verify_precision
+from core_rl_conformance.procedures.outputs import PROBE, verify_forward, verify_precision
 from core_rl_conformance.procedures.training import (
     CONFIG,
     forward_inside_train_mode,
@@ -76,7 +73,7 @@ def temperature_scales_the_logits(subject: EngineUnderTest) -> None:
         _verify_token_output(subject, "entropy", temperature, group=group)
 
 
-@check("I7.logits", requires=[Capability.LOGITS], each="layout")
+@check("I7.logits", requires={Capability.LOGITS}, each="layout")
 def logits_match_the_oracle(subject: EngineUnderTest) -> None:
     """The logits that each token was drawn from are the oracle's, divided by the temperature.
 
@@ -85,18 +82,15 @@ def logits_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: padded vocabulary rows, the alignment with the tokens, the temperature.
     """
     _verify_token_output(subject, "logits", 1.0)
-    model, data = subject.model(), subject.data()
+    model, label = subject.model(), "asked together at temperature 0.6"
+    group = subject.start(model)
     names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
-    output = subject.start(model).forward(data.batch(), BUDGET, names, 0.6)
-    for name in names:
-        label = f"{name}, all asked together, at temperature 0.6"
-        _compare(subject, output, name, model, data, label, 0.6, cut=BUDGET)
+    verify_forward(subject, group, names, model, subject.data(), label, cut=BUDGET, temperature=0.6)
     long = subject.data(lengths=LONG, seed=3)
-    output = subject.start(model).forward(long.batch(), ONE_PASS, ("logits",))
-    _compare(subject, output, "logits", model, long, "logits of a long batch")
+    verify_forward(subject, subject.start(model), ("logits",), model, long, "of a long batch")
 
 
-@check("I1.logits-gradients", requires=[Capability.LOGITS], each="layout")
+@check("I1.logits-gradients", requires={Capability.LOGITS}, each="layout")
 def logits_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of a loss that reads all logits, alone or with other outputs, are the oracle's at a temperature.
 
@@ -125,39 +119,19 @@ def _verify_token_output(
     plotted: bool = False,
     group: EngineGroup | None = None,
 ) -> None:
-    model, data = subject.model(), subject.data()
-    group = group or subject.start(model)
-    expected = subject.outputs(model, data, name, temperature)
-    answer = partial(group.forward, data.batch(), BUDGET, (name,), temperature)
-    output, label = answer(), f"{name} at temperature {temperature:g}"
-    _compare(
-        subject, output, name, model, data, label, temperature, cut=BUDGET, plotted=plotted, again=answer
+    model = subject.model()
+    verify_forward(
+        subject,
+        group or subject.start(model),
+        (name,),
+        model,
+        subject.data(),
+        f"at temperature {temperature:g}",
+        cut=BUDGET,
+        temperature=temperature,
+        overall=name != "logits",
+        plotted=plotted,
     )
-    if name != "logits":
-        verify_overall(subject, label, per_sequence(output, name, data), expected)
-
-
-def _compare(
-    subject: EngineUnderTest,
-    output: ModelOutput,
-    name: OutputName,
-    model: TinyModel,
-    data: Ragged,
-    label: str,
-    temperature: float = 1.0,
-    *,
-    cut: MicroBatchSpec = ONE_PASS,
-    plotted: bool = False,
-    again: Callable[[], ModelOutput] | None = None,
-) -> None:
-    """Judge the form of the output ``name``, and all its values; ``again`` makes the same call once more."""
-    __tracebackhide__ = True
-    expected = subject.outputs(model, data, name, temperature)
-    verify_form(subject, output, name, data)
-    got = per_sequence(output, name, data)
-    places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
-    repeat = None if again is None else lambda: per_sequence(again(), name, data)
-    subject.verify_tokens(label, got, expected, places, plotted=plotted, again=repeat)
 
 
 @check("I7.long-batch", each="layout")
@@ -176,9 +150,7 @@ def long_batches_match_the_oracle(subject: EngineUnderTest) -> None:
     data = ragged(model.vocab_size, 1000 * subject.case.seed + 3, LONG * min(subject.layout.dp, 2))
     data = data.with_ids(part_edges(model.vocab_size))
     group = subject.start(model)
-    output = group.forward(data.batch(), ONE_PASS, ("logprobs", "entropy"))
-    for name in ("logprobs", "entropy"):
-        _compare(subject, output, name, model, data, f"{name} of a long batch")
+    verify_forward(subject, group, ("logprobs", "entropy"), model, data, "of a long batch")
     subject.verify_backward("of a long batch", group, model, data, TokenMeanLoss())
 
 
@@ -211,7 +183,7 @@ def neighbours_change_nothing(subject: EngineUnderTest) -> None:
         subject.verify(reproduced(subject.case, finding, computation, left, right, allowed))
 
 
-@check("I9.dropout-off", requires=[Capability.DROPOUT], each="layout")
+@check("I9.dropout-off", requires={Capability.DROPOUT}, each="layout")
 def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     """``forward`` and ``eval_batch`` run without dropout, also inside ``train_mode()``, which they restore.
 
@@ -252,7 +224,7 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
         )
 
 
-@check("I7.values", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I7.values", requires={Capability.VALUE_HEAD}, each="layout")
 def values_match_the_oracle(subject: EngineUnderTest) -> None:
     """The value of the state before each token, and after the last, is the oracle's at any temperature.
 
@@ -263,22 +235,16 @@ def values_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model = subject.model(head="value")
     group = subject.start(model)
-    runs = (
+    for of, data, cut, temperature in (
         ("", subject.data(), BUDGET, 1.0),
         ("", subject.data(), BUDGET, 0.6),
-        (" of a long batch", subject.data(lengths=LONG, seed=3), ONE_PASS, 1.0),
-    )
-    for of, data, cut, temperature in runs:
-        output = group.forward(data.batch(), cut, ("values",), temperature)
-        verify_form(subject, output, "values", data)
-        for name in ("values", "bootstrap"):
-            expected = subject.outputs(model, data, name)
-            label = f"{name}{of} at temperature {temperature:g}"
-            got = per_sequence(output, name, data)
-            subject.verify_tokens(label, got, expected, subject.places(data, cut))
+        ("of a long batch ", subject.data(lengths=LONG, seed=3), ONE_PASS, 1.0),
+    ):
+        label = f"{of}at temperature {temperature:g}"
+        verify_forward(subject, group, ("values",), model, data, label, cut=cut, temperature=temperature)
 
 
-@check("I7.scores", requires=[Capability.REWARD_HEAD], each="layout")
+@check("I7.scores", requires={Capability.REWARD_HEAD}, each="layout")
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """The score of each sequence is the head on its last token.
 
@@ -302,7 +268,7 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
         subject.verify_tokens(f"scores{of}", list(scores.unbind()), expected)
 
 
-@check("I1.value-gradients", requires=[Capability.VALUE_HEAD], each="layout")
+@check("I1.value-gradients", requires={Capability.VALUE_HEAD}, each="layout")
 def value_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of a loss over values and bootstraps, with any cut and at any temperature, are the oracle's.
 
@@ -313,7 +279,7 @@ def value_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     _verify_head_gradients(subject, subject.model(head="value"), ValueLoss(temperature=0.7))
 
 
-@check("I1.reward-gradients", requires=[Capability.REWARD_HEAD], each="layout")
+@check("I1.reward-gradients", requires={Capability.REWARD_HEAD}, each="layout")
 def reward_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of a loss over sequence scores, with any cut into micro-batches, are the oracle's.
 

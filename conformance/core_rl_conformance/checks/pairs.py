@@ -80,15 +80,14 @@ def pair_named(
     partner: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
     allowed: Mapping[str, Tolerance],
-    since: Mapping[str, Tensor] | None = None,
 ) -> PairFinding:
-    """Tensors by name; ``since`` holds their values before training, for the hints."""
+    """Tensors by name."""
     # Over the oracle's names: of other ones there is no tolerance, and it is they that are wrong.
     present = {name: partner[name] for name in truth if name in partner}
     together = {name: tolerance + tolerance for name, tolerance in allowed.items()}
     return PairFinding(
         between=compare_named(_between(label), ours, present, together),
-        own=compare_named(label, ours, truth, allowed, since=since),
+        own=compare_named(label, ours, truth, allowed),
         partner=compare_named(label, partner, truth, allowed),
     )
 
@@ -103,7 +102,6 @@ def verify_pair(subject: EngineUnderTest, quantities: Sequence[PairFinding]) -> 
     Where they do not, and the engine under check is off the oracle, this raises `AssertionError`; where only
     the partner is, `NotRun`: it is the case from the other side that fails.
     """
-    __tracebackhide__ = True
     differences = [quantity for quantity in quantities if quantity.between.problem is not None]
     if not differences:
         for quantity in quantities:
@@ -249,9 +247,9 @@ def _pair_steps(ours: Trained, partner: Trained, expected: ExpectedTraining) -> 
 
 @check(
     "I11.pair-portable",
-    requires=[Capability.PORTABLE_CHECKPOINT],
+    requires={Capability.PORTABLE_CHECKPOINT},
     partner="train",
-    partner_requires=[Capability.PORTABLE_CHECKPOINT],
+    partner_requires={Capability.PORTABLE_CHECKPOINT},
     each="layout",
 )
 def a_training_moves_between_two_engines(subject: EngineUnderTest) -> None:

@@ -115,7 +115,6 @@ def tokens_carry_the_version(subject: EngineUnderTest) -> None:
 def _require_versions(
     subject: EngineUnderTest, when: str, responses: Sequence[LLMResponse], versions: set[int]
 ) -> None:
-    __tracebackhide__ = True
     for response in responses:
         subject.require(
             response.stop_reason == "length",

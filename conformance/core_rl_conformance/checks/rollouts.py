@@ -217,7 +217,7 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
     serving.verify_logprobs(subject, "log-probs of short and long answers", model, responses)
 
 
-@check("I7.score", kind="inference", requires=[Capability.SCORE])
+@check("I7.score", kind="inference", requires={Capability.SCORE})
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """``score`` gives the oracle's log-prob of every token at temperature 1 and others, also when asked again.
 
@@ -236,7 +236,7 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
         verify_overall(subject, label, got, expected)
 
 
-@check("I7.top-logprobs", kind="inference", requires=[Capability.TOP_LOGPROBS])
+@check("I7.top-logprobs", kind="inference", requires={Capability.TOP_LOGPROBS})
 def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """``top_logprobs`` gives the most likely tokens at the place of each token, best first, with their log-probs.
 
@@ -265,7 +265,6 @@ def verify_top(
     tolerance: Tolerance,
 ) -> None:
     """Compare with ``full``, the log-probs ``[L, V]`` of all tokens at each place; ties may come in any order."""
-    __tracebackhide__ = True
     count = top.ids.shape[1]
     pairs = zip(top.ids.split(data.lengths), top.logprobs.split(data.lengths), strict=True)
     rows = [(ids[1:], logprobs[1:]) for ids, logprobs in pairs]

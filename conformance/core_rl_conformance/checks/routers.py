@@ -27,7 +27,7 @@ ALONE = BalanceLoss()
 COEF = 0.25
 
 
-@check("I7.gates", requires=[Capability.MOE], families=(MOE,), each="layout")
+@check("I7.gates", families=(MOE,), each="layout")
 def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
     """Gates are the probabilities of the chosen experts, not divided by their sum, if ``norm_topk_prob`` is false.
 
@@ -50,7 +50,7 @@ def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
     subject.verify_logprobs("where all tokens choose the same experts", group, model, crowded, BUDGET)
 
 
-@check("I18.aux-gradient", requires=[Capability.MOE, Capability.AUX_LOSS], families=ROUTED)
+@check("I18.aux-gradient", requires={Capability.AUX_LOSS}, families=ROUTED)
 def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of the routers' balance alone is the oracle's, however the batch is cut.
 
@@ -91,7 +91,7 @@ def _cuts(
     return cuts
 
 
-@check("I18.aux-beside-loss", requires=[Capability.MOE, Capability.AUX_LOSS], families=ROUTED, each="layout")
+@check("I18.aux-beside-loss", requires={Capability.AUX_LOSS}, families=ROUTED, each="layout")
 def balance_comes_on_top(subject: EngineUnderTest) -> None:
     """With a loss, in one call or in two, the balance adds its own gradient, and no part of ``loss``.
 
@@ -120,7 +120,7 @@ def balance_comes_on_top(subject: EngineUnderTest) -> None:
     subject.verify_named("gradients of two calls", grads, expected.oracle.grads, expected.tolerances)
 
 
-@check("I17.routing-replay", requires=[Capability.MOE, Capability.ROUTING_REPLAY], families=ROUTED)
+@check("I17.routing-replay", requires={Capability.ROUTING_REPLAY}, families=ROUTED)
 def routing_is_recorded_and_replayed(subject: EngineUnderTest) -> None:
     """``forward`` gives the experts that were chosen; a batch with ``routing`` is computed with those, and no other.
 

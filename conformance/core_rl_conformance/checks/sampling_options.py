@@ -31,7 +31,7 @@ from core_rl_conformance.procedures.serving import ask, expected_of, left_by_cut
 LONG = replace(ONE, max_new_tokens=24, temperature=0.8)
 
 
-@check("I8.min-p", kind="inference", requires=[Capability.MIN_P], each="layout")
+@check("I8.min-p", kind="inference", requires={Capability.MIN_P}, each="layout")
 def tokens_are_drawn_from_those_that_min_p_leaves(subject: EngineUnderTest) -> None:
     """With ``min_p``, drawn tokens follow ``softmax(logits / T)`` over the tokens that are likely enough.
 
@@ -60,7 +60,7 @@ def _clear_min_p(row: Tensor) -> float:
     return math.exp(float(ordered[place] + ordered[place + 1]) / 2 - float(row.max()))
 
 
-@check("I8.logit-bias", kind="inference", requires=[Capability.LOGIT_BIAS], each="layout")
+@check("I8.logit-bias", kind="inference", requires={Capability.LOGIT_BIAS}, each="layout")
 def biases_are_added_to_logits(subject: EngineUnderTest) -> None:
     """``logit_bias`` is added to the logits before the temperature, at every token, and is in the log-probs.
 
@@ -76,7 +76,7 @@ def biases_are_added_to_logits(subject: EngineUnderTest) -> None:
     _verify_changed(subject, replace(LONG, logit_bias=bias), how)
 
 
-@check("I8.presence-penalty", kind="inference", requires=[Capability.PRESENCE_PENALTY], each="layout")
+@check("I8.presence-penalty", kind="inference", requires={Capability.PRESENCE_PENALTY}, each="layout")
 def the_presence_penalty_is_subtracted_once(subject: EngineUnderTest) -> None:
     """``presence_penalty`` is subtracted once from the logits of tokens that the response has, and of no others.
 
@@ -86,7 +86,7 @@ def the_presence_penalty_is_subtracted_once(subject: EngineUnderTest) -> None:
     _verify_changed(subject, replace(LONG, presence_penalty=1.5), "with presence_penalty = 1.5")
 
 
-@check("I8.repetition-penalty", kind="inference", requires=[Capability.REPETITION_PENALTY], each="layout")
+@check("I8.repetition-penalty", kind="inference", requires={Capability.REPETITION_PENALTY}, each="layout")
 def the_repetition_penalty_scales_logits(subject: EngineUnderTest) -> None:
     """``repetition_penalty`` divides positive logits of tokens that the response has, and multiplies negative ones.
 
@@ -157,7 +157,7 @@ def _verify_values(
     subject.verify(compare_tokens(label, got, required, tolerance))
 
 
-@check("I19.stop-strings", kind="inference", requires=[Capability.STOP_STRINGS], each="layout")
+@check("I19.stop-strings", kind="inference", requires={Capability.STOP_STRINGS}, each="layout")
 def answers_end_with_the_token_that_completes_a_text(subject: EngineUnderTest) -> None:
     """An answer ends with the first token after which its text has a string of ``stop``, also across tokens.
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from core_rl.config.capability import Capability
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import EngineUnderTest, per_sequence
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged, Row, ragged
 from core_rl_conformance.inputs.losses import BalanceLoss, OutputsLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.procedures.outputs import verify_forward
 from core_rl_conformance.profile import MOE
 
 PIECES: Sequence[Sequence[tuple[int, int]]] = (
@@ -31,6 +32,14 @@ PIECES: Sequence[Sequence[tuple[int, int]]] = (
 
 A prompt has answers, of which two are equal, one continues another, one leaves another half-way and one is empty. Two
 sequences share a single token, which is a sequence too, and one shares nothing."""
+CUTS = {
+    "in one micro-batch": MicroBatchSpec(count=1, share_prefixes=True),
+    "in three micro-batches": MicroBatchSpec(count=3, share_prefixes=True),
+    "with a budget that splits a tree": MicroBatchSpec(max_tokens=48, share_prefixes=True),
+}
+TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
+OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
+BALANCE = BalanceLoss()
 
 
 def prefix_trees(vocab_size: int, seed: int) -> Ragged:
@@ -51,17 +60,7 @@ def prefix_trees(vocab_size: int, seed: int) -> Ragged:
     return Ragged(tuple(rows))
 
 
-CUTS = {
-    "in one micro-batch": MicroBatchSpec(count=1, share_prefixes=True),
-    "in three micro-batches": MicroBatchSpec(count=3, share_prefixes=True),
-    "with a budget that splits a tree": MicroBatchSpec(max_tokens=48, share_prefixes=True),
-}
-TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
-OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
-BALANCE = BalanceLoss()
-
-
-@check("I7.shared-prefix", requires=[Capability.SHARED_PREFIX], each="layout")
+@check("I7.shared-prefix", requires={Capability.SHARED_PREFIX}, each="layout")
 def shared_prefixes_change_no_output(subject: EngineUnderTest) -> None:
     """Log-probs and entropy of sequences that share prefixes are the oracle's, which computes each alone.
 
@@ -74,12 +73,11 @@ def shared_prefixes_change_no_output(subject: EngineUnderTest) -> None:
     group = subject.start(model)
     for label, cut in CUTS.items():
         subject.verify_logprobs(f"of shared prefixes {label}", group, model, data, cut)
-    expected = subject.outputs(model, data, "entropy")
-    output = group.forward(data.batch(), CUTS["in one micro-batch"], ("entropy",))
-    subject.verify_tokens("entropy of shared prefixes", per_sequence(output, "entropy", data), expected)
+    cut = CUTS["in one micro-batch"]
+    verify_forward(subject, group, ("entropy",), model, data, "of shared prefixes", cut=cut)
 
 
-@check("I1.shared-prefix", requires=[Capability.SHARED_PREFIX], each="layout")
+@check("I1.shared-prefix", requires={Capability.SHARED_PREFIX}, each="layout")
 def shared_prefixes_change_no_gradient(subject: EngineUnderTest) -> None:
     """Loss and gradients of sequences that share prefixes are the oracle's, which computes each alone.
 
@@ -98,7 +96,7 @@ def shared_prefixes_change_no_gradient(subject: EngineUnderTest) -> None:
     subject.verify_backward(label, group, model, data, OF_ENTROPY, CUTS["in one micro-batch"])
 
 
-@check("I1.shared-values", requires=[Capability.SHARED_PREFIX, Capability.VALUE_HEAD], each="layout")
+@check("I1.shared-values", requires={Capability.SHARED_PREFIX, Capability.VALUE_HEAD}, each="layout")
 def shared_prefixes_change_no_value(subject: EngineUnderTest) -> None:
     """Values of sequences that share prefixes, and their gradients, are the oracle's.
 
@@ -108,18 +106,12 @@ def shared_prefixes_change_no_value(subject: EngineUnderTest) -> None:
     model, data = subject.model(head="value"), _data(subject)
     group = subject.start(model)
     cut = CUTS["in one micro-batch"]
-    output = group.forward(data.batch(), cut, ("values",))
-    for name in ("values", "bootstrap"):
-        expected = subject.outputs(model, data, name)
-        subject.verify_tokens(f"{name} of shared prefixes", per_sequence(output, name, data), expected)
+    verify_forward(subject, group, ("values",), model, data, "of shared prefixes", cut=cut)
     subject.verify_backward("of values of shared prefixes", group, model, data, ValueLoss(), cut)
 
 
 @check(
-    "I18.shared-aux",
-    requires=[Capability.SHARED_PREFIX, Capability.MOE, Capability.AUX_LOSS],
-    families=(MOE,),
-    each="layout",
+    "I18.shared-aux", requires={Capability.SHARED_PREFIX, Capability.AUX_LOSS}, families=(MOE,), each="layout"
 )
 def shared_prefixes_change_no_balance(subject: EngineUnderTest) -> None:
     """The routers' balance counts a shared token for every sequence that it belongs to, as the oracle does.

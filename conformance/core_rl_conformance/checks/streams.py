@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import SaveLoadMeta, SyncMethod
+from core_rl.backend.meta import SyncMethod
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMResponse
 from core_rl.engine.sync import sync_weights
@@ -20,7 +20,7 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.moving import elsewhere
+from core_rl_conformance.procedures.moving import elsewhere, load_weights
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta, tensors_of
 from core_rl_conformance.reproduction import Weights, computation_of
 
@@ -28,7 +28,7 @@ TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
 
 
-@check("I12.tensor", requires=[Capability.SYNC_TENSOR], images=True)
+@check("I12.tensor", requires={Capability.SYNC_TENSOR}, images=True)
 def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
 
@@ -41,7 +41,7 @@ def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     _verify_sending(subject, "tensor")
 
 
-@check("I12.distributed", requires=[Capability.SYNC_DISTRIBUTED], each="layout", images=True)
+@check("I12.distributed", requires={Capability.SYNC_DISTRIBUTED}, each="layout", images=True)
 def distributed_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by distributed broadcasts every parameter once, as it is after the last step or load.
 
@@ -53,7 +53,6 @@ def distributed_sync_sends_the_present_weights(subject: EngineUnderTest) -> None
 
 
 def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
-    __tracebackhide__ = True
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     group.set_version(3)
@@ -64,8 +63,7 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
         (6, TINY_BUCKET, "a load"),
     ):
         if when == "a load":
-            second = subject.expected.models.directory(elsewhere(model))
-            group.load(SaveLoadMeta(path=str(second), format="hf"))
+            load_weights(subject, group, elsewhere(model))
         else:
             group.train_batch(subject.data(seed=version - 4).batch(), TokenMeanLoss().spec(), ONE_PASS)
         sent_update = caught(group, sync_meta(subject, method, version, bucket_bytes, verify=version == 5))
@@ -82,7 +80,7 @@ def _verify_sending(subject: EngineUnderTest, method: SyncMethod) -> None:
     serving.verify_version(subject, group, 3, "after uploading weights")
 
 
-@check("I12.receive-tensor", kind="inference", requires=[Capability.SYNC_TENSOR])
+@check("I12.receive-tensor", kind="inference", requires={Capability.SYNC_TENSOR})
 def updates_from_tensors_arrive(subject: EngineUnderTest) -> None:
     """After an update by tensor every token is drawn by the new weights, all of them, also after a cached prefix.
 
@@ -96,7 +94,7 @@ def updates_from_tensors_arrive(subject: EngineUnderTest) -> None:
     _verify_receiving(subject, "tensor")
 
 
-@check("I12.receive-distributed", kind="inference", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
+@check("I12.receive-distributed", kind="inference", requires={Capability.SYNC_DISTRIBUTED}, each="layout")
 def updates_from_a_group_arrive(subject: EngineUnderTest) -> None:
     """The same for an update by distributed, whose tensors come from a process group with the trainer's rank.
 
@@ -108,7 +106,6 @@ def updates_from_a_group_arrive(subject: EngineUnderTest) -> None:
 
 
 def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
-    __tracebackhide__ = True
     old, data = subject.model(), subject.data()
     engine = subject.serve(old, keep=False)
     requests = serving.requests_for(data.select(serving.FEW))
@@ -132,7 +129,7 @@ def _verify_receiving(subject: EngineUnderTest, method: SyncMethod) -> None:
         old, before = new, version
 
 
-@check("I12.broken-stream", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
+@check("I12.broken-stream", kind="inference", requires={Capability.SYNC_TENSOR}, each="layout")
 def broken_streams_change_nothing(subject: EngineUnderTest) -> None:
     """An update by tensor that breaks off, lacks a tensor or has a wrong shape fails, and the old weights serve on.
 
@@ -146,7 +143,7 @@ def broken_streams_change_nothing(subject: EngineUnderTest) -> None:
     _verify_breaking(subject, "tensor")
 
 
-@check("I12.broken-group", kind="inference", requires=[Capability.SYNC_DISTRIBUTED], each="layout")
+@check("I12.broken-group", kind="inference", requires={Capability.SYNC_DISTRIBUTED}, each="layout")
 def broken_groups_change_nothing(subject: EngineUnderTest) -> None:
     """The same for an update by distributed: whoever waits in the process group is let go.
 
@@ -158,7 +155,6 @@ def broken_groups_change_nothing(subject: EngineUnderTest) -> None:
 
 
 def _verify_breaking(subject: EngineUnderTest, method: SyncMethod) -> None:
-    __tracebackhide__ = True
     model = subject.model()
     engine = subject.serve(model, keep=False)
     requests = serving.few_requests(subject)
@@ -210,8 +206,8 @@ class _Broken:
 @check(
     "I12.sync-tensor",
     partner="inference",
-    requires=[Capability.SYNC_TENSOR],
-    partner_requires=[Capability.SYNC_TENSOR],
+    requires={Capability.SYNC_TENSOR},
+    partner_requires={Capability.SYNC_TENSOR},
     each="layout",
 )
 def trained_weights_arrive_by_tensor(subject: EngineUnderTest) -> None:
@@ -227,8 +223,8 @@ def trained_weights_arrive_by_tensor(subject: EngineUnderTest) -> None:
 @check(
     "I12.sync-distributed",
     partner="inference",
-    requires=[Capability.SYNC_DISTRIBUTED],
-    partner_requires=[Capability.SYNC_DISTRIBUTED],
+    requires={Capability.SYNC_DISTRIBUTED},
+    partner_requires={Capability.SYNC_DISTRIBUTED},
     each="engine",
 )
 def trained_weights_arrive_by_a_group(subject: EngineUnderTest) -> None:
@@ -242,7 +238,6 @@ def trained_weights_arrive_by_a_group(subject: EngineUnderTest) -> None:
 
 
 def _verify_pair(subject: EngineUnderTest, method: SyncMethod) -> None:
-    __tracebackhide__ = True
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)

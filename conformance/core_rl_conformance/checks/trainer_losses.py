@@ -1,4 +1,4 @@
-"""Losses of whole trainers: gradients, terms, masks and advantages against float64, at any cut and on any ranks."""
+"""Losses of whole trainers, on sequences and on pairs, against float64, at any cut and on any ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import get_args
 
 import torch
 
+from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.inputs.rollouts import Rollouts
+from core_rl_conformance.inputs.rollouts import PAIR, Rollouts
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.outcomes import NotSupported
 from core_rl_conformance.procedures.trainers import (
@@ -31,24 +32,32 @@ from core_rl_conformance.procedures.trainers import (
     verify_adapter_gradients,
     verify_gradients,
 )
+from core_rl_conformance.trainers.interface import MicroBatches
 from core_rl_conformance.trainers.spec import Feature
 from core_rl_oracle.group_advantages import mistaken_advantages
 from core_rl_oracle.loss_names import AdvantageRule, Objective
 from core_rl_oracle.policy_losses import PolicyLoss
 
 TEMPERATURE = 0.8
+REFUSALS = (ValueError, CoreRLError)
+SPECIAL = (0, 1, 2)
+"""Ids that tokenizers often take for padding, BOS and EOS."""
+UNEVEN = MicroBatches(sequences=3 * PAIR)
+"""Three pairs, of eight, so that the last micro-batch has two."""
+
+
+def _loss(subject: EngineUnderTest, objective: Objective) -> PolicyLoss:
+    if objective not in spec_of(subject).objectives:
+        raise NotSupported(f"the trainer names no objective {objective}")
+    return PolicyLoss(objective=objective)
 
 
 def _verify_objective(subject: EngineUnderTest, objective: Objective) -> None:
-    __tracebackhide__ = True
-    spec = spec_of(subject)
-    if objective not in spec.objectives:
-        raise NotSupported(f"the trainer names no objective {objective}")
-    aggregations = sorted(spec.aggregations)
+    aggregations = sorted(spec_of(subject).aggregations)
     number = subject.case.seed + get_args(Objective).index(objective)
-    loss = PolicyLoss(objective=objective, aggregation=aggregations[number % len(aggregations)])
+    loss = replace(_loss(subject, objective), aggregation=aggregations[number % len(aggregations)])
     label = f"{objective} with {loss.aggregation}"
-    verify_gradients(subject, label, draw(subject, loss), loss, cuts_of(subject, loss))
+    verify_gradients(subject, label, draw(subject, loss), loss)
 
 
 @check("T1.cross-entropy", kind="trainer", each="layout")
@@ -123,7 +132,7 @@ def every_aggregation_is_independent_of_the_cut(subject: EngineUnderTest) -> Non
     for aggregation in aggregations_of(subject):
         loss = replace(token_loss(subject), aggregation=aggregation)
         rollouts = draw(subject, loss, seed=1)
-        verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss, cuts_of(subject, loss))
+        verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss)
 
 
 @check("T1.lora", kind="trainer", each="layout")
@@ -165,7 +174,7 @@ def entropy_bonus_has_its_gradient(subject: EngineUnderTest) -> None:
     need(subject, Feature.ENTROPY)
     loss = replace(policy_loss(subject), entropy_coef=0.25)
     rollouts = draw(subject, loss, seed=3)
-    verify_gradients(subject, "the loss with an entropy bonus", rollouts, loss, cuts_of(subject, loss))
+    verify_gradients(subject, "the loss with an entropy bonus", rollouts, loss)
 
 
 @check("T2.temperature", kind="trainer", each="layout")
@@ -199,7 +208,6 @@ def metrics_are_independent_of_the_cut(subject: EngineUnderTest) -> None:
 
 
 def _verify_metrics(subject: EngineUnderTest, loss: PolicyLoss) -> None:
-    __tracebackhide__ = True
     spec, rollouts, cuts = spec_of(subject), draw(subject, loss, seed=5), cuts_of(subject, loss)
     # Another cut rounds differently, and a metric may amplify it.
     small = math.sqrt(torch.finfo(subject.dtype).eps)
@@ -283,3 +291,81 @@ def _mistaken_rules(
     rewards, groups = [row.reward for row in rollouts.rows], [row.group for row in rollouts.rows]
     for sentence, values in mistaken_advantages(rule, rewards, groups):
         yield sentence, rollouts.with_advantages(values), loss
+
+
+def _losses(subject: EngineUnderTest) -> list[PolicyLoss]:
+    losses = pair_losses(subject)
+    if not losses:
+        raise NotSupported("the trainer names no objective on pairs")
+    return losses
+
+
+@check("T1.dpo", kind="trainer", each="layout and model")
+def dpo_follows_its_definition(subject: EngineUnderTest) -> None:
+    """DPO's sigmoid loss has the float64 gradients, loss and norm, at every cut that leaves pairs together.
+
+    Why: without the reference, with a mean over tokens, or with another beta it still falls and still prefers the right
+    sequence, and trains another objective.
+    Look at: the sum over trained tokens of both log-probs, beta, and which sequence is the preferred one.
+    """
+    loss = _loss(subject, "dpo")
+    verify_gradients(subject, "DPO", draw(subject, loss, seed=10), loss)
+
+
+@check("T1.bradley-terry", kind="trainer", each="layout and model")
+def bradley_terry_follows_its_definition(subject: EngineUnderTest) -> None:
+    """A reward model's Bradley-Terry loss has the float64 gradients, loss and norm, at every cut.
+
+    Why: a score that is read at a padded position, or at the first token, depends on the neighbours in the batch.
+    Look at: the position of the score in padded rows, and the order of a pair.
+    """
+    loss = _loss(subject, "bradley_terry")
+    rollouts = draw(subject, loss, seed=11)
+    verify_gradients(subject, "the Bradley-Terry loss", rollouts, loss)
+
+
+@check("T3.pairs", kind="trainer", each="layout")
+def pairs_of_a_short_micro_batch_count_alike(subject: EngineUnderTest) -> None:
+    """Each pair has the same weight, also in a last micro-batch with fewer of them.
+
+    Why: a mean of micro-batch means weighs the pairs of a short micro-batch more; without a division at all, TRL's DPO
+    loss grew with the number of micro-batches (TRL #2615).
+    Look at: the divisor of the loss: it counts the pairs of all micro-batches.
+    """
+    need(subject, Feature.SEQUENCE_COUNT)
+    for loss in _losses(subject):
+        rollouts = draw(subject, loss, seed=12)
+        verify_gradients(subject, f"{loss.objective} with a short micro-batch", rollouts, loss, [UNEVEN])
+
+
+@check("T4.last-token", kind="trainer", each="layout")
+def score_is_that_of_the_last_token(subject: EngineUnderTest) -> None:
+    """The score of a sequence is read at its last token, whatever the id of that token.
+
+    Why: transformers looks for the last token that is not padding by its id; where the padding token is EOS, as for
+    tokenizers without one, it reads the score of a finished sequence one token early (transformers #35352).
+    Look at: the position of the score, which lengths or the attention mask give.
+    """
+    loss = _loss(subject, "bradley_terry")
+    rollouts = draw(subject, loss, seed=13).ending_in(SPECIAL)
+    verify_gradients(subject, "sequences that end in special tokens", rollouts, loss)
+
+
+@check("T4.broken-pairs", kind="trainer", each="layout")
+def broken_pairs_are_refused(subject: EngineUnderTest) -> None:
+    """A batch with an odd number of sequences, or with neighbours of two groups, is refused with a ValueError.
+
+    Why: taken as they come, the sequences after a missing one are compared with completions of other prompts.
+    Look at: what makes pairs of the sequences of a batch, before the forward pass.
+    """
+    for loss in _losses(subject):
+        rollouts = draw(subject, loss, seed=14)
+        present = range(len(rollouts.rows))
+        trainer = build(subject, loss)
+        for label, absent in {"an odd number of sequences": {1}, "neighbours of two groups": {1, 4}}.items():
+            batch = rollouts.select([index for index in present if index not in absent]).for_trainer()
+            subject.require_error(
+                REFUSALS,
+                partial(trainer.train_batch, batch, WHOLE, apply=False),
+                f"{loss.objective} took a batch with {label}; raise a ValueError",
+            )

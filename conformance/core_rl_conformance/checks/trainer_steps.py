@@ -70,7 +70,6 @@ def _run(
     steps: Sequence[int],
 ) -> None:
     """Train ``steps``, each with the expected rate, loss and norm."""
-    __tracebackhide__ = True
     cuts = cuts_of(subject, training.loss)
     for step in steps:
         _verify_rate(subject, trainer, training.rates[step], step)
@@ -85,7 +84,6 @@ def _run(
 
 
 def _verify_rate(subject: EngineUnderTest, trainer: Trainer, expected: float, step: int) -> None:
-    __tracebackhide__ = True
     rate = trainer.learning_rate()
     subject.require(
         abs(rate - expected) <= ULPS * SMOOTH.lr,
@@ -96,13 +94,11 @@ def _verify_rate(subject: EngineUnderTest, trainer: Trainer, expected: float, st
 def _verify_weights(
     subject: EngineUnderTest, label: str, trainer: Trainer, expected: ExpectedTraining
 ) -> None:
-    __tracebackhide__ = True
     subject.verify_named(label, trainer.weights(), expected.truth.weights, expected.weights)
 
 
 def _run_all(subject: EngineUnderTest, label: str, training: Training[Rollouts, PolicyLoss]) -> None:
     """All steps of one run, and the weights after them."""
-    __tracebackhide__ = True
     expected, trainer = _expected(subject, training), _built(subject, training)
     _run(subject, trainer, training, expected, range(STEPS))
     _verify_weights(subject, label, trainer, expected)

@@ -19,19 +19,14 @@ from core_rl_conformance.checks.updates import published
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.streaming import LARGE_BUCKET, sent, sync_meta, tensors_of
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, methods_of, sent, sync_meta, tensors_of
 
 # Greedy, so that many answers are few sequences for the oracle.
 SHORT = replace(serving.PLAIN, temperature=0.0, max_new_tokens=2)
 UPDATES = 4
-METHODS: dict[SyncMethod, Capability] = {
-    "disk": Capability.SYNC_DISK,
-    "tensor": Capability.SYNC_TENSOR,
-    "distributed": Capability.SYNC_DISTRIBUTED,
-}
 
 
-@check("I14.updates-in-a-row", kind="inference", requires=[Capability.SYNC_TENSOR], each="layout")
+@check("I14.updates-in-a-row", kind="inference", requires={Capability.SYNC_TENSOR}, each="layout")
 def versions_hold_under_many_updates(subject: EngineUnderTest) -> None:
     """While updates follow each other, some inside a pause, each token has the version of the weights that drew it.
 
@@ -130,7 +125,7 @@ def _nearest(responses: Sequence[LLMResponse], sides: Collection[serving.Expecte
     return [nearest(number, torch.tensor(response.logprobs)) for number, response in enumerate(responses)]
 
 
-@check("I15.update-asleep", kind="inference", requires=[Capability.RELEASE_MEMORY], each="engine")
+@check("I15.update-asleep", kind="inference", requires={Capability.RELEASE_MEMORY}, each="engine")
 def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
     """Weights that arrive while the memory is released are served after `resume_memory`, or the update is refused.
 
@@ -144,7 +139,7 @@ def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
     old = subject.model()
     engine = subject.serve(old, keep=False)
     requests = serving.few_requests(subject)
-    methods = [method for method, capability in METHODS.items() if subject.spec.supports(capability)]
+    methods = methods_of(subject)
     for version, method in enumerate(methods, start=1):
         new = replace(old, seed=old.seed + 1000)
         update = partial(_send, subject, engine, method, version, new)

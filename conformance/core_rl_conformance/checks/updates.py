@@ -63,7 +63,7 @@ def _other(model: TinyModel, number: int) -> TinyModel:
     return replace(model, seed=model.seed + 1000 * number)
 
 
-@check("I12.receive-disk", kind="inference", requires=[Capability.SYNC_DISK])
+@check("I12.receive-disk", kind="inference", requires={Capability.SYNC_DISK})
 def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
     """After an update from disk every token is drawn by the new weights, all of them, and carries their version.
 
@@ -90,7 +90,7 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
         old = new
 
 
-@check("I13.prefix-cache", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
+@check("I13.prefix-cache", kind="inference", requires={Capability.SYNC_DISK}, each="layout")
 def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
     """After an update, prompts that share a prefix with earlier ones are answered as by a cold server.
 
@@ -114,7 +114,7 @@ def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
     serving.verify_served(subject, "with a prefix from before the update", responses, new, old, 1)
 
 
-@check("I12.failed-update", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
+@check("I12.failed-update", kind="inference", requires={Capability.SYNC_DISK}, each="layout")
 def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     """An update that cannot be read fails with its cause, and weights and version stay unchanged.
 
@@ -165,7 +165,7 @@ def _damage(directory: Path, change: Callable[[bytes], bytes]) -> None:
     file.write_bytes(change(file.read_bytes()))
 
 
-@check("I14.update-in-flight", kind="inference", requires=[Capability.SYNC_DISK], each="layout")
+@check("I14.update-in-flight", kind="inference", requires={Capability.SYNC_DISK}, each="layout")
 def versions_are_those_of_the_weights(subject: EngineUnderTest) -> None:
     """Requests in flight during an update are answered in full; each token's version is that of its weights.
 
@@ -211,7 +211,7 @@ async def _during(
     return [*responses, *late]
 
 
-@check("I14.interrupted", kind="inference", requires=[Capability.PAUSE], each="layout")
+@check("I14.interrupted", kind="inference", requires={Capability.PAUSE}, each="layout")
 def interrupted_answers_are_completed(subject: EngineUnderTest) -> None:
     """Requests that a pause interrupts draw nothing until ``resume``, and then all of the tokens that they asked for.
 
@@ -265,7 +265,7 @@ async def _next(tasks: set[Answers], longest_s: float) -> set[Answers]:
     return ended
 
 
-@check("I15.sleep", kind="inference", requires=[Capability.RELEASE_MEMORY], each="layout")
+@check("I15.sleep", kind="inference", requires={Capability.RELEASE_MEMORY}, each="layout")
 def sleep_changes_nothing(subject: EngineUnderTest) -> None:
     """After ``release_memory`` and ``resume_memory``, greedy answers, log-probs and versions are unchanged.
 
@@ -310,7 +310,7 @@ def _verify_sleep(
     subject.require(not changed, f"after {turn}, {changed} of {len(responses)} greedy answers are other ones")
 
 
-@check("contract.launched-servers", kind="inference", requires=[Capability.LAUNCH_SERVER], each="engine")
+@check("contract.launched-servers", kind="inference", requires={Capability.LAUNCH_SERVER}, each="engine")
 def launched_servers_serve_those_who_connect(subject: EngineUnderTest) -> None:
     """Servers that the engine launched serve a second client by their addresses, and still run when that one leaves.
 

@@ -1,11 +1,14 @@
-"""Engines that have computed before, have failed, or share processes: later calls see nothing of it."""
+"""Engines that have computed, moved or failed before, or share processes: later calls see nothing of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from core_rl.backend.meta import CheckpointFormat
+from core_rl.backend.meta import CheckpointFormat, WeightUpdateMeta
 from core_rl.backend.tensors import TensorDict
 from core_rl.config.capability import Capability
 from core_rl.config.engine import TrainEngineConfig
@@ -20,6 +23,7 @@ from core_rl_conformance.inputs.losses import RaisingLoss, TokenMeanLoss
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.moving import elsewhere
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
+from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_meta
 from core_rl_conformance.procedures.training import Shadow
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -29,6 +33,8 @@ LENGTHS, OTHER_LENGTHS = (3, 9, 5, 7), (9, 3, 7, 5)
 EQUAL = (6, 6, 6, 6)
 """Sequences of each data-parallel rank, each in a micro-batch of its own."""
 COLOCATED_STEPS = (0, 1)
+Change = tuple[str, Callable[[], object]]
+"""A call that leaves weights and moments as they are, and its name."""
 
 
 @check("I13.hidden-caches", each="layout")
@@ -96,11 +102,9 @@ def used_engines_load_every_format(subject: EngineUnderTest) -> None:
         label = f"after {form!r} was loaded"
         if form == "hf":
             half = {name: value.to(subject.dtype).float() for name, value in saved["master"].items()}
-            moving.verify_state(subject, label, group, {**state, "master": half})
-            moving.verify_progress(subject, label, group, own_progress)
+            moving.verify_state(subject, label, group, {**state, "master": half}, own_progress)
         else:
-            moving.verify_state(subject, label, group, saved)
-            moving.verify_progress(subject, label, group, progress)
+            moving.verify_state(subject, label, group, saved, progress)
         if exact is None:
             verify_outputs(subject, group, model, label)
         if form != "hf":  # I11.resume and I11.portable-round-trip show their next steps
@@ -155,8 +159,7 @@ def a_failed_pass_leaves_nothing(subject: EngineUnderTest) -> None:
     _raise_in_a_pass(subject, group)
     group.optimizer_zero_grad()
     second = elsewhere(model)
-    weights = {name: value.float() for name, value in subject.expected.oracle(second).parameters().items()}
-    group.load_named_tensors("master", TensorDict(weights))
+    group.load_named_tensors("master", TensorDict(moving.weights_of(subject, second)))
     subject.verify_logprobs("of weights that were loaded after a pass that raised", group, second, data)
 
 
@@ -168,7 +171,7 @@ def _raise_in_a_pass(subject: EngineUnderTest, group: EngineGroup) -> None:
     subject.require(False, "an error in the backward pass of a micro-batch was swallowed")
 
 
-@check("contract.beside", requires=[Capability.OFFLOAD], each="layout")
+@check("contract.beside", requires={Capability.OFFLOAD}, each="layout")
 def engines_in_the_same_processes(subject: EngineUnderTest) -> None:
     """Two engines in the same rank processes, offloaded in turns, compute bitwise the same as alone.
 
@@ -210,3 +213,72 @@ def _verify_step(
     (step_metrics,) = moving.train(group, subject, [step])
     label = f"step {step} of the {which} of two engines in the same processes"
     moving.verify_report(subject, label, step_metrics, expected, "alone it reports")
+
+
+@check("I20.mode-changes", each="layout")
+def steps_after_mode_changes_are_adamws(subject: EngineUnderTest) -> None:
+    """No pass, move, save or sync changes weights or moments, a load sets all weights, and the next step is AdamW's.
+
+    Some parameters are frozen, where that is declared: a load sets them, and a step does not.
+
+    Why: a load that skips frozen parameters leaves layers of two models; a save or a sync that unfreezes parameters,
+    or moves the memory that the optimizer works on, shows only in the step after it (vllm #44371, NeMo-RL #2372).
+    Look at: the calls that the message names, and what they leave changed: ``requires_grad``, the memory of weights
+    and moments, compute copies.
+    """
+    model = subject.model()
+    frozen = [subject.first_layer] if subject.spec.supports(Capability.FROZEN_PARAMETERS) else []
+    group = moving.start(subject, model, frozen=frozen)
+    names = group.named_tensors("master").keys() - group.named_tensors("exp_avg").keys()
+    _step(subject, group, names, "of the first step")
+    for changes in (_passes(subject, group), _saves(subject, group), _syncs(subject, group)):
+        if labels := [_unchanged(subject, group, label, change) for label, change in changes]:
+            _step(subject, group, names, f"of a step after {', '.join(labels)}")
+    source, before = elsewhere(model), moving.state(group)
+    moving.load_weights(subject, group, source)
+    expected = before | {"master": moving.weights_of(subject, source)}
+    label = "after load(format='hf')" + f", with {', '.join(frozen)} frozen" * bool(frozen)
+    moving.verify_state(subject, label, group, expected, since=before)
+    _step(subject, group, names, "of a step after load(format='hf')")
+
+
+def _step(subject: EngineUnderTest, group: EngineGroup, frozen: Collection[str], label: str) -> None:
+    """One step of the engine and of a float64 AdamW from the same state."""
+    shadow = Shadow.of(group, moving.OPTIMIZER, moving.SCHEDULE, frozen)
+    group.optimizer_zero_grad()
+    group.forward_backward(subject.data(PROBE).batch(), LOSS.spec(), moving.TWO)
+    shadow.step(subject, group, label)
+    shadow.verify(subject, group, label)
+
+
+def _unchanged(subject: EngineUnderTest, group: EngineGroup, label: str, change: Callable[[], object]) -> str:
+    """Make a change, and require that weights and moments stay; its label."""
+    expected = moving.state(group)
+    change()
+    moving.verify_state(subject, f"after {label}", group, expected)
+    return label
+
+
+def _passes(subject: EngineUnderTest, group: EngineGroup) -> Iterator[Change]:
+    data = subject.data(PROBE).batch()
+    yield "forward()", lambda: group.forward(data, ONE_PASS)
+    yield "eval_batch()", lambda: group.eval_batch(data, LOSS.spec(), ONE_PASS)
+    yield "save(format='hf')", partial(group.save, moving.meta(subject.directory("hf"), "hf"))
+    if subject.spec.supports(Capability.OFFLOAD):
+        yield "offload() and onload()", lambda: moving.offload_and_onload(subject, group)
+
+
+def _saves(subject: EngineUnderTest, group: EngineGroup) -> Iterator[Change]:
+    for name in moving.formats(subject):
+        meta = moving.meta(subject.directory(name), name)
+        yield f"save(format={name!r})", partial(group.save, meta)
+        for turn in ("", " the second time"):
+            yield f"load(format={name!r}){turn}", partial(group.load, meta)
+
+
+def _syncs(subject: EngineUnderTest, group: EngineGroup) -> Iterator[Change]:
+    if subject.spec.supports(Capability.SYNC_DISK):
+        update = WeightUpdateMeta(version=1, path=str(subject.directory("sync")))
+        yield "a sync by disk", partial(group.upload_weights, update)
+    if subject.spec.supports(Capability.SYNC_TENSOR):
+        yield "a sync by tensor", partial(caught, group, sync_meta(subject, "tensor", 1, LARGE_BUCKET))

@@ -241,6 +241,8 @@ SHARED: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_LENGTH,
     "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 """Fields of most families: grouped-query attention, and no id for padding."""
 PLAIN: dict[str, Any] = {**SHARED, "hidden_size": 40, "intermediate_size": 66, "tie_word_embeddings": False}
@@ -271,12 +273,11 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "head_dim": 10,
             "tie_word_embeddings": True,
             "bos_token_id": 0,
-            "eos_token_id": 2,
         },
     ),
-    "llama": (LlamaConfig, {**PLAIN, "vocab_size": 151, "bos_token_id": 1, "eos_token_id": 2}),
+    "llama": (LlamaConfig, {**PLAIN, "vocab_size": 151}),
     # Biases on queries, keys and values.
-    "qwen2": (Qwen2Config, {**PLAIN, "vocab_size": 173, "bos_token_id": 1, "eos_token_id": 2}),
+    "qwen2": (Qwen2Config, {**PLAIN, "vocab_size": 173}),
     # Absolute positions, layer norms, biases everywhere, tied embeddings; one id is both BOS and EOS.
     "gpt2": (
         GPT2Config,
@@ -328,7 +329,6 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "bos_token_id": 0,
-            "eos_token_id": 2,
         },
     ),
     # The same after Gated DeltaNet or gated attention, with a shared expert, and projections key head by key head.
@@ -346,8 +346,6 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_experts": 5,
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
         },
     ),
 }
@@ -365,8 +363,6 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
         **DELTA_NET,
         "vocab_size": 149,
         "layer_types": ["linear_attention", "full_attention"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     # Latent attention: queries and keys are wider than values. All layers are dense: its routers are for other checks.
     "deepseek_v3": {
@@ -380,8 +376,6 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 6,
         "qk_rope_head_dim": 4,
         "v_head_dim": 7,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
     # Attention sinks, as in gpt-oss, a sliding window of 5 tokens, and factors of scores, residuals and logits.
     "granite_swa": {
@@ -392,8 +386,6 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.4,
         "residual_multiplier": 0.7,
         "logits_scaling": 2.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     },
 }
 """Families with layers of other kinds, by model type: engines compute them right or refuse them. Not every version of

@@ -22,6 +22,15 @@ FALSE_ALARMS = 1e-9
 """The probability that a run of draws from the very distribution fails."""
 STAKES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
 """Bets on fewer, and on more; of several sizes, because the best size depends on the mistake."""
+WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
+    "a token that the answer has already": lambda before, row: torch.tensor(
+        sorted(set(before)), dtype=torch.long
+    ),
+    "the most likely token": lambda before, row: row.argmax()[None],
+    "one of the 4 most likely tokens": lambda before, row: row.topk(4).indices,
+    "the token before": lambda before, row: torch.tensor(before[-1:], dtype=torch.long),
+}
+"""Counted tokens within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +117,6 @@ def most_surprising_bet(answers: Sequence[Sequence[int]], logprobs: Sequence[Ten
             worst = Surprise(what=label, count=count, draws=draws, probability=mean, tail=tail)
     assert worst is not None
     return worst
-
-
-WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
-    "a token that the answer has already": lambda before, row: torch.tensor(
-        sorted(set(before)), dtype=torch.long
-    ),
-    "the most likely token": lambda before, row: row.argmax()[None],
-    "one of the 4 most likely tokens": lambda before, row: row.topk(4).indices,
-    "the token before": lambda before, row: torch.tensor(before[-1:], dtype=torch.long),
-}
-"""Counted tokens within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
 
 
 def _hits(

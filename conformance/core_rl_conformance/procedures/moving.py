@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,9 @@ def train(
     return reports
 
 
-def state(group: EngineGroup) -> dict[TensorKind, dict[str, Tensor]]:
-    """Weights and both moments."""
-    return {kind: group.named_tensors(kind) for kind in KINDS}
+def state(group: EngineGroup, kinds: Sequence[TensorKind] = KINDS) -> dict[TensorKind, dict[str, Tensor]]:
+    """Weights and both moments, or tensors of other ``kinds``."""
+    return {kind: group.named_tensors(kind) for kind in kinds}
 
 
 def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
@@ -98,13 +98,59 @@ def meta(path: Path, format_: CheckpointFormat) -> SaveLoadMeta:
 
 def offload_and_onload(subject: EngineUnderTest, group: EngineGroup, expected: State | None = None) -> None:
     """To the host and back, where ``offload`` is declared; then require the weights and moments ``expected``."""
-    __tracebackhide__ = True
     if not subject.spec.supports(Capability.OFFLOAD):
         return
     group.offload()
     group.onload()
     if expected is not None:
         verify_state(subject, "after offload() and onload()", group, expected)
+
+
+def verify_resume(
+    subject: EngineUnderTest,
+    start_with: Callable[[TinyModel], EngineGroup],
+    model: TinyModel,
+    forms: Sequence[CheckpointFormat],
+    steps: Sequence[int] = (2, 3),
+    *,
+    kinds: Sequence[TensorKind] = KINDS,
+) -> None:
+    """Require of each of ``forms`` that a fresh engine which loads it takes ``steps`` as the engine that saved it.
+
+    ``start_with`` gives an engine with the weights of a model. Before each step and after the second there is a save.
+    Tensors of ``kinds``, progress and version are equal bit for bit; nor does an offload change the tensors.
+    """
+    group = start_with(model)
+    group.set_version(7)
+    offload_and_onload(subject, group)
+    for step in (0, 1):
+        group.save(meta(subject.directory(f"before-{step}"), forms[0]))
+        train(group, subject, [step], model.head)
+    for form in forms:
+        group.save(meta(subject.directory(form), form))
+    saved, progress = state(group, kinds), group.progress
+    offload_and_onload(subject, group, saved)
+    reports = train(group, subject, steps, model.head)
+    expected, last = state(group, kinds), group.progress
+    for form in forms:
+        group = start_with(elsewhere(model))
+        train(group, subject, [5], model.head)
+        group.load(meta(subject.directory(form), form))
+        label = f"after the load of {form!r}"
+        verify_state(subject, label, group, saved, progress)
+        got = train(group, subject, steps, model.head)
+        verify_steps(subject, 2, got, reports, dropout=model.dropout > 0)
+        verify_state(subject, f"after resuming from {form!r}", group, expected, last)
+
+
+def weights_of(subject: EngineUnderTest, model: TinyModel) -> dict[str, Tensor]:
+    """The weights in the files of ``model``, float32."""
+    return {name: value.float() for name, value in subject.expected.oracle(model).parameters().items()}
+
+
+def load_weights(subject: EngineUnderTest, group: EngineGroup, model: TinyModel) -> None:
+    """Load the files of ``model``."""
+    group.load(meta(subject.expected.models.directory(model), "hf"))
 
 
 def saved_portable(subject: EngineUnderTest, group: EngineGroup, name: str) -> Saved:
@@ -117,25 +163,29 @@ def saved_portable(subject: EngineUnderTest, group: EngineGroup, name: str) -> S
 
 
 def verify_state(
-    subject: EngineUnderTest, label: str, group: EngineGroup, expected: State, since: State | None = None
+    subject: EngineUnderTest,
+    label: str,
+    group: EngineGroup,
+    expected: State,
+    progress: EngineProgress | None = None,
+    *,
+    since: State | None = None,
 ) -> None:
-    """Require that the engine's weights and moments are those, bit for bit; ``since`` is the state before a load."""
+    """Require that the engine's weights and moments are those, bit for bit, and its ``progress`` where that is given.
+
+    ``since`` is the state before a load.
+    """
     for kind, tensors in expected.items():
         before = None if since is None else since[kind]
         subject.verify_same(f"{kind} {label}", group.named_tensors(kind), tensors, before)
+    got = group.progress
+    problem = f"the progress {label} is {got}; expected {progress}"
+    subject.require(progress in (None, got), problem)
 
 
 def formats(subject: EngineUnderTest) -> list[CheckpointFormat]:
     """Formats with an optimizer that are declared: ``sharded`` and ``portable``."""
     return [format_ for format_, needed in FORMATS.items() if subject.spec.supports(needed)]
-
-
-def verify_progress(
-    subject: EngineUnderTest, label: str, group: EngineGroup, expected: EngineProgress
-) -> None:
-    """Require that the engine's counts of updates and schedule steps are those."""
-    progress = group.progress
-    subject.require(progress == expected, f"the progress {label} is {progress}; expected {expected}")
 
 
 def verify_report(
@@ -229,8 +279,7 @@ def verify_goes_on(
 ) -> None:
     """Load ``saved``; require its very state and progress, and that the next steps are AdamW's."""
     group.load(meta(saved.path, "portable"))
-    verify_state(subject, label, group, saved.state)
-    verify_progress(subject, label, group, saved.progress)
+    verify_state(subject, label, group, saved.state, saved.progress)
     verify_next_steps(subject, group, model, label)
 
 

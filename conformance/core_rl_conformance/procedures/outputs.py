@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from core_rl.config.engine import Head
+from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedOutputs
 from core_rl_conformance.hints.diagnose import compare_mean_square, compare_signed_mean
+from core_rl_conformance.hints.tokens import Places
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -48,9 +51,43 @@ def verify_outputs(
     subject.verify_tokens(f"{name} {label}", answer(), expected, places, again=answer)
 
 
+def verify_forward(
+    subject: EngineUnderTest,
+    group: EngineGroup,
+    names: Sequence[OutputName],
+    of: TinyModel | TinyAdapter,
+    data: Ragged,
+    label: str,
+    *,
+    cut: MicroBatchSpec = ONE_PASS,
+    temperature: float = 1.0,
+    overall: bool = False,
+    plotted: bool = False,
+) -> None:
+    """Compare the form and all values of outputs of one pass with the oracle's; with values, bootstraps as well.
+
+    Messages call each by its name and ``label``. With ``overall``, the errors of all tokens together are small, too.
+    """
+    answer = partial(group.forward, data.batch(), cut, tuple(names), temperature)
+    output = answer()
+    model = of if isinstance(of, TinyModel) else of.model
+    places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
+    for name in names:
+        verify_form(subject, output, name, data)
+    for part in (*names, *["bootstrap"] * ("values" in names)):
+        expected, got = subject.outputs(of, data, part, temperature), per_sequence(output, part, data)
+        again = partial(_again, answer, part, data)
+        subject.verify_tokens(f"{part} {label}", got, expected, places, plotted=plotted, again=again)
+        if overall:
+            verify_overall(subject, f"{part} {label}", got, expected)
+
+
+def _again(answer: Callable[[], ModelOutput], name: str, data: Ragged) -> list[Tensor]:
+    return per_sequence(answer(), name, data)
+
+
 def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data: Ragged) -> None:
     """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens."""
-    __tracebackhide__ = True
     kind = type(output).__name__
     subject.require(isinstance(output, ModelOutput), f"forward() returned a {kind}, not a ModelOutput")
     value = getattr(output, name)
@@ -77,7 +114,6 @@ def verify_precision(subject: EngineUnderTest, name: OutputName, value: Tensor) 
 
     Logits may come as the model has them.
     """
-    __tracebackhide__ = True
     known = value[value != 0]
     rounded = known.numel() >= ENOUGH and torch.equal(known, known.bfloat16().float())
     subject.require(
@@ -91,6 +127,5 @@ def verify_overall(
     subject: EngineUnderTest, label: str, got: Sequence[Tensor], expected: ExpectedOutputs
 ) -> None:
     """Require that the errors of all tokens together are small, and do not point one way."""
-    __tracebackhide__ = True
     subject.verify(compare_signed_mean(label, *expected.signed_mean(got)))
     subject.verify(compare_mean_square(label, *expected.mean_square(got)))

@@ -234,7 +234,6 @@ def verify_logprobs(
     Where they differ, the message names the first of the ``guesses``, and of some mistakes that are known
     from the field, explains it.
     """
-    __tracebackhide__ = True
     expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
 
@@ -266,7 +265,6 @@ def verify_served(
     version: int,
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
-    __tracebackhide__ = True
     carried = versions_of(responses)
     subject.require(
         carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
@@ -285,7 +283,6 @@ def verify_by_version(
     guesses: Guesses | None = None,
 ) -> None:
     """Verify that answers are complete, and that each token has the log-prob of the side whose version it carries."""
-    __tracebackhide__ = True
     cut = [response for response in responses if response.stop_reason != "length"]
     subject.require(not cut, f"{label}: {len(cut)} of {len(responses)} answers were cut short")
     carried = versions_of(responses)
@@ -304,7 +301,6 @@ def verify_version(
     subject: EngineUnderTest, engine: InferenceEngine | EngineGroup, version: int, when: str
 ) -> None:
     """Require that the version of ``engine`` equals the driver's last value."""
-    __tracebackhide__ = True
     found = engine.get_version()
     subject.require(found == version, f"get_version() is {found} {when}; the driver set {version}")
 

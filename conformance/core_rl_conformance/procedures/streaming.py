@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import abandon_until_done
 from core_rl.errors import WeightsError
@@ -26,6 +27,18 @@ NOISE = 77
 """No weight of a tiny model; finite, so that messages show it."""
 LARGE_BUCKET = 1 << 28
 """All weights of a tiny model fit."""
+
+METHODS: Mapping[SyncMethod, Capability] = {
+    "disk": Capability.SYNC_DISK,
+    "tensor": Capability.SYNC_TENSOR,
+    "distributed": Capability.SYNC_DISTRIBUTED,
+}
+"""Ways to send all weights."""
+
+
+def methods_of(subject: EngineUnderTest) -> list[SyncMethod]:
+    """The declared ways to send all weights."""
+    return [method for method, needed in METHODS.items() if subject.spec.supports(needed)]
 
 
 def sync_meta(

@@ -155,7 +155,6 @@ def train(
     apply: bool = True,
 ) -> Mapping[str, float]:
     """The metrics of one batch; raises `AssertionError` without a finite ``loss``, and ``grad_norm`` of a step."""
-    __tracebackhide__ = True
     # Foreign code: its answer may be anything.
     metrics: Any = trainer.train_batch(rollouts.for_trainer(), cut, apply)
     for name in REQUIRED if apply else REQUIRED[:1]:
@@ -198,19 +197,19 @@ def verify_gradients(
     label: str,
     rollouts: Rollouts,
     loss: PolicyLoss,
-    cuts: Sequence[MicroBatches],
+    cuts: Sequence[MicroBatches] | None = None,
     rule: AdvantageRule | None = None,
     mistaken: Mistaken | None = None,
 ) -> None:
-    """Gradients, loss and norm of a batch equal the float64 ones at each of ``cuts``.
+    """Gradients, loss and norm of a batch equal the float64 ones at each of ``cuts``, or all that the trainer takes.
 
     With a ``rule`` the trainer takes advantages from rewards, and ``rollouts`` have the right ones.
     """
-    __tracebackhide__ = True
     expected = expected_of(subject, rollouts, loss)
     truth = expected.oracle
     direct = Feature.GRADIENTS in spec_of(subject).features
     trainer = build(subject, loss, rule)
+    cuts = cuts or cuts_of(subject, loss)
     for number, cut in enumerate(cuts):
         if not direct:
             trainer = build(subject, loss, rule)
@@ -253,7 +252,6 @@ def verify_adapter_gradients(
     subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss, adapter: TinyAdapter
 ) -> None:
     """Gradients of the factors, loss and norm equal the float64 ones at every cut."""
-    __tracebackhide__ = True
     expected = expected_of(subject, rollouts, loss, adapter)
     factors = {name for name in expected.oracle.grads if ".lora_" in name}
     truth = {PREFIX + name: expected.oracle.grads[name] for name in factors}

@@ -185,11 +185,9 @@ def _float32_squares(norm: float, grads: Mapping[str, Tensor]) -> str | None:
     return "the norm adds up squares in float32, which are 0 or infinite at this size" if same else None
 
 
-def verify_steps_of_losses(
-    subject: EngineUnderTest, group: EngineGroup, losses: Sequence[CheckLoss], config: AdamW = CONFIG
-) -> None:
-    """Take one step with each of ``losses`` on ``group``, whose optimizer has ``config``; compare with AdamW's."""
-    shadow, batch = Shadow.of(group, config), subject.data(PROBE).batch()
+def verify_steps_of_losses(subject: EngineUnderTest, group: EngineGroup, losses: Sequence[CheckLoss]) -> None:
+    """Take one step with each of ``losses`` on ``group``, whose optimizer has `CONFIG`; compare with AdamW's."""
+    shadow, batch = Shadow.of(group, CONFIG), subject.data(PROBE).batch()
     for loss in losses:
         shadow.train(subject, group, [batch], loss.spec(), CUT)
     names = "; ".join(" and ".join(loss.spec().outputs) for loss in losses)

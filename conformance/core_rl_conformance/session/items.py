@@ -47,7 +47,6 @@ MODULES = {
     "outputs": 1,
     "contract": 1,
     "trainer_losses": 2,
-    "trainer_pairs": 2,
     "trainer_steps": 4,
     "gradients": 3,
     "properties": 3,

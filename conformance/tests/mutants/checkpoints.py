@@ -21,6 +21,7 @@ from core_rl.state.slices import Shard, copy_shards
 from core_rl.state.store import TensorStore
 from core_rl.toolkit.hf_state import HFShardedState
 from mutants.bases import MOMENTS, CountsItself, OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
+from mutants.unchanged import unchanged
 from mutants.zoo import DP2, Mutant
 
 
@@ -55,13 +56,9 @@ class FrozenWeightsNotSaved(OwnCheckpoint):
     """A checkpoint of the trained parameters only."""
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
-        frozen = {
-            name: p.detach().clone() for name, p in self.model.named_parameters() if not p.requires_grad
-        }
-        super().load_sharded(directory, with_optimizer)
-        with torch.no_grad():
-            for name, value in frozen.items():
-                self.model.get_parameter(name).copy_(value)
+        trained = self.state().shapes("grads")
+        with unchanged(part for part in self.state().local("master") if part.name not in trained):
+            super().load_sharded(directory, with_optimizer)
 
 
 @Mutant("I11.other-layout", "AReaL #1470", "loaded on dp2")
@@ -143,12 +140,9 @@ class VectorsNotLoaded(OwnExport):
     """A load leaves the norms as they were."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
-        vectors = {name: p.detach().clone() for name, p in self.model.named_parameters() if p.dim() < 2}
-        super().import_tensors(kind, source)
-        if kind == "params":
-            with torch.no_grad():
-                for name, value in vectors.items():
-                    self.model.get_parameter(name).copy_(value)
+        vectors = (part for part in self.state().local("master") if part.tensor.dim() < 2)
+        with unchanged(vectors if kind == "params" else ()):
+            super().import_tensors(kind, source)
 
 
 class _WithoutCarried(HFShardedState):

@@ -21,19 +21,27 @@ from mutants.bases import Packed, Replicated, TrainContext
 from mutants.zoo import DP2, Mutant
 
 
+class _Remembers(Packed):
+    """A correct engine that remembers steps and loads."""
+
+    stepped = loaded = False
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        super().step(scale, lr, count)
+        self.stepped = True
+
+    def after_load(self, kinds: frozenset[str]) -> None:
+        super().after_load(kinds)
+        self.loaded = True
+
+
 @Mutant(
     "I9.dropout-masks",
     "verl #4708: log-probs in training mode",
     r"forward\(\) after an optimizer step differ: dropout is on in evaluation",
 )
-class StaysOnAfterAStep(Packed):
+class StaysOnAfterAStep(_Remembers):
     """Evaluation runs in training mode from the first step on."""
-
-    stepped = False
-
-    def step(self, scale: float, lr: float, count: int) -> None:
-        super().step(scale, lr, count)
-        self.stepped = True
 
     def set_training(self, training: bool) -> None:
         super().set_training(training or self.stepped)
@@ -44,14 +52,8 @@ class StaysOnAfterAStep(Packed):
     "a load that calls train()",
     r"forward\(\) after a load\(\) differ: dropout is on in evaluation",
 )
-class StaysOnAfterALoad(Packed):
+class StaysOnAfterALoad(_Remembers):
     """Evaluation runs in training mode from the first load on."""
-
-    loaded = False
-
-    def after_load(self, kinds: frozenset[str]) -> None:
-        super().after_load(kinds)
-        self.loaded = True
 
     def set_training(self, training: bool) -> None:
         super().set_training(training or self.loaded)
@@ -62,14 +64,8 @@ class StaysOnAfterALoad(Packed):
     "a mode that is not restored",
     "in training after an optimizer step .* it is off in training",
 )
-class OffAfterAStep(Packed):
+class OffAfterAStep(_Remembers):
     """Training runs in evaluation mode from the first step on."""
-
-    stepped = False
-
-    def step(self, scale: float, lr: float, count: int) -> None:
-        super().step(scale, lr, count)
-        self.stepped = True
 
     def set_training(self, training: bool) -> None:
         super().set_training(training and not self.stepped)
@@ -80,14 +76,8 @@ class OffAfterAStep(Packed):
     "from_pretrained ends in eval()",
     r"in training after a load\(\).* it is off in training",
 )
-class OffAfterALoad(Packed):
+class OffAfterALoad(_Remembers):
     """Training runs in evaluation mode from the first load on."""
-
-    loaded = False
-
-    def after_load(self, kinds: frozenset[str]) -> None:
-        super().after_load(kinds)
-        self.loaded = True
 
     def set_training(self, training: bool) -> None:
         super().set_training(training and not self.loaded)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from core_rl.backend.meta import SaveLoadMeta
@@ -13,6 +12,7 @@ from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport, inside
+from mutants.unchanged import unchanged
 from mutants.zoo import Mutant
 
 HEAD = "score.weight"
@@ -23,12 +23,8 @@ class HeadNotInShards(OwnCheckpoint):
     """A sharded checkpoint leaves the value head as it was."""
 
     def load_sharded(self, directory: Path, with_optimizer: bool) -> None:
-        value = self.context.config.model.head == "value"
-        old = self.model.get_parameter(HEAD).detach().clone() if value else None
-        super().load_sharded(directory, with_optimizer)
-        if old is not None:
-            with torch.no_grad():
-                self.model.get_parameter(HEAD).copy_(old)
+        with unchanged(part for part in self.state().local("master") if part.name == HEAD):
+            super().load_sharded(directory, with_optimizer)
 
 
 @Mutant("I11.portable-round-trip", "moments beside frozen parameters (I11)", "exp_avg after the load")
@@ -41,16 +37,16 @@ class FrozenModelsLoseMoments(OwnExport):
             super().import_tensors(kind, source)
 
 
-@Mutant("I11.portable-round-trip", "a head beside the model (I11)", "exp_avg after the load: 1 of")
+@Mutant(
+    "I11.portable-round-trip", "a head beside the model (I11)", "exp_avg after the load of .portable.: 1 of"
+)
 class HeadLosesMoments(OwnExport):
     """The moments of the value head are not loaded by name."""
 
     def import_tensors(self, kind: str, source: TensorSource) -> None:
         moments = self.state().local(kind) if kind in MOMENTS else ()
-        saved = [(part.tensor, part.tensor.clone()) for part in moments if part.name == HEAD]
-        super().import_tensors(kind, source)
-        for moment, old in saved:
-            moment.copy_(old)
+        with unchanged(part for part in moments if part.name == HEAD):
+            super().import_tensors(kind, source)
 
 
 @Mutant(

@@ -164,7 +164,7 @@ class AttendsToNeighbours(Packed):
             hook.remove()
 
 
-@Mutant("I6.layer-kinds", "verl #6660", "log-probs of qwen3_5_text")
+@Mutant("I6.layer-kinds", "verl #6660", "logprobs of qwen3_5_text")
 class StateCrosses(Packed):
     """Layers with a state run over the whole pack, as transformers computes them."""
 

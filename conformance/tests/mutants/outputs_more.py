@@ -30,7 +30,7 @@ class DetachedLogits(ReferenceBackend):
         return {name: value.detach() if name == "logits" else value for name, value in outputs.items()}
 
 
-@Mutant("I7.logits", "in-place temperature", "logits, all asked together")
+@Mutant("I7.logits", "in-place temperature", "logits asked together")
 class LogitsScaledInPlace(ReferenceBackend):
     """The log-probs' kernel divides by the temperature in place, and the logits are divided again."""
 
