@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from core_rl.errors import BatchError, ConfigError, CoreRLError
 from core_rl_trainer.data.messages import (
@@ -70,6 +71,15 @@ class ChatFormat:
         return frozenset(
             re.findall(r"\w+", templates if isinstance(templates, str) else " ".join(templates.values()))
         )
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the chat templates read."""
+        templates = self.tokenizer.chat_template or ""
+        texts = [templates] if isinstance(templates, str) else [*templates.values()]
+        jinja = Environment(extensions=["jinja2.ext.loopcontrols"])
+        plain = (re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text) for text in texts)
+        return frozenset(name for text in plain for name in find_undeclared_variables(jinja.parse(text)))
 
     def opened(self, ids: list[int]) -> list[int]:
         """``ids`` behind the leading tokens, once, also where a template or text spells them out."""
