@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,11 @@ from core_rl.config.engine import ModelConfig
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, UnsupportedCapability
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name
+
+COMPUTED = (r"rotary_emb\.\w+$", r"position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""Buffers that older files have, and models compute."""
+IN_LIST = re.compile(r".*?(?=\.\d+\.)")
+"""The list that a tensor is in: ``model.layers`` of ``model.layers.3.mlp.up_proj.weight``."""
 
 
 def model_files(model: ModelConfig) -> TensorFiles:
@@ -166,6 +172,34 @@ def carried_tensors(
         if module_name not in module_names and name not in module_names
     }
     return MappedSource(files, carried) if carried else None
+
+
+def unused_tensors(built: PreTrainedModel, model: ModelConfig) -> list[str]:
+    """Tensors in the files of ``model`` beside its layers that ``built`` does not compute, and transformers names.
+
+    Raises `ConfigError` for tensors of its layers, such as a layer or a bias more than the config has.
+    """
+    carried = carried_tensors(built, model, ())
+    if carried is None:
+        return []
+    ignored = "|".join([*(built._keys_to_ignore_on_load_unexpected or ()), *COMPUTED])
+    config = built.config.get_text_config()
+    depth = getattr(config, "num_hidden_layers", 0)
+    predictors = range(depth, depth + (getattr(config, "num_nextn_predict_layers", None) or 0))
+    unused = [
+        name
+        for name in carried.names()
+        if not re.search(ignored, name) and not any(f"layers.{number}." in name for number in predictors)
+    ]
+    used = set(model_files(model).names()).difference(carried.names())
+    lists = {match[0] for name in used if (match := IN_LIST.match(name))}
+    inside = [name for name in unused if (match := IN_LIST.match(name)) and match[0] in lists]
+    if inside:
+        raise ConfigError(
+            f"the weights in {model.path!r} do not fit their config: the model has no {', '.join(inside[:3])}"
+            f"{f' and {len(inside) - 3} more' * (len(inside) > 3)} in its layers; take the config.json of these weights"
+        )
+    return unused
 
 
 def exported_config(
