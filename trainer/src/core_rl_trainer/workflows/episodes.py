@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -266,10 +265,13 @@ class MultiTurnWorkflow:
                 f"{subject} returned {shown(ids)} as token ids\n"
                 "fix: return whole numbers; continuation_ids() of core_rl_trainer.environments encodes a text"
             ) from error
-        limit = math.inf if self.vocabulary is None else self.vocabulary
-        if (wrong := next((token for token in tokens if not 0 <= token < limit), None)) is not None:
+        size = self.vocabulary
+        if (
+            wrong := next((token for token in tokens if token < 0 or (size and token >= size)), None)
+        ) is not None:
+            end = "" if size is None else f" to {size - 1:,}"
             raise RolloutError(
-                f"{subject} returned the token id {wrong}, and the model has embeddings for 0 to {limit - 1:,.0f}\n"
+                f"{subject} returned the token id {wrong}, and the model has embeddings for ids from 0{end}\n"
                 "fix: encode with the tokenizer of the model"
             )
         return tokens

@@ -108,11 +108,11 @@ def _method_problem(environment: object) -> str | None:
     methods: dict[str, Any] = {name: getattr(environment, name, None) for name in ("reset", "step", "close")}
     lacking = [name for name, method in methods.items() if method is None]
     if lacking:
-        return f"without {' and '.join(lacking)}; add `async def {lacking[0]}`"
+        return f"without {', '.join(lacking)}; add `async def {lacking[0]}`"
     plain = [
         name for name, method in methods.items() if not inspect.iscoroutinefunction(inspect.unwrap(method))
     ]
-    return f"with a plain {' and '.join(plain)}; write `async def {plain[0]}`" if plain else None
+    return f"with a plain {', '.join(plain)}; write `async def {plain[0]}`" if plain else None
 
 
 def _optional(field: str, name: str | None) -> Any:
