@@ -305,9 +305,11 @@ def test_unused_tensors_are_refused_or_remarked(
     values["model"] = {"path": str(model)}
     recipe = load_recipe(values)
     with (
-        pytest.raises(ConfigError, match=f"the model has no {re.escape(extra)}") if refused else nullcontext()
+        pytest.raises(ConfigError, match=f"the model has no '{re.escape(extra)}'")
+        if refused
+        else nullcontext()
     ):
-        assert (f"does not compute {extra}" in "".join(resolve(recipe).remarks)) == (refused is False)
+        assert (f"does not compute '{extra}'" in "".join(resolve(recipe).remarks)) == (refused is False)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])

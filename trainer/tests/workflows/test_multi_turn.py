@@ -181,7 +181,10 @@ def test_a_reward_function_scores_the_last_response(reward: Any) -> None:
         ([(1, 2)], r"turn 0: the environment Script returned (1, 2); step() returns an Observation"),
         ([Observation(ids="5")], r"turn 0: the environment Script returned ('5',) as token ids"),  # type: ignore[arg-type]
         ([says(65.5)], r"turn 0: the environment Script returned (65.5,) as token ids"),  # type: ignore[arg-type]
-        ([says(50, 1000)], "turn 0: the environment Script returned the token id 1000, and the model has"),
+        (
+            [says(50, 1000)],
+            "turn 0: the environment Script returned the token id 1000, and the model has 0 to 999",
+        ),
         ([says(-1)], "turn 0: the environment Script returned the token id -1, and the model has"),
         ([says(reward=math.nan)], "turn 0: the environment Script returned nan; rewards are finite"),
     ],
@@ -210,11 +213,11 @@ METHODS = "".join(f"    async def {name}(self, *args): ...\n" for name in ("rese
         (f"class made:\n{METHODS}", r"takes \(\): too many positional arguments"),
         (
             f"class made:\n    def __init__(self, tokenizer): ...\n{METHODS}",
-            "a class without close; add `async",
+            "a class without `async def close`",
         ),
         (
             f"class made:\n    def __init__(self, t): ...\n{METHODS}    def close(self): ...",
-            "a class with a plain close; write `async def close`",
+            "a class without `async def close`; write",
         ),
     ],
 )

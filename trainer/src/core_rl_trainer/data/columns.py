@@ -42,14 +42,12 @@ WEIGHT_FIX = "no setting reads weights of rows: sources and messages have them; 
 UNPAIRED_FIX = (
     "nothing here trains on unpaired preferences; remove the column, with the rows not to be imitated"
 )
-ENCODED = "core-rl encodes texts and messages itself: "
 CONVERSIONS: Mapping[str, str] = {
-    "input_ids": f"{ENCODED}write those from before the encoding, or the texts of tokenizer.decode, where ids with the "
-    "label -100 are the prompt, and the others, without their end token, the answer",
-    "segments": f"{ENCODED}write the text of segments with the label false as 'prompt', and with true as 'answer'; as "
-    "turns of 'messages' where there are several",
+    "input_ids": "core-rl encodes texts and messages itself: write them, or what tokenizer.decode gives of the ids; "
+    "those with the label -100 are the prompt, the others, without the end token, the answer",
+    "segments": "write texts with the label false as 'prompt', with true as 'answer'; several as 'messages'",
 }
-"""Columns of other systems whose rows need a conversion, and which one."""
+"""Columns of other systems that need a conversion, and which one."""
 REFUSED: Mapping[str, tuple[object, str]] = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), (None, MEDIA_FIX)),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), (1, WEIGHT_FIX)),
@@ -196,10 +194,8 @@ def check_fields(
         settings = [f"data.columns.messages={chat}"]
     if "system" not in taken and _lacks(columns, "system") and (system := _similar("system", columns)):
         settings.append(f"data.columns.system={system}")
-    fix = f"name those to take: {' '.join(settings)}"
-    for name, conversion in CONVERSIONS.items():
-        if any(column.endswith(name) for column in columns):
-            fix = conversion
+    fixes = [fix for name, fix in CONVERSIONS.items() if any(column.endswith(name) for column in columns)]
+    fix = fixes[0] if fixes else f"name those to take: {' '.join(settings)}"
     raise BatchError(
         f"{examples.origin}: {row.label} {kind.check(row.example)}. Needed: {kind.needs}. Its columns are "
         f"{_names(columns)}; {fix}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from core_rl.checkpoint.model_files import is_lfs_pointer
+from core_rl.checkpoint.model_files import is_lfs_pointer, some
 from core_rl.config.paths import HUB_ID
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.config import DataSource
@@ -162,9 +162,8 @@ def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[st
         taken = {Path(name).resolve() for names in files.values() for name in names}
         left = [str(file.relative_to(path)) for file in _example_files(path) if file.resolve() not in taken]
         if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ConfigError(
-                f"{path}: {', '.join(map(repr, left[:3]))}{more} would not be read, beside the files of the format "
+                f"{path}: {some(left)} would not be read, beside the files of the format "
                 f"{builder.name!r}; name each file as a source of its own, or move it out of the directory"
             )
     return files if builder.name == "json" else {}

@@ -13,6 +13,7 @@ from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.adapter_config import adapter_problems
 from core_rl.checkpoint.formats import TENSOR_FILE
 from core_rl.checkpoint.model_config import generation_config
+from core_rl.checkpoint.model_files import some
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
@@ -138,7 +139,10 @@ class PlanBuilder:
         for model in models.values():  # compares names and shapes in the files with the config's
             unloaded = build_on_meta(model, seed=0, attn_implementation="eager")
             if unloaded is not None and (unused := unused_tensors(unloaded.model, model)):
-                remarks = [*remarks, _unused(model, unused)]
+                text = (
+                    f"its model does not compute {some(unused)} of the weights; exports have them as they are"
+                )
+                remarks = [*remarks, f"{model.path}: {text}"]
         plan = RunPlan(
             recipe=recipe.model_copy(update={"data": section}),
             algorithm=self._algorithm,
@@ -258,14 +262,6 @@ def check_adapter(model: ModelConfig) -> None:
         raise ConfigError(
             f"{subject}: {damaged[0]!r} has values that are not finite; take another checkpoint of it"
         )
-
-
-def _unused(model: ModelConfig, names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"{model.path}: the model of its config.json does not compute {', '.join(names[:3])}{more} of the weights; "
-        "exports have them as they are"
-    )
 
 
 def with_temperature(algorithm: ModelInterfaceAbstraction, temperature: float) -> ModelInterfaceAbstraction:
@@ -414,7 +410,4 @@ def _generation(path: Path, rollout: RolloutSection) -> Iterator[str]:
         if name not in NO_SAMPLING and getattr(rollout, name, name == "do_sample") != value
     ]
     if unread:
-        yield (
-            f"{path}: not used of its fields of generation: {', '.join(unread)}; the section rollout has those of "
-            "completions"
-        )
+        yield f"{path}: its fields of generation are not used: {', '.join(unread)}; 'rollout' has those of completions"

@@ -59,18 +59,14 @@ def place_of(function: object, lines: Iterable[tuple[FrameType, int]] = ()) -> s
     return f" ({Path(code.co_filename).name}:{numbers[-1] if numbers else code.co_firstlineno})"
 
 
-def describe_error(
-    error: BaseException,
-    function: object,
-    fix: str = "correct that line, or return a reward for completions like this one",
-) -> str:
+def describe_error(error: BaseException, function: object) -> str:
     """Description of the error that ``function`` raised, with its line."""
     place = place_of(function, traceback.walk_tb(error.__traceback__))
     name = type(error).__name__
     message = f"raised {name}: {error}{place}" if str(error) else f"raised {name}{place}"
     if isinstance(error, ENDINGS):
-        return f"{message}\nfix: around code that may call exit(), catch SystemExit"
-    return f"{message}\nfix: {fix}"
+        return f"{message}\nfix: return instead; around code that may call exit(), catch SystemExit"
+    return f"{message}\nfix: correct that line, or handle completions like this one there"
 
 
 async def guarded(
@@ -80,13 +76,11 @@ async def guarded(
     timeout_s: float | None = None,
     function: object = None,
     setting: str = "the time limit",
-    fix: str | None = None,
 ) -> _Value:
     """Await a user's code, that of ``function``.
 
     Raises `RolloutError` that names ``subject`` for any error of it, the original chained; also for errors that would
-    end the process. ``setting`` is what limits its time, and ``fix`` the
-    remedy for an error of other code than a reward.
+    end the process. ``setting`` is what limits its time.
     """
     limit = asyncio.timeout(timeout_s)
     try:
@@ -102,8 +96,7 @@ async def guarded(
             ) from error
         if isinstance(error, asyncio.CancelledError) and being_cancelled():
             raise
-        remedy = () if fix is None else (fix,)
-        raise RolloutError(f"{subject} {describe_error(error, function, *remedy)}") from error
+        raise RolloutError(f"{subject} {describe_error(error, function)}") from error
 
 
 def _place_at_end(error: BaseException, function: object) -> str:

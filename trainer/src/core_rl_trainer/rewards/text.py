@@ -38,10 +38,8 @@ __all__ = [
 ]
 
 _Reward = TypeVar("_Reward", bound=Callable[..., Any])
-INVISIBLE = dict.fromkeys((0x200B, 0x2060, 0xFEFF))
-"""Spaces of no width and byte-order marks, which no spelling has."""
-JOINERS = "\u200c\u200d"
-"""Characters of no width that mean something between others only."""
+INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+"""Characters of no width, such as byte-order marks."""
 
 
 class TextRewardFn(Protocol):
@@ -109,8 +107,8 @@ def _text(answer: Any) -> str | None:
 
 
 def _comparable(text: str) -> str:
-    """``text`` in NFC, without white space around it and characters that nobody sees."""
-    return unicodedata.normalize("NFC", text.translate(INVISIBLE)).strip().strip(JOINERS)
+    """``text`` in NFC, without white space around it and characters of no width."""
+    return unicodedata.normalize("NFC", text.translate(INVISIBLE)).strip()
 
 
 def _number(answer: Any) -> Fraction | None:
@@ -122,7 +120,7 @@ def _number(answer: Any) -> Fraction | None:
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
     """1 if the completion is the sample's ``answer``, or among several answers; else 0.
 
-    White space around it, spaces of no width, and how a letter is composed (NFC, NFD) do not count.
+    White space around it, characters of no width, and how a letter is composed (NFC, NFD) do not count.
     """
     answers = map(_text, alternatives(expected_answer(sample, text_match)))
     return float(_comparable(completion) in answers)

@@ -143,8 +143,8 @@ class MultiTurnWorkflow:
     """The most completions of one episode."""
     max_tokens: int | None = None
     """The most tokens of one episode, such as the engine's context; None leaves it to the engine to refuse."""
-    vocabulary: int | None = None
-    """The ids that the model has embeddings for are below it; None: not known."""
+    vocabulary: int = 2**31
+    """Token ids of the model are below this."""
     step_timeout_s: float | None = None
     """Time limit of one call of the environment, in seconds."""
     reward_timeout_s: float | None = None
@@ -247,7 +247,6 @@ class MultiTurnWorkflow:
             timeout_s=self.step_timeout_s,
             function=getattr(environment, "__wrapped__", type(environment).step),
             setting="rollout.step_timeout_s",
-            fix="correct that line",
         )
 
     def _reward_of(self, observation: object, environment: Environment, subject: str) -> float:
@@ -265,13 +264,9 @@ class MultiTurnWorkflow:
                 f"{subject} returned {shown(ids)} as token ids\n"
                 "fix: return whole numbers; continuation_ids() of core_rl_trainer.environments encodes a text"
             ) from error
-        size = self.vocabulary
-        if (
-            wrong := next((token for token in tokens if token < 0 or (size and token >= size)), None)
-        ) is not None:
-            end = "" if size is None else f" to {size - 1:,}"
+        if wrong := [token for token in tokens if not 0 <= token < self.vocabulary]:
             raise RolloutError(
-                f"{subject} returned the token id {wrong}, and the model has embeddings for ids from 0{end}\n"
-                "fix: encode with the tokenizer of the model"
+                f"{subject} returned the token id {wrong[0]}, and the model has 0 to {self.vocabulary - 1:,}\n"
+                "fix: encode with its tokenizer"
             )
         return tokens

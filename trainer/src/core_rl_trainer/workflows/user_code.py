@@ -104,15 +104,18 @@ def _environment(name: str | None) -> Callable[..., Environment] | None:
 
 
 def _method_problem(environment: object) -> str | None:
-    """The methods that an environment, or its class, lacks, or has as plain functions."""
-    methods: dict[str, Any] = {name: getattr(environment, name, None) for name in ("reset", "step", "close")}
-    lacking = [name for name, method in methods.items() if method is None]
-    if lacking:
-        return f"without {', '.join(lacking)}; add `async def {lacking[0]}`"
-    plain = [
-        name for name, method in methods.items() if not inspect.iscoroutinefunction(inspect.unwrap(method))
+    """Methods of an environment, or of its class, that are no coroutine functions."""
+    methods = {name: getattr(environment, name, None) for name in ("reset", "step", "close")}
+    wrong = [
+        name
+        for name, method in methods.items()
+        if not inspect.iscoroutinefunction(getattr(method, "__wrapped__", method))
     ]
-    return f"with a plain {', '.join(plain)}; write `async def {plain[0]}`" if plain else None
+    return (
+        f"without `async def {wrong[0]}`; write {' and '.join(wrong)} as coroutine functions"
+        if wrong
+        else None
+    )
 
 
 def _optional(field: str, name: str | None) -> Any:
