@@ -352,7 +352,7 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (
         DEMONSTRATIONS,
         {"segments": [{"label": False, "text": "Q"}, {"label": True, "text": "A"}]},
-        "write texts with the label false as 'prompt', with true as 'answer'",
+        "write those with the label false as 'prompt', with true as 'answer'",
     ),
     (DEMONSTRATIONS, {"chat": json.dumps([U1, A1])}, "data.columns.messages=chat"),
     (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),

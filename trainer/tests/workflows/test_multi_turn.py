@@ -213,11 +213,11 @@ METHODS = "".join(f"    async def {name}(self, *args): ...\n" for name in ("rese
         (f"class made:\n{METHODS}", r"takes \(\): too many positional arguments"),
         (
             f"class made:\n    def __init__(self, tokenizer): ...\n{METHODS}",
-            "a class without `async def close`",
+            "a class without `async def` of close",
         ),
         (
             f"class made:\n    def __init__(self, t): ...\n{METHODS}    def close(self): ...",
-            "a class without `async def close`; write",
+            "a class without `async def` of close; write",
         ),
     ],
 )

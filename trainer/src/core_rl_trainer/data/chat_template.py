@@ -232,7 +232,7 @@ def _reads(text: str, name: str) -> bool:
 
 
 def _variables(text: str) -> set[str]:
-    """The variables of a template; none of one that cannot be read, which rendering refuses."""
+    """The variables of a template; none where it cannot be read, which rendering refuses."""
     with suppress(TemplateError):
         plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
         return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))

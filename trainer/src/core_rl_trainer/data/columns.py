@@ -45,7 +45,8 @@ UNPAIRED_FIX = (
 CONVERSIONS: Mapping[str, str] = {
     "input_ids": "core-rl encodes texts and messages itself: write them, or what tokenizer.decode gives of the ids; "
     "those with the label -100 are the prompt, the others, without the end token, the answer",
-    "segments": "write texts with the label false as 'prompt', with true as 'answer'; several as 'messages'",
+    "segments": "core-rl trains on texts and messages: write those with the label false as 'prompt', "
+    "with true as 'answer'; several as 'messages'",
 }
 """Columns of other systems that need a conversion, and which one."""
 REFUSED: Mapping[str, tuple[object, str]] = {

@@ -111,11 +111,7 @@ def _method_problem(environment: object) -> str | None:
         for name, method in methods.items()
         if not inspect.iscoroutinefunction(getattr(method, "__wrapped__", method))
     ]
-    return (
-        f"without `async def {wrong[0]}`; write {' and '.join(wrong)} as coroutine functions"
-        if wrong
-        else None
-    )
+    return f"without `async def` of {', '.join(wrong)}; write it so" if wrong else None
 
 
 def _optional(field: str, name: str | None) -> Any:
