@@ -74,7 +74,7 @@ def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
         problems += _content_problems(file, header, prefix)
         missing = [name for name in names if name not in header]
         if missing:
-            problems.append(f"{file}: lacks {_some(missing)}, which {index.name} assigns to it")
+            problems.append(f"{file}: lacks {some(missing)}, which {index.name} assigns to it")
         parameters += _numbers(header)
         size += _data_bytes(header)
     raise_all(CheckpointDamaged, directory, problems)
@@ -94,7 +94,7 @@ def _content_problems(file: str, header: Mapping[str, Any], prefix: str) -> Iter
     integers = [name for name in header if name.endswith(".weight") and header[name]["dtype"][0] in "IU"]
     if integers:
         yield (
-            f"{file}: {_some(integers)} are stored as {header[integers[0]]['dtype']}, and weights are floats; take the "
+            f"{file}: {some(integers)} are stored as {header[integers[0]]['dtype']}, and weights are floats; take the "
             "model as it was before it was quantized"
         )
 
@@ -167,7 +167,8 @@ def is_lfs_pointer(path: Path) -> bool:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
-def _some(names: list[str], shown: int = 3) -> str:
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """The first ``names``, and the number of the others, for a message."""
     rest = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(map(repr, names[:shown])) + rest
 

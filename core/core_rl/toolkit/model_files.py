@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -26,12 +27,15 @@ from transformers.core_model_loading import (
 
 from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.model_config import read_config
-from core_rl.checkpoint.model_files import pickled_weights
+from core_rl.checkpoint.model_files import pickled_weights, some
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, UnsupportedCapability
 from core_rl.toolkit.checkpoint_layout import CheckpointLayout
 from core_rl.toolkit.lora import checkpoint_name
+
+COMPUTED = (r"rotary_emb\.\w+$", r"position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
+"""Buffers that older files have, and models compute."""
 
 
 def model_files(model: ModelConfig) -> TensorFiles:
@@ -166,6 +170,34 @@ def carried_tensors(
         if module_name not in module_names and name not in module_names
     }
     return MappedSource(files, carried) if carried else None
+
+
+def unused_tensors(built: PreTrainedModel, model: ModelConfig) -> list[str]:
+    """Tensors in the files of ``model`` beside its layers that ``built`` does not compute, and transformers names.
+
+    Raises `ConfigError` for tensors of its layers, such as a layer or a bias more than the config has.
+    """
+    carried = carried_tensors(built, model, ())
+    names = set() if carried is None else {*carried.names()}
+    config = built.config.get_text_config()
+    depth, more = (
+        getattr(config, name, None) or 0 for name in ("num_hidden_layers", "num_nextn_predict_layers")
+    )
+    predictors = [rf"layers\.{number}\." for number in range(depth, depth + more)]
+    ignored = "|".join([*(built._keys_to_ignore_on_load_unexpected or ()), *COMPUTED, *predictors])
+    unused = sorted(name for name in names if not re.search(ignored, name))
+    lists = {_list_of(name) for name in model_files(model).names() if name not in names}
+    if inside := [name for name in unused if _list_of(name) in lists]:
+        raise ConfigError(
+            f"the weights in {model.path!r} do not fit their config: the model has no {some(inside)} in its layers; "
+            "take the config.json of these weights"
+        )
+    return unused
+
+
+def _list_of(name: str) -> str:
+    """The list that a tensor is in: ``model.layers`` of ``model.layers.3.mlp.up_proj.weight``."""
+    return re.split(r"\.\d+\.", name)[0]
 
 
 def exported_config(

@@ -98,6 +98,18 @@ def test_typed_cells_become_text_or_errors(
     assert checked == texts
 
 
+@pytest.mark.parametrize(("nested", "numbers"), [(False, [1, 0, None, -1]), (True, [[1, 0], [], [None]])])
+@pytest.mark.parametrize("saved", [False, True])
+def test_classes_have_their_names(tmp_path: Path, nested: bool, numbers: list[Any], saved: bool) -> None:
+    label = datasets.ClassLabel(names=["bad", "good"])
+    features = datasets.Features({"answer": datasets.List(label) if nested else label})
+    table = datasets.Dataset.from_dict({"answer": numbers}, features=features)
+    path = tmp_path / ("directory" if saved else "a.parquet")
+    (table.save_to_disk if saved else table.to_parquet)(str(path))
+    names = [["good", "bad"], [], [None]] if nested else ["good", "bad", None, None]
+    assert [row["answer"] for row in rows(read(path))] == names
+
+
 def test_csv_in_directories_stays_text(tmp_path: Path) -> None:
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "train.csv").write_text("prompt,answer\n1=,068\n2=,NA\n3=,\n4=,0.50\n5=,true\n")

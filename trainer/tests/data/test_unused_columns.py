@@ -308,6 +308,18 @@ def test_rows_of_other_tools_are_trained(
     assert not result.warning
 
 
+@pytest.mark.parametrize("kind", [DEMONSTRATIONS, PROMPTS], ids=lambda kind: str(kind.name))
+def test_variables_of_templates_are_named(
+    tmp_path: Path, kind: ExampleKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "{% generation %}{% if enable_thinking or x is defined and x.call %}{% endif %}{% endgeneration %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", code + TEMPLATE)
+    row = {"prompt": [U1], "answer": [A1], "enable_thinking": False}
+    if kind is PROMPTS:
+        row |= {"call": "x", "message": "y", "tools": None}  # fields and loop variables are none
+    assert outcome(tmp_path / "a.jsonl", [row], kind).warning.endswith("columns not used: 'enable_thinking'")
+
+
 REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (
         DEMONSTRATIONS,
@@ -331,6 +343,17 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     ),
     (DEMONSTRATIONS, {"prompt": {"x": "y" * 9000}, "answer": "A"}, r"'prompt'; it has .{200,400}9,009 char"),
     (DEMONSTRATIONS, {f"c{n}": 1 for n in range(900)}, r"columns are .{500,700}\(900 columns\)"),
+    (DEMONSTRATIONS, {"input_ids": [5, 6], "labels": [-100, 6]}, "core-rl encodes .* tokenizer.decode"),
+    (
+        PREFERENCES,
+        {"chosen_input_ids": [5], "rejected_input_ids": [6]},
+        "core-rl encodes .* tokenizer.decode",
+    ),
+    (
+        DEMONSTRATIONS,
+        {"segments": [{"label": False, "text": "Q"}, {"label": True, "text": "A"}]},
+        "write those with the label false as 'prompt', with true as 'answer'",
+    ),
     (DEMONSTRATIONS, {"chat": json.dumps([U1, A1])}, "data.columns.messages=chat"),
     (PREFERENCES, {"question": "Q", "chosen": "A", "rejected": "B"}, "data.columns.prompt=question"),
     (PREFERENCES, {"prompt": "P", "chosen": ["A", "C"], "rejected": ["B"]}, "needs a text 'chosen'; it has"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 import training_support as support
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -261,6 +264,56 @@ def test_frozen_patterns_leave_something_to_train(
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         remarks = "".join(resolve(recipe).remarks)
         assert ("beside model.lora changes nothing" in remarks) == ("lora" in model)
+
+
+@pytest.mark.parametrize(
+    ("extra", "refused"),
+    [
+        ("model.layers.7.mlp.up_proj.weight", True),
+        ("model.layers.0.mlp.up_proj.SCB", True),
+        ("model.layers.0.self_attn.o_proj.bias", True),
+        ("mtp.layers.0.norm.weight", False),
+        ("visual.blocks.0.norm.weight", False),
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", None),
+        ("lm_head.weight", None),
+    ],
+)
+def test_unused_tensors_are_refused_or_remarked(
+    start: Path, tmp_path: Path, extra: str, refused: bool | None
+) -> None:
+    """Tensors of the layers are refused, others are remarked, and those that are computed or tied are neither."""
+    model = shutil.copytree(start / "model", tmp_path / "model")
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tied = tensors["model.embed_tokens.weight"] if extra == "lm_head.weight" else torch.zeros(4)
+    save_file({extra: tied.clone(), **tensors}, file)
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": "sft"})
+    values["model"] = {"path": str(model)}
+    recipe = load_recipe(values)
+    with (
+        pytest.raises(ConfigError, match=f"the model has no '{re.escape(extra)}'")
+        if refused
+        else nullcontext()
+    ):
+        assert (f"does not compute '{extra}'" in "".join(resolve(recipe).remarks)) == (refused is False)
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_unread_fields_of_generation_are_remarked(start: Path, tmp_path: Path, algorithm: str) -> None:
+    model = shutil.copytree(start / "model", tmp_path / "model")
+    file = model / "generation_config.json"
+    fields = json.loads(file.read_text()) if file.is_file() else {}
+    values = support.recipe_values(start, tmp_path / "out", algorithm={"type": algorithm})
+    for unread in ({}, {"stop_strings": ["x"], "num_beams": 4, "do_sample": False}):
+        same = {"temperature": values["rollout"].get("temperature", 1.0), "use_cache": False}
+        file.write_text(json.dumps(fields | same | unread))
+        values["model"] = {"path": str(model)}
+        remarks = "".join(resolve(load_recipe(values)).remarks)
+        assert "temperature" not in remarks and "use_cache" not in remarks
+        named = [
+            name for name in ("stop_strings = ['x']", "num_beams = 4", "do_sample = False") if name in remarks
+        ]
+        assert len(named) == (len(unread) if algorithm == "grpo" else 0)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_coroutine_function_runs_there_too(tmp_path: Path) -> None:
             "crash",
             r"its process was killed by SIGKILL \(out of memory is a common reason\) \(test_process_reward.py:25\)",
         ),
-        ("exit", r"raised SystemExit: 3 \(test_process_reward.py:45\)\nfix: return a number"),
+        ("exit", r"raised SystemExit: 3 \(test_process_reward.py:45\)\nfix: return instead"),
     ],
 )
 def test_process_reward_recovers_after_failure(

@@ -73,7 +73,7 @@ LINES = {
 """The beginning of the line that does it."""
 CASES = {
     "raise": r"raised JSONDecodeError: Expecting value: .* \(LINE\)\nfix: correct that line",
-    "exit": r"raised SystemExit: 3 \(LINE\)\nfix: return a number; .* catch SystemExit",
+    "exit": r"raised SystemExit: 3 \(LINE\)\nfix: return instead; .* catch SystemExit",
     "interrupt": r"raised KeyboardInterrupt \(LINE\)",
     "cancel": r"raised CancelledError \(LINE\)",
     "text": r"returned '1.0', not a number \(test_reward_calls.py:\d+\)\nfix: return a float",

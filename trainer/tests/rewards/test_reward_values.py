@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import unicodedata
 from decimal import Decimal
 from typing import Any
 
@@ -91,9 +92,18 @@ def test_last_number_is_compared(completion: str, answer: Any, expected: float) 
     assert integer_match(completion, {"answer": answer}) == expected
 
 
+@given(text=st.text(st.sampled_from("e\u0301\uc0ac \u200d\u00e9x")), invisible=st.text("\u200b\u2060\ufeff"))
+def test_texts_that_look_alike_match(text: str, invisible: str) -> None:
+    gold = f"{invisible}\u00e9 {text}a{invisible}"
+    forms = [unicodedata.normalize(form, gold) for form in ("NFC", "NFD")]
+    assert all(text_match(left, {"answer": right}) == 1 for left in forms for right in forms)
+    assert text_match(f"{gold}b", {"answer": gold}) == 0
+
+
 @pytest.mark.parametrize("reward", [integer_match, text_match])
 @pytest.mark.parametrize(
-    "answer", [None, "", " ", [], [""], {"a": 1}, float("nan"), dt.date(2026, 1, 2), b"1"]
+    "answer",
+    [None, "", " ", "\u200b", "\ufeff \u200d", [], [""], {"a": 1}, float("nan"), dt.date(2026, 1, 2), b"1"],
 )
 def test_meaningless_answers_are_problems(reward: Any, answer: Any) -> None:
     assert reward.check_answer(answer)

@@ -181,15 +181,21 @@ def test_a_reward_function_scores_the_last_response(reward: Any) -> None:
         ([(1, 2)], r"turn 0: the environment Script returned (1, 2); step() returns an Observation"),
         ([Observation(ids="5")], r"turn 0: the environment Script returned ('5',) as token ids"),  # type: ignore[arg-type]
         ([says(65.5)], r"turn 0: the environment Script returned (65.5,) as token ids"),  # type: ignore[arg-type]
+        (
+            [says(50, 1000)],
+            "turn 0: the environment Script returned the token id 1000, and the model has 0 to 999",
+        ),
+        ([says(-1)], "turn 0: the environment Script returned the token id -1, and the model has"),
         ([says(reward=math.nan)], "turn 0: the environment Script returned nan; rewards are finite"),
     ],
 )
 def test_failing_environment_names_sample_and_turn(
     made: list[Script], script: list[Any], message: str
 ) -> None:
-    workflow = MultiTurnWorkflow(environment=Script, step_timeout_s=0.1, group_size=2)
-    with pytest.raises(RolloutError, match=rf"sample 3, completion [01], {re.escape(message)}"):
+    workflow = MultiTurnWorkflow(environment=Script, step_timeout_s=0.1, group_size=2, vocabulary=1000)
+    with pytest.raises(RolloutError, match=rf"sample 3, completion [01], {re.escape(message)}") as error:
         play(workflow, {"prompt_ids": [1], "script": script}, Counter())
+    assert "return a reward" not in str(error.value)
     assert [environment.closed for environment in made] == [1, 1]
 
 
@@ -207,7 +213,11 @@ METHODS = "".join(f"    async def {name}(self, *args): ...\n" for name in ("rese
         (f"class made:\n{METHODS}", r"takes \(\): too many positional arguments"),
         (
             f"class made:\n    def __init__(self, tokenizer): ...\n{METHODS}",
-            "a class without close; add `async",
+            "a class without `async def` of close",
+        ),
+        (
+            f"class made:\n    def __init__(self, t): ...\n{METHODS}    def close(self): ...",
+            "a class without `async def` of close; write",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
@@ -13,6 +14,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 
 from core_rl.errors import BatchError, ConfigError, CoreRLError
 from core_rl_trainer.data.messages import (
@@ -66,10 +68,17 @@ class ChatFormat:
     @cached_property
     def words(self) -> frozenset[str]:
         """The words of the chat templates, among them the fields of messages that they read."""
+        return frozenset(re.findall(r"\w+", " ".join(self._texts)))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the chat templates read."""
+        return frozenset().union(*map(_variables, self._texts))
+
+    @property
+    def _texts(self) -> list[str]:
         templates = self.tokenizer.chat_template or ""
-        return frozenset(
-            re.findall(r"\w+", templates if isinstance(templates, str) else " ".join(templates.values()))
-        )
+        return [templates] if isinstance(templates, str) else [*templates.values()]
 
     def opened(self, ids: list[int]) -> list[int]:
         """``ids`` behind the leading tokens, once, also where a template or text spells them out."""
@@ -220,6 +229,14 @@ def _check_arguments(
 
 def _reads(text: str, name: str) -> bool:
     return name in _names(text)
+
+
+def _variables(text: str) -> set[str]:
+    """The variables of a template; none where it cannot be read, which rendering refuses."""
+    with suppress(TemplateError):
+        plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
+        return find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    return set()
 
 
 @lru_cache(maxsize=64)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 from core_rl.errors import BatchError, ConfigError
+from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import CHAT_FIELDS
 from core_rl_trainer.data.examples import Example, Examples, answer_text
 from core_rl_trainer.data.kinds import ExampleKind
@@ -42,6 +42,13 @@ WEIGHT_FIX = "no setting reads weights of rows: sources and messages have them; 
 UNPAIRED_FIX = (
     "nothing here trains on unpaired preferences; remove the column, with the rows not to be imitated"
 )
+CONVERSIONS: Mapping[str, str] = {
+    "input_ids": "core-rl encodes texts and messages itself: write them, or what tokenizer.decode gives of the ids; "
+    "those with the label -100 are the prompt, the others, without the end token, the answer",
+    "segments": "core-rl trains on texts and messages: write those with the label false as 'prompt', "
+    "with true as 'answer'; several as 'messages'",
+}
+"""Columns of other systems that need a conversion, and which one."""
 REFUSED: Mapping[str, tuple[object, str]] = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), (None, MEDIA_FIX)),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), (1, WEIGHT_FIX)),
@@ -79,22 +86,23 @@ def _has_context(example: Example, columns: Mapping[str, str]) -> bool:
 
 
 def unused_columns(
-    example: Example, kind: ExampleKind, template_words: AbstractSet[str], has_images: bool
+    example: Example, kind: ExampleKind, chat_format: ChatFormat, has_images: bool
 ) -> list[str]:
     """Columns of a converted example, and fields of its messages, with a value, that are not trained.
 
-    The chat template has ``template_words``, and the sample of the example may have images. Of prompts there are none,
-    since rewards read all columns.
+    The sample of the example may have images. Rewards read all columns of prompts; of those, the chat template does not
+    get the variables that it reads.
     """
     if kind.name == "prompts":
-        return []
+        missed = chat_format.variables - {*CHAT_FIELDS, "messages"} if _is_chat(example.get("prompt")) else ()
+        return [name for name, value in example.items() if name in missed and value not in EMPTY]
     used = {*kind.fields, *CHAT_FIELDS, REPLACED, *(("images", "image") if has_images else ())}
     if kind.name == "demonstrations" and not _lacks(example, "messages"):
         used = used - {*kind.fields} | {"messages"}
     elif kind.name == "demonstrations" and _lacks(example, "prompt"):
         used = used - {*kind.fields} | {"text"}
     columns = [name for name, value in example.items() if name not in used and value not in EMPTY]
-    read = template_words | MESSAGE_FIELDS
+    read = chat_format.words | MESSAGE_FIELDS
     fields = [
         f"{name}.{field}"
         for name in used.intersection(CHATS)
@@ -187,9 +195,11 @@ def check_fields(
         settings = [f"data.columns.messages={chat}"]
     if "system" not in taken and _lacks(columns, "system") and (system := _similar("system", columns)):
         settings.append(f"data.columns.system={system}")
+    fixes = [fix for name, fix in CONVERSIONS.items() if any(column.endswith(name) for column in columns)]
+    fix = fixes[0] if fixes else f"name those to take: {' '.join(settings)}"
     raise BatchError(
         f"{examples.origin}: {row.label} {kind.check(row.example)}. Needed: {kind.needs}. Its columns are "
-        f"{_names(columns)}; name those to take: {' '.join(settings)}"
+        f"{_names(columns)}; {fix}"
     )
 
 

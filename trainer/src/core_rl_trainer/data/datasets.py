@@ -204,7 +204,7 @@ def encode_examples(
             continue
         samples[row.number] = sample, size
         images = bool(images_of(sample))
-        unused |= dict.fromkeys(unused_columns(row.example, kind, chat_format.words, images))
+        unused |= dict.fromkeys(unused_columns(row.example, kind, chat_format, images))
         texts = () if images else all_texts([row.example.get(name) for name in (*CHATS, "text")])
         places |= dict.fromkeys(place for text in texts for place in PLACES.findall(text))
     if unused:

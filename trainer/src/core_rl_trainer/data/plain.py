@@ -62,7 +62,9 @@ def parse_json(text: str) -> Any:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise BatchError(f"is not JSON: {error.msg} at {line}column {error.colno}") from error
+        joined = text.startswith("\ufeff", error.pos)
+        reason = "a byte-order mark, as in joined files, to be removed," if joined else error.msg
+        raise BatchError(f"is not JSON: {reason} at {line}column {error.colno}") from error
     except RecursionError as error:
         raise BatchError("is nested too deeply to be read") from error
     except ValueError as error:  # of the functions below, and of int()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from core_rl.checkpoint.model_files import is_lfs_pointer
+from core_rl.checkpoint.model_files import is_lfs_pointer, some
 from core_rl.config.paths import HUB_ID
 from core_rl.errors import BatchError, ConfigError
 from core_rl_trainer.data.config import DataSource
@@ -35,6 +35,7 @@ SHORT_FLOATS = ("float16", "float32")
 def _rows(origin: str, table: Any) -> Examples:
     """The rows of a ``datasets.Dataset``."""
     _keep_encoded(table.info.features)
+    labels = {name: feature for name, feature in table.features.items() if "ClassLabel" in str(feature)}
     types = {name: str(getattr(feature, "dtype", "")) for name, feature in table.features.items()}
 
     def read(index: int) -> Example:
@@ -42,6 +43,7 @@ def _rows(origin: str, table: Any) -> Examples:
             row = table[index]
         except (ArithmeticError, ValueError) as error:
             raise BatchError(f"has {_unreadable(table, index)}: {error}") from error
+        row |= {name: _named(row[name], feature) for name, feature in labels.items()}
         return {name: _plain(value, types[name]) for name, value in row.items()}
 
     return Examples.parsed(origin, ((f"row {index + 1}", index) for index in range(len(table))), read)
@@ -65,6 +67,18 @@ def _keep_encoded(features: Any) -> None:
     for feature in features if isinstance(features, list) else inner:
         if feature is not None:
             _keep_encoded(feature)
+
+
+def _named(value: Any, feature: Any) -> Any:
+    """``value`` with the names of the classes that it has by number; None for others, as -1."""
+    if callable(name_of := getattr(feature, "int2str", None)):
+        return name_of(value) if value in range(feature.num_classes) else None
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) else feature.feature
+        return [_named(item, inner) for item in value]
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _named(item, feature[name]) for name, item in value.items()}
+    return value
 
 
 def _plain(value: Any, column_type: str) -> Any:
@@ -148,9 +162,8 @@ def _json_files(datasets: ModuleType, path: Path, config: str | None) -> dict[st
         taken = {Path(name).resolve() for names in files.values() for name in names}
         left = [str(file.relative_to(path)) for file in _example_files(path) if file.resolve() not in taken]
         if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
             raise ConfigError(
-                f"{path}: {', '.join(map(repr, left[:3]))}{more} would not be read, beside the files of the format "
+                f"{path}: {some(left)} would not be read, beside the files of the format "
                 f"{builder.name!r}; name each file as a source of its own, or move it out of the directory"
             )
     return files if builder.name == "json" else {}

@@ -159,6 +159,10 @@ def _parse_cells(cells: list[str], separator: str, columns: list[str]) -> Exampl
             cell.encode("utf-8")
         except UnicodeEncodeError as error:
             raise BatchError(f"is not UTF-8: at character {error.start + 1} of {cell[:20]!r}") from error
+    if [cell.removeprefix("\ufeff") for cell in cells] == columns:
+        raise BatchError(
+            "repeats the header, as in files that were joined; remove it, or name each file as a source"
+        )
     if len(cells) < len(columns):
         raise BatchError(f"has no cell for the column {columns[len(cells)]!r}")
     if len(cells) > len(columns):

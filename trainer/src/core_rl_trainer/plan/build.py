@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from core_rl.backend.tensors import check_source
 from core_rl.checkpoint.adapter_config import adapter_problems
 from core_rl.checkpoint.formats import TENSOR_FILE
+from core_rl.checkpoint.model_config import generation_config
+from core_rl.checkpoint.model_files import some
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import Config
 from core_rl.config.engine import InferenceEngineConfig, ModelConfig, TrainEngineConfig
@@ -25,6 +27,7 @@ from core_rl.servers.config import ServerEngineConfig, ServerOptions
 from core_rl.servers.process import machine_problems
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.meta_build import build_on_meta, model_on_meta
+from core_rl.toolkit.model_files import unused_tensors
 from core_rl_trainer.algorithms.fields import REFERENCE
 from core_rl_trainer.algorithms.interface import interface_class, make_interface
 from core_rl_trainer.algorithms.sft import SupervisedInterface
@@ -58,6 +61,7 @@ from core_rl_trainer.plan.online_checks import (
 )
 from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedule, Workload
 from core_rl_trainer.recipe.recipe import Recipe
+from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import ModelSection
 from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
 
@@ -72,6 +76,11 @@ FOR_ROLLOUTS = ("rollout", "reward", "rewards", "eval_samples", "colocated", "pl
 """Fields that are read only where completions are generated."""
 RANKS_PER_CORE = 4
 """More ranks for each CPU core are worth a remark."""
+NO_SAMPLING = (
+    *("eos_token_id", "pad_token_id", "bos_token_id", "transformers_version", "_from_model_config"),
+    *("use_cache", "cache_implementation", "output_attentions", "return_dict_in_generate"),
+)
+"""Fields of a generation config that are read, or change no completion."""
 HIGH_LR = 0.1
 MANY_PASSES = 100
 """More passes over the data are worth a remark."""
@@ -127,8 +136,13 @@ class PlanBuilder:
         models = {
             planned.config.model.model_dump_json(): planned.config.model for planned in trainers.values()
         }
-        for model in models.values():  # compares shapes in the files with the config's
-            build_on_meta(model, seed=0, attn_implementation="eager")
+        for model in models.values():  # compares names and shapes in the files with the config's
+            unloaded = build_on_meta(model, seed=0, attn_implementation="eager")
+            if unloaded is not None and (unused := unused_tensors(unloaded.model, model)):
+                text = (
+                    f"its model does not compute {some(unused)} of the weights; exports have them as they are"
+                )
+                remarks = [*remarks, f"{model.path}: {text}"]
         plan = RunPlan(
             recipe=recipe.model_copy(update={"data": section}),
             algorithm=self._algorithm,
@@ -317,6 +331,7 @@ def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
         *_passes(schedule.steps, workload),
         *_schedule(schedule, data.has_evaluation),
         *_frozen(plan.recipe.model),
+        *(_generation(Path(plan.recipe.model.path), plan.recipe.rollout) if plan.rollout is not None else ()),
     )
 
 
@@ -384,3 +399,15 @@ def _frozen(model: ModelSection) -> Iterator[str]:
             f"model.frozen = {list(model.frozen)} beside model.lora changes nothing: the adapter alone is trained, in "
             "the layers of model.lora.target_modules"
         )
+
+
+def _generation(path: Path, rollout: RolloutSection) -> Iterator[str]:
+    """Fields of the model's generation config that rollouts have otherwise."""
+    fields = generation_config(path).to_diff_dict()
+    unread = [
+        f"{name} = {value}"
+        for name, value in fields.items()
+        if name not in NO_SAMPLING and getattr(rollout, name, name == "do_sample") != value
+    ]
+    if unread:
+        yield f"{path}: its fields of generation are not used: {', '.join(unread)}; 'rollout' has those of completions"

@@ -65,8 +65,8 @@ def describe_error(error: BaseException, function: object) -> str:
     name = type(error).__name__
     message = f"raised {name}: {error}{place}" if str(error) else f"raised {name}{place}"
     if isinstance(error, ENDINGS):
-        return f"{message}\nfix: return a number; around code that may call exit(), catch SystemExit"
-    return f"{message}\nfix: correct that line, or return a reward for completions like this one"
+        return f"{message}\nfix: return instead; around code that may call exit(), catch SystemExit"
+    return f"{message}\nfix: correct that line, or handle completions like this one there"
 
 
 async def guarded(

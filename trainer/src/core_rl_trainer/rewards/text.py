@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 _Reward = TypeVar("_Reward", bound=Callable[..., Any])
+INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+"""Characters of no width, such as byte-order marks."""
 
 
 class TextRewardFn(Protocol):
@@ -95,12 +98,17 @@ def answer_problem(answer: Any, read: Callable[[Any], object], needs: str) -> st
 
 
 def _text(answer: Any) -> str | None:
-    """``answer`` as text; None for other types than texts, numbers and truth values, and for NaN."""
+    """``answer`` as text; None for other types than texts, numbers and truth values, for NaN, and without a letter."""
     if not isinstance(answer, str | int | float | Decimal) or (
         isinstance(answer, float | Decimal) and not math.isfinite(answer)
     ):
         return None
-    return answer_text(answer).strip()
+    return _comparable(answer_text(answer)) or None
+
+
+def _comparable(text: str) -> str:
+    """``text`` in NFC, without white space around it and characters of no width."""
+    return unicodedata.normalize("NFC", text.translate(INVISIBLE)).strip()
 
 
 def _number(answer: Any) -> Fraction | None:
@@ -110,9 +118,12 @@ def _number(answer: Any) -> Fraction | None:
 
 @checks_answers(lambda answer: answer_problem(answer, _text, "a text or a number"))
 def text_match(completion: str, sample: Mapping[str, Any]) -> float:
-    """1 if the completion is the sample's ``answer``, up to white space around it, or among several answers; else 0."""
+    """1 if the completion is the sample's ``answer``, or among several answers; else 0.
+
+    White space around it, characters of no width, and how a letter is composed (NFC, NFD) do not count.
+    """
     answers = map(_text, alternatives(expected_answer(sample, text_match)))
-    return float(completion.strip() in answers)
+    return float(_comparable(completion) in answers)
 
 
 @checks_answers(lambda answer: answer_problem(answer, _number, "a number alone"))

@@ -166,6 +166,7 @@ class Rollouts:
                 group_size=group_size,
                 max_turns=settings.max_turns,
                 max_tokens=self.engine.limits.context_length,
+                vocabulary=self.engine.limits.vocab_size,
                 step_timeout_s=settings.step_limit_s,
                 reward_timeout_s=limit,
             )

@@ -143,6 +143,8 @@ class MultiTurnWorkflow:
     """The most completions of one episode."""
     max_tokens: int | None = None
     """The most tokens of one episode, such as the engine's context; None leaves it to the engine to refuse."""
+    vocabulary: int = 2**31
+    """Token ids of the model are below this."""
     step_timeout_s: float | None = None
     """Time limit of one call of the environment, in seconds."""
     reward_timeout_s: float | None = None
@@ -185,7 +187,7 @@ class MultiTurnWorkflow:
         environment = self.environment()
         try:
             prompt = await self._call(environment, environment.reset(data), f"{subject}: reset of")
-            prompt = _token_ids(prompt, f"{subject}: reset of the environment {name_of(environment)}")
+            prompt = self._token_ids(prompt, f"{subject}: reset of the environment {name_of(environment)}")
             transcript = Transcript(prompt, media_of(data, 1)[0])
             earned = await self._turns(engine, environment, transcript, position)
             reward = await scorer.score(position[1], prompt, transcript.last_response, earned)
@@ -210,7 +212,7 @@ class MultiTurnWorkflow:
             subject = f"sample {position[0]}, completion {position[1]}, turn {turn}:"
             observation = await self._call(environment, environment.step(response.output_ids), subject)
             total += self._reward_of(observation, environment, subject)
-            ids = _token_ids(observation.ids, f"{subject} the environment {name_of(environment)}")
+            ids = self._token_ids(observation.ids, f"{subject} the environment {name_of(environment)}")
             if observation.done:
                 return total
             room = self.max_tokens is None or len(transcript) + len(ids) < self.max_tokens
@@ -253,13 +255,18 @@ class MultiTurnWorkflow:
             raise RolloutError(f"{full_subject} returned {observation!r}; step() returns an Observation")
         return as_reward(observation.reward, full_subject)
 
-
-def _token_ids(ids: Iterable[Any], subject: str) -> list[int]:
-    """``ids`` as integers, or a `RolloutError` that begins with ``subject``."""
-    try:
-        return [operator.index(token) for token in ids]
-    except TypeError as error:
-        raise RolloutError(
-            f"{subject} returned {shown(ids)} as token ids\n"
-            "fix: return whole numbers; continuation_ids() of core_rl_trainer.environments encodes a text"
-        ) from error
+    def _token_ids(self, ids: Iterable[Any], subject: str) -> list[int]:
+        """``ids`` as integers, or a `RolloutError` that begins with ``subject``."""
+        try:
+            tokens = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise RolloutError(
+                f"{subject} returned {shown(ids)} as token ids\n"
+                "fix: return whole numbers; continuation_ids() of core_rl_trainer.environments encodes a text"
+            ) from error
+        if wrong := [token for token in tokens if not 0 <= token < self.vocabulary]:
+            raise RolloutError(
+                f"{subject} returned the token id {wrong[0]}, and the model has 0 to {self.vocabulary - 1:,}\n"
+                "fix: encode with its tokenizer"
+            )
+        return tokens

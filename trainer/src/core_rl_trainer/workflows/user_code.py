@@ -98,12 +98,20 @@ def _environment(name: str | None) -> Callable[..., Environment] | None:
     _check_arguments(subject, make, (None,), fix)
     if inspect.iscoroutinefunction(make):
         raise ConfigError(f"{subject} is a coroutine function; write it as a plain one: {fix}")
-    lacking = [method for method in ("reset", "step", "close") if not hasattr(make, method)]
-    if inspect.isclass(make) and lacking:
-        raise ConfigError(
-            f"{subject} is a class without {' and '.join(lacking)}; add `async def {lacking[0]}`"
-        )
+    if inspect.isclass(make) and (problem := _method_problem(make)):
+        raise ConfigError(f"{subject} is a class {problem}")
     return make
+
+
+def _method_problem(environment: object) -> str | None:
+    """Methods of an environment, or of its class, that are no coroutine functions."""
+    methods = {name: getattr(environment, name, None) for name in ("reset", "step", "close")}
+    wrong = [
+        name
+        for name, method in methods.items()
+        if not inspect.iscoroutinefunction(getattr(method, "__wrapped__", method))
+    ]
+    return f"without `async def` of {', '.join(wrong)}; write it so" if wrong else None
 
 
 def _optional(field: str, name: str | None) -> Any:
@@ -184,7 +192,10 @@ class _EnvironmentOnLoop:
         self._environment: Environment | None = None
 
     async def _reset(self, data: Mapping[str, Any]) -> Sequence[int]:
-        self._environment = self._make()
+        environment = self._make()
+        if problem := _method_problem(environment):
+            raise RolloutError(f"is a {type(environment).__name__} {problem}")
+        self._environment = environment
         return await self._environment.reset(data)
 
     async def reset(self, data: Mapping[str, Any]) -> Any:
