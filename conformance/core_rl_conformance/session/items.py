@@ -11,6 +11,7 @@ import re
 import shutil
 import sysconfig
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ MODULES = {
 }
 """The levels of the other checks, by module; unlisted modules build on everything."""
 EXPECTED_VALUES = pytest.StashKey[ExpectedValues]()
+LAST_LINES = 12
+"""Shown lines of the traceback of an error that brings none of its own."""
 HANGS = 2
 """Number of hangs on a layout after which an engine is left out."""
 
@@ -275,27 +278,20 @@ class CheckItem(pytest.Item):
             reproduction=self.reproduction if outcome in (Outcome.FAILED, Outcome.WAIVED) else "",
         )
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The check's message, and the more basic check that fails too."""
-        message = self._said(excinfo, style)
-        first = self.config.stash.setdefault(FAILURES, Failures()).add(self.case)
-        return f"{message}\n  {first}" if first and isinstance(message, str) else message
-
-    def _said(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any) -> Any:
-        """For an error of the engine, where in the check it came up as well."""
-        if isinstance(excinfo.value, AssertionError) and excinfo.value.args:
-            return str(excinfo.value)
-        if isinstance(excinfo.value, CoreRLError):
-            case = self.case
-            engine = (
-                f"{case.target.noun} {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
-            )
-            notes = "\n".join(getattr(excinfo.value, "__notes__", []))
-            message = f"{type(excinfo.value).__name__}: {excinfo.value}"
-            place = last_line(f"{message}\n{notes}")
-            where = "" if place is None else f"  last line of the {case.target.noun}: {place}\n"
-            return f"{case.check.identifier}: {engine}\n{where}  {message}\n{notes}"
-        return super().repr_failure(excinfo, style)
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
+        """The check's message; of any other error, where in the check it came up as well."""
+        error = excinfo.value
+        if str(error).startswith(f"{self.case.check.identifier}: "):
+            return str(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code is not CheckItem.runtest.__code__:
+            trace = trace.tb_next
+        frames = "".join(traceback.format_exception(type(error), error, trace))
+        notes = getattr(error, "__notes__", None) or frames.splitlines()[-LAST_LINES:]
+        place = last_line("\n".join([str(error), *notes])) or last_line(frames)
+        problem = [] if place is None else [f"last line of the {self.case.target.noun}: {place}"]
+        problem += [f"{type(error).__name__}: {error}", *notes]
+        return self.case.failure_message("\n".join(problem))
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         code = self.case.check.function.__code__
