@@ -31,7 +31,7 @@ MOST_LATE = 48
 GREEDY = replace(serving.PLAIN, temperature=0.0)
 LONG = replace(serving.PLAIN, max_new_tokens=40)
 REPEATED = 3
-Answers = asyncio.Task[list[LLMResponse]]
+Answer = asyncio.Task[LLMResponse]
 ON_THE_WAY_S = 0.1
 """Seconds in which an answer from before the pause may still arrive, after the previous answer."""
 ATTEMPTS = 3
@@ -246,7 +246,7 @@ async def _interrupted(
 
     Answers complete before it may still arrive, one upon the other. None if all have come like that.
     """
-    tasks = [asyncio.ensure_future(serving.answers(engine, [request])) for request in requests]
+    tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
     await serving.let_begin()
     await asyncio.to_thread(engine.pause)
     waiting = {task for task in tasks if not task.done()}
@@ -256,10 +256,10 @@ async def _interrupted(
         during = len(await _next(waiting, STILL_S)) if waiting else None
     finally:
         await asyncio.to_thread(engine.resume)
-    return during, [response for answer in await asyncio.gather(*tasks) for response in answer]
+    return during, await serving.gathered(tasks, LONG.max_new_tokens)
 
 
-async def _next(tasks: set[Answers], longest_s: float) -> set[Answers]:
+async def _next(tasks: set[Answer], longest_s: float) -> set[Answer]:
     """The next of ``tasks`` to end, perhaps several; none of them does if this is empty."""
     ended, _ = await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
     return ended

@@ -15,7 +15,7 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import EngineStateError, RolloutError, WeightsError
+from core_rl.errors import EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
@@ -23,6 +23,7 @@ from core_rl_conformance.findings import reproduced_tokens
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_vision import TinyImages
+from core_rl_conformance.outcomes import LostRequests
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.reproduction import Computation
 from core_rl_oracle.tolerance import Tolerance
@@ -34,6 +35,8 @@ FEW = (0, 1, 3, 4, 7, 10)
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
 MOST_AT_ONCE = 256
 """Requests in flight."""
+MOST_SHOWN = 8
+"""Unanswered requests in a message."""
 TOKEN_S = 2.0
 """Further seconds for each token of the longest answer: servers have large models and busy machines, too."""
 
@@ -68,14 +71,32 @@ def versions_of(responses: Sequence[LLMResponse]) -> set[int]:
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-    """All answers, asked for at one time; `RolloutError` if they take longer than answers of their lengths should."""
+    """All answers, asked for at one time; raises what `gathered` raises."""
     longest = max((request.sampling.max_new_tokens for request in requests), default=0)
+    return await gathered([asyncio.ensure_future(engine.agenerate(request)) for request in requests], longest)
+
+
+async def gathered(tasks: Sequence[asyncio.Task[LLMResponse]], longest: int) -> list[LLMResponse]:
+    """The answers of ``tasks``, each of up to ``longest`` tokens; no task runs afterwards.
+
+    Raises `LostRequests` with their number if some take longer than answers of such lengths should.
+    """
     timeout_s = CALL_TIMEOUT_S + longest * TOKEN_S
     try:
-        gathered = asyncio.gather(*map(engine.agenerate, requests))
-        return list(await asyncio.wait_for(gathered, timeout_s))
-    except TimeoutError as error:
-        raise RolloutError(f"{len(requests)} requests were not answered within {timeout_s:g} s") from error
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        answered = [task.result() for task in tasks if task.done()]
+        lost = [number for number, task in enumerate(tasks, start=1) if not task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+    if lost:
+        shown = ", ".join(map(str, lost[:MOST_SHOWN])) + ", ..." * (len(lost) > MOST_SHOWN)
+        raise LostRequests(
+            f"{len(answered)} of {len(tasks)} requests were answered within {timeout_s:g} s; "
+            f"unanswered, by the order of sending: {shown}"
+        )
+    return answered
 
 
 def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
@@ -103,11 +124,11 @@ async def let_begin() -> None:
 
 
 def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
-    """Update the weights and wait; raises the error of the update, `WeightsError` if it never does."""
+    """Update the weights and wait; raises the error of the update, `LostRequests` if it never ends."""
     try:
         engine.update_weights(meta).result(CALL_TIMEOUT_S)
     except FutureTimeout as error:
-        raise WeightsError(f"update_weights() did not end within {CALL_TIMEOUT_S:g} s") from error
+        raise LostRequests(f"update_weights() did not end within {CALL_TIMEOUT_S:g} s") from error
 
 
 # ---------------------------------------------------------------- comparing

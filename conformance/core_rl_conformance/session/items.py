@@ -24,15 +24,24 @@ from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, NotSupported, Outcome
+from core_rl_conformance.outcomes import (
+    CaseRecord,
+    LostRequests,
+    MeasurementRecord,
+    NotRun,
+    NotSupported,
+    Outcome,
+)
 from core_rl_conformance.session.matrix import Selection, cases, pair_cases, quick_sample, three_rank_cases
 from core_rl_conformance.soak import soak_check
 
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<number>\d+)(?:,)? in (?P<function>.+)$')
 FOREIGN = (sysconfig.get_path("stdlib"), "<frozen", "<string>")
 INSTALLED = ("site-packages", "dist-packages")
-OWN = ("core_rl", "core_rl_conformance")
-"""Packages whose frames only pass calls on."""
+OWN = "core_rl"
+"""The package whose frames only pass calls on."""
+SUITE = "core_rl_conformance"
+"""The package whose frames only call."""
 BASICS = {
     "I7.logprobs": 0,
     "I7.entropy": 1,
@@ -82,7 +91,7 @@ class _Frame:
     def rank(self) -> int:
         """0 for the engine's own code, 1 for a library, 2 for code that only passes calls on."""
         parts = Path(self.file).parts
-        if any(self.file.startswith(start) for start in FOREIGN) or any(name in parts for name in OWN):
+        if any(self.file.startswith(start) for start in FOREIGN) or OWN in parts:
             return 2
         return 1 if any(name in parts for name in INSTALLED) else 0
 
@@ -96,7 +105,7 @@ def last_line(traceback: str) -> str | None:
     _, crashed, stacks = traceback.partition("Current thread")
     innermost_first = bool(crashed) or "most recent call first" in traceback
     text = stacks.split("\n\n")[0] if crashed else traceback
-    frames = list(_frames(text))
+    frames = [frame for frame in _frames(text) if SUITE not in Path(frame.file).parts]
     if not innermost_first:
         frames.reverse()
     innermost = min(frames, key=lambda frame: frame.rank, default=None)  # the first of equals
@@ -217,13 +226,18 @@ class CheckItem(pytest.Item):
 
     @property
     def _place(self) -> tuple[str, str]:
-        return self.case.target.spec.name, str(self.case.setting)
+        """Whose hangs count together: those of a train engine on one layout, or of a server."""
+        serves = self.case.target.kind == "inference"
+        return self.case.target.spec.name, "" if serves else str(self.case.setting)
 
     def runtest(self) -> None:
         expected_values = self.config.stash[EXPECTED_VALUES]
         if expected_values.groups.hangs[self._place] >= HANGS:
             # Each one takes the whole timeout, and the session has failed already.
-            self._leave_out(f"it hung in {HANGS} checks at {self.case.setting} before")
+            hung = f"it hung in {HANGS} checks at {self.case.setting} before"
+            self._leave_out(
+                hung if self._place[1] else f"the engine loses requests: in {HANGS} checks before"
+            )
         directory = expected_values.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
         subject = EngineUnderTest(self.case, expected_values, directory)
@@ -234,10 +248,10 @@ class CheckItem(pytest.Item):
             self._leave_out(str(reason))
         except NotSupported as reason:
             self._refuse(str(reason))
-        except CoreRLError as error:
+        except (CoreRLError, TimeoutError) as error:
             if isinstance(error, LayoutError) and self.case.setting == self.case.target.three_ranks:
                 self._refuse(f"refused: {error}".splitlines()[0])
-            if isinstance(error, RankTimeout):
+            if isinstance(error, RankTimeout | LostRequests | TimeoutError):
                 expected_values.groups.hangs[self._place] += 1
             for target in filter(None, (self.case.target, self.case.partner)):
                 expected_values.discard(target.spec.name)
