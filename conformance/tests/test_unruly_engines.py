@@ -77,8 +77,10 @@ def test_lost_requests_end_the_session(
     result = run_checks(pytester, spec.name, "I8. and dp1-llama", "-rs")
     assert result.parseoutcomes()["failed"] == 2 and result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
-        ["*LostRequests: * of * requests were answered within 2 s; unanswered, by the order of sending: 3*"]
-        + ["*the engine loses requests: in 2 checks before*"]
+        [
+            "*LostRequests: * of * requests were answered within 2 s; unanswered, by the order of sending: 3*",
+            "*the engine loses requests: in 2 checks before*",
+        ]
     )
 
 
