@@ -42,32 +42,6 @@ OWN = "core_rl"
 """The package whose frames only pass calls on."""
 SUITE = "core_rl_conformance"
 """The package whose frames only call."""
-BASICS = {
-    "I7.logprobs": 0,
-    "I7.entropy": 1,
-    "I8.temperature": 1,
-    "I1.gradients": 2,
-    "I1.micro-batches": 3,
-    "I4.grad-norm": 3,
-    "I1.train-batch": 4,
-    "I20.adamw": 4,
-}
-"""Checks that others build on, the most basic ones first."""
-MODULES = {
-    "outputs": 1,
-    "contract": 1,
-    "trainer_losses": 2,
-    "trainer_steps": 4,
-    "gradients": 3,
-    "properties": 3,
-    "steps": 5,
-    "optimizer": 5,
-    # of inference engines; ``updates`` come last, because they use up the server
-    "rollouts": 0,
-    "rollout_contract": 1,
-    "sampling": 3,
-}
-"""The levels of the other checks, by module; unlisted modules build on everything."""
 EXPECTED_VALUES = pytest.StashKey[ExpectedValues]()
 LAST_LINES = 12
 """Shown lines of the traceback of an error that brings none of its own."""
@@ -123,30 +97,6 @@ def _frames(text: str) -> Iterator[_Frame]:
             )
 
 
-def level(check: Check) -> int:
-    """The number of levels that ``check`` builds on; 0 is the most basic."""
-    module = check.function.__module__.rpartition(".")[2]
-    return BASICS.get(check.identifier, MODULES.get(module, 6))
-
-
-class Failures:
-    """The failed cases of one process so far."""
-
-    def __init__(self) -> None:
-        self._failed: set[tuple[str, ...]] = set()
-
-    def add(self, case: Case) -> str:
-        """Take a failed case; a line on the most basic check that fails too, or nothing."""
-        place = (case.target.spec.name, str(case.setting), case.family, case.dtype)
-        self._failed.add((case.check.identifier, *place))
-        below = [
-            identifier
-            for identifier, number in BASICS.items()
-            if number < level(case.check) and (identifier, *place) in self._failed
-        ]
-        return f"{below[0]} fails too: fix it first" if below else ""
-
-
 class Plan:
     """The engines and the selection of a session."""
 
@@ -156,7 +106,6 @@ class Plan:
 
 
 PLAN = pytest.StashKey[Plan]()
-FAILURES = pytest.StashKey[Failures]()
 
 
 class CheckFile(pytest.File):
