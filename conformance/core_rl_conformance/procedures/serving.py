@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,10 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.findings import reproduced_tokens
+from core_rl_conformance.hints import updates
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.outcomes import LostRequests
 from core_rl_conformance.pools import CALL_TIMEOUT_S
@@ -33,6 +35,7 @@ Guesses = Mapping[str, Callable[[], list[Tensor]]]
 FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+BEFORE = "log-probs of the weights before the update"
 MOST_AT_ONCE = 256
 """Requests in flight."""
 MOST_SHOWN = 8
@@ -247,13 +250,14 @@ def verify_logprobs(
     *,
     plotted: bool = False,
     prompts: Ragged | None = None,
+    old: Judged | None = None,
 ) -> None:
     """Compare the log-prob of every generated token with the oracle's at ``temperature``.
 
     ``prompts`` have the images of each prompt.
 
     Where they differ, the message names the first of the ``guesses``, and of some mistakes that are known
-    from the field, explains it.
+    from the field, explains it; and after an update from ``old`` weights, a mistake of updates.
     """
     expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
@@ -262,7 +266,12 @@ def verify_logprobs(
         known = {} if prompts else _known_mistakes(subject, weights, responses, temperature)
         return {**(guesses or {}), **known}
 
-    explain = partial(_explanation, label, got, all_guesses, expected.tolerance)
+    def explain() -> str | None:
+        known = _explanation(label, got, all_guesses, expected.tolerance)
+        if known is not None or old is None:
+            return known
+        return _update_mistake(subject, responses, weights, old, got)
+
     finding = compare_tokens(
         label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain
     )
@@ -287,13 +296,42 @@ def verify_served(
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
     carried = versions_of(responses)
-    subject.require(
-        carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
-    )
-    guesses = {
-        "log-probs of the weights before the update": lambda: expected_of(subject, old, responses).values
-    }
-    verify_logprobs(subject, f"log-probs {label}", model, responses, 1.0, guesses)
+    if carried != {version}:
+        problem = f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
+        subject.require(False, f"{problem}; {_drawn_by(subject, responses, model, old)}")
+    guesses = {BEFORE: lambda: expected_of(subject, old, responses).values}
+    verify_logprobs(subject, f"log-probs {label}", model, responses, 1.0, guesses, old=old)
+
+
+def _drawn_by(subject: EngineUnderTest, responses: Sequence[LLMResponse], model: Judged, old: Judged) -> str:
+    """The weights that drew all tokens of ``responses``, in a sentence."""
+    got = [torch.tensor(response.logprobs) for response in responses]
+    for sentence, weights in (("log-probs of the new weights: the label is wrong", model), (BEFORE, old)):
+        expected = expected_of(subject, weights, responses)
+        if compare_tokens("", got, expected.values, expected.tolerance).problem is None:
+            return f"they have {sentence}"
+    return "their log-probs are neither those of the new weights nor of those before"
+
+
+def _update_mistake(
+    subject: EngineUnderTest, responses: Sequence[LLMResponse], new: Judged, old: Judged, got: list[Tensor]
+) -> str | None:
+    """The mistake of an update from ``old`` to ``new`` weights that gives the log-probs ``got``."""
+    right = expected_of(subject, new, responses)
+    answers = [(r.input_ids + r.output_ids, len(r.input_ids)) for r in responses]
+
+    def mistakes() -> Iterator[tuple[str, list[Tensor]]]:
+        before, after = subject.expected.oracle(old), subject.expected.own_oracle(new)
+        yield from updates.stale_prefixes(before, after, answers)
+        sequences = sequences_of(responses).for_oracle()
+        for sentence in updates.mixed_weights(before, after):
+            rows = after.evaluate(sequences)
+            yield sentence, generated([row["logprobs"] for row in rows], responses)
+
+    same_kind = isinstance(new, TinyModel) and isinstance(old, TinyModel) and not new.vision
+    wrong = mistakes() if same_kind else iter(())
+    values = expected_of(subject, old, responses).values
+    return updates.explain_answers(got, right.values, values, right.tolerance, wrong)
 
 
 def verify_by_version(
@@ -314,7 +352,13 @@ def verify_by_version(
     ]
     tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
     got = [torch.tensor(response.logprobs) for response in responses]
-    explain = partial(_explanation, label, got, lambda: guesses or {}, tolerance)
+
+    def explain() -> str | None:
+        known = _explanation(label, got, lambda: guesses or {}, tolerance)
+        values = {version: side.values for version, side in sides.items()}
+        versions = [response.versions for response in responses]
+        return known or updates.explain_versions(got, versions, values, tolerance)
+
     subject.verify(compare_tokens(label, got, required, tolerance, explain=explain))
 
 

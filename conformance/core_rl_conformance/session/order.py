@@ -141,7 +141,7 @@ def _builds_on(check: Check, basic: Check) -> bool:
 
 
 def _fails_around(check: str, case: CaseRecord, results: Sequence[CaseRecord]) -> bool:
-    """Whether ``check`` failed wherever it ran next to ``case``: with its model, or else at its layout, or else at all."""
+    """Whether ``check`` failed wherever it ran next to ``case``: with its model, or else at its layout, or at all."""
     ran = [other for other in results if other.check == check and other.outcome.executed]
     places = (
         [o for o in ran if (o.layout, o.model, o.dtype) == (case.layout, case.model, case.dtype)],
