@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,27 +76,26 @@ def explain_versions(
         whole &= not wrong or (len(set(carried[number])) == 1 and len(wrong) < len(pairs))
     if not total:
         return None
-    count = f"{total} of {sum(map(len, got))} tokens were drawn by the weights of another version than they carry: "
     if whole:
-        return (
-            count
-            + "each of these answers has one version for all of its tokens: it is not read with the draw"
-        )
-    if early == total:
-        return count + "an earlier one: the label changes before the weights, or old weights stay in use"
-    if late == total:
-        return count + "a later one: the label changes after the weights, or is that of the request's start"
-    return count + "it is not read with the draw, or an update was dropped"
+        detail = "each of these answers has one version for all of its tokens"
+    elif early == total:
+        detail = "they carry a later one: the label changes before the weights, or old weights stay in use"
+    elif late == total:
+        detail = "they carry an earlier one: the label changes after the weights, or is that of the request's start"
+    else:
+        detail = "or an update was dropped"
+    return (
+        f"{total} of {sum(map(len, got))} tokens were drawn by the weights of another version than they carry: "
+        f"it is not read with the draw; {detail}"
+    )
 
 
 def mixed_weights(old: Oracle, new: Oracle) -> Iterator[str]:
     """Sentences about weights that an update leaves; ``new``, the caller's own, has these weights meanwhile."""
     before, after = old.parameters(), new.parameters()
-    head, embedding = new.model.get_output_embeddings(), new.model.get_input_embeddings()
-    assert isinstance(head, torch.nn.Module) and isinstance(embedding, torch.nn.Module)
-    weight, stale = head.weight, old.model.get_output_embeddings().weight
-    head.weight = torch.nn.Parameter(stale.detach().clone())
-    tied = weight is embedding.weight
+    head, embedding = _head(new), new.model.get_input_embeddings()
+    weight, tied = head.weight, head.weight is embedding.weight
+    head.weight = torch.nn.Parameter(_head(old).weight.detach().clone())
     yield f"the body has the new weights, and the {'tied ' * tied}head those before the update"
     head.weight = weight
     if tied:
@@ -109,17 +109,27 @@ def mixed_weights(old: Oracle, new: Oracle) -> Iterator[str]:
     new.set_parameters(after)
 
 
+def _head(oracle: Oracle) -> torch.nn.Linear:
+    head: object = oracle.model.get_output_embeddings()
+    assert isinstance(head, torch.nn.Linear)
+    return head
+
+
 def _parts(after: Mapping[str, Tensor], embedding: str) -> Iterator[tuple[str, Callable[[str], bool]]]:
     """Parts that an update may leave out."""
     yield "the embedding has the weights before the update", lambda name: name == embedding
     yield "vectors (norms, biases) have the weights before the update", lambda name: after[name].dim() < 2
     yield "biases have the weights before the update", lambda name: name.endswith("bias")
     yield "matrices have the weights before the update", lambda name: after[name].dim() >= 2
-    layers = {match[1] for name in after if (match := LAYER.search(name))}
+    layers = {layer for name in after if (layer := _layer(name))}
     for layer in sorted(layers, key=int):
-        yield f"layer {layer} has the weights before the update", lambda name, n=layer: _layer(name) == n
+        yield f"layer {layer} has the weights before the update", partial(_is_of, layer)
     yield "all layers have the weights before the update", lambda name: _layer(name) is not None
     yield "all but the layers has the weights before the update", lambda name: _layer(name) is None
+
+
+def _is_of(layer: str, name: str) -> bool:
+    return _layer(name) == layer
 
 
 def _layer(name: str) -> str | None:
@@ -141,6 +151,15 @@ def stale_prefixes(old: Oracle, new: Oracle, answers: Prompted) -> Iterator[tupl
     shared = _shared([ids[:size] for ids, size in answers])
     values = [_after_prefix(old, new, ids, size, min(shared, size - 1)) for ids, size in answers]
     yield f"{sentence}: those of the {shared} tokens that prompts share", values
+
+
+def kept_in_flight(
+    oracles: Mapping[int, Oracle], ids: tuple[int, ...], size: int, versions: Sequence[int]
+) -> Tensor:
+    """Log-probs ``[n]`` of an answer that went on with its cache when the weights changed, by its ``versions``."""
+    change = next(number for number, version in enumerate(versions) if version != versions[0])
+    old, new = oracles[versions[0]], oracles[versions[change]]
+    return _after_prefix(old, new, ids, size, size + change - 1)
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> int:
