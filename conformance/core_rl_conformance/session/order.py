@@ -78,14 +78,15 @@ def mendings(results: Sequence[CaseRecord], checks: Mapping[str, Check]) -> list
     for case in results:
         if case.outcome is Outcome.FAILED and case.check in checks:
             failed.setdefault(case.check, []).append(case)
-    order = sorted(failed, key=lambda check: _rank(checks[check]))
+    order = sorted(failed, key=lambda check: (check not in BASICS, _rank(checks[check])))
     firsts: dict[str, dict[str, str]] = {}
+    first_of: dict[str, str] = {}
     for check in order:
-        first, reason = _first_of(failed[check], firsts, failed, results, checks)
-        if first:
-            firsts[first][check] = reason
-        else:
-            firsts[check] = {}
+        below, reason = _below(failed[check], list(first_of), failed, results, checks)
+        first = first_of[check] = first_of.get(below, check)
+        followers = firsts.setdefault(first, {})
+        if below:
+            followers[check] = reason
     return [
         Mending(check=check, symptom=_symptom(failed[check][0]), after=after)
         for check, after in firsts.items()
@@ -109,23 +110,23 @@ def _rank(check: Check) -> tuple[int, int]:
     return level(check), position.get(check.identifier, len(BASICS))
 
 
-def _first_of(
+def _below(
     cases: Sequence[CaseRecord],
-    firsts: Mapping[str, object],
+    earlier: Sequence[str],
     failed: Mapping[str, Sequence[CaseRecord]],
     results: Sequence[CaseRecord],
     checks: Mapping[str, Check],
 ) -> tuple[str, str]:
-    """The check to mend before that of ``cases``, with the reason; empty where it has a cause of its own."""
+    """The one of ``earlier`` that the check of ``cases`` fails for, with the reason; empty for a cause of its own."""
     causes = [_cause(case) for case in cases]
     if all(causes):
-        for first in firsts:
-            if set(causes) <= {_cause(case) for case in failed[first]}:
-                return first, "it has the same cause"
+        for other in earlier:
+            if set(causes) <= {_cause(case) for case in failed[other]}:
+                return other, "it has the same cause"
     check = checks[cases[0].check]
-    for first in firsts:
-        if _builds_on(check, checks[first]) and all(_fails_around(first, case, results) for case in cases):
-            return first, "it fails too, and this builds on it"
+    for other in earlier:
+        if _builds_on(check, checks[other]) and all(_fails_around(other, case, results) for case in cases):
+            return other, "it fails too, and this builds on it"
     return "", ""
 
 

@@ -52,6 +52,11 @@ def _failed(check: str, message: str = "I: x\n  differs", **place: str) -> CaseR
         ),
         ([_failed("I7.logprobs"), _failed("I8.sampling")], {"I7.logprobs": [], "I8.sampling": []}),
         ([_failed("I7.logprobs"), _failed("contract.order")], {"I7.logprobs": [], "contract.order": []}),
+        # over a basic check that has the cause of another
+        (
+            [_failed("I1.logits-gradients", CAUSE), _failed("I1.gradients", OTHER), _failed("I20.adamw")],
+            {"I1.gradients": ["I20.adamw", "I1.logits-gradients"]},
+        ),
         # one cause
         ([_failed("contract.order", CAUSE), _failed("I10.files", OTHER)], {"contract.order": ["I10.files"]}),
         ([case("I7.logprobs", Outcome.WAIVED), _failed("I1.gradients")], {"I1.gradients": []}),
