@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -121,6 +122,21 @@ class Case:
         parts = [self.target.spec.name, str(self.setting), self.family, self.dtype]
         suffix = [] if self.partner is None else ["with", self.partner.spec.name, str(self.partner_setting)]
         return "-".join([*parts, *suffix])
+
+    def failure_message(self, problem: str) -> str:
+        """``problem`` below a line with the place, and above the requirement and the places to look at."""
+        check = self.check
+        partner = f", with {self.partner.spec.name!r} at {self.partner_setting}" if self.partner else ""
+        place = f"layout {self.setting}" + (f" {dict(self.setting.options)}" if self.setting.options else "")
+        lines = [
+            f"{check.identifier}: {self.target.noun} {self.target.spec.name!r}, {place}, model {self.family} "
+            f"(seed {self.seed}), {self.dtype} on {self.device}{partner}",
+            textwrap.indent(problem, "  "),
+            f"  required: {check.title}",
+        ]
+        lines += [f"  look at: {check.where_to_look}"] if check.where_to_look else []
+        lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
+        return "\n".join(lines)
 
     def of_partner(self) -> Case:
         """The same case from the side of the partner."""

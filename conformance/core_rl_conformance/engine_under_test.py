@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -126,11 +125,12 @@ class EngineUnderTest:
         frozen: Sequence[str] = (),
         spec: EngineSpec | None = None,
         changes: Mapping[str, Any] | None = None,
+        promised: bool = True,
     ) -> EngineGroup:
         """The engine, or another one by its ``spec``, freshly initialized. An earlier group of it is gone.
 
         ``changes`` are laid over the config, section by section. A plain ``layout`` goes without the options of the
-        case's setting.
+        case's setting. A refusal is the profile's mistake where it was ``promised``.
         """
         model, spec = model or self.model(), spec or self.spec
         under_test = spec == self.spec
@@ -149,7 +149,20 @@ class EngineUnderTest:
             "optimizer": {"lr": 1e-3, "max_grad_norm": None, **(optimizer or {})},
         }
         config = _parsed(spec, laid_over(values, changes or {}), TrainEngineConfig)
-        return self.expected.groups.start(spec, config, FinetuneSpec())
+        try:
+            return self.expected.groups.start(spec, config, FinetuneSpec())
+        except REFUSALS as error:
+            if promised and under_test and setting == self.case.setting:
+                if model == self.model() and not (optimizer or frozen or changes):
+                    raise self._broken_promise(error) from error
+                self.start()  # the model alone, which the profile promises
+            raise
+
+    def _broken_promise(self, error: UnsupportedCapability | LayoutError) -> CoreRLError:
+        """``error``, the refusal of the plain model, as a mistake of the profile."""
+        case = self.case
+        promise = case.target.profile.promise(self.spec, case.setting, case.family, case.dtype)
+        return type(error)(f"{promise}. The engine refuses it: {error}")
 
     def start_unless_refused(
         self, model: TinyModel, layout: ParallelLayout | None = None
@@ -159,7 +172,7 @@ class EngineUnderTest:
         None where it raises an error of `REFUSALS`, or lacks a package.
         """
         try:
-            return self.start(model, layout=layout)
+            return self.start(model, layout=layout, promised=False)
         except (*REFUSALS, MissingPackage):
             return None
         except ConfigError as error:
@@ -186,8 +199,14 @@ class EngineUnderTest:
 
         With ``adapter``, the engine takes adapters of this kind.
         """
-        shared = self.case.target.profile.shared_servers
-        return self.expected.servers.start(self.spec, self._serving(model, adapter), keep=keep, shared=shared)
+        shared, config = self.case.target.profile.shared_servers, self._serving(model, adapter)
+        try:
+            return self.expected.servers.start(self.spec, config, keep=keep, shared=shared)
+        except REFUSALS as error:
+            if adapter is None and model in (None, self.model()):
+                raise self._broken_promise(error) from error
+            self.serve()  # the model alone, which the profile promises
+            raise
 
     def connect(self, model: TinyModel | None = None) -> InferenceEngine:
         """A second engine at the servers of `serve`, for the caller to destroy."""
@@ -243,7 +262,7 @@ class EngineUnderTest:
         )
         if finding.problem is not None:
             self.reproduction = finding.reproduction
-            raise AssertionError(self.failure_message(finding.message, advice=False))
+            raise AssertionError(self.failure_message(finding.message))
 
     def require(self, holds: bool, problem: str) -> None:
         """Raise `AssertionError` with ``problem`` unless ``holds``."""
@@ -267,23 +286,9 @@ class EngineUnderTest:
             problem = f"{problem}, but {type(error).__name__}: {error}"
         self.require(False, problem)
 
-    def failure_message(self, problem: str, *, advice: bool = True) -> str:
-        """``problem`` between a line with the place and a line with where to look.
-
-        Values without a known cause go without ``advice``, and a known cause needs none.
-        """
-        case, check = self.case, self.case.check
-        partner = f", with {case.partner.spec.name!r} at {case.partner_setting}" if case.partner else ""
-        place = f"layout {case.setting}" + (f" {dict(case.setting.options)}" if case.setting.options else "")
-        lines = [
-            f"{check.identifier}: {case.target.noun} {self.spec.name!r}, {place}, model {case.family} "
-            f"(seed {case.seed}), {case.dtype} on {case.device}{partner}",
-            textwrap.indent(problem, "  "),
-            f"  required: {check.title}",
-        ]
-        lines += [f"  look at: {check.where_to_look}"] if advice and check.where_to_look else []
-        lines.append(f"  see: core-rl checks {check.identifier} (docs/checks.md#{check.anchor})")
-        return "\n".join(lines)
+    def failure_message(self, problem: str) -> str:
+        """``problem`` with its place, the requirement, and where to look."""
+        return self.case.failure_message(problem)
 
     def verify_scalar(
         self, label: str, got: float, expected: float, allowed: Tolerance, *, explain: Explain | None = None

@@ -165,6 +165,10 @@ class ExpectedValues:
         """The oracle with the weights of the model's directory, and the adapter."""
         return self.keep(of, ("oracle",), lambda: Oracle(*self._snapshot(of)))
 
+    def own_oracle(self, of: Judged) -> Oracle:
+        """The same for a caller that changes its weights."""
+        return Oracle(*self._snapshot(of))
+
     def outputs(
         self, of: Judged, data: Ragged, name: str, temperature: float, dtype: torch.dtype, device: str = "cpu"
     ) -> ExpectedOutputs:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
+from core_rl.errors import RolloutError
+
 Number = Annotated[
     float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
 ]
@@ -40,6 +42,10 @@ class NotRun(Exception):
 
 class NotSupported(Exception):
     """Raised by a check whose target lacks what it judges, with the reason: the case ends as *not supported*."""
+
+
+class LostRequests(RolloutError):
+    """Raised where an engine leaves requests, or an update, without an answer: each takes minutes to find out."""
 
 
 class Record(BaseModel):

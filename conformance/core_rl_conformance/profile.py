@@ -174,6 +174,18 @@ class Profile:
         """Every layout, and then the settings."""
         return (*(Setting(layout=layout) for layout in self.layouts), *self.settings)
 
+    def promise(self, spec: EngineSpec, place: Setting, family: str, dtype: DType) -> str:
+        """The lines of this profile of ``spec`` that let the suite run ``family`` at ``place``, and what to change."""
+        name = spec.conformance or "of an engine without one, Profile(),"
+        kind = "layouts" if place in self.places[: len(self.layouts)] else "settings"
+        rest = tuple(other for other in place.suited(self.families) if other != family)
+        return (
+            f"the profile {name} promises more than the engine has: {family!r} in `families` at {place} in "
+            f"`{kind}`, with {dtype} in `dtypes`. Remove {family!r} from `families`; or name the models that the "
+            f"layout takes by a Setting(layout=..., families={rest}) in `settings`"
+            + (", with layer_multiple or expert_multiple where degrees have to divide" if rest else "")
+        )
+
     def completed(self, spec: EngineSpec) -> Profile:
         """The profile with the models that capabilities of ``spec`` are shown on."""
         shown = {Capability.MOE: (MOE,), Capability.VISION: VISION}

@@ -71,7 +71,7 @@ def report(
     return Report(
         suite_version="0.1.0",
         suite_code=CodeRecord(digest=suite),
-        protocol=(0, 2),
+        protocol=(0, 3),
         created=NOON + timedelta(hours=hours),
         command="pytest --engine=mine --pyargs core_rl_conformance",
         seed=0,
@@ -110,7 +110,7 @@ def _engine(
         distribution=f"core-rl-{name}",
         version=version,
         code=CodeRecord(digest=code, commit="1234567890abcdef-dirty"),
-        protocol=(0, 2),
+        protocol=(0, 3),
         capabilities=certify(declared, cases, needs_of(CHECKS, "train")),
         verdict=judge(cases, problems, complete=complete),
         problems=problems,

@@ -15,9 +15,11 @@ from plugin_support import children, engine, run, run_checks
 
 from core_rl.config.layout import ParallelLayout
 from core_rl.reference import SPEC
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl.registry.spec import EngineSpec
+from core_rl_conformance.procedures import serving
 from core_rl_conformance.profile import DENSE, Profile
 from core_rl_conformance.session.matrix import FULL
 
@@ -64,6 +66,57 @@ def test_hanging_engine_is_left_out(pytester: pytest.Pytester, engine: Callable[
         ]
     )
     assert children() <= before
+
+
+def test_lost_requests_end_the_session(
+    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "CALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(serving, "TOKEN_S", 0.0)
+    spec = engine(unruly.LosesEveryThird)
+    result = run_checks(pytester, spec.name, "I8. and dp1-llama", "-rs")
+    assert result.parseoutcomes()["failed"] == 2 and result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "*LostRequests: * of * requests were answered within 2 s; unanswered, by the order of sending: 3*",
+            "*the engine loses requests: in 2 checks before*",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "says"),
+    [
+        (
+            unruly.LacksAKey,
+            "I8.rollout-temperature",
+            ["*last line of the engine: *unruly.py*", "*KeyError: 'prompt'"],
+        ),
+        (
+            unruly.RefusesGemma,
+            "I20.adamw",
+            ["*UnsupportedCapability: the profile *:PROFILE_* promises more than the engine has*gemma2*"],
+        ),
+    ],
+)
+def test_any_error_has_header_and_advice(
+    pytester: pytest.Pytester,
+    engine: Callable[..., EngineSpec],
+    kind: type[ReferenceBackend | ReferenceRolloutBackend],
+    check: str,
+    says: list[str],
+) -> None:
+    spec = engine(kind, Profile(families=("gemma2",)))
+    result = run_checks(pytester, spec.name, check)
+    result.stdout.fnmatch_lines(
+        [
+            f"{check}: engine '{spec.name}', layout dp1, model gemma2 *",
+            *says,
+            "  required: *",
+            "  look at: *",
+            "  see: *",
+        ]
+    )
 
 
 def test_children_end_with_dead_engine(pytester: pytest.Pytester, engine: Callable[..., EngineSpec]) -> None:

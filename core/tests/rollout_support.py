@@ -39,7 +39,7 @@ ALL = frozenset(
 
 def toy_spec(capabilities: frozenset[Capability] = ALL) -> EngineSpec:
     return EngineSpec(
-        name="toy", kind="inference", protocol=(0, 2), factory="x:X", config="x:X", capabilities=capabilities
+        name="toy", kind="inference", protocol=(0, 3), factory="x:X", config="x:X", capabilities=capabilities
     )
 
 

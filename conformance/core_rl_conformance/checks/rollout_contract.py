@@ -160,7 +160,7 @@ async def _cancelling(engine: InferenceEngine, requests: Sequence[LLMRequest]) -
         await answer
         task.cancel()
     await asyncio.gather(*given_up, return_exceptions=True)
-    return await asyncio.wait_for(asyncio.gather(*remaining), CALL_TIMEOUT_S)
+    return await serving.gathered(remaining, requests[0].sampling.max_new_tokens)
 
 
 @check("contract.rollout-rid", kind="inference", each="engine")
@@ -219,11 +219,11 @@ async def _paused(
 ) -> tuple[int, list[LLMResponse]]:
     """The number of answers during the pause, and all answers. The pause ends after the first, or ``patience_s``."""
     await asyncio.to_thread(engine.pause)
-    tasks = [asyncio.ensure_future(serving.answers(engine, [request])) for request in requests]
+    tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
     try:
         # Long enough for an engine that does not wait; an engine that waits is never late.
         await asyncio.wait(tasks, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         early = sum(task.done() for task in tasks)
     finally:
         await asyncio.to_thread(engine.resume)
-    return early, [response for answer in await asyncio.gather(*tasks) for response in answer]
+    return early, await serving.gathered(tasks, requests[0].sampling.max_new_tokens)

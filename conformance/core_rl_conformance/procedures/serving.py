@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +15,17 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
-from core_rl.errors import EngineStateError, RolloutError, WeightsError
+from core_rl.errors import EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.findings import reproduced_tokens
+from core_rl_conformance.hints import updates
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
+from core_rl_conformance.outcomes import LostRequests
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.reproduction import Computation
 from core_rl_oracle.tolerance import Tolerance
@@ -32,8 +35,11 @@ Guesses = Mapping[str, Callable[[], list[Tensor]]]
 FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+BEFORE = "log-probs of the weights before the update"
 MOST_AT_ONCE = 256
 """Requests in flight."""
+MOST_SHOWN = 8
+"""Unanswered requests in a message."""
 TOKEN_S = 2.0
 """Further seconds for each token of the longest answer: servers have large models and busy machines, too."""
 
@@ -68,14 +74,32 @@ def versions_of(responses: Sequence[LLMResponse]) -> set[int]:
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-    """All answers, asked for at one time; `RolloutError` if they take longer than answers of their lengths should."""
+    """All answers, asked for at one time; raises what `gathered` raises."""
     longest = max((request.sampling.max_new_tokens for request in requests), default=0)
+    return await gathered([asyncio.ensure_future(engine.agenerate(request)) for request in requests], longest)
+
+
+async def gathered(tasks: Sequence[asyncio.Task[LLMResponse]], longest: int) -> list[LLMResponse]:
+    """The answers of ``tasks``, each of up to ``longest`` tokens; no task runs afterwards.
+
+    Raises `LostRequests` with their number if some take longer than answers of such lengths should.
+    """
     timeout_s = CALL_TIMEOUT_S + longest * TOKEN_S
     try:
-        gathered = asyncio.gather(*map(engine.agenerate, requests))
-        return list(await asyncio.wait_for(gathered, timeout_s))
-    except TimeoutError as error:
-        raise RolloutError(f"{len(requests)} requests were not answered within {timeout_s:g} s") from error
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        answered = [task.result() for task in tasks if task.done()]
+        lost = [number for number, task in enumerate(tasks, start=1) if not task.done()]
+    finally:
+        for task in tasks:
+            task.cancel()
+    if lost:
+        shown = ", ".join(map(str, lost[:MOST_SHOWN])) + ", ..." * (len(lost) > MOST_SHOWN)
+        raise LostRequests(
+            f"{len(answered)} of {len(tasks)} requests were answered within {timeout_s:g} s; "
+            f"unanswered, by the order of sending: {shown}"
+        )
+    return answered
 
 
 def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
@@ -103,11 +127,11 @@ async def let_begin() -> None:
 
 
 def installed(engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
-    """Update the weights and wait; raises the error of the update, `WeightsError` if it never does."""
+    """Update the weights and wait; raises the error of the update, `LostRequests` if it never ends."""
     try:
         engine.update_weights(meta).result(CALL_TIMEOUT_S)
     except FutureTimeout as error:
-        raise WeightsError(f"update_weights() did not end within {CALL_TIMEOUT_S:g} s") from error
+        raise LostRequests(f"update_weights() did not end within {CALL_TIMEOUT_S:g} s") from error
 
 
 # ---------------------------------------------------------------- comparing
@@ -119,6 +143,7 @@ class Expected:
 
     values: list[Tensor]
     tolerance: Tolerance
+    weights: Judged
     computation: Computation | None = None
     """For a script that computes prompts and answers again."""
 
@@ -160,7 +185,9 @@ def expected_of(
     sequences = sequences_of(responses, prompts=prompts)
     outputs = subject.outputs(weights, sequences, "logprobs", temperature)
     values = generated(outputs.values, responses)
-    return Expected(values=values, tolerance=outputs.tolerance, computation=outputs.computation)
+    return Expected(
+        values=values, tolerance=outputs.tolerance, weights=weights, computation=outputs.computation
+    )
 
 
 def distributions(
@@ -226,13 +253,14 @@ def verify_logprobs(
     *,
     plotted: bool = False,
     prompts: Ragged | None = None,
+    old: Judged | None = None,
 ) -> None:
     """Compare the log-prob of every generated token with the oracle's at ``temperature``.
 
     ``prompts`` have the images of each prompt.
 
     Where they differ, the message names the first of the ``guesses``, and of some mistakes that are known
-    from the field, explains it.
+    from the field, explains it; and after an update from ``old`` weights, a mistake of updates.
     """
     expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
@@ -241,7 +269,12 @@ def verify_logprobs(
         known = {} if prompts else _known_mistakes(subject, weights, responses, temperature)
         return {**(guesses or {}), **known}
 
-    explain = partial(_explanation, label, got, all_guesses, expected.tolerance)
+    def explain() -> str | None:
+        known = _explanation(label, got, all_guesses, expected.tolerance)
+        if known is not None or old is None:
+            return known
+        return _update_mistake(subject, responses, weights, old, got)
+
     finding = compare_tokens(
         label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain
     )
@@ -269,10 +302,29 @@ def verify_served(
     subject.require(
         carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
     )
-    guesses = {
-        "log-probs of the weights before the update": lambda: expected_of(subject, old, responses).values
-    }
-    verify_logprobs(subject, f"log-probs {label}", model, responses, 1.0, guesses)
+    guesses = {BEFORE: lambda: expected_of(subject, old, responses).values}
+    verify_logprobs(subject, f"log-probs {label}", model, responses, 1.0, guesses, old=old)
+
+
+def _update_mistake(
+    subject: EngineUnderTest, responses: Sequence[LLMResponse], new: Judged, old: Judged, got: list[Tensor]
+) -> str | None:
+    """The mistake of an update from ``old`` to ``new`` weights that gives the log-probs ``got``."""
+    right = expected_of(subject, new, responses)
+    answers = [(r.input_ids + r.output_ids, len(r.input_ids)) for r in responses]
+
+    def mistakes() -> Iterator[tuple[str, list[Tensor]]]:
+        before, after = subject.expected.oracle(old), subject.expected.own_oracle(new)
+        yield from updates.stale_prefixes(before, after, answers)
+        sequences = sequences_of(responses).for_oracle()
+        for sentence in updates.mixed_weights(before, after):
+            rows = after.evaluate(sequences)
+            yield sentence, generated([row["logprobs"] for row in rows], responses)
+
+    same_kind = isinstance(new, TinyModel) and isinstance(old, TinyModel) and not new.vision
+    wrong = mistakes() if same_kind else iter(())
+    values = expected_of(subject, old, responses).values
+    return updates.explain_answers(got, right.values, values, right.tolerance, wrong)
 
 
 def verify_by_version(
@@ -293,8 +345,37 @@ def verify_by_version(
     ]
     tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
     got = [torch.tensor(response.logprobs) for response in responses]
-    explain = partial(_explanation, label, got, lambda: guesses or {}, tolerance)
+
+    def explain() -> str | None:
+        known = _explanation(label, got, lambda: guesses or {}, tolerance)
+        values = {version: side.values for version, side in sides.items()}
+        versions = [response.versions for response in responses]
+        known = known or updates.explain_versions(got, versions, values, tolerance)
+        return known or _kept_cache(subject, responses, sides, got, required, tolerance)
+
     subject.verify(compare_tokens(label, got, required, tolerance, explain=explain))
+
+
+def _kept_cache(
+    subject: EngineUnderTest,
+    responses: Sequence[LLMResponse],
+    sides: Mapping[int, Expected],
+    got: list[Tensor],
+    required: list[Tensor],
+    tolerance: Tolerance,
+) -> str | None:
+    """Whether requests in flight went on over an update with keys and values of the weights before."""
+    weights = {version: side.weights for version, side in sides.items()}
+    if not all(isinstance(model, TinyModel) and not model.vision for model in weights.values()):
+        return None
+    oracles = {version: subject.expected.oracle(model) for version, model in weights.items()}
+    tokens = [(r.input_ids + r.output_ids, len(r.input_ids), r.versions) for r in responses]
+    wrong = [
+        values if len(set(answer[2])) < 2 else updates.kept_in_flight(oracles, *answer)
+        for values, answer in zip(required, tokens, strict=True)
+    ]
+    sentence = "requests in flight keep keys and values of the weights before the update, and do not compute them anew"
+    return updates.explain_answers(got, required, required, tolerance, iter([(sentence, wrong)]))
 
 
 def verify_version(

@@ -28,6 +28,16 @@ LAYOUTS = frozenset(
 )
 ANY_CHECK = LAYOUTS | {Capability.BFLOAT16, Capability.CUDA}
 """Capabilities of the place of a run: every check counts for these."""
+EXACT_IN_BFLOAT16: Mapping[str, str] = {
+    "I20.bfloat16-steps": "master weights and optimizer steps",
+    "I20.bfloat16-sums": "sums of gradients over micro-batches",
+    "I20.bfloat16-upcasts": "final norm, temperature, softmax and scalar heads",
+    "I20.bfloat16-rotary": "rotary positions",
+}
+"""What each check shows to the accuracy of float32."""
+ROUNDED = (
+    "to 4 times the rounding error of the plain model in bfloat16, up to some nats for a single log-prob"
+)
 _SFT = frozenset({Capability.SHARDED_CHECKPOINT, Capability.PORTABLE_CHECKPOINT})
 _SYNC = frozenset({Capability.SYNC_DISK, Capability.SYNC_TENSOR})
 _SERVES = frozenset({Capability.SCORE, *_SYNC})
@@ -105,7 +115,20 @@ def _certify(
         state, reason = CapabilityState.UNCERTIFIED, "no layout with it was run"
     if name == Capability.CUDA and not cases:
         reason = "run with --device=cuda"
-    return CapabilityRecord(name=name, state=state, reason=reason)
+    certified = state is CapabilityState.CERTIFIED and name == Capability.BFLOAT16
+    meaning = _meaning_of_bfloat16(cases) if certified else ""
+    return CapabilityRecord(name=name, state=state, reason=reason, meaning=meaning)
+
+
+def _meaning_of_bfloat16(cases: Sequence[CaseRecord]) -> str:
+    """The accuracy that the passed ``cases`` have judged, and nothing beyond them."""
+    passed = [case for case in cases if case.outcome is Outcome.PASSED]
+    exact = [
+        claim for check, claim in EXACT_IN_BFLOAT16.items() if any(case.check == check for case in passed)
+    ]
+    over_ranks = [case for case in passed if Capability.DATA_PARALLEL in case.capabilities]
+    exact += ["such sums over ranks"] * any(case.check == "I20.bfloat16-sums" for case in over_ranks)
+    return f"to the accuracy of float32: {', '.join(exact)}; all else {ROUNDED}" if exact else ROUNDED
 
 
 def _state(cases: Sequence[CaseRecord], absent: Sequence[str]) -> tuple[CapabilityState, str]:

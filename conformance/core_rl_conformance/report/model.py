@@ -10,24 +10,13 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from core_rl.config.capability import Capability
 from core_rl.machine import Machine
 from core_rl_conformance.catalogue import TargetKind, natural_order, paragraphs_of
 from core_rl_conformance.outcomes import CaseRecord, Record
 
 SCHEMA_VERSION: Literal["1.4"] = "1.4"
-
-
-MEANINGS = {
-    Capability.BFLOAT16.value: (
-        "to the accuracy of float32: master weights, optimizer steps, sums of gradients over micro-batches and ranks, "
-        "final norm, temperature, softmax and scalar heads; rotary positions; "
-        "all else to 4 times the rounding error of the plain model in bfloat16, up to some nats for a single log-prob"
-    )
-}
-"""Meaning of a certified capability whose name alone promises more."""
 
 
 class CapabilityState(StrEnum):
@@ -88,11 +77,8 @@ class CapabilityRecord(Record):
     state: CapabilityState
     reason: str = ""
     """Why it is not certified."""
-
-    @property
-    def meaning(self) -> str:
-        """Limits of the proof, for a capability whose name promises more; empty for others."""
-        return MEANINGS.get(self.name, "")
+    meaning: str = Field(default="", exclude=True)
+    """What the passed checks show of it, where its name alone promises more; results tell it again."""
 
 
 class CodeRecord(Record):

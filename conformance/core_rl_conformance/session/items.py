@@ -11,6 +11,7 @@ import re
 import shutil
 import sysconfig
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,42 +24,27 @@ from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
-from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, NotRun, NotSupported, Outcome
+from core_rl_conformance.outcomes import (
+    CaseRecord,
+    LostRequests,
+    MeasurementRecord,
+    NotRun,
+    NotSupported,
+    Outcome,
+)
 from core_rl_conformance.session.matrix import Selection, cases, pair_cases, quick_sample, three_rank_cases
 from core_rl_conformance.soak import soak_check
 
 FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<number>\d+)(?:,)? in (?P<function>.+)$')
 FOREIGN = (sysconfig.get_path("stdlib"), "<frozen", "<string>")
 INSTALLED = ("site-packages", "dist-packages")
-OWN = ("core_rl", "core_rl_conformance")
-"""Packages whose frames only pass calls on."""
-BASICS = {
-    "I7.logprobs": 0,
-    "I7.entropy": 1,
-    "I8.temperature": 1,
-    "I1.gradients": 2,
-    "I1.micro-batches": 3,
-    "I4.grad-norm": 3,
-    "I1.train-batch": 4,
-    "I20.adamw": 4,
-}
-"""Checks that others build on, the most basic ones first."""
-MODULES = {
-    "outputs": 1,
-    "contract": 1,
-    "trainer_losses": 2,
-    "trainer_steps": 4,
-    "gradients": 3,
-    "properties": 3,
-    "steps": 5,
-    "optimizer": 5,
-    # of inference engines; ``updates`` come last, because they use up the server
-    "rollouts": 0,
-    "rollout_contract": 1,
-    "sampling": 3,
-}
-"""The levels of the other checks, by module; unlisted modules build on everything."""
+OWN = "core_rl"
+"""The package whose frames only pass calls on."""
+SUITE = "core_rl_conformance"
+"""The package whose frames only call."""
 EXPECTED_VALUES = pytest.StashKey[ExpectedValues]()
+LAST_LINES = 12
+"""Shown lines of the traceback of an error that brings none of its own."""
 HANGS = 2
 """Number of hangs on a layout after which an engine is left out."""
 
@@ -79,7 +65,7 @@ class _Frame:
     def rank(self) -> int:
         """0 for the engine's own code, 1 for a library, 2 for code that only passes calls on."""
         parts = Path(self.file).parts
-        if any(self.file.startswith(start) for start in FOREIGN) or any(name in parts for name in OWN):
+        if any(self.file.startswith(start) for start in FOREIGN) or OWN in parts:
             return 2
         return 1 if any(name in parts for name in INSTALLED) else 0
 
@@ -93,7 +79,7 @@ def last_line(traceback: str) -> str | None:
     _, crashed, stacks = traceback.partition("Current thread")
     innermost_first = bool(crashed) or "most recent call first" in traceback
     text = stacks.split("\n\n")[0] if crashed else traceback
-    frames = list(_frames(text))
+    frames = [frame for frame in _frames(text) if SUITE not in Path(frame.file).parts]
     if not innermost_first:
         frames.reverse()
     innermost = min(frames, key=lambda frame: frame.rank, default=None)  # the first of equals
@@ -111,30 +97,6 @@ def _frames(text: str) -> Iterator[_Frame]:
             )
 
 
-def level(check: Check) -> int:
-    """The number of levels that ``check`` builds on; 0 is the most basic."""
-    module = check.function.__module__.rpartition(".")[2]
-    return BASICS.get(check.identifier, MODULES.get(module, 6))
-
-
-class Failures:
-    """The failed cases of one process so far."""
-
-    def __init__(self) -> None:
-        self._failed: set[tuple[str, ...]] = set()
-
-    def add(self, case: Case) -> str:
-        """Take a failed case; a line on the most basic check that fails too, or nothing."""
-        place = (case.target.spec.name, str(case.setting), case.family, case.dtype)
-        self._failed.add((case.check.identifier, *place))
-        below = [
-            identifier
-            for identifier, number in BASICS.items()
-            if number < level(case.check) and (identifier, *place) in self._failed
-        ]
-        return f"{below[0]} fails too: fix it first" if below else ""
-
-
 class Plan:
     """The engines and the selection of a session."""
 
@@ -144,7 +106,6 @@ class Plan:
 
 
 PLAN = pytest.StashKey[Plan]()
-FAILURES = pytest.StashKey[Failures]()
 
 
 class CheckFile(pytest.File):
@@ -214,13 +175,18 @@ class CheckItem(pytest.Item):
 
     @property
     def _place(self) -> tuple[str, str]:
-        return self.case.target.spec.name, str(self.case.setting)
+        """Whose hangs count together: those of a train engine on one layout, or of a server."""
+        serves = self.case.target.kind == "inference"
+        return self.case.target.spec.name, "" if serves else str(self.case.setting)
 
     def runtest(self) -> None:
         expected_values = self.config.stash[EXPECTED_VALUES]
         if expected_values.groups.hangs[self._place] >= HANGS:
             # Each one takes the whole timeout, and the session has failed already.
-            self._leave_out(f"it hung in {HANGS} checks at {self.case.setting} before")
+            hung = f"it hung in {HANGS} checks at {self.case.setting} before"
+            self._leave_out(
+                hung if self._place[1] else f"the engine loses requests: in {HANGS} checks before"
+            )
         directory = expected_values.directory / "cases" / self.name.replace("/", "_")
         directory.mkdir(parents=True)
         subject = EngineUnderTest(self.case, expected_values, directory)
@@ -231,10 +197,10 @@ class CheckItem(pytest.Item):
             self._leave_out(str(reason))
         except NotSupported as reason:
             self._refuse(str(reason))
-        except CoreRLError as error:
+        except (CoreRLError, TimeoutError) as error:
             if isinstance(error, LayoutError) and self.case.setting == self.case.target.three_ranks:
                 self._refuse(f"refused: {error}".splitlines()[0])
-            if isinstance(error, RankTimeout):
+            if isinstance(error, RankTimeout | LostRequests | TimeoutError):
                 expected_values.groups.hangs[self._place] += 1
             for target in filter(None, (self.case.target, self.case.partner)):
                 expected_values.discard(target.spec.name)
@@ -275,27 +241,20 @@ class CheckItem(pytest.Item):
             reproduction=self.reproduction if outcome in (Outcome.FAILED, Outcome.WAIVED) else "",
         )
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The check's message, and the more basic check that fails too."""
-        message = self._said(excinfo, style)
-        first = self.config.stash.setdefault(FAILURES, Failures()).add(self.case)
-        return f"{message}\n  {first}" if first and isinstance(message, str) else message
-
-    def _said(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any) -> Any:
-        """For an error of the engine, where in the check it came up as well."""
-        if isinstance(excinfo.value, AssertionError) and excinfo.value.args:
-            return str(excinfo.value)
-        if isinstance(excinfo.value, CoreRLError):
-            case = self.case
-            engine = (
-                f"{case.target.noun} {case.target.spec.name!r}, layout {case.setting}, model {case.family}"
-            )
-            notes = "\n".join(getattr(excinfo.value, "__notes__", []))
-            message = f"{type(excinfo.value).__name__}: {excinfo.value}"
-            place = last_line(f"{message}\n{notes}")
-            where = "" if place is None else f"  last line of the {case.target.noun}: {place}\n"
-            return f"{case.check.identifier}: {engine}\n{where}  {message}\n{notes}"
-        return super().repr_failure(excinfo, style)
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> str:
+        """The check's message; of any other error, where in the check it came up as well."""
+        error = excinfo.value
+        if str(error).startswith(f"{self.case.check.identifier}: "):
+            return str(error)
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code is not CheckItem.runtest.__code__:
+            trace = trace.tb_next
+        frames = "".join(traceback.format_exception(type(error), error, trace))
+        notes = getattr(error, "__notes__", None) or frames.splitlines()[-LAST_LINES:]
+        place = last_line("\n".join([str(error), *notes])) or last_line(frames)
+        problem = [] if place is None else [f"last line of the {self.case.target.noun}: {place}"]
+        problem += [f"{type(error).__name__}: {error}", *notes]
+        return self.case.failure_message("\n".join(problem))
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         code = self.case.check.function.__code__

@@ -28,8 +28,9 @@ from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.profile import MOE
 from core_rl_conformance.report.code import suite_code
 from core_rl_conformance.servers.options import ServerArguments
-from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan, level
+from core_rl_conformance.session.items import EXPECTED_VALUES, PLAN, CheckFile, CheckItem, Plan
 from core_rl_conformance.session.matrix import Selection, load_target, select
+from core_rl_conformance.session.order import level
 from core_rl_conformance.session.summary import Summary
 from core_rl_conformance.trainers.spec import TrainerSpec, find_trainer
 
@@ -213,12 +214,22 @@ class ConformanceSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A session that shows nothing is no success."""
+        """Let failures name the one to mend first; a session that shows nothing is no success."""
+        self._name_firsts()
         done = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if self.is_worker or self.config.option.collectonly or not done:
             return
         if any(self.summary.problems().values()):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _name_firsts(self) -> None:
+        """Below each failure the one to mend before it, which only the whole session shows."""
+        firsts = self.summary.firsts()
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        for report in () if reporter is None else reporter.stats.get("failed", ()):
+            record = CaseRecord.from_properties(report.user_properties)
+            if record is not None and (record.engine, record.check) in firsts:
+                report.sections.append(("mend first", firsts[record.engine, record.check]))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.config.option.collectonly:

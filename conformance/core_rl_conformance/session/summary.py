@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from core_rl_conformance.report.code import engine_code, suite_code
 from core_rl_conformance.report.files import ReportError, check_destination, write_report
 from core_rl_conformance.report.model import CheckRecord, EngineRecord, Report
 from core_rl_conformance.session.items import Plan
+from core_rl_conformance.session.order import Mending, lines_of, mendings
 
 SYMBOLS = {
     Outcome.PASSED: "ok",
@@ -57,6 +58,18 @@ class Summary:
         known = self._results.get(key)
         if known is None or known.outcome not in (Outcome.FAILED, result.outcome):
             self._results[key] = result
+
+    def _mendings(self, target: Target) -> list[Mending]:
+        return mendings([case for case in self.results if case.engine == target.spec.name], load_checks())
+
+    def firsts(self) -> dict[tuple[str, str], str]:
+        """By engine and failed check, the failed check to mend before it, with the reason."""
+        return {
+            (target.spec.name, check): f"{one.check}: {reason}"
+            for target in self.plan.targets
+            for one in self._mendings(target)
+            for check, reason in one.after.items()
+        }
 
     # ------------------------------------------------------------ emptiness
 
@@ -100,6 +113,10 @@ class Summary:
         for target in self.plan.targets:
             self._write_engine(terminal, target)
         self._write_slowest(terminal)
+        for target in self.plan.targets:
+            if lines := lines_of(self._mendings(target)):
+                terminal.write_line(f"{target.noun} {target.spec.name}: mend in this order:")
+                terminal.write_line("\n".join(f"  {line}" for line in lines))
         for name, problems in self.problems().items():
             for problem in problems:
                 terminal.write_line(f"NOT A SUCCESS: engine {name!r}: {problem}")
@@ -189,7 +206,8 @@ class ReportWriter:
             terminalreporter.write_line(self._written)
 
     def _report(self, exitstatus: int) -> Report:
-        plan, results = self._summary.plan, self._summary.results
+        plan, firsts = self._summary.plan, self._summary.firsts()
+        results = [_with_first(case, firsts) for case in self._summary.results]
         complete = not self._summary.narrowed and exitstatus in FINISHED
         checks = sorted(map(_check, load_checks().values()), key=lambda check: check.order)
         entries = {entry.name: entry for entry in list_engines()}
@@ -227,6 +245,14 @@ class ReportWriter:
             checks=tuple(checks),
             results=tuple(results),
         )
+
+
+def _with_first(case: CaseRecord, firsts: Mapping[tuple[str, str], str]) -> CaseRecord:
+    """``case``, whose message names the failure to mend before it."""
+    first = firsts.get((case.engine, case.check))
+    if first is None or case.outcome is not Outcome.FAILED:
+        return case
+    return case.model_copy(update={"message": f"{case.message}\n  mend first: {first}"})
 
 
 def _check(check: Check) -> CheckRecord:

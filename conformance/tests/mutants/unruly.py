@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl.data.requests import LLMRequest, LLMResponse
+from core_rl.errors import UnsupportedCapability
+from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import Replicated, TrainContext
 
@@ -125,3 +129,30 @@ class RanksDisagree(Replicated):
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter.mul_(1.01)
+
+
+class LosesEveryThird(ReferenceRolloutBackend):
+    """Every third request is never answered."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        self.asked = getattr(self, "asked", 0) + 1
+        if self.asked % 3 == 0:
+            await asyncio.Event().wait()
+        return await super().agenerate(request)
+
+
+class LacksAKey(ReferenceRolloutBackend):
+    """A body without the field that the engine reads."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        body: dict[str, str] = {}
+        raise KeyError(body["prompt"])
+
+
+class RefusesGemma(ReferenceBackend):
+    """A family without a plan."""
+
+    def build(self, context: TrainContext) -> None:
+        if "gemma2" in str(context.config.model.path):
+            raise UnsupportedCapability("no plan for gemma2")
+        super().build(context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
@@ -43,7 +45,7 @@ class Partial(ReferenceRolloutBackend):
                     value.copy_(old[name])
 
 
-@Mutant("I12.receive-disk", "verl #5801", "log-probs after the update to version 1 differs")
+@Mutant("I12.receive-disk", "verl #5801", r"it looks like: vectors \(norms, biases\) have the weights before")
 class TakesOnlyMatrices(Partial):
     """Norms and biases are not synced."""
 
@@ -59,7 +61,9 @@ class TakesNothing(Partial):
         return False
 
 
-@Mutant("I12.receive-disk", "verl #6334", "after the update", family="qwen3")
+@Mutant(
+    "I12.receive-disk", "verl #6334", "the body has the new weights, and the tied head those", family="qwen3"
+)
 class ReloadUntiesTheHead(ReferenceRolloutBackend):
     """After a reload the head keeps the old embedding."""
 
@@ -83,7 +87,84 @@ class KeepsPrefixes(ReferenceRolloutBackend):
         self._model = current
 
 
-@Mutant("I14.update-in-flight", "slime #327, prime-rl #1901", "by the weights whose version tokens carry")
+class RemembersOldWeights(ReferenceRolloutBackend):
+    """The model from before an update is kept next to the new one."""
+
+    _old: PreTrainedModel | None = None
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        self._old = copy.deepcopy(self._model)
+        super()._install_from_disk(meta)
+
+    @torch.inference_mode()
+    def _logprobs(self, ids: tuple[int, ...], prefix: int) -> tuple[float, ...]:
+        """Of all tokens but the first, with keys and values of the old weights for ``prefix`` of them."""
+        assert self._old is not None
+        row = torch.tensor([ids])
+        before = self._old(input_ids=row[:, :prefix], use_cache=True)
+        rest = self._model(input_ids=row[:, prefix:], past_key_values=before.past_key_values, use_cache=True)
+        rows = torch.cat([before.logits[0], rest.logits[0]])[:-1].log_softmax(-1)
+        return tuple(rows.gather(-1, row[0, 1:, None])[:, 0].tolist())
+
+
+@Mutant(
+    "I13.prefix-cache", "vllm #9744", "it looks like: keys and values of the weights before the update stay"
+)
+class KeepsKeysAndValues(RemembersOldWeights):
+    """Whole blocks of a prompt keep their keys and values over an update."""
+
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        response = super()._response(request, completion)
+        size = len(request.input_ids)
+        if self._old is None or not (prefix := (size - 1) // 16 * 16):
+            return response
+        values = self._logprobs(response.input_ids + response.output_ids, prefix)
+        return replace(response, logprobs=values[size - 1 :])
+
+
+@Mutant(
+    "I12.receive-disk",
+    "a replica that misses an update",
+    r"it looks like: \d+ of \d+ answers .* have the log-probs of the weights before",
+)
+class OneReplicaStaysBehind(RemembersOldWeights):
+    """Every second prompt goes to a replica with the old weights."""
+
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        response = super()._response(request, completion)
+        if self._old is None or sum(request.input_ids) % 2:
+            return response
+        size = len(request.input_ids)
+        values = self._logprobs(response.input_ids + response.output_ids, size + len(completion.ids) - 1)
+        return replace(response, logprobs=values[size - 1 :])
+
+
+@Mutant(
+    "I12.receive-disk", "a layer of a pipeline", "it looks like: layer 1 has the weights before the update"
+)
+class SkipsTheSecondLayer(Partial):
+    """A stage without the update."""
+
+    def _takes(self, name: str, value: Tensor) -> bool:
+        return ".1." not in name
+
+
+@Mutant("I14.update-in-flight", "vllm #9744", "it looks like: requests in flight keep keys and values")
+class KeepsTheCacheInFlight(RemembersOldWeights):
+    """Requests go on over an update with the cache that the old weights have filled."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        before = self._served_version
+        response = await super().agenerate(request)
+        if self._served_version == before:
+            return response
+        size, early = len(request.input_ids), len(response.output_ids) // 2
+        values = self._logprobs(response.input_ids + response.output_ids, size + early - 1)
+        versions = (before,) * early + (self._served_version,) * (len(response.versions) - early)
+        return replace(response, logprobs=values[size - 1 :], versions=versions)
+
+
+@Mutant("I14.update-in-flight", "slime #327, prime-rl #1901", "the label changes before the weights")
 class LabelsBeforeWeights(ReferenceRolloutBackend):
     """The version changes when an update begins, and requests in flight carry it."""
 

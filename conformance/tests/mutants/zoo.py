@@ -145,7 +145,7 @@ def spec_of(
     return EngineSpec(
         name=name_of(engine),
         kind="train",
-        protocol=(0, 2),
+        protocol=(0, 3),
         factory=f"{engine.__module__}:{engine.__name__}",
         config="core_rl.reference:ReferenceConfig",
         capabilities=(CAPABILITIES | declared) - undeclared,

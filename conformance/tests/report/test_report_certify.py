@@ -114,3 +114,23 @@ def test_the_verdict(
     cases: list[CaseRecord], problems: tuple[str, ...], complete: bool, verdict: Verdict
 ) -> None:
     assert judge(cases, problems, complete=complete) is verdict
+
+
+@pytest.mark.parametrize(
+    ("checks", "dp", "claims"),
+    [
+        (["I7.rollout-logprobs"], 1, []),
+        (["I7.logprobs", "I20.bfloat16-steps"], 1, ["master weights"]),
+        (["I20.bfloat16-sums", "I20.bfloat16-rotary"], 1, ["sums of gradients", "rotary positions"]),
+        (["I20.bfloat16-sums"], 2, ["sums of gradients", "over ranks"]),
+    ],
+)
+def test_bfloat16_claims_what_checks_judged(checks: list[str], dp: int, claims: list[str]) -> None:
+    capabilities = ("bfloat16", "data_parallel")[:dp]
+    cases = [case(check, capabilities=capabilities, dtype="bfloat16") for check in checks]
+    (record,) = certify(["bfloat16"], cases, {})
+    every = ["master weights", "sums of gradients", "over ranks", "final norm", "rotary positions"]
+    assert [claim for claim in every if claim in record.meaning] == claims
+    assert "4 times the rounding error" in record.meaning
+    (failed,) = certify(["bfloat16"], [*cases, case(outcome=Outcome.FAILED, capabilities=capabilities)], {})
+    assert failed.meaning == ""

@@ -1,51 +1,76 @@
-"""First failure to fix, named in later messages."""
+"""The order of checks, and the failure to mend first."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
-from mutants.zoo import DP1, DP2, spec_of
+import pytest
+from report_support import case
 
-from core_rl.config.layout import ParallelLayout
-from core_rl.reference.train import ReferenceBackend
-from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import load_checks
-from core_rl_conformance.profile import Profile, Setting
-from core_rl_conformance.session.items import BASICS, Failures, level
+from core_rl_conformance.outcomes import CaseRecord, Outcome
+from core_rl_conformance.session.order import BASICS, level, lines_of, mendings
+
+FAILED = Outcome.FAILED
+CAUSE = "I: x\n  differs\n  it looks like: the temperature 0.8 is left out"
+OTHER = "I: x\n  differs\n  it looks like: the temperature 0.5 is left out"
 
 
-def _case(identifier: str, layout: ParallelLayout = DP1, family: str = "llama") -> Case:
-    return Case(
-        check=load_checks()[identifier],
-        target=Target(spec=spec_of(ReferenceBackend), profile=Profile()),
-        setting=Setting(layout=layout),
-        family=family,
-        dtype="float32",
-        seed=0,
-        device="cpu",
-    )
+def _failed(check: str, message: str = "I: x\n  differs", **place: str) -> CaseRecord:
+    return case(check, FAILED, message=message, **place)
 
 
-def test_most_basic_failure_is_named() -> None:
-    failures = Failures()
-    assert failures.add(_case("I7.logprobs")) == ""
-    assert failures.add(_case("I1.gradients")) == "I7.logprobs fails too: fix it first"
-    assert failures.add(_case("I11.resume")) == "I7.logprobs fails too: fix it first"
-    assert failures.add(_case("I1.gradients", layout=DP2)) == ""
-    assert failures.add(_case("I20.adamw", layout=DP2)) == "I1.gradients fails too: fix it first"
-    assert failures.add(_case("I20.adamw", family="gpt2")) == ""
-    other_engine = replace(_case("I20.adamw"), target=Target(spec=spec_of(_Other), profile=Profile()))
-    assert failures.add(other_engine) == ""
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        # with its model, or else at its layout, or else at all
+        ([_failed("I11.resume"), _failed("I7.logprobs")], {"I7.logprobs": ["I11.resume"]}),
+        ([_failed("I1.gradients", model="gpt2"), _failed("I7.logprobs")], {"I7.logprobs": ["I1.gradients"]}),
+        ([_failed("I1.gradients", layout="dp2"), _failed("I7.logprobs")], {"I7.logprobs": ["I1.gradients"]}),
+        (
+            [
+                _failed("I1.gradients", model="gpt2"),
+                case("I7.logprobs", model="gpt2"),
+                _failed("I7.logprobs"),
+            ],
+            {"I7.logprobs": [], "I1.gradients": []},
+        ),
+        # one failure elsewhere is a fault of its own
+        (
+            [
+                _failed("I1.gradients"),
+                case("I1.gradients", layout="dp2"),
+                _failed("I20.adamw"),
+                _failed("I20.adamw", layout="dp2"),
+            ],
+            {"I1.gradients": [], "I20.adamw": []},
+        ),
+        # capabilities, kinds and rules of the interface
+        (
+            [_failed("I12.receive-disk"), _failed("I13.prefix-cache"), _failed("I8.logit-bias")],
+            {"I12.receive-disk": ["I13.prefix-cache"], "I8.logit-bias": []},
+        ),
+        ([_failed("I7.logprobs"), _failed("I8.sampling")], {"I7.logprobs": [], "I8.sampling": []}),
+        ([_failed("I7.logprobs"), _failed("contract.order")], {"I7.logprobs": [], "contract.order": []}),
+        # over a basic check that has the cause of another
+        (
+            [_failed("I1.logits-gradients", CAUSE), _failed("I1.gradients", OTHER), _failed("I20.adamw")],
+            {"I1.gradients": ["I20.adamw", "I1.logits-gradients"]},
+        ),
+        # one cause
+        ([_failed("contract.order", CAUSE), _failed("I10.files", OTHER)], {"contract.order": ["I10.files"]}),
+        ([case("I7.logprobs", Outcome.WAIVED), _failed("I1.gradients")], {"I1.gradients": []}),
+    ],
+)
+def test_first_failure_is_named(results: Sequence[CaseRecord], expected: dict[str, list[str]]) -> None:
+    mending = mendings(results, load_checks())
+    assert {one.check: list(one.after) for one in mending} == expected
+    assert bool(lines_of(mending)) == any(expected.values())
 
 
-class _Other(ReferenceBackend):
-    """An engine of another name."""
-
-
-def test_failure_omits_checks_built_on_it() -> None:
-    failures = Failures()
-    failures.add(_case("I20.adamw"))
-    assert failures.add(_case("I1.gradients")) == "" and failures.add(_case("I7.logprobs")) == ""
+def test_lines_have_symptoms_and_followers() -> None:
+    mending = mendings([_failed("I7.logprobs", CAUSE), _failed("I1.gradients")], load_checks())
+    assert lines_of(mending) == ["1. I7.logprobs: the temperature 0.8 is left out; then again: I1.gradients"]
 
 
 def test_basic_checks_run_before_checkpoints() -> None:

@@ -26,7 +26,7 @@ class ReferenceRolloutConfig(InferenceEngineConfig):
 SPEC = EngineSpec(
     name="reference",
     kind="train",
-    protocol=(0, 2),
+    protocol=(0, 3),
     factory="core_rl.reference.train:ReferenceBackend",
     config="core_rl.reference:ReferenceConfig",
     capabilities=frozenset(
@@ -61,7 +61,7 @@ SPEC = EngineSpec(
 ROLLOUT_SPEC = EngineSpec(
     name="reference-rollout",
     kind="inference",
-    protocol=(0, 2),
+    protocol=(0, 3),
     factory="core_rl.reference.rollout:ReferenceRolloutBackend",
     config="core_rl.reference:ReferenceRolloutConfig",
     capabilities=frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,9 +16,19 @@ __all__ = ["CONTRACT_PAGE", "PROTOCOL_VERSION", "EngineKind", "EngineSpec", "che
 
 EngineKind = Literal["train", "inference"]
 
-PROTOCOL_VERSION: tuple[int, int] = (0, 2)
+PROTOCOL_VERSION: tuple[int, int] = (0, 3)
 """The version of the interface that this core speaks. The major number of an engine is equal; below 1.0 its minor
-number is equal as well, and from 1.0 on it is not larger."""
+number is equal as well, and from 1.0 on it is not larger.
+
+It moves with each change by which an engine of the version before would fail or lose something, such as a capability
+for what every engine did. `CHANGES` says what an author does about it."""
+CHANGES: Mapping[tuple[int, int], str] = {
+    (0, 3): (
+        "declare `dropout`, `aux_loss` and `resharding` where the engine drops, balances routers, or loads checkpoints "
+        "of another layout: what it does not declare is refused now"
+    )
+}
+"""The change of an engine's source that each version asks for."""
 
 CONTRACT_PAGE = "docs/engine-reference.md"
 """Page with the contract of this version of the interface, for engine authors."""
@@ -90,7 +100,10 @@ def _check_protocol(spec: EngineSpec, origin: object) -> None:
     (major, minor), (core_major, core_minor) = spec.protocol, PROTOCOL_VERSION
     if major == core_major and (minor == core_minor or (major > 0 and minor < core_minor)):
         return
-    fix = "upgrade core-rl" if spec.protocol > PROTOCOL_VERSION else f"upgrade the plugin ({CONTRACT_PAGE})"
+    fix = "upgrade core-rl"
+    if spec.protocol < PROTOCOL_VERSION:
+        changes = "".join(f"; {change}" for version, change in CHANGES.items() if version > spec.protocol)
+        fix = f"upgrade the plugin ({CONTRACT_PAGE}){changes}; then set protocol={PROTOCOL_VERSION}"
     raise EngineIncompatible(
         f"{origin} was written for version {major}.{minor} of the engine interface; "
         f"this core-rl speaks {core_major}.{core_minor}; {fix}"

@@ -21,7 +21,7 @@ from core_rl.registry.spec import EngineSpec
 GOOD = EngineSpec(
     name="alpha",
     kind="train",
-    protocol=(0, 2),
+    protocol=(0, 3),
     factory="backend_that_is_not_installed:Engine",
     config="core_rl.config.engine:TrainEngineConfig",
     capabilities=frozenset({Capability.MOE, Capability.LORA}),

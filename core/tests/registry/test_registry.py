@@ -29,7 +29,7 @@ from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
 GOOD = """
 from core_rl.config.capability import Capability; from core_rl.registry.spec import EngineSpec
 SPEC = EngineSpec(
-    name="alpha", kind="train", protocol=(0, 2), factory="alpha_engine:Engine", config="alpha_config:Config",
+    name="alpha", kind="train", protocol=(0, 3), factory="alpha_engine:Engine", config="alpha_config:Config",
     capabilities=frozenset({Capability.MOE}),
 )
 """
@@ -262,6 +262,7 @@ MAJOR, MINOR = PROTOCOL_VERSION
         ((MAJOR + 1, 0), "upgrade core-rl"),
         ((MAJOR - 1, 9), "upgrade the plugin"),
         ((MAJOR, MINOR - 1), r"upgrade the plugin \(docs/engine-reference.md\)"),
+        ((0, 2), rf"declare `dropout`, .*; then set protocol=\({MAJOR}, {MINOR}\)"),
     ],
 )
 def test_incompatible_protocol_is_refused_before_import(

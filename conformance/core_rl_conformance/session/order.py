@@ -1,0 +1,165 @@
+"""The order of checks, and of mending: failures that build on another failure, or have its cause, come after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from core_rl_conformance.catalogue import Check
+from core_rl_conformance.hints.diagnose import LOOKS_LIKE
+from core_rl_conformance.outcomes import CaseRecord, Outcome
+
+BASICS = {
+    "I7.logprobs": 0,
+    "I7.rollout-logprobs": 0,
+    "I7.entropy": 1,
+    "I8.temperature": 1,
+    "I7.values": 1,
+    "I1.gradients": 2,
+    "I1.value-gradients": 2,
+    "T1.cross-entropy": 2,
+    "T1.reinforce": 2,
+    "I1.micro-batches": 3,
+    "I4.grad-norm": 3,
+    "I1.train-batch": 4,
+    "I20.adamw": 4,
+    "T6.steps": 4,
+    "I7.adapter-logprobs": 6,
+    "I20.adapter-gradients": 6,
+    "I11.resume": 6,
+    "I12.receive-disk": 6,
+    "I12.receive-tensor": 6,
+}
+"""Checks that others build on, the most basic ones first."""
+MODULES = {
+    "outputs": 1,
+    "contract": 1,
+    "trainer_losses": 2,
+    "trainer_steps": 4,
+    "gradients": 3,
+    "properties": 3,
+    "steps": 5,
+    "optimizer": 5,
+    # of inference engines; ``updates`` come last, because they use up the server
+    "rollouts": 0,
+    "rollout_contract": 1,
+    "sampling": 3,
+}
+"""The levels of the other checks, by module; unlisted modules build on everything."""
+CAUSE = re.compile(rf"^ *(?:{LOOKS_LIKE}|last line of the \w+: )(?P<cause>.+)$", re.MULTILINE)
+NUMBER = re.compile(r"\d[\d.]*(?:e[+-]\d+)?")
+MOST_LETTERS = 100
+"""Of a symptom."""
+MOST_SHOWN = 10
+"""Lines of a list."""
+
+
+def level(check: Check) -> int:
+    """The number of levels that ``check`` builds on; 0 is the most basic."""
+    module = check.function.__module__.rpartition(".")[2]
+    return BASICS.get(check.identifier, MODULES.get(module, 6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mending:
+    """One failed check to mend, and the failed checks to look at again afterwards."""
+
+    check: str
+    symptom: str
+    """A line of its message."""
+    after: Mapping[str, str]
+    """Each of the others, with the reason why it comes after this one."""
+
+
+def mendings(results: Sequence[CaseRecord], checks: Mapping[str, Check]) -> list[Mending]:
+    """The failed checks of one engine by their first failure, the most basic ones first."""
+    failed: dict[str, list[CaseRecord]] = {}
+    for case in results:
+        if case.outcome is Outcome.FAILED and case.check in checks:
+            failed.setdefault(case.check, []).append(case)
+    order = sorted(failed, key=lambda check: (check not in BASICS, _rank(checks[check])))
+    firsts: dict[str, dict[str, str]] = {}
+    first_of: dict[str, str] = {}
+    for check in order:
+        below, reason = _below(failed[check], list(first_of), failed, results, checks)
+        first = first_of[check] = first_of.get(below, check)
+        followers = firsts.setdefault(first, {})
+        if below:
+            followers[check] = reason
+    return [
+        Mending(check=check, symptom=_symptom(failed[check][0]), after=after)
+        for check, after in firsts.items()
+    ]
+
+
+def lines_of(mending: Sequence[Mending]) -> list[str]:
+    """The list for a terminal; empty where nothing builds on anything."""
+    if not any(one.after for one in mending):
+        return []
+    lines = []
+    for number, one in enumerate(mending[:MOST_SHOWN], start=1):
+        names = ", ".join(one.after)
+        lines.append(f"{number}. {one.check}: {one.symptom}" + (f"; then again: {names}" if names else ""))
+    rest = len(mending) - MOST_SHOWN
+    return [*lines, *([f"and {rest} more"] if rest > 0 else [])]
+
+
+def _rank(check: Check) -> tuple[int, int]:
+    position = {identifier: number for number, identifier in enumerate(BASICS)}
+    return level(check), position.get(check.identifier, len(BASICS))
+
+
+def _below(
+    cases: Sequence[CaseRecord],
+    earlier: Sequence[str],
+    failed: Mapping[str, Sequence[CaseRecord]],
+    results: Sequence[CaseRecord],
+    checks: Mapping[str, Check],
+) -> tuple[str, str]:
+    """The one of ``earlier`` that the check of ``cases`` fails for, with the reason; empty for a cause of its own."""
+    causes = [_cause(case) for case in cases]
+    if all(causes):
+        for other in earlier:
+            if set(causes) <= {_cause(case) for case in failed[other]}:
+                return other, "it has the same cause"
+    check = checks[cases[0].check]
+    for other in earlier:
+        if _builds_on(check, checks[other]) and all(_fails_around(other, case, results) for case in cases):
+            return other, "it fails too, and this builds on it"
+    return "", ""
+
+
+def _builds_on(check: Check, basic: Check) -> bool:
+    """Whether right values of ``check`` need those of ``basic``; rules of the interface need no values."""
+    return (
+        basic.identifier in BASICS
+        and basic.kind == check.kind
+        and basic.requires <= check.requires
+        and _rank(basic) < _rank(check)
+        and not check.identifier.startswith("contract.")
+    )
+
+
+def _fails_around(check: str, case: CaseRecord, results: Sequence[CaseRecord]) -> bool:
+    """Whether ``check`` failed wherever it ran next to ``case``: with its model, or else at its layout, or at all."""
+    ran = [other for other in results if other.check == check and other.outcome.executed]
+    places = (
+        [o for o in ran if (o.layout, o.model, o.dtype) == (case.layout, case.model, case.dtype)],
+        [o for o in ran if (o.layout, o.dtype) == (case.layout, case.dtype)],
+        ran,
+    )
+    nearest = next(filter(None, places), [])
+    return bool(nearest) and all(other.outcome is Outcome.FAILED for other in nearest)
+
+
+def _cause(case: CaseRecord) -> str:
+    """The cause that its message names, without the numbers of the case."""
+    match = CAUSE.search(case.message)
+    return "" if match is None else NUMBER.sub("#", match["cause"])
+
+
+def _symptom(case: CaseRecord) -> str:
+    match = CAUSE.search(case.message)
+    lines = case.message.splitlines()[1:2] if match is None else [match["cause"]]
+    return "".join(lines).strip()[:MOST_LETTERS]
