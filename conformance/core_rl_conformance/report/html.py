@@ -18,6 +18,7 @@ from core_rl.pages import Area, Chart, Dot, Tick, page_environment
 from core_rl_conformance.outcomes import CaseRecord, MeasurementRecord, Outcome, worst_of
 from core_rl_conformance.report.certify import lacking
 from core_rl_conformance.report.model import CapabilityRecord, EngineRecord, Report
+from core_rl_conformance.report.verify import shortcomings
 
 EXACT = 1.5
 """The position of errors of zero, in percent: a logarithmic axis has none."""
@@ -266,17 +267,18 @@ def capability_rows(engines: Sequence[EngineRecord]) -> dict[str, list[Capabilit
 
 
 def badge(report: Report, engine: EngineRecord, profile: str, now: datetime) -> str:
-    """An SVG image with the state of ``profile``, the version and the date; grey where the report is 30 days old.
+    """An SVG image with the state of ``profile``, the version and the date.
 
-    Raises what `lacking` raises.
+    Grey where ``report`` is 30 days old, or does not verify. Raises what `lacking` raises.
     """
     certified = not lacking(engine, profile)
+    unverified = bool(shortcomings(report))
     old = now - report.created > FRESH_FOR
     label = f"core-rl {profile}"
-    words = "certified" if certified else "not certified"
+    words = "not verified" if unverified else "certified" if certified else "not certified"
     value = f"{words} {engine.version}, {report.created.date().isoformat()}"
     left, right = (round(WIDTH_OF_LETTER * len(text)) + 12 for text in (label, value))
-    color = COLORS[None if old else certified]
+    color = COLORS[None if old or unverified else certified]
     values = {"label": label, "value": value, "left": left, "right": right, "color": color}
     return render("badge.svg.jinja", values)
 

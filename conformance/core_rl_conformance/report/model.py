@@ -5,6 +5,7 @@ A field may be added or changed only together with `SCHEMA_VERSION`: readers ref
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from datetime import datetime
 from enum import StrEnum
@@ -147,6 +148,13 @@ class Report(Record):
         verdicts = {engine.verdict for engine in self.engines}
         order = (Verdict.FAILED, Verdict.NOT_RUN, Verdict.PARTIAL, Verdict.PASSED)
         return next((verdict for verdict in order if verdict in verdicts), Verdict.NOT_RUN)
+
+    @property
+    def extent(self) -> str:
+        """The part of the suite that its command selected."""
+        if self.complete:
+            return "full"
+        return "quick" if "--quick" in shlex.split(self.command) else "in part"
 
     @property
     def slowest(self) -> list[CaseRecord]:

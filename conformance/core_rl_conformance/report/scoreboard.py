@@ -64,6 +64,11 @@ class Entry:
         return f"{self.reports[-1].suite_version} {self.reports[-1].suite_code.short}"
 
     @property
+    def extent(self) -> str:
+        """The parts of the suite that the reports are about, such as ``quick``."""
+        return " and ".join(dict.fromkeys(report.extent for report in self.reports))
+
+    @property
     def checks_passed(self) -> str:
         """The number of checks that passed in all their cases, of all that ran; provisional ones are not counted."""
         executed: dict[str, bool] = {}
@@ -175,6 +180,7 @@ def markdown(board: Scoreboard) -> str:
         ["cases", *(str(len(entry.cases)) for entry in entries)],
         ["code", *(entry.engine.code.short for entry in entries)],
         ["suite", *(entry.suite for entry in entries)],
+        ["session", *(entry.extent for entry in entries)],
         ["date", *(f"{entry.reports[-1].created:%Y-%m-%d}" for entry in entries)],
     ]
     rows += [

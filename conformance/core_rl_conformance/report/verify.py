@@ -21,27 +21,37 @@ def verify_reports(reports: Mapping[str, Report]) -> None:
 
     `core_rl_conformance.report.files.read_report` has compared their digests.
     """
-    problems = []
-    for name, report in reports.items():
-        problems += [f"{name}: {problem}" for problem in (*_of_suite(report), *_of_command(report))]
-        for engine in report.engines:
-            problems += [
-                f"{name}: engine {engine.name!r}: {problem}" for problem in _of_engine(report, engine)
-            ]
+    problems = [f"{name}: {text}" for name, report in reports.items() for text in shortcomings(report)]
     raise_all(ReportError, "verification", problems, most=SHOWN)
+
+
+def shortcomings(report: Report) -> list[str]:
+    """Reasons why ``report`` proves less than it claims: with any, it is not listed and has no badge in colour."""
+    return [
+        *_of_suite(report),
+        *_of_command(report),
+        *(
+            f"engine {engine.name!r}: {problem}"
+            for engine in report.engines
+            for problem in _of_engine(report, engine)
+        ),
+    ]
 
 
 def _of_suite(report: Report) -> Iterator[str]:
     if report.suite_version != __version__:
         yield f"it is of core-rl {report.suite_version}, and {__version__} is installed; run the suite again"
         return
-    listed, known = {check.identifier for check in report.checks}, set(load_checks())
+    kinds = {engine.kind for engine in report.engines}
+    listed = {check.identifier for check in report.checks if check.kind in kinds}
+    known = {name for name, check in load_checks().items() if check.kind in kinds}
     if missing := sorted(known - listed):
         yield f"it lacks checks of the suite: {', '.join(missing[:3])}"
     if unknown := sorted(listed - known):
         yield f"it lists checks that the suite does not have: {', '.join(unknown[:3])}"
     if not report.complete:
-        yield f"its command left cases out: {report.command}; run the suite without filters"
+        session = "is quick and" if report.extent == "quick" else "left cases out, and"
+        yield f"its command {session} proves a part alone: {report.command}; run the suite without filters"
 
 
 def _of_command(report: Report) -> Iterator[str]:
@@ -53,7 +63,10 @@ def _of_command(report: Report) -> Iterator[str]:
     for engine in report.engines:
         pairs = {f"{word}={after}" for word, after in zip(words, words[1:], strict=False)}
         option = "--trainer" if engine.kind == "trainer" else "--engine"
-        if engine.name != "server" and f"{option}={engine.name}" not in {*words, *pairs}:
+        by_address = engine.kind == "inference" and any(
+            word.partition("=")[0] == "--server" for word in words
+        )
+        if not by_address and f"{option}={engine.name}" not in {*words, *pairs}:
             yield f"its command does not name the engine {engine.name!r}: {report.command}"
 
 

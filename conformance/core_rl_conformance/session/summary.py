@@ -209,7 +209,11 @@ class ReportWriter:
         plan, firsts = self._summary.plan, self._summary.firsts()
         results = [_with_first(case, firsts) for case in self._summary.results]
         complete = not self._summary.narrowed and exitstatus in FINISHED
-        checks = sorted(map(_check, load_checks().values()), key=lambda check: check.order)
+        kinds = {target.kind for target in plan.targets}
+        checks = sorted(
+            (_check(check) for check in load_checks().values() if check.kind in kinds),
+            key=lambda check: check.order,
+        )
         entries = {entry.name: entry for entry in list_engines()}
         problems = self._summary.problems()
         engines = []

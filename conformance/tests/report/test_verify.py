@@ -19,7 +19,7 @@ from core_rl_conformance.report.certify import PROFILES, lacking
 from core_rl_conformance.report.files import ReportError, write_report
 from core_rl_conformance.report.html import badge, badge_of
 from core_rl_conformance.report.model import Report
-from core_rl_conformance.report.verify import verify_reports
+from core_rl_conformance.report.verify import shortcomings, verify_reports
 
 GOOD = report(case(), case("I10.value"))
 Change = Callable[[dict[str, Any]], object]
@@ -51,6 +51,10 @@ PROBLEMS: list[tuple[Change, str]] = [
     ),
     (lambda r: r["engines"][0].update(problems=["gap"]), "its results give 'failed'"),
     (lambda r: r.update(complete=False), "its command left cases out"),
+    (
+        lambda r: r.update(complete=False, command=f"{r['command']} --quick"),
+        "its command is quick and proves a part alone",
+    ),
     (lambda r: r.update(suite_version="0.0.1"), "it is of core-rl 0.0.1, and .* is installed"),
     (lambda r: r.update(command="pytest --engine=other"), "does not name the engine 'mine'"),
     (lambda r: r.update(command="make report"), "does not run pytest"),
@@ -85,11 +89,25 @@ def test_tampered_file_is_refused(tmp_path: Path) -> None:
     )
 
 
+SERVER = "pytest --server=http://127.0.0.1:1 --pyargs core_rl_conformance"
+OTHER_KIND = CHECKS[0].model_copy(update={"identifier": "T1.value", "kind": "trainer"})
+
+
+def test_checks_of_other_kinds_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "load_checks", lambda: {c.identifier: c for c in (*CHECKS, OTHER_KIND)})
+    assert shortcomings(GOOD) == []
+
+
+@pytest.mark.parametrize(("kind", "reasons"), [("inference", 0), ("train", 1)])
+def test_server_is_named_by_its_address(kind: str, reasons: int) -> None:
+    engine = GOOD.engines[0].model_copy(update={"kind": kind})
+    served = GOOD.model_copy(update={"engines": (engine,), "command": SERVER})
+    assert sum("does not name the engine" in text for text in shortcomings(served)) == reasons
+
+
 def _with(*names: str, **changes: Any) -> Report:
-    values = GOOD.model_dump(mode="json")
-    records = [{"name": name, "state": "certified", "reason": ""} for name in names]
-    values["engines"][0].update(capabilities=records, **changes)
-    return Report.model_validate(values)
+    """A report that certifies capabilities of these ``names``."""
+    return report(case(capabilities=names), case("I10.value"), declared=names, **changes)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -98,18 +116,27 @@ def test_profile_needs_all_of_its_capabilities(profile: str) -> None:
     assert lacking(_with(*needed).engines[0], profile) == []
     (reason,) = lacking(_with(*needed[1:]).engines[0], profile)
     assert reason == f"{needed[0]} is not declared"
-    assert lacking(_with(*needed, verdict="failed").engines[0], profile) == ["the verdict is failed"]
+    failed = _with(*needed, problems=("gap",)).engines[0]
+    assert lacking(failed, profile) == ["the verdict is failed"]
+
+
+MOE = sorted(PROFILES["moe"]["train"])
 
 
 @pytest.mark.parametrize(
-    ("days", "certified", "color"), [(0, True, "#2e7d32"), (30, False, "#c62828"), (31, True, "#757575")]
+    ("days", "badged", "words", "color"),
+    [
+        (0, _with(*MOE), ">certified", "#2e7d32"),
+        (30, _with(), ">not certified", "#c62828"),
+        (31, _with(*MOE), ">certified", "#757575"),
+        (0, _with(*MOE, complete=False), ">not verified", "#757575"),
+        (0, _with(*MOE).model_copy(update={"suite_version": "0.0.1"}), ">not verified", "#757575"),
+    ],
 )
-def test_badge_shows_state_version_and_date(days: int, certified: bool, color: str) -> None:
-    declared = PROFILES["moe"]["train"] if certified else ()
-    image = _with(*declared)
-    text = badge(image, image.engines[0], "moe", NOON + timedelta(days=days))
+def test_badge_shows_state_version_and_date(days: int, badged: Report, words: str, color: str) -> None:
+    text = badge(badged, badged.engines[0], "moe", NOON + timedelta(days=days))
     assert ET.fromstring(text).tag.endswith("svg")
-    assert f"{'' if certified else 'not '}certified 0.1.0, 2026-01-02" in text and color in text
+    assert f"{words} 0.1.0, 2026-01-02" in text and color in text
 
 
 @pytest.mark.parametrize(
