@@ -175,12 +175,12 @@ class Profile:
         return (*(Setting(layout=layout) for layout in self.layouts), *self.settings)
 
     def promise(self, spec: EngineSpec, place: Setting, family: str, dtype: DType) -> str:
-        """The lines of this profile of ``spec`` that let the suite run ``family`` at ``place``, and what to change."""
-        name = spec.conformance or "of an engine without one, Profile(),"
+        """The lines of this profile of ``spec`` that let the suite run ``family`` at ``place``, and the change."""
+        origin = spec.conformance or "of an engine without one, Profile(),"
         kind = "layouts" if place in self.places[: len(self.layouts)] else "settings"
-        rest = tuple(other for other in place.suited(self.families) if other != family)
+        rest = tuple(name for name in place.suited(self.families) if name != family)
         return (
-            f"the profile {name} promises more than the engine has: {family!r} in `families` at {place} in "
+            f"the profile {origin} promises more than the engine has: {family!r} in `families` at {place} in "
             f"`{kind}`, with {dtype} in `dtypes`. Remove {family!r} from `families`; or name the models that the "
             f"layout takes by a Setting(layout=..., families={rest}) in `settings`"
             + (", with layer_multiple or expert_multiple where degrees have to divide" if rest else "")

@@ -85,7 +85,7 @@ def test_lost_requests_end_the_session(
 
 
 @pytest.mark.parametrize(
-    ("kind", "check", "says"),
+    ("kind", "check", "lines"),
     [
         (
             unruly.LacksAKey,
@@ -104,14 +104,14 @@ def test_any_error_has_header_and_advice(
     engine: Callable[..., EngineSpec],
     kind: type[ReferenceBackend | ReferenceRolloutBackend],
     check: str,
-    says: list[str],
+    lines: list[str],
 ) -> None:
     spec = engine(kind, Profile(families=("gemma2",)))
     result = run_checks(pytester, spec.name, check)
     result.stdout.fnmatch_lines(
         [
             f"{check}: engine '{spec.name}', layout dp1, model gemma2 *",
-            *says,
+            *lines,
             "  required: *",
             "  look at: *",
             "  see: *",

@@ -84,9 +84,7 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
         label = f"after the update to version {version}"
         serving.verify_served(subject, label, serving.ask(engine, requests), new, old, version)
         if subject.spec.supports(Capability.SCORE):
-            expected = subject.outputs(new, data, "logprobs")
-            got = list(engine.score(data.batch()).split(data.lengths))
-            subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
+            serving.verify_scores(subject, label, engine, data, new, old)
         old = new
 
 

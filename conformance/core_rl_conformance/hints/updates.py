@@ -1,4 +1,4 @@
-"""Known mistakes of weight updates, computed from the weights before and after one, and from what tokens carry."""
+"""Known mistakes of weight updates, computed from the weights before and afterwards, and from the versions of tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NEAR = 4.0
 def explain_answers(
     got: Values, right: Values, old: Values, tolerance: Tolerance, wrong: Iterator[tuple[str, Values]]
 ) -> str | None:
-    """The mistake of an update that gives ``got``: whole answers by ``old`` weights, or one of ``wrong``.
+    """The mistake of an update that gives ``got``: whole answers by ``old`` weights, or any of ``wrong``.
 
-    An answer may be right, as one that was never cached: it fits the mistake, or else the right values.
+    Some answers may be right, such as answers that were never cached.
     """
     sides = [_near(got[number], right[number], tolerance) for number in range(len(got))]
     stale = [not ok and _near(got[number], old[number], tolerance) for number, ok in enumerate(sides)]
@@ -60,7 +60,7 @@ def explain_versions(
     None where no side explains some of the tokens.
     """
     early = late = total = 0
-    whole = True
+    uniform = True
     for number, values in enumerate(got):
         drawn = [
             {version for version, side in sides.items() if _near(value, side[number][place], tolerance)}
@@ -73,10 +73,10 @@ def explain_versions(
         early += sum(version > max(right) for version, right in wrong)
         late += sum(version < min(right) for version, right in wrong)
         total += len(wrong)
-        whole &= not wrong or (len(set(carried[number])) == 1 and len(wrong) < len(pairs))
+        uniform &= not wrong or (len(set(carried[number])) == 1 and len(wrong) < len(pairs))
     if not total:
         return None
-    if whole:
+    if uniform:
         detail = "each of these answers has one version for all of its tokens"
     elif early == total:
         detail = "they carry a later one: the label changes before the weights, or old weights stay in use"
@@ -102,9 +102,9 @@ def mixed_weights(old: Oracle, new: Oracle) -> Iterator[str]:
         head.weight = torch.nn.Parameter(weight.detach().clone())
     names = {id(value): name for name, value in new.model.named_parameters()}
     for sentence, stays in _parts(after, names.get(id(embedding.weight), "")):
-        kept = {name for name in after if stays(name)}
-        if kept and len(kept) < len(after):
-            new.set_parameters({name: before[name] if name in kept else after[name] for name in after})
+        stale = {name for name in after if stays(name)}
+        if stale and len(stale) < len(after):
+            new.set_parameters({name: before[name] if name in stale else after[name] for name in after})
             yield sentence
     new.set_parameters(after)
 

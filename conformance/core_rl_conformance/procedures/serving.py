@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -74,7 +74,7 @@ def versions_of(responses: Sequence[LLMResponse]) -> set[int]:
 
 
 async def answers(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResponse]:
-    """All answers, asked for at one time; raises what `gathered` raises."""
+    """All answers, asked for at one time; raises the errors of `gathered`."""
     longest = max((request.sampling.max_new_tokens for request in requests), default=0)
     return await gathered([asyncio.ensure_future(engine.agenerate(request)) for request in requests], longest)
 
@@ -325,6 +325,19 @@ def _update_mistake(
     wrong = mistakes() if same_kind else iter(())
     values = expected_of(subject, old, responses).values
     return updates.explain_answers(got, right.values, values, right.tolerance, wrong)
+
+
+def verify_scores(
+    subject: EngineUnderTest, label: str, engine: InferenceEngine, data: Ragged, model: Judged, old: Judged
+) -> None:
+    """Verify that scores of ``data`` are the log-probs of ``model``; ``old`` is a known mistake."""
+    got = list(engine.score(data.batch()).split(data.lengths))
+
+    def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
+        yield BEFORE, subject.outputs(old, data, "logprobs").values
+
+    expected = replace(subject.outputs(model, data, "logprobs"), mistakes=mistakes)
+    subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
 
 
 def verify_by_version(

@@ -34,7 +34,7 @@ EXACT_IN_BFLOAT16: Mapping[str, str] = {
     "I20.bfloat16-upcasts": "final norm, temperature, softmax and scalar heads",
     "I20.bfloat16-rotary": "rotary positions",
 }
-"""What each check shows to the accuracy of float32."""
+"""Claims of each check, to the accuracy of float32."""
 ROUNDED = (
     "to 4 times the rounding error of the plain model in bfloat16, up to some nats for a single log-prob"
 )

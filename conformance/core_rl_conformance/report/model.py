@@ -79,7 +79,7 @@ class CapabilityRecord(Record):
     reason: str = ""
     """Why it is not certified."""
     meaning: str = Field(default="", exclude=True)
-    """What the passed checks show of it, where its name alone promises more; results tell it again."""
+    """The part that passed checks show, where its name alone promises more; computed from results."""
 
 
 class CodeRecord(Record):

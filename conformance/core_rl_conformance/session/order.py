@@ -50,7 +50,7 @@ MODULES = {
 CAUSE = re.compile(rf"^ *(?:{LOOKS_LIKE}|last line of the \w+: )(?P<cause>.+)$", re.MULTILINE)
 NUMBER = re.compile(r"\d[\d.]*(?:e[+-]\d+)?")
 MOST_LETTERS = 100
-"""Of a symptom."""
+"""Letters of a symptom."""
 MOST_SHOWN = 10
 """Lines of a list."""
 
@@ -69,7 +69,7 @@ class Mending:
     symptom: str
     """A line of its message."""
     after: Mapping[str, str]
-    """Each of the others, with the reason why it comes after this one."""
+    """Reasons of the others, which come after it, by check."""
 
 
 def mendings(results: Sequence[CaseRecord], checks: Mapping[str, Check]) -> list[Mending]:
@@ -117,16 +117,16 @@ def _below(
     results: Sequence[CaseRecord],
     checks: Mapping[str, Check],
 ) -> tuple[str, str]:
-    """The one of ``earlier`` that the check of ``cases`` fails for, with the reason; empty for a cause of its own."""
+    """The part of ``earlier`` that explains the failure of ``cases``, with the reason; empty for a cause of its own."""
     causes = [_cause(case) for case in cases]
     if all(causes):
-        for other in earlier:
-            if set(causes) <= {_cause(case) for case in failed[other]}:
-                return other, "it has the same cause"
+        for basic in earlier:
+            if set(causes) <= {_cause(case) for case in failed[basic]}:
+                return basic, "it has the same cause"
     check = checks[cases[0].check]
-    for other in earlier:
-        if _builds_on(check, checks[other]) and all(_fails_around(other, case, results) for case in cases):
-            return other, "it fails too, and this builds on it"
+    for basic in earlier:
+        if _builds_on(check, checks[basic]) and all(_fails_around(basic, case, results) for case in cases):
+            return basic, "it fails too, and this builds on it"
     return "", ""
 
 
@@ -143,14 +143,14 @@ def _builds_on(check: Check, basic: Check) -> bool:
 
 def _fails_around(check: str, case: CaseRecord, results: Sequence[CaseRecord]) -> bool:
     """Whether ``check`` failed wherever it ran next to ``case``: with its model, or else at its layout, or at all."""
-    ran = [other for other in results if other.check == check and other.outcome.executed]
+    ran = [result for result in results if result.check == check and result.outcome.executed]
     places = (
-        [o for o in ran if (o.layout, o.model, o.dtype) == (case.layout, case.model, case.dtype)],
-        [o for o in ran if (o.layout, o.dtype) == (case.layout, case.dtype)],
+        [one for one in ran if (one.layout, one.model, one.dtype) == (case.layout, case.model, case.dtype)],
+        [one for one in ran if (one.layout, one.dtype) == (case.layout, case.dtype)],
         ran,
     )
     nearest = next(filter(None, places), [])
-    return bool(nearest) and all(other.outcome is Outcome.FAILED for other in nearest)
+    return bool(nearest) and all(result.outcome is Outcome.FAILED for result in nearest)
 
 
 def _cause(case: CaseRecord) -> str:

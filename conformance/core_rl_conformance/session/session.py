@@ -214,7 +214,7 @@ class ConformanceSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Let failures name the one to mend first; a session that shows nothing is no success."""
+        """Let failures name the failure to mend first; a session that shows nothing is no success."""
         self._name_firsts()
         done = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if self.is_worker or self.config.option.collectonly or not done:
@@ -223,7 +223,7 @@ class ConformanceSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _name_firsts(self) -> None:
-        """Below each failure the one to mend before it, which only the whole session shows."""
+        """Below each failure, name the failure to mend before it, which only the whole session shows."""
         firsts = self.summary.firsts()
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         for report in () if reporter is None else reporter.stats.get("failed", ()):

@@ -63,7 +63,7 @@ class Summary:
         return mendings([case for case in self.results if case.engine == target.spec.name], load_checks())
 
     def firsts(self) -> dict[tuple[str, str], str]:
-        """By engine and failed check, the failed check to mend before it, with the reason."""
+        """The failed check to mend before another, with the reason, by engine and failed check."""
         return {
             (target.spec.name, check): f"{one.check}: {reason}"
             for target in self.plan.targets

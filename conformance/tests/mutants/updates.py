@@ -98,7 +98,7 @@ class RemembersOldWeights(ReferenceRolloutBackend):
 
     @torch.inference_mode()
     def _logprobs(self, ids: tuple[int, ...], prefix: int) -> tuple[float, ...]:
-        """Of all tokens but the first, with keys and values of the old weights for ``prefix`` of them."""
+        """Log-probs of all tokens but the first, with keys and values of the old weights for ``prefix`` of them."""
         assert self._old is not None
         row = torch.tensor([ids])
         before = self._old(input_ids=row[:, :prefix], use_cache=True)

@@ -21,11 +21,11 @@ PROTOCOL_VERSION: tuple[int, int] = (0, 3)
 number is equal as well, and from 1.0 on it is not larger.
 
 It moves with each change by which an engine of the version before would fail or lose something, such as a capability
-for what every engine did. `CHANGES` says what an author does about it."""
+for something that every engine did. `CHANGES` has the remedies."""
 CHANGES: Mapping[tuple[int, int], str] = {
     (0, 3): (
         "declare `dropout`, `aux_loss` and `resharding` where the engine drops, balances routers, or loads checkpoints "
-        "of another layout: what it does not declare is refused now"
+        "of another layout: undeclared, these are refused now"
     )
 }
 """The change of an engine's source that each version asks for."""
