@@ -1,14 +1,14 @@
-"""Known mistakes of weight updates, computed from the weights before and afterwards, and from the versions of tokens."""
+"""Known mistakes of weight updates, by the weights before and afterwards, and by the versions of tokens."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.oracle import Oracle
@@ -173,11 +173,11 @@ def _after_prefix(old: Oracle, new: Oracle, ids: tuple[int, ...], size: int, pre
     """Log-probs ``[n]`` of the tokens behind ``size`` by ``new``, with the cache of ``old`` for ``prefix`` tokens."""
     row = torch.tensor([ids])
     with torch.no_grad(), float64_only(refuse=False):
-        logits, cache = [], None
+        logits: list[Tensor] = []
+        cache: Any = None  # hybrid models have a cache of their own
         if prefix > 0:
             before = old.model(input_ids=row[:, :prefix], use_cache=True)
             logits, cache = [before.logits[0]], before.past_key_values
-            assert isinstance(cache, Cache)
         logits.append(new.model(input_ids=row[:, prefix:], past_key_values=cache, use_cache=True).logits[0])
         log_p = torch.cat(logits)[:-1].log_softmax(-1)
         return log_p.gather(-1, row[0, 1:, None])[size - 1 :, 0]
