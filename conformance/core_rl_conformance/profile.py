@@ -179,11 +179,13 @@ class Profile:
         origin = spec.conformance or "of an engine without one, Profile(),"
         kind = "layouts" if place in self.places[: len(self.layouts)] else "settings"
         rest = tuple(name for name in place.suited(self.families) if name != family)
+        setting = (
+            f"; or name the models that the layout takes by a Setting(layout=..., families={rest}) in `settings`, "
+            "with layer_multiple or expert_multiple where degrees have to divide"
+        )
         return (
             f"the profile {origin} promises more than the engine has: {family!r} in `families` at {place} in "
-            f"`{kind}`, with {dtype} in `dtypes`. Remove {family!r} from `families`; or name the models that the "
-            f"layout takes by a Setting(layout=..., families={rest}) in `settings`"
-            + (", with layer_multiple or expert_multiple where degrees have to divide" if rest else "")
+            f"`{kind}`, with {dtype} in `dtypes`. Remove {family!r} from `families`{setting if rest else ''}"
         )
 
     def completed(self, spec: EngineSpec) -> Profile:
