@@ -1,4 +1,4 @@
-"""The order of checks, and of mending: failures that build on another failure, or have its cause, come after it."""
+"""The order of checks, and of fixes: failures that build on another failure, or have its cause, come after it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def level(check: Check) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Mending:
-    """One failed check to mend, and the failed checks to look at again afterwards."""
+    """One failed check to fix, and the failed checks to look at again afterwards."""
 
     check: str
     symptom: str

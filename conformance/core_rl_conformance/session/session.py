@@ -214,7 +214,7 @@ class ConformanceSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Let failures name the failure to mend first; a session that shows nothing is no success."""
+        """Let failures name the failure to fix first; a session that shows nothing is no success."""
         self._name_firsts()
         done = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
         if self.is_worker or self.config.option.collectonly or not done:
@@ -223,13 +223,13 @@ class ConformanceSession:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _name_firsts(self) -> None:
-        """Below each failure, name the failure to mend before it, which only the whole session shows."""
+        """Below each failure, name the failure to fix before it, which only the whole session shows."""
         firsts = self.summary.firsts()
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
         for report in () if reporter is None else reporter.stats.get("failed", ()):
             record = CaseRecord.from_properties(report.user_properties)
             if record is not None and (record.engine, record.check) in firsts:
-                report.sections.append(("mend first", firsts[record.engine, record.check]))
+                report.sections.append(("fix first", firsts[record.engine, record.check]))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.config.option.collectonly:

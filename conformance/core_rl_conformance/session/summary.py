@@ -63,7 +63,7 @@ class Summary:
         return mendings([case for case in self.results if case.engine == target.spec.name], load_checks())
 
     def firsts(self) -> dict[tuple[str, str], str]:
-        """The failed check to mend before another, with the reason, by engine and failed check."""
+        """The failed check to fix before another, with the reason, by engine and failed check."""
         return {
             (target.spec.name, check): f"{one.check}: {reason}"
             for target in self.plan.targets
@@ -115,7 +115,7 @@ class Summary:
         self._write_slowest(terminal)
         for target in self.plan.targets:
             if lines := lines_of(self._mendings(target)):
-                terminal.write_line(f"{target.noun} {target.spec.name}: mend in this order:")
+                terminal.write_line(f"{target.noun} {target.spec.name}: fix in this order:")
                 terminal.write_line("\n".join(f"  {line}" for line in lines))
         for name, problems in self.problems().items():
             for problem in problems:
@@ -252,11 +252,11 @@ class ReportWriter:
 
 
 def _with_first(case: CaseRecord, firsts: Mapping[tuple[str, str], str]) -> CaseRecord:
-    """``case``, whose message names the failure to mend before it."""
+    """``case``, whose message names the failure to fix before it."""
     first = firsts.get((case.engine, case.check))
     if first is None or case.outcome is not Outcome.FAILED:
         return case
-    return case.model_copy(update={"message": f"{case.message}\n  mend first: {first}"})
+    return case.model_copy(update={"message": f"{case.message}\n  fix first: {first}"})
 
 
 def _check(check: Check) -> CheckRecord:

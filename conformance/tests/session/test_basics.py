@@ -1,4 +1,4 @@
-"""The order of checks, and the failure to mend first."""
+"""The order of checks, and the failure to fix first."""
 
 from __future__ import annotations
 
