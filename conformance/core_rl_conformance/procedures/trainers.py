@@ -78,7 +78,7 @@ def plain_loss(subject: EngineUnderTest) -> PolicyLoss:
 
 
 def loss_of(subject: EngineUnderTest, objective: Objective) -> PolicyLoss:
-    """A loss with ``objective``, and one of the trainer's aggregations by seed. Raises `NotSupported` without it."""
+    """A loss with ``objective``, with an aggregation of the trainer by seed. Raises `NotSupported` without it."""
     spec = spec_of(subject)
     if objective not in spec.objectives:
         raise NotSupported(f"the trainer names no objective {objective}")
