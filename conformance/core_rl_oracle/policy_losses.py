@@ -6,6 +6,7 @@ dtype of its inputs, one unpacked sequence at a time. Trainers read its fields, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -16,6 +17,9 @@ from torch.nn.functional import logsigmoid
 
 from core_rl_oracle.loss_names import PAIRWISE, Aggregation, KLEstimator, Objective
 from core_rl_oracle.oracle import OracleSequence, outputs_of_partner
+
+CLAMPS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 100.0)
+"""Usual clamps of log-ratios and of k3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,10 @@ class PolicyLoss:
     entropy_coef: float = 0.0
     temperature: float = 1.0
     """Logits are divided by it before log-probs and entropy."""
+    log_ratio_clamp: float = math.inf
+    """Size to which log-ratios are clamped before ``exp``, in ratios and in k3, where the trainer documents it."""
+    kl_clamp: float = math.inf
+    """Largest k3 term of a token, where the trainer documents it."""
     beta: float = 0.1
     """The factor of log-ratios to the reference in DPO."""
 
@@ -70,7 +78,7 @@ class PolicyLoss:
         if self.kl_coef:
             divergence = self._divergence(logprobs, fields["ref_logprobs"][mask])
             if self.kl_times_ratio:
-                divergence = divergence * (logprobs - fields["old_logprobs"][mask]).exp()
+                divergence = divergence * self._ratios(logprobs - fields["old_logprobs"][mask])
             terms = terms + self.kl_coef * divergence
         if self.entropy_coef:
             terms = terms - self.entropy_coef * outputs["entropy"][mask]
@@ -104,15 +112,18 @@ class PolicyLoss:
             case "reinforce":
                 return advantages * logprobs
             case "cispo":
-                return (logprobs.detach() - old).exp().clamp(low, high) * advantages * logprobs
+                return self._ratios(logprobs.detach() - old).clamp(low, high) * advantages * logprobs
             case "gspo":
-                ratios = (logprobs - old).mean().exp().expand_as(logprobs)
+                ratios = self._ratios((logprobs - old).mean()).expand_as(logprobs)
             case _:
-                ratios = (logprobs - old).exp()
+                ratios = self._ratios(logprobs - old)
         gains = torch.minimum(ratios * advantages, ratios.clamp(low, high) * advantages)
         if self.objective == "dual_clipped":
             gains = torch.where(advantages < 0, torch.maximum(gains, self.dual_limit * advantages), gains)
         return gains
+
+    def _ratios(self, log_ratios: Tensor) -> Tensor:
+        return log_ratios.clamp(-self.log_ratio_clamp, self.log_ratio_clamp).exp()
 
     def _divergence(self, logprobs: Tensor, reference: Tensor) -> Tensor:
         difference = logprobs - reference
@@ -122,7 +133,8 @@ class PolicyLoss:
             case "k2":
                 return difference.square() / 2
             case "k3":
-                return (-difference).exp() - 1 + difference
+                difference = difference.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+                return ((-difference).exp() - 1 + difference).clamp(max=self.kl_clamp)
 
     def mistakes(self) -> Iterator[tuple[str, PolicyLoss]]:
         """Sentences about usual mistakes, and the loss of a trainer with each."""
@@ -141,6 +153,7 @@ class PolicyLoss:
         if self.objective in ("gspo", "dual_clipped"):
             yield f"the objective is clipped, not {self.objective}", replace(self, objective="clipped")
         yield from self._mistakes_of_terms()
+        yield from self._mistaken_clamps()
 
     def _mistakes_of_terms(self) -> Iterator[tuple[str, PolicyLoss]]:
         if self.kl_coef:
@@ -153,8 +166,33 @@ class PolicyLoss:
         if self.entropy_coef:
             yield "the entropy is left out, or has no gradient", replace(self, entropy_coef=0.0)
             yield "the entropy has the other sign", replace(self, entropy_coef=-self.entropy_coef)
+            if self.temperature != 1.0:
+                yield "the entropy is that at temperature 1", _EntropyAtOne(**vars(self))
         if self.temperature != 1.0:
             yield f"the temperature {self.temperature:g} is left out", replace(self, temperature=1.0)
+
+    def _mistaken_clamps(self) -> Iterator[tuple[str, PolicyLoss]]:
+        if self.log_ratio_clamp < math.inf:
+            sentence = f"log-ratios are not clamped to {self.log_ratio_clamp:g}, as the spec says"
+            yield sentence, replace(self, log_ratio_clamp=math.inf)
+        for limit in CLAMPS:
+            if limit < self.log_ratio_clamp:
+                sentence = (
+                    f"log-ratios are clamped to {limit:g}; if documented, 'log_ratio_clamp' of the spec"
+                )
+                yield sentence, replace(self, log_ratio_clamp=limit)
+            if limit < self.kl_clamp and self.kl_coef:
+                sentence = f"k3 is clamped to {limit:g}; if documented, 'kl_clamp' of the spec"
+                yield sentence, replace(self, kl_clamp=limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EntropyAtOne(PolicyLoss):
+    """An entropy of logits that are not divided by the temperature."""
+
+    def of_sequence(self, outputs: Mapping[str, Tensor], sequence: OracleSequence) -> tuple[Tensor, float]:
+        log_p = (outputs["logits"] * self.temperature).log_softmax(-1)
+        return super().of_sequence({**outputs, "entropy": -(log_p.exp() * log_p).sum(-1)}, sequence)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from field.result import ROOT, Result, State, judged
 RESUME, CUTS = "learning rate after resume", "losses and metrics at every cut"
 DESCRIPTIONS = {
     RESUME: (
-        "`T7.resume`: a run that is saved after two steps of seven, built anew and loaded, next to a run that never "
+        "`T7.resume`: a run that is saved amid its schedule, built anew and loaded, next to a run that never "
         "stopped: the first learning rate that differs, in per cent. A rate that differs by more than rounding counts."
     ),
     CUTS: (

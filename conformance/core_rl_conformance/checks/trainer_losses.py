@@ -6,22 +6,24 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import get_args
 
 import torch
 
 from core_rl.errors import CoreRLError
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.inputs.rollouts import PAIR, Rollouts
+from core_rl_conformance.inputs.rollouts import NEAR, PAIR, Rollouts
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.outcomes import NotSupported
 from core_rl_conformance.procedures.trainers import (
+    DISTANCES,
     WHOLE,
-    aggregations_of,
+    aggregated_losses,
+    at_temperature,
     build,
     cuts_of,
     draw,
+    loss_of,
     need,
     pair_losses,
     plain_loss,
@@ -29,35 +31,26 @@ from core_rl_conformance.procedures.trainers import (
     spec_of,
     token_loss,
     train,
-    verify_adapter_gradients,
     verify_gradients,
+    verify_objective,
 )
 from core_rl_conformance.trainers.interface import MicroBatches
 from core_rl_conformance.trainers.spec import Feature
 from core_rl_oracle.group_advantages import mistaken_advantages
-from core_rl_oracle.loss_names import AdvantageRule, Objective
+from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.policy_losses import PolicyLoss
 
-TEMPERATURE = 0.8
+KL, BONUS = 0.5, 0.25
+"""Factors of the KL term and of the entropy bonus."""
+EQUAL = 1
+"""The group of equal rewards."""
+COLD, WARM = 0.8, 1.25
+"""Temperatures."""
 REFUSALS = (ValueError, CoreRLError)
 SPECIAL = (0, 1, 2)
 """Ids that tokenizers often take for padding, BOS and EOS."""
 UNEVEN = MicroBatches(sequences=3 * PAIR)
 """Three pairs, of eight, so that the last micro-batch has two."""
-
-
-def _loss(subject: EngineUnderTest, objective: Objective) -> PolicyLoss:
-    if objective not in spec_of(subject).objectives:
-        raise NotSupported(f"the trainer names no objective {objective}")
-    return PolicyLoss(objective=objective)
-
-
-def _verify_objective(subject: EngineUnderTest, objective: Objective) -> None:
-    aggregations = sorted(spec_of(subject).aggregations)
-    number = subject.case.seed + get_args(Objective).index(objective)
-    loss = replace(_loss(subject, objective), aggregation=aggregations[number % len(aggregations)])
-    label = f"{objective} with {loss.aggregation}"
-    verify_gradients(subject, label, draw(subject, loss), loss)
 
 
 @check("T1.cross-entropy", kind="trainer", each="layout")
@@ -68,7 +61,7 @@ def cross_entropy_follows_its_definition(subject: EngineUnderTest) -> None:
     mean of ranks' means does so by ranks.
     Look at: the divisor of the loss: it counts trained tokens, or sequences, of all micro-batches and ranks.
     """
-    _verify_objective(subject, "cross_entropy")
+    verify_objective(subject, "cross_entropy")
 
 
 @check("T1.reinforce", kind="trainer", each="layout")
@@ -78,7 +71,7 @@ def reinforce_follows_its_definition(subject: EngineUnderTest) -> None:
     Why: advantages one token off, or normalised a second time by the trainer, change every gradient and raise nothing.
     Look at: the alignment of advantages with the tokens that they belong to, and any whitening.
     """
-    _verify_objective(subject, "reinforce")
+    verify_objective(subject, "reinforce")
 
 
 @check("T1.clipped", kind="trainer", each="layout")
@@ -88,7 +81,7 @@ def clipped_follows_its_definition(subject: EngineUnderTest) -> None:
     Why: the minimum taken on the wrong side, or one clip bound for both sides, only shows off-policy.
     Look at: ``min(r * A, clip(r) * A)`` for negative advantages, and which log-probs the ratio is taken to.
     """
-    _verify_objective(subject, "clipped")
+    verify_objective(subject, "clipped")
 
 
 @check("T1.dual-clipped", kind="trainer", each="layout")
@@ -98,7 +91,7 @@ def dual_clipped_follows_its_definition(subject: EngineUnderTest) -> None:
     Why: the second bound holds for negative advantages alone; elsewhere it would cut gains.
     Look at: the sign of the advantages in its condition.
     """
-    _verify_objective(subject, "dual_clipped")
+    verify_objective(subject, "dual_clipped")
 
 
 @check("T1.gspo", kind="trainer", each="layout")
@@ -108,7 +101,7 @@ def gspo_follows_its_definition(subject: EngineUnderTest) -> None:
     Why: the mean of log-ratios is over trained tokens; over padded or all tokens it is another ratio.
     Look at: the mask in the mean, and whether the gradient flows through the sequence's ratio.
     """
-    _verify_objective(subject, "gspo")
+    verify_objective(subject, "gspo")
 
 
 @check("T1.cispo", kind="trainer", each="layout")
@@ -118,7 +111,7 @@ def cispo_follows_its_definition(subject: EngineUnderTest) -> None:
     Why: a weight that is not detached gives the gradient of another objective.
     Look at: ``detach()`` of the clipped ratio.
     """
-    _verify_objective(subject, "cispo")
+    verify_objective(subject, "cispo")
 
 
 @check("T1.aggregations", kind="trainer", each="layout and model", on_three_ranks=True)
@@ -129,10 +122,8 @@ def every_aggregation_is_independent_of_the_cut(subject: EngineUnderTest) -> Non
     88 % off at five micro-batches, and right at one.
     Look at: every length, count or mean that is taken inside a micro-batch or a rank.
     """
-    for aggregation in aggregations_of(subject):
-        loss = replace(token_loss(subject), aggregation=aggregation)
-        rollouts = draw(subject, loss, seed=1)
-        verify_gradients(subject, f"the aggregation {aggregation}", rollouts, loss)
+    for loss in aggregated_losses(subject):
+        verify_gradients(subject, f"the aggregation {loss.aggregation}", draw(subject, loss, seed=1), loss)
 
 
 @check("T1.lora", kind="trainer", each="layout")
@@ -145,34 +136,41 @@ def adapters_have_their_gradients(subject: EngineUnderTest) -> None:
     need(subject, Feature.LORA, Feature.GRADIENTS)
     loss = token_loss(subject)
     adapter = TinyAdapter(model=subject.model(), seed=1)
-    verify_adapter_gradients(subject, draw(subject, loss, seed=10), loss, adapter)
+    verify_gradients(subject, "the factors", draw(subject, loss, seed=10), loss, of=adapter)
 
 
 @check("T2.kl", kind="trainer", each="layout")
 def divergence_is_the_named_estimator(subject: EngineUnderTest) -> None:
-    """Each KL estimator in the loss has the float64 value and gradient.
+    """Each KL estimator in the loss has the float64 value and gradient, near the reference and far from it.
 
-    Why: k3 with its arguments exchanged is a divergence too; in the loss its gradient is another one.
-    Look at: the order of policy and reference, and the aggregation of the term.
+    Why: k3 with its arguments exchanged is a divergence too; in the loss its gradient is another one. A clamp that acts
+    far from the reference alone takes the gradient away where it matters most.
+    Look at: the order of policy and reference, the temperature of log-probs, the aggregation of the term, and clamps;
+    a documented one belongs into the spec's ``kl_clamp`` or ``log_ratio_clamp``.
     """
     estimators = sorted(spec_of(subject).kl_estimators)
     if not estimators:
         raise NotSupported("the trainer names no KL estimator")
     for estimator in estimators:
-        loss = replace(policy_loss(subject), kl_coef=0.5, kl_estimator=estimator)
-        rollouts, cuts = draw(subject, loss, seed=2), cuts_of(subject, loss)[-1:]
-        verify_gradients(subject, f"the loss with KL {estimator}", rollouts, loss, cuts)
+        loss = replace(policy_loss(subject), kl_coef=KL, kl_estimator=estimator)
+        loss, cuts = at_temperature(subject, loss, COLD), cuts_of(subject, loss)[-1:]
+        for name, distance in DISTANCES.items():
+            # Of the reference alone: large ratios would hide its terms.
+            rollouts = draw(subject, loss, 2, replace(NEAR, references=distance.references))
+            verify_gradients(
+                subject, f"the loss with KL {estimator}, {name} the reference", rollouts, loss, cuts
+            )
 
 
 @check("T2.entropy", kind="trainer", each="layout")
 def entropy_bonus_has_its_gradient(subject: EngineUnderTest) -> None:
-    """The entropy bonus has the float64 value and gradient, aggregated as the objective.
+    """The entropy bonus has the float64 value and gradient, at the loss's temperature and aggregated as the objective.
 
-    Why: an entropy that is computed for a metric alone has no gradient.
-    Look at: the graph of the entropy, its sign, and its aggregation.
+    Why: an entropy that is computed for a metric alone has no gradient, or is that at temperature 1.
+    Look at: the graph of the entropy, its sign, its temperature, and its aggregation.
     """
     need(subject, Feature.ENTROPY)
-    loss = replace(policy_loss(subject), entropy_coef=0.25)
+    loss = at_temperature(subject, replace(policy_loss(subject), entropy_coef=BONUS), WARM)
     rollouts = draw(subject, loss, seed=3)
     verify_gradients(subject, "the loss with an entropy bonus", rollouts, loss)
 
@@ -185,9 +183,9 @@ def temperature_divides_logits(subject: EngineUnderTest) -> None:
     Look at: the division of logits, in float32, before log-softmax and entropy.
     """
     need(subject, Feature.TEMPERATURE)
-    loss = replace(policy_loss(subject), temperature=TEMPERATURE)
+    loss = replace(policy_loss(subject), temperature=COLD)
     rollouts, cuts = draw(subject, loss, seed=4), cuts_of(subject, loss)[-1:]
-    verify_gradients(subject, f"the loss at temperature {TEMPERATURE}", rollouts, loss, cuts)
+    verify_gradients(subject, f"the loss at temperature {COLD}", rollouts, loss, cuts)
 
 
 @check("T3.metrics", kind="trainer", each="layout")
@@ -246,11 +244,10 @@ def untrained_sequences_count_nothing(subject: EngineUnderTest) -> None:
     divisor, the rest is trained at a lower rate (verl's ``rollout_rs``: 0.43 of the gradient).
     Look at: the count of sequences or tokens in the divisor, and divisions by an empty mask.
     """
-    for aggregation in aggregations_of(subject):
-        loss = replace(token_loss(subject), aggregation=aggregation)
-        rollouts = draw(subject, loss, seed=7).untrained((0, 5, 6, 11))
-        label = f"a batch with untrained sequences, {aggregation}"
-        verify_gradients(subject, label, rollouts, loss, cuts_of(subject, loss)[-1:])
+    for loss in aggregated_losses(subject):
+        rollouts, cuts = draw(subject, loss, seed=7).untrained((0, 5, 6, 11)), cuts_of(subject, loss)[-1:]
+        label = f"a batch with untrained sequences, {loss.aggregation}"
+        verify_gradients(subject, label, rollouts, loss, cuts)
 
 
 @check("T4.first-token", kind="trainer", each="layout")
@@ -265,19 +262,42 @@ def first_tokens_are_not_predicted(subject: EngineUnderTest) -> None:
     verify_gradients(subject, "a mask with first tokens", rollouts, loss, [WHOLE])
 
 
+@check("T4.zero-loss", kind="trainer", each="layout")
+def loss_of_zero_has_its_gradient(subject: EngineUnderTest) -> None:
+    """A batch whose loss is 0 at every cut has the float64 gradients.
+
+    Why: in GRPO's first update ratios are 1, and advantages cancel; a loss of 0 looks like an empty micro-batch, and
+    where its backward pass is skipped, nothing is trained.
+    Look at: conditions on the value of the loss, or on the sum of advantages.
+    """
+    need(subject, Feature.TOKEN_ADVANTAGES)
+    loss = policy_loss(subject)
+    loss = replace(loss, objective="clipped" if "clipped" in spec_of(subject).objectives else loss.objective)
+    model = replace(subject.model(), uniform=True)
+    logprob = float(torch.tensor(1 / model.vocab_size).log())  # in float32, as trainers have it
+    rollouts = draw(subject, loss, seed=11).with_value_zero(logprob)
+    verify_gradients(subject, "a loss of 0", rollouts, loss, of=model)
+
+
 @check("T5.advantages", kind="trainer", each="layout")
 def advantages_follow_their_rule(subject: EngineUnderTest) -> None:
-    """Advantages from rewards follow the rule that the trainer names, within each group.
+    """Advantages from rewards follow the rule that the trainer names, within each group; equal rewards give zeros.
 
     Why: a baseline over the batch or the micro-batch, a division that the rule does not have, or groups that are torn
-    apart by sharding train another objective under the same name.
-    Look at: which sequences the mean and the deviation are taken over, and when: before sharding and cutting.
+    apart by sharding train another objective under the same name. A group of equal rewards that is skipped loses its
+    KL term and its entropy bonus as well.
+    Look at: which sequences the mean and the deviation are taken over, and when: before sharding and cutting; and any
+    filter of sequences whose advantages are 0.
     """
     spec = spec_of(subject)
     if not spec.advantages:
         raise NotSupported("the trainer names no rule for advantages")
     loss = policy_loss(subject)
-    rollouts, cuts = draw(subject, loss, seed=9), cuts_of(subject, loss)[-1:]
+    if spec.kl_estimators:
+        loss = replace(loss, kl_coef=KL, kl_estimator=max(spec.kl_estimators))
+    if Feature.ENTROPY in spec.features:
+        loss = replace(loss, entropy_coef=BONUS)
+    rollouts, cuts = draw(subject, loss, seed=9).with_equal_rewards(EQUAL), cuts_of(subject, loss)[-1:]
     for rule in sorted(spec.advantages):
         mistaken = partial(_mistaken_rules, rollouts, loss, rule)
         right = rollouts.by_rule(rule)
@@ -291,6 +311,8 @@ def _mistaken_rules(
     rewards, groups = [row.reward for row in rollouts.rows], [row.group for row in rollouts.rows]
     for sentence, values in mistaken_advantages(rule, rewards, groups):
         yield sentence, rollouts.with_advantages(values), loss
+    equal = [index for index, group in enumerate(groups) if group == EQUAL]
+    yield "groups of equal rewards are left out", rollouts.by_rule(rule).untrained(equal), loss
 
 
 def _losses(subject: EngineUnderTest) -> list[PolicyLoss]:
@@ -302,14 +324,13 @@ def _losses(subject: EngineUnderTest) -> list[PolicyLoss]:
 
 @check("T1.dpo", kind="trainer", each="layout and model")
 def dpo_follows_its_definition(subject: EngineUnderTest) -> None:
-    """DPO's sigmoid loss has the float64 gradients, loss and norm, at every cut that leaves pairs together.
+    """DPO's sigmoid loss has the float64 gradients, loss and norm, near the reference and far, if pairs are together.
 
     Why: without the reference, with a mean over tokens, or with another beta it still falls and still prefers the right
     sequence, and trains another objective.
     Look at: the sum over trained tokens of both log-probs, beta, and which sequence is the preferred one.
     """
-    loss = _loss(subject, "dpo")
-    verify_gradients(subject, "DPO", draw(subject, loss, seed=10), loss)
+    verify_objective(subject, "dpo")
 
 
 @check("T1.bradley-terry", kind="trainer", each="layout and model")
@@ -319,9 +340,7 @@ def bradley_terry_follows_its_definition(subject: EngineUnderTest) -> None:
     Why: a score that is read at a padded position, or at the first token, depends on the neighbours in the batch.
     Look at: the position of the score in padded rows, and the order of a pair.
     """
-    loss = _loss(subject, "bradley_terry")
-    rollouts = draw(subject, loss, seed=11)
-    verify_gradients(subject, "the Bradley-Terry loss", rollouts, loss)
+    verify_objective(subject, "bradley_terry")
 
 
 @check("T3.pairs", kind="trainer", each="layout")
@@ -346,7 +365,7 @@ def score_is_that_of_the_last_token(subject: EngineUnderTest) -> None:
     tokenizers without one, it reads the score of a finished sequence one token early (transformers #35352).
     Look at: the position of the score, which lengths or the attention mask give.
     """
-    loss = _loss(subject, "bradley_terry")
+    loss = loss_of(subject, "bradley_terry")
     rollouts = draw(subject, loss, seed=13).ending_in(SPECIAL)
     verify_gradients(subject, "sequences that end in special tokens", rollouts, loss)
 

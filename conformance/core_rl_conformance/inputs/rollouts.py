@@ -25,13 +25,32 @@ GROUP = 4
 PAIR = 2
 ORDINARY = 3
 """The first id that is neither a padding token nor BOS nor EOS of common tokenizers."""
-LOG_RATIOS = (-0.5, -0.33, -0.1, 0.06, 0.12, 0.33, 0.5, 1.3)
-"""Of the trained policy to the old one: below, between and above the clip bounds, and far above."""
 BOUNDS = (math.log(0.8), math.log(1.2), math.log(1.28))
 NEAREST = 0.02
 """Distance of a sequence's mean log-ratio from a clip bound: rounding must not decide on which side it is."""
 PARTS = 64
 """Numbers are multiples of 1/64, exact in float32 at the size of a log-prob."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Old policy and reference of each token as seen from the trained policy, in nats."""
+
+    log_ratios: tuple[float, ...]
+    """Of the trained policy to the old one."""
+    references: tuple[float, ...] = (0.0,)
+    """Of the reference to the trained policy, up to 0.5 on both sides."""
+    advantages: int = 1
+    """Factor of the advantages."""
+
+
+NEAR = Distance(log_ratios=(-0.5, -0.33, -0.1, 0.06, 0.12, 0.33, 0.5, 1.3))
+"""Below, between and above the clip bounds."""
+BELOW = Distance(
+    log_ratios=(-12.0, -8.0, -6.0, -4.0, 0.06), references=(-24.0, -12.0, -5.0, -3.0, 0.0), advantages=16
+)
+ABOVE = Distance(log_ratios=(0.06, 3.0, 4.0, 6.0, 8.0), references=(0.0, 2.0, 4.0, 6.0, 8.0), advantages=16)
+"""As `BELOW` beyond usual clamps, on one side alone, so that large terms hide no small ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +124,19 @@ class Rollouts:
         rewards, groups = [row.reward for row in self.rows], [row.group for row in self.rows]
         return self.with_advantages(group_advantages(rule, rewards, groups))
 
+    def with_equal_rewards(self, group: int) -> Rollouts:
+        """The same with equal rewards in ``group``."""
+        rewards = {row.group: row.reward for row in self.rows}
+        return self._with(
+            replace(row, reward=rewards[group]) if row.group == group else row for row in self.rows
+        )
+
+    def with_value_zero(self, logprob: float) -> Rollouts:
+        """The same from a policy that gives each token ``logprob``, with advantages whose sum is 0 in each sequence."""
+        return self._with(
+            replace(row, old=(logprob,) * len(row.ids), advantages=_cancelling(row.mask)) for row in self.rows
+        )
+
     def untrained(self, indices: Sequence[int]) -> Rollouts:
         """The same without a trained token in the sequences ``indices``."""
         return self._with(
@@ -138,6 +170,7 @@ def draw_rollouts(
     holes: bool,
     of_tokens: bool,
     paired: bool = False,
+    distance: Distance = NEAR,
 ) -> Rollouts:
     """Rollouts of sequences ``ids`` whose tokens have these ``logprobs`` in the trained policy.
 
@@ -150,7 +183,9 @@ def draw_rollouts(
     for index, (row_ids, values) in enumerate(zip(ids, logprobs, strict=True)):
         prompt = _shared(ids, index) if paired else rng.randrange(1, len(row_ids) // 2 + 1)
         group = index // size
-        rows.append(_drawn(rng, row_ids, values.tolist(), prompt, group, holes=holes, of_tokens=of_tokens))
+        rows.append(
+            _drawn(rng, row_ids, values.tolist(), prompt, group, distance, holes=holes, of_tokens=of_tokens)
+        )
     return Rollouts(tuple(rows), paired=paired)
 
 
@@ -177,6 +212,7 @@ def _drawn(
     logprobs: Sequence[float],
     prompt: int,
     group: int,
+    distance: Distance,
     *,
     holes: bool,
     of_tokens: bool,
@@ -184,26 +220,43 @@ def _drawn(
     length = len(ids)
     mask = [t >= prompt and not (holes and rng.random() < 0.15) for t in range(length)]
     mask[-1] = True
-    advantages = [rng.choice((-1, 1)) * rng.randrange(PARTS // 2, 2 * PARTS) / PARTS for _ in range(length)]
+    largest = distance.advantages
+    advantages = [
+        rng.choice((-largest, largest)) * rng.randrange(PARTS // 2, 2 * PARTS) / PARTS for _ in range(length)
+    ]
     return Rollout(
         ids=tuple(ids),
         mask=tuple(mask),
         advantages=tuple(advantages if of_tokens else [advantages[0]] * length),
-        old=_old(rng, mask, logprobs),
-        ref=tuple(_exact(value + rng.uniform(-0.5, 0.5)) for value in logprobs),
+        old=_old(rng, mask, logprobs, distance.log_ratios),
+        ref=tuple(
+            min(0.0, _exact(value + rng.choice(distance.references) + rng.uniform(-0.5, 0.5)))
+            for value in logprobs
+        ),
         # Large, so that a small number next to a deviation does not show.
         reward=float(rng.randrange(4096)),
         group=group,
     )
 
 
-def _old(rng: random.Random, mask: Sequence[bool], logprobs: Sequence[float]) -> tuple[float, ...]:
+def _old(
+    rng: random.Random, mask: Sequence[bool], logprobs: Sequence[float], log_ratios: Sequence[float]
+) -> tuple[float, ...]:
     """Log-probs of the policy that drew the tokens: no ratio is near a clip bound, alone or in the mean."""
+    possible = [[ratio for ratio in log_ratios if value - ratio <= 0] for value in logprobs]
     while True:
-        old = tuple(_exact(value - rng.choice(LOG_RATIOS)) for value in logprobs)
+        pairs = zip(logprobs, possible, strict=True)
+        old = tuple(_exact(value - rng.choice(ratios)) for value, ratios in pairs)
         mean = fmean(own - other for own, other, use in zip(logprobs, old, mask, strict=True) if use)
         if all(abs(mean - bound) > NEAREST for bound in BOUNDS):
             return old
+
+
+def _cancelling(mask: Sequence[bool]) -> tuple[float, ...]:
+    """Advantages of 1 and -1 in turn; their sum over the trained tokens, of which the last one is, is 0."""
+    signs = cycle((1.0, -1.0))
+    values = [next(signs) if trained else 0.0 for trained in mask]
+    return (*values[:-1], values[-1] - sum(values))
 
 
 def _exact(value: float) -> float:

@@ -122,6 +122,8 @@ class TinyModel:
     focused: bool = False
     """Layers of an ``exact`` model: tokens attend to themselves alone, by rotary positions, and the first layer adds
     that."""
+    uniform: bool = False
+    """All tokens have the same probability: the head, which embeddings do not share, has zeros."""
     usual: str = ""
     """The part of `UNUSUAL` that a ``long`` model does without: an engine that ignores it computes such a model."""
 
@@ -157,7 +159,7 @@ class TinyModel:
             config.num_labels = 1
         if self.long:
             _make_long(text, UNUSUAL.keys() if self.focused else {self.usual})
-        if self.exact:
+        if self.exact or self.uniform:
             config.tie_word_embeddings = False
         if self.layers is not None:
             _set_layers(text, self.layers)
@@ -470,10 +472,17 @@ def build(model: TinyModel) -> PreTrainedModel:
     """The model in memory, float32."""
     family = model_class(model.head, model.vision)
     if model.source and model.seed == 0:
-        loaded: PreTrainedModel = family.from_pretrained(
+        built: PreTrainedModel = family.from_pretrained(
             model.source, config=model.config(), dtype=torch.float32, local_files_only=True
         )
-        return loaded
+    else:
+        built = _drawn(model, family)
+    if model.uniform:
+        torch.nn.init.zeros_(built.lm_head.weight)
+    return built
+
+
+def _drawn(model: TinyModel, family: Any) -> PreTrainedModel:
     built: PreTrainedModel = family.from_config(model.config(), dtype=torch.float32)
     # One generator for each parameter: the trunk of all heads is the same.
     with torch.no_grad():

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.expected_values import ExpectedGradients, GradientRuns, Judged, run_gradients
+from core_rl_conformance.expected_values import GradientRuns, Judged, run_gradients
 from core_rl_conformance.hints.diagnose import Mistakes, explain_loss, explain_named
-from core_rl_conformance.inputs.rollouts import LENGTHS, PAIR, Rollouts, draw_rollouts, with_shared_prompts
+from core_rl_conformance.inputs.rollouts import (
+    ABOVE,
+    BELOW,
+    LENGTHS,
+    NEAR,
+    PAIR,
+    Distance,
+    Rollouts,
+    draw_rollouts,
+    with_shared_prompts,
+)
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import NotSupported
@@ -25,6 +35,7 @@ from core_rl_oracle.oracle import AdamW, Gradients, Schedule
 from core_rl_oracle.policy_losses import PolicyLoss
 from core_rl_oracle.tolerance import Tolerance
 
+ValueT = TypeVar("ValueT")
 WHOLE = MicroBatches()
 MAX_TOKENS = 64
 """A budget that takes one to six of the sequences."""
@@ -35,6 +46,7 @@ ORDER: Sequence[Objective] = (
     *("dpo", "bradley_terry"),
 )
 """Objectives, the simplest first."""
+DISTANCES = {"near": NEAR, "far below": BELOW, "far above": ABOVE}
 REQUIRED = ("loss", "grad_norm")
 Mistaken = Callable[[], Iterator[tuple[str, Rollouts, PolicyLoss]]]
 """Sentences about usual mistakes, and the batch and the loss of a trainer with each."""
@@ -57,7 +69,30 @@ def plain_loss(subject: EngineUnderTest) -> PolicyLoss:
     """The simplest loss of the trainer, without clip bounds if it has one."""
     spec = spec_of(subject)
     objective = min(spec.objectives, key=ORDER.index)
-    return PolicyLoss(objective=objective, aggregation=max(spec.aggregations, default="token_mean"))
+    return PolicyLoss(
+        objective=objective,
+        aggregation=max(spec.aggregations, default="token_mean"),
+        log_ratio_clamp=spec.log_ratio_clamp,
+        kl_clamp=spec.kl_clamp,
+    )
+
+
+def loss_of(subject: EngineUnderTest, objective: Objective) -> PolicyLoss:
+    """A loss with ``objective``, with an aggregation of the trainer by seed. Raises `NotSupported` without it."""
+    spec = spec_of(subject)
+    if objective not in spec.objectives:
+        raise NotSupported(f"the trainer names no objective {objective}")
+    aggregations: list[Aggregation] = ["token_mean"] if objective in PAIRWISE else sorted(spec.aggregations)
+    number = subject.case.seed + get_args(Objective).index(objective)
+    aggregation = aggregations[number % len(aggregations)]
+    return replace(plain_loss(subject), objective=objective, aggregation=aggregation)
+
+
+def at_temperature(subject: EngineUnderTest, loss: PolicyLoss, temperature: float) -> PolicyLoss:
+    """``loss`` at ``temperature``, or at 1 if the trainer takes no other."""
+    return (
+        replace(loss, temperature=temperature) if Feature.TEMPERATURE in spec_of(subject).features else loss
+    )
 
 
 def token_loss(subject: EngineUnderTest) -> PolicyLoss:
@@ -68,16 +103,15 @@ def token_loss(subject: EngineUnderTest) -> PolicyLoss:
     return loss
 
 
-def aggregations_of(subject: EngineUnderTest) -> list[Aggregation]:
-    """The aggregations of tokens, in order. Raises `NotSupported` as `token_loss` does."""
-    token_loss(subject)
-    return sorted(spec_of(subject).aggregations)
+def aggregated_losses(subject: EngineUnderTest) -> list[PolicyLoss]:
+    """`token_loss` with each aggregation of the trainer."""
+    loss = token_loss(subject)
+    return [replace(loss, aggregation=name) for name in sorted(spec_of(subject).aggregations)]
 
 
 def pair_losses(subject: EngineUnderTest) -> list[PolicyLoss]:
     """A loss for each objective on pairs, which may be none."""
-    objectives = sorted(spec_of(subject).objectives & PAIRWISE)
-    return [PolicyLoss(objective=objective) for objective in objectives]
+    return [loss_of(subject, objective) for objective in sorted(spec_of(subject).objectives & PAIRWISE)]
 
 
 def policy_loss(subject: EngineUnderTest) -> PolicyLoss:
@@ -94,8 +128,8 @@ def model_of(subject: EngineUnderTest, loss: PolicyLoss) -> TinyModel:
     return subject.model(head="reward" if loss.objective == "bradley_terry" else "lm")
 
 
-def draw(subject: EngineUnderTest, loss: PolicyLoss, seed: int = 0) -> Rollouts:
-    """Rollouts for ``loss``, near the log-probs of the case's language model; pairs for a loss on pairs."""
+def draw(subject: EngineUnderTest, loss: PolicyLoss, seed: int = 0, distance: Distance = NEAR) -> Rollouts:
+    """Rollouts for ``loss`` at a ``distance`` from the case's language model; pairs for a loss on pairs."""
     data = subject.data(LENGTHS, seed)
     if loss.pairwise:
         data = with_shared_prompts(data)
@@ -108,6 +142,7 @@ def draw(subject: EngineUnderTest, loss: PolicyLoss, seed: int = 0) -> Rollouts:
         holes=Feature.MASK_HOLES in features,
         of_tokens=Feature.TOKEN_ADVANTAGES in features,
         paired=loss.pairwise,
+        distance=distance,
     )
 
 
@@ -127,19 +162,22 @@ def build(
     rule: AdvantageRule | None = None,
     optimizer: AdamW | SGD | None = None,
     schedule: Schedule | None = None,
-    adapter: TinyAdapter | None = None,
+    of: TinyModel | TinyAdapter | None = None,
+    seed: int | None = None,
 ) -> Trainer:
-    """The trainer with the case's model, freshly built."""
+    """The trainer with the case's model or ``of``, freshly built, with the case's seed or ``seed``."""
     case, spec = subject.case, spec_of(subject)
+    adapter = of if isinstance(of, TinyAdapter) else None
+    model = of if isinstance(of, TinyModel) else model_of(subject, loss)
     setup = TrainerSetup(
-        model_dir=str(subject.expected.models.directory(model_of(subject, loss))),
+        model_dir=str(subject.expected.models.directory(model)),
         optimizer=optimizer or (AdamW(lr=1e-3) if Feature.GRADIENTS in spec.features else SGD(lr=RATE)),
         schedule=schedule or Schedule(),
         loss=loss,
         advantages=rule,
         dtype=case.dtype,
         ranks=case.layout.dp,
-        seed=case.seed,
+        seed=case.seed if seed is None else seed,
         adapter_dir=str(adapter.write(subject.directory("adapter"))) if adapter else None,
         options=case.setting.over(spec.profile.options),
     )
@@ -166,11 +204,9 @@ def train(
     return dict(metrics)
 
 
-def expected_of(
-    subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss, of: Judged | None = None
-) -> ExpectedGradients:
-    """Loss, gradients and norm of the float64 loss over the whole batch, of the case's model or ``of``."""
-    expected, model = subject.expected, of or model_of(subject, loss)
+def _expected(subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss, model: Judged) -> GradientRuns:
+    """Gradients of the float64 loss over the whole batch, and tolerances of gradients, loss and norm."""
+    expected = subject.expected
 
     def run() -> GradientRuns:
         plain = expected.plain(model, subject.dtype, subject.case.device)
@@ -178,10 +214,7 @@ def expected_of(
             expected.oracle(model), plain, rollouts.for_oracle(), loss.of_sequence, loss.temperature
         )
 
-    truth, tolerances, of_loss, of_norm = expected.stored(
-        model, ("policy", rollouts, loss, subject.dtype, subject.case.device), run
-    )
-    return ExpectedGradients(oracle=truth, tolerances=tolerances, loss=of_loss, norm=of_norm)
+    return expected.stored(model, ("policy", rollouts, loss, subject.dtype, subject.case.device), run)
 
 
 def _of_loss(rollouts: Rollouts, loss: PolicyLoss) -> Iterator[tuple[str, Rollouts, PolicyLoss]]:
@@ -192,6 +225,17 @@ def _of_loss(rollouts: Rollouts, loss: PolicyLoss) -> Iterator[tuple[str, Rollou
         yield "the log-probs of the reference are left out", rollouts.without_reference(), loss
 
 
+def verify_objective(subject: EngineUnderTest, objective: Objective) -> None:
+    """Gradients of ``objective`` at every cut, and at one cut of policies and references that are far away."""
+    loss = loss_of(subject, objective)
+    label = objective if loss.pairwise else f"{objective} with {loss.aggregation}"
+    cuts = cuts_of(subject, loss)
+    verify_gradients(subject, label, draw(subject, loss), loss, cuts)
+    for name in () if objective in ("cross_entropy", "bradley_terry") else ("far below", "far above"):
+        rollouts = draw(subject, loss, 1, DISTANCES[name])
+        verify_gradients(subject, f"{label}, {name} the old policy", rollouts, loss, cuts[-1:])
+
+
 def verify_gradients(
     subject: EngineUnderTest,
     label: str,
@@ -200,83 +244,66 @@ def verify_gradients(
     cuts: Sequence[MicroBatches] | None = None,
     rule: AdvantageRule | None = None,
     mistaken: Mistaken | None = None,
+    of: TinyModel | TinyAdapter | None = None,
 ) -> None:
     """Gradients, loss and norm of a batch equal the float64 ones at each of ``cuts``, or all that the trainer takes.
 
-    With a ``rule`` the trainer takes advantages from rewards, and ``rollouts`` have the right ones.
+    They are of the case's model or ``of``: of an adapter, gradients are those of its factors. With a ``rule`` the
+    trainer takes advantages from rewards, and ``rollouts`` have the right ones. A loss of 0 is not judged, nor the norm
+    of another model than the case's.
     """
-    expected = expected_of(subject, rollouts, loss)
-    truth = expected.oracle
+    model = of or model_of(subject, loss)
+    truth, tolerances, loss_tolerance, norm_tolerance = _expected(subject, rollouts, loss, model)
+    right = _reported(model, truth.grads)
+    mistakes = partial(_mistakes, subject, model, mistaken or partial(_of_loss, rollouts, loss))
     direct = Feature.GRADIENTS in spec_of(subject).features
-    trainer = build(subject, loss, rule)
-    cuts = cuts or cuts_of(subject, loss)
+    trainer, cuts = build(subject, loss, rule, of=of), cuts or cuts_of(subject, loss)
     for number, cut in enumerate(cuts):
-        if not direct:
-            trainer = build(subject, loss, rule)
-        metrics, grads, coarse = (_gradients if direct else _moved)(subject, trainer, rollouts, cut)
-        allowed = {name: t + coarse for name, t in expected.tolerances.items()}
-        explain = _Explanations(
-            mistakes=partial(_mistakes, subject, mistaken or partial(_of_loss, rollouts, loss)),
-            otherwise=f"right at {cuts[0]}: it depends on the cut" if number else None,
-        )
-        place = f"{label} ({cut})"
-        of_grads = partial(explain.of_gradients, grads, allowed)
-        subject.verify_named(f"gradients of {place}", grads, truth.grads, allowed, explain=of_grads)
-        value, of_loss = metrics["loss"], partial(explain.of_loss, metrics["loss"], expected.loss)
-        subject.verify_scalar(f"the loss of {place}", value, truth.loss, expected.loss, explain=of_loss)
-        if "grad_norm" in metrics:
-            subject.verify_scalar(f"the norm of {place}", metrics["grad_norm"], truth.norm, expected.norm)
+        if number and not direct:
+            trainer = build(subject, loss, rule, of=of)
+        metrics, grads, coarse = _gradients(subject, trainer, rollouts, cut)
+        allowed = {name: t + coarse for name, t in _reported(model, tolerances).items()}
+        otherwise = f"right at {cuts[0]}: it depends on the cut" if number else None
+        explain = partial(_explained, mistakes, otherwise)
+        place, value = f"{label} ({cut})", metrics["loss"]
+        of_grads = partial(explain, partial(explain_named, grads, allowed))
+        subject.verify_named(f"gradients of {place}", grads, right, allowed, explain=of_grads)
+        of_loss = partial(explain, partial(explain_loss, value, loss_tolerance))
+        if abs(truth.loss) > torch.finfo(torch.float32).eps:
+            subject.verify_scalar(f"the loss of {place}", value, truth.loss, loss_tolerance, explain=of_loss)
+        if "grad_norm" in metrics and of is None:
+            subject.verify_scalar(f"the norm of {place}", metrics["grad_norm"], truth.norm, norm_tolerance)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Explanations:
-    """Explanations of wrong values: a usual mistake, or ``otherwise``."""
-
-    mistakes: Mistakes
-    otherwise: str | None
-
-    def of_gradients(self, got: Mapping[str, Tensor], allowed: Mapping[str, Tolerance]) -> str | None:
-        return explain_named(got, allowed, self.mistakes, None) or self.otherwise
-
-    def of_loss(self, got: float, allowed: Tolerance) -> str | None:
-        return explain_loss(got, allowed, self.mistakes, None) or self.otherwise
+def _reported(model: Judged, values: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """``values`` by the names that the trainer gives: with an adapter, of its factors alone."""
+    if isinstance(model, TinyModel):
+        return dict(values)
+    return {PREFIX + name: value for name, value in values.items() if ".lora_" in name}
 
 
-def _mistakes(subject: EngineUnderTest, mistaken: Mistaken) -> Iterator[tuple[str, Gradients]]:
+def _explained(
+    mistakes: Mistakes, otherwise: str | None, explain: Callable[[Mistakes, None], str | None]
+) -> str | None:
+    """A usual mistake, or ``otherwise``."""
+    return explain(mistakes, None) or otherwise
+
+
+def _mistakes(subject: EngineUnderTest, model: Judged, mistaken: Mistaken) -> Iterator[tuple[str, Gradients]]:
     for sentence, rollouts, loss in mistaken():
-        oracle = subject.expected.oracle(model_of(subject, loss))
-        yield sentence, oracle.gradients(rollouts.for_oracle(), loss.of_sequence, loss.temperature)
-
-
-def verify_adapter_gradients(
-    subject: EngineUnderTest, rollouts: Rollouts, loss: PolicyLoss, adapter: TinyAdapter
-) -> None:
-    """Gradients of the factors, loss and norm equal the float64 ones at every cut."""
-    expected = expected_of(subject, rollouts, loss, adapter)
-    factors = {name for name in expected.oracle.grads if ".lora_" in name}
-    truth = {PREFIX + name: expected.oracle.grads[name] for name in factors}
-    tolerances = {PREFIX + name: expected.tolerances[name] for name in factors}
-    trainer = build(subject, loss, adapter=adapter)
-    for cut in cuts_of(subject, loss):
-        metrics = train(subject, trainer, rollouts, cut, apply=False)
-        subject.verify_named(f"gradients of the factors ({cut})", trainer.gradients(), truth, tolerances)
-        subject.verify_scalar(
-            f"the loss with an adapter ({cut})", metrics["loss"], expected.oracle.loss, expected.loss
+        wrong = subject.expected.oracle(model).gradients(
+            rollouts.for_oracle(), loss.of_sequence, loss.temperature
         )
+        yield sentence, replace(wrong, grads=_reported(model, wrong.grads))
 
 
 def _gradients(
     subject: EngineUnderTest, trainer: Trainer, rollouts: Rollouts, cut: MicroBatches
 ) -> tuple[Mapping[str, float], Mapping[str, Tensor], Tolerance]:
-    """Metrics and gradients of a batch, which no way to them rounds."""
-    metrics = train(subject, trainer, rollouts, cut, apply=False)
-    return metrics, trainer.gradients(), Tolerance(baseline=0.0, floor=0.0)
-
-
-def _moved(
-    subject: EngineUnderTest, trainer: Trainer, rollouts: Rollouts, cut: MicroBatches
-) -> tuple[Mapping[str, float], Mapping[str, Tensor], Tolerance]:
-    """The same from the weights before and after a step of SGD, with what these round."""
+    """Metrics and gradients of a batch, and their rounding: the trainer's, or from weights around a step of SGD."""
+    if Feature.GRADIENTS in spec_of(subject).features:
+        metrics = train(subject, trainer, rollouts, cut, apply=False)
+        return metrics, trainer.gradients(), Tolerance(baseline=0.0, floor=0.0)
     before = {name: value.double() for name, value in trainer.weights().items()}
     metrics = train(subject, trainer, rollouts, cut)
     grads = {name: (before[name] - value.double()) / RATE for name, value in trainer.weights().items()}

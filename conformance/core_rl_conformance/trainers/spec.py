@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -67,6 +68,10 @@ class TrainerSpec:
     """Rules by which it takes advantages from rewards."""
     kl_estimators: frozenset[KLEstimator] = frozenset()
     """Of the KL term in its loss."""
+    log_ratio_clamp: float = math.inf
+    """Size to which it clamps log-ratios before ``exp``, in ratios and in k3, as it documents."""
+    kl_clamp: float = math.inf
+    """Largest k3 term of a token, as it documents."""
     schedules: frozenset[ScheduleType] = frozenset({"constant"})
     warmup_from_zero: bool = False
     """Whether the first step of a warm-up has the rate 0, as transformers' schedules do."""
@@ -92,12 +97,21 @@ class TrainerSpec:
         ):
             if unknown := sorted(getattr(self, name) - set(get_args(known))):
                 yield f"{name} has {unknown}; known are {', '.join(get_args(known))}"
-        if not self.objectives:
-            yield "objectives is empty; name at least one"
-        if self.objectives - PAIRWISE and not self.aggregations:
-            yield "aggregations is empty; name at least one"
-        if not self.features & {Feature.GRADIENTS, Feature.SGD}:
-            yield "features has neither 'gradients' nor 'sgd', so that no gradient can be judged; add one of them"
+        empty = "is empty; name at least one"
+        problems = (
+            (not self.objectives, f"objectives {empty}"),
+            (self.objectives - PAIRWISE and not self.aggregations, f"aggregations {empty}"),
+            (
+                not self.features & {Feature.GRADIENTS, Feature.SGD},
+                "features has neither 'gradients' nor 'sgd', so that no gradient can be judged; add one of them",
+            ),
+            (
+                not self.log_ratio_clamp > 0,
+                f"log_ratio_clamp is {self.log_ratio_clamp}; give a number above 0",
+            ),
+            (not self.kl_clamp > 0, f"kl_clamp is {self.kl_clamp}; give a number above 0"),
+        )
+        yield from (sentence for wrong, sentence in problems if wrong)
         for layout in self.profile.layouts:
             if layout.world_size != layout.dp:
                 yield f"layout {layout} of its profile has more than data-parallel ranks; use 'dp' alone"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,20 +20,23 @@ from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.profile import Profile, Setting
 from core_rl_conformance.session.session import load_trainer
 from core_rl_conformance.trainers.spec import Feature, TrainerSpec
+from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO
 from core_rl_trainer.conformance import SPEC as TRAINER
 
 DP2 = ParallelLayout(dp=2)
-# As core-rl-trainer, and so with every check.
+# As core-rl-trainer, and so with every check, but without its clamp.
 SPEC = replace(
     TRAINER,
     name="plain",
     factory="trainers.plain:PlainTrainer",
+    log_ratio_clamp=math.inf,
     profile=Profile(layouts=(ParallelLayout(), DP2), families=("qwen3", "llama")),
 )
 IN_PROCESSES = replace(
     SPEC, factory="trainers.processes:GlooTrainer", processes="each rank", advantages=frozenset()
 )
 BY_SGD = replace(SPEC, features=SPEC.features - {Feature.GRADIENTS} | {Feature.SGD})
+CLAMPED = replace(SPEC, factory="trainers.mutants:ClampsLogRatios", log_ratio_clamp=5.0)
 CHECKS = [name for name, check in load_checks().items() if check.kind == "trainer"]
 
 
@@ -60,7 +64,12 @@ def _run(values: ExpectedValues, identifier: str, spec: TrainerSpec, directory: 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("identifier", "spec"),
-    [*((name, SPEC) for name in CHECKS), ("T1.reinforce", BY_SGD), ("T4.untrained", BY_SGD)],
+    [
+        *((name, SPEC) for name in CHECKS),
+        ("T1.reinforce", BY_SGD),
+        ("T4.untrained", BY_SGD),
+        ("T1.clipped", CLAMPED),
+    ],
 )
 def test_plain_trainer_passes(
     expected_values: ExpectedValues, identifier: str, spec: TrainerSpec, tmp_path: Path
@@ -105,6 +114,10 @@ def test_wrong_rank_is_named(
     spec = replace(IN_PROCESSES, factory=f"trainers.processes:{mutant}")
     with pytest.raises(error, match=message):
         _run(expected_values, "T1.aggregations", spec, tmp_path)
+
+
+def test_spec_names_the_clamp_of_losses() -> None:
+    assert TRAINER.log_ratio_clamp == MAX_LOG_RATIO
 
 
 def test_every_check_has_a_mutant() -> None:

@@ -54,6 +54,7 @@ MALFORMED = replace(
     SPEC,
     factory="nothing",
     aggregations=frozenset(),
+    log_ratio_clamp=0.0,
     features=frozenset(),
     profile=Profile(layouts=(ParallelLayout(tp=2),)),
 )
@@ -76,6 +77,7 @@ def _load(name: str) -> object:
             [
                 "factory 'nothing' must be of the form 'module:Class'",
                 "aggregations is empty",
+                "log_ratio_clamp is 0.0; give a number above 0",
                 "features has neither 'gradients' nor 'sgd'",
                 "layout tp2 of its profile has more than data-parallel ranks",
             ],

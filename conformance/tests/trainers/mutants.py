@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -345,7 +347,188 @@ class NoLoss(PlainTrainer):
         return {}
 
 
+class ClampsLogRatios(PlainTrainer):
+    """Log-ratios are clamped to 5 before ``exp``."""
+
+    limit = 5.0
+
+    def ratios(self, logprobs: Tensor, old: Tensor, mask: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().ratios(logprobs, old, mask, loss).log().clamp(-self.limit, self.limit).exp()
+
+
+class LeastRatio(PlainTrainer):
+    """Ratios are at least 0.01."""
+
+    def ratios(self, logprobs: Tensor, old: Tensor, mask: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().ratios(logprobs, old, mask, loss).clamp(min=0.01)
+
+
+class MostRatio(PlainTrainer):
+    """Ratios are at most 100."""
+
+    def ratios(self, logprobs: Tensor, old: Tensor, mask: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().ratios(logprobs, old, mask, loss).clamp(max=100.0)
+
+
+class ClampsAdvantages(PlainTrainer):
+    """Advantages are clamped to 5."""
+
+    def aligned(self, advantages: Tensor) -> Tensor:
+        return super().aligned(advantages).clamp(-5.0, 5.0)
+
+
+class ClampsDivergence(PlainTrainer):
+    """Estimates of the divergence are clamped to 10, as verl does with k3."""
+
+    def divergence(self, logprobs: Tensor, reference: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().divergence(logprobs, reference, loss).clamp(-10.0, 10.0)
+
+
+class ClampsReference(PlainTrainer):
+    """Log-ratios to the reference are clamped to 20 on one side."""
+
+    def divergence(self, logprobs: Tensor, reference: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().divergence((logprobs - reference).clamp(max=20.0), torch.zeros_like(reference), loss)
+
+
+class ClampsGap(PlainTrainer):
+    """The gap of log-ratios is clamped to 5."""
+
+    def gap(self, preferred: TrainSequence, rejected: TrainSequence, loss: PolicyLoss) -> Tensor:
+        return super().gap(preferred, rejected, loss).clamp(-5.0, 5.0)
+
+
+class EntropyAtOne(PlainTrainer):
+    """The entropy is that at temperature 1."""
+
+    def entropy(self, log_p: Tensor) -> Tensor:
+        return super().entropy((log_p * self.setup.loss.temperature).log_softmax(-1))
+
+
+class DivergenceAtOne(PlainTrainer):
+    """The divergence is that of the policy at temperature 1."""
+
+    def at_temperature(self, logits: Tensor, temperature: float) -> Tensor:
+        self.logits = logits
+        return super().at_temperature(logits, temperature)
+
+    def terms(
+        self, row: TrainSequence, advantages: Tensor, loss: PolicyLoss, clipped: list[Tensor]
+    ) -> Tensor:
+        self.ids = row.input_ids[1:]
+        return super().terms(row, advantages, loss, clipped)
+
+    def divergence(self, logprobs: Tensor, reference: Tensor, loss: PolicyLoss) -> Tensor:
+        cold = self.logits.log_softmax(-1).gather(1, self.ids[:, None])[:, 0]
+        return super().divergence(cold, reference, loss)
+
+
+class SkipsEqualGroups(PlainTrainer):
+    """Groups of equal rewards are left out, and their KL and entropy with them; the divisor counts them."""
+
+    def terms(
+        self, row: TrainSequence, advantages: Tensor, loss: PolicyLoss, clipped: list[Tensor]
+    ) -> Tensor:
+        terms = super().terms(row, advantages, loss, clipped)
+        return terms if advantages.any() else terms * 0.0
+
+
+class DropsEqualGroups(SkipsEqualGroups):
+    """The same before the batch is counted."""
+
+    def weight(self, rows: Rows, loss: PolicyLoss) -> float:
+        return super().weight([(row, values) for row, values in rows if values.any()], loss)
+
+
+class SkipsZeroLoss(PlainTrainer):
+    """A micro-batch whose loss is 0 has no backward pass."""
+
+    def loss_of(self, batch: Rows, loss: PolicyLoss, rows: Rows, part: Rows, clipped: list[Tensor]) -> Tensor:
+        value = super().loss_of(batch, loss, rows, part, clipped)
+        return value if float(value.detach()) else value * 0.0
+
+
+class SkipsCancellingAdvantages(PlainTrainer):
+    """A sequence whose advantages add up to 0 is left out."""
+
+    def terms(
+        self, row: TrainSequence, advantages: Tensor, loss: PolicyLoss, clipped: list[Tensor]
+    ) -> Tensor:
+        terms = super().terms(row, advantages, loss, clipped)
+        return terms if float(advantages[row.loss_mask].sum()) else terms * 0.0
+
+
+class OneRate(PlainTrainer):
+    """The first step after a load has the config's rate."""
+
+    def load(self, path: str) -> None:
+        super().load(path)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+
+
+class LinearDecay(PlainTrainer):
+    """A cosine that is linear: the trainer reads the type of the schedule nowhere."""
+
+    def factor(self, step: int) -> float:
+        schedule = self.setup.schedule
+        self.setup = replace(self.setup, schedule=replace(schedule, type="linear"))
+        factor = super().factor(step)
+        self.setup = replace(self.setup, schedule=schedule)
+        return factor
+
+
+class CosineDecay(PlainTrainer):
+    """A linear fall that is a cosine."""
+
+    def factor(self, step: int) -> float:
+        factor = super().factor(step)
+        schedule = self.setup.schedule
+        falls = schedule.type == "linear" and step >= schedule.warmup_steps
+        return math.sin(math.pi / 2 * factor) ** 2 if falls else factor
+
+
+class IgnoresSeed(PlainTrainer):
+    """One order for all seeds."""
+
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        self.setup = replace(self.setup, seed=0)
+        return super().epoch(count, batch_size)
+
+
+class ShufflesAnew(PlainTrainer):
+    """Another order in each run, whatever the seed."""
+
+    runs = 0
+
+    def epoch(self, count: int, batch_size: int) -> Sequence[Sequence[int]]:
+        ShufflesAnew.runs += 1
+        self.setup = replace(self.setup, seed=ShufflesAnew.runs)
+        return super().epoch(count, batch_size)
+
+
 MUTANTS = [
+    (ClampsLogRatios, "T1.clipped", "log-ratios are clamped to 5"),
+    (ClampsLogRatios, "T1.gspo", "log-ratios are clamped to 5"),
+    (LeastRatio, "T1.clipped", "differ"),
+    (LeastRatio, "T1.dual-clipped", "differ"),
+    (MostRatio, "T1.clipped", "differ"),
+    (ClampsAdvantages, "T1.reinforce", "differ"),
+    (ClampsAdvantages, "T1.cispo", "differ"),
+    (ClampsGap, "T1.dpo", "differ"),
+    (ClampsDivergence, "T2.kl", "differ"),
+    (ClampsReference, "T2.kl", "differ"),
+    (DivergenceAtOne, "T2.kl", "differ"),
+    (EntropyAtOne, "T2.entropy", "the entropy is that at temperature 1"),
+    (SkipsZeroLoss, "T4.zero-loss", "differ"),
+    (SkipsCancellingAdvantages, "T4.zero-loss", "differ"),
+    (SkipsEqualGroups, "T5.advantages", "differ"),
+    (DropsEqualGroups, "T5.advantages", "groups of equal rewards are left out"),
+    (LinearDecay, "T6.steps", "the learning rate of step 3"),
+    (CosineDecay, "T7.resume", "the learning rate of step 3"),
+    (OneRate, "T7.resume", "the learning rate of step 3"),
+    (IgnoresSeed, "T8.epochs", "the seeds 0 and 1 give one order"),
+    (ShufflesAnew, "T8.epochs", "two epochs of the seed 0 differ"),
     (WeighedImitation, "T1.cross-entropy", "differ"),
     (AdvantagesOneEarly, "T1.reinforce", "differ"),
     (OneClipBound, "T1.clipped", "both clip bounds are 0.2"),

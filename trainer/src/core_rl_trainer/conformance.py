@@ -17,6 +17,7 @@ SPEC = TrainerSpec(
     aggregations=frozenset(get_args(Aggregation)),
     advantages=frozenset(get_args(AdvantageRule)),
     kl_estimators=frozenset(get_args(KLEstimator)),
+    log_ratio_clamp=20.0,  # MAX_LOG_RATIO of algorithms.kl
     schedules=frozenset({"constant", "linear", "cosine"}),
     features=frozenset(Feature) - {Feature.SGD},
     profile=Profile(

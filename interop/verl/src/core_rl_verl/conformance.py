@@ -20,6 +20,8 @@ FEATURES = frozenset(
         Feature.LORA,
     }
 )
+# Of core_algos: log-ratios, and the whole of k3.
+LOG_RATIO_CLAMP, KL_CLAMP = 20.0, 10.0
 POLICY_FEATURES = FEATURES | {Feature.TOKEN_ADVANTAGES, Feature.ENTROPY, Feature.TEMPERATURE}
 LAYOUTS = (ParallelLayout(), ParallelLayout(dp=2))
 FAMILIES = ("qwen3", "llama", "qwen2", "gemma2")
@@ -79,6 +81,8 @@ PPO = replace(
     aggregations=frozenset({"token_mean", "sequence_mean", "fixed_length"}),
     advantages=frozenset({"grpo", "dr_grpo", "rloo"}),
     kl_estimators=frozenset({"k1", "k2", "k3"}),
+    log_ratio_clamp=LOG_RATIO_CLAMP,
+    kl_clamp=KL_CLAMP,
     features=POLICY_FEATURES,
     profile=replace(PROFILE, waivers=(METRICS, UNTRAINED)),
 )
