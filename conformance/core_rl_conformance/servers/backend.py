@@ -31,7 +31,6 @@ class OpenAIWire(Wire):
     """``POST /v1/completions``. All tokens have version 0: such responses name no weights."""
 
     path = "/v1/completions"
-    ids = "prompt"
     rid = "request_id"
 
     def __init__(self, model: str) -> None:
@@ -43,7 +42,6 @@ class OpenAIWire(Wire):
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
         body: dict[str, Any] = {
             "model": self._model,
-            "request_id": request.rid,
             "prompt": list(request.input_ids),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -258,8 +256,6 @@ class ReadOnlyServer(Server):
 
     async def abort(self, rid: str) -> None:
         """Servers abort a request with its connection."""
-
-    async def abort_all(self) -> None: ...
 
     async def flush_cache(self) -> None: ...
 

@@ -199,7 +199,7 @@ async def scoring_problem(address: str, key: str | None, wire: Wire, vocab_size:
         api = Api(address, session, key, "the")
         body = {**wire.scoring([1] * LONGEST, vocab_size), wire.rid: f"core-rl-{LONGEST}"}
         try:
-            await api.post(wire.path, body, REQUEST_TIMEOUT_S)
+            await api.post(wire.scoring_path, body, REQUEST_TIMEOUT_S)
         except RolloutError as error:
             return str(error).removeprefix(f"{api.name}: ")
     return ""
