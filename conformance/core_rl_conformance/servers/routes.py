@@ -11,7 +11,7 @@ import aiohttp
 
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError, RolloutError
-from core_rl.servers.api import Api, Refused
+from core_rl.servers.api import DENIED, Api, Refused
 from core_rl.servers.wire import Wire, readable
 
 GENERATE = {"openai": "/v1/completions", "sglang": "/generate", "vllm": "/inference/v1/generate"}
@@ -74,6 +74,8 @@ NEEDS: Mapping[str, Mapping[Capability, tuple[str, ...]]] = {
     },
 }
 """Capabilities that change a server, and their routes besides `CONTROL`, by wire."""
+CHANGES = tuple(NEEDS["sglang"])
+"""Capabilities that change a server, whatever its wire."""
 WHOLE = (Capability.SYNC_DISK, Capability.SYNC_TENSOR, Capability.SYNC_DISTRIBUTED)
 """Weight sync by which a server loads whole weights. ``sync_delta`` needs one: the client adds the changes."""
 PRODUCTS = (("SGLang", "/server_info"), ("vLLM", "/version"))
@@ -131,7 +133,7 @@ def read_routes(address: str, key: str | None, wire: str) -> Routes:
     try:
         routes = asyncio.run(_read(address, key))
     except RolloutError as error:
-        raise ConfigError(f"--server: {error}; start the server first, and give its address") from error
+        raise unreachable(error) from error
     if absent := routes.missing([GENERATE[wire]]):
         raise ConfigError(f"--wire={wire}: the {routes.product} at {address} has {absent}; {HINTS[wire]}")
     if wire == "openai" and not routes.tokenizer:
@@ -140,6 +142,13 @@ def read_routes(address: str, key: str | None, wire: str) -> Routes:
             f"{GENERATE[wire]} needs a tokenizer; start it without the flag, or give --wire=sglang"
         )
     return routes
+
+
+def unreachable(error: RolloutError) -> ConfigError:
+    """The ``error`` of a server's description, with its remedy."""
+    denied = isinstance(error, Refused) and error.status in DENIED
+    remedy = "--server-key names its variable" if denied else "start the server first, and give its address"
+    return ConfigError(f"--server: {error}; {remedy}")
 
 
 async def _read(address: str, key: str | None) -> Routes:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from aiohttp import web
+from distributions import install_project
 from mutants.rollouts import ReportsAfterTheCut, ReportsWithoutTemperature
 from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
 from server_stub import running
 
+from core_rl import load_config, load_engine
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError
 from core_rl.reference.rollout import ReferenceRolloutBackend
@@ -28,6 +32,7 @@ from core_rl_conformance.servers.routes import read_routes
 from core_rl_conformance.servers.target import load_server
 
 pytest_plugins = ["pytester"]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "core-rl-plain"
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,27 @@ def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: R
     server.label = before
 
 
+def test_an_engines_own_wire_judges(
+    pytester: pytest.Pytester, model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in install_project(EXAMPLE, tmp_path):
+        monkeypatch.syspath_prepend(path)
+        monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
+    owner = load_engine("plain", load_config("plain")(model={"path": model_dir}, device="cpu"))
+    checks = ["I7.rollout-logprobs", "I7.score", "I12.receive-tensor"]
+    try:
+        (address,) = owner.launch_server()
+        labelled = json.dumps({"version": "core-rl:elsewhere:17:3"}).encode()
+        headers = {"Content-Type": "application/json"}
+        urlopen(Request(f"http://{address}/version", labelled, headers), timeout=60).close()
+        arguments = [f"--server=http://{address}/", f"--model-dir={model_dir}", "--wire=plain"]
+        arguments += [f"--check={check}" for check in checks] + ["--pyargs", "core_rl_conformance"]
+        run(pytester, *arguments).assert_outcomes(passed=2, skipped=1)
+        run(pytester, *arguments, "--take-over").assert_outcomes(passed=3)
+    finally:
+        owner.destroy()
+
+
 DELTAS = ["I12.receive-delta", "I12.delta-base"]
 
 
@@ -181,9 +207,12 @@ def test_report_has_product_and_no_key(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--server=https://host:1"], "*--server=https://host:1: give http://HOST:PORT*"),
-        (["--server=host"], "*--server=host: give http://HOST:PORT*"),
-        (["--server=host:1"], "*--wire=: give --wire=openai|sglang|vllm*"),
+        (["--server=https://host:1"], "*--server: 'https://host:1' is not host:port*"),
+        (["--server=host"], "*--server: 'host' is not host:port*"),
+        (
+            ["--server=host:1"],
+            "*--wire=: give --wire=openai|sglang|vllm, or the name of an installed engine*",
+        ),
         (
             ["--server=host:1", "--server-command=serve", "--wire=vllm"],
             "*--server and --server-command are two servers; give one of them",

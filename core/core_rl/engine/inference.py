@@ -214,8 +214,10 @@ class InferenceEngine:
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Receive the weights that a train engine uploads; the engine has ``meta.version`` when the future is done.
 
-        Updates run in order. A failed update leaves the old weights and their version, and its
-        error is the future's; the next call of this or `set_version` raises an error that nobody read. Raises `UnsupportedCapability` for a method that is not declared, and
+        Updates run in order. A failed update leaves the old weights and their version, and its error is the future's.
+        One that nobody read is raised by the next call of this or `set_version`, and else logged by `destroy`.
+
+        Raises `UnsupportedCapability` for a method that is not declared, and
         `EngineStateError` for a version older than the current one. An engine with ``model.lora`` receives adapters
         over its model, by ``lora``; one without receives whole weights, by any other method.
         """

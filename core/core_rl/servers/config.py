@@ -17,7 +17,7 @@ from core_rl.config.paths import LocalPath, ProgramPath
 from core_rl.config.secret import SecretReference
 from core_rl.errors import ConfigError
 
-__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback"]
+__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback", "server_address"]
 
 Interrupt: TypeAlias = Literal["continue", "abort"]
 """Effect of a pause on requests in flight: they wait and continue, or end as they are."""

@@ -6,12 +6,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHECKS = ("I7.rollout-logprobs", "I7.score", "I12.receive-disk", "I12.receive-tensor", "contract.rollout-pause")
+CHECKS = (
+    "I7.rollout-logprobs",
+    "I7.score",
+    "I12.receive-disk",
+    "I12.receive-tensor",
+    "contract.rollout-pause",
+)
 
 
 def test_the_first_checks_pass(tmp_path: Path) -> None:
     selected = [f"--check={check}" for check in CHECKS]
-    arguments = ["--engine=plain", "--quick", *selected, "-p", "no:cacheprovider", "--pyargs", "core_rl_conformance"]
+    arguments = [
+        "--engine=plain",
+        "--quick",
+        *selected,
+        "-p",
+        "no:cacheprovider",
+        "--pyargs",
+        "core_rl_conformance",
+    ]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],
         cwd=tmp_path,

@@ -212,7 +212,15 @@ def test_dry_run_names_all_absent_servers(stub: Stub, tmp_path: Path, case: str)
 
 @pytest.mark.parametrize(
     "address",
-    ["https://10.0.0.5:30000", "10.0.0.5", "10.0.0.5:30000/v1", "::1:80", ":80", "http://host:70000", "host:0"],
+    [
+        "https://10.0.0.5:30000",
+        "10.0.0.5",
+        "10.0.0.5:30000/v1",
+        "::1:80",
+        ":80",
+        "http://host:70000",
+        "host:0",
+    ],
 )
 def test_address_is_host_and_port(tmp_path: Path, address: str) -> None:
     with pytest.raises(ConfigError, match=f"'{address}' is not host:port; leave path and user out"):
