@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -95,18 +95,18 @@ LONGEST = 64
 class Routes:
     """The routes of one server, its product and its model."""
 
-    paths: frozenset[str]
+    paths: frozenset[str] = frozenset()
     product: str
     version: str
-    model: str
+    model: str = ""
     """The name of its model in requests."""
     directory: str
     """The directory of its model, or the model's name on the Hub; empty where it does not tell."""
-    fields: frozenset[str]
+    fields: frozenset[str] = frozenset()
     """Fields of a completion request, where the server describes them."""
-    disabled: Mapping[Capability, str]
+    disabled: Mapping[Capability, str] = field(default_factory=dict)
     """Capabilities that its own settings disable, each with the reason."""
-    tokenizer: bool
+    tokenizer: bool = True
     """Whether it has one, as far as it describes that."""
 
     @property

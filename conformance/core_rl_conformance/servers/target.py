@@ -197,16 +197,7 @@ async def _of_engine(arguments: ServerArguments, address: str, key: str | None) 
             facts = await server_of(arguments.wire, Api(address, session, key, "the")).facts()
         except RolloutError as error:
             raise unreachable(error) from error
-    return Routes(
-        paths=frozenset(),
-        product=arguments.wire,
-        version=facts.release or "unknown",
-        model="",
-        directory=facts.path,
-        fields=frozenset(),
-        disabled={},
-        tokenizer=True,
-    )
+    return Routes(product=arguments.wire, version=facts.release or "unknown", directory=facts.path)
 
 
 async def _require_fit(arguments: ServerArguments, key: str | None) -> None:

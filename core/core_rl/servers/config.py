@@ -62,8 +62,8 @@ class ServerOptions(Config):
     """Arguments of a server's command line that ``extra_args`` may not have, and the field for each."""
 
     addresses: tuple[str, ...] = ()
-    """Servers that others started, as ``host:port``. They only draw and score, and have to serve ``model.path``, unless
-    ``take_over`` is set. Without any, the engine launches ``layout.dp`` servers of its own."""
+    """Servers that others started, as ``host:port`` or ``http://host:port``. They only draw and score, and have to
+    serve ``model.path``, unless ``take_over`` is set. Without any, the engine launches ``layout.dp`` servers."""
     take_over: bool = False
     """Pause, label and load weights into servers at ``addresses``, also where another run does. Training needs it."""
     python: ProgramPath | None = None

@@ -115,8 +115,8 @@ class Server(ABC):
     async def wait_until_up(self, timeout_s: float) -> None:
         """Return when the server responds, and computes where its weights allow it; logs a warning every 10 s.
 
-        Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`; for a server started elsewhere
-        also `Refused`, where waiting does not help.
+        Raises `RolloutError` with the end of its log if it ends, `ServerTimeout`, and `Refused` where waiting does not
+        help.
         """
         await self._poll(self._probe, timeout_s)
 
@@ -127,7 +127,7 @@ class Server(ABC):
             try:
                 return await probe()
             except (Unreachable, ServerTimeout, Refused) as error:
-                if self.process is None and isinstance(error, Refused) and error.is_final:
+                if isinstance(error, Refused) and error.is_final:
                     raise
                 now = time.monotonic()
                 if now - started > timeout_s:

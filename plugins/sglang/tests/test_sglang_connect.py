@@ -227,6 +227,16 @@ def test_address_is_host_and_port(tmp_path: Path, address: str) -> None:
         dry_run(recipe_with(tmp_path, address, take_over=True))
 
 
+def test_addresses_may_begin_with_http(stub: Stub) -> None:
+    engine = build(stub.model, addresses=[f"http://{stub.address}"])
+    assert engine.config.options.addresses == (stub.address,)  # type: ignore[attr-defined]
+    engine.initialize(f"http://{stub.address}/")
+    assert complete(engine, request(1, 2, 3))[0].output_ids == (7,) * 4
+    engine.destroy()
+    with pytest.raises(ConfigError, match="'/v1' is not host:port"):
+        build(stub.model).initialize("/v1")
+
+
 @pytest.mark.parametrize("take_over", [False, True])
 def test_lost_steering_is_final(stub: Stub, take_over: bool) -> None:
     stub.paused = False
