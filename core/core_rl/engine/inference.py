@@ -215,7 +215,7 @@ class InferenceEngine:
         """Receive the weights that a train engine uploads; the engine has ``meta.version`` when the future is done.
 
         Updates run in order. A failed update leaves the old weights and their version, and its error is the future's.
-        One that nobody read is raised by the next call of this or `set_version`, and else logged by `destroy`.
+        An error that nobody read is raised by the next call of this or `set_version`, and else logged by `destroy`.
 
         Raises `UnsupportedCapability` for a method that is not declared, and
         `EngineStateError` for a version older than the current one. An engine with ``model.lora`` receives adapters

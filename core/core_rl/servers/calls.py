@@ -121,7 +121,7 @@ class Requests:
         body: Mapping[str, Any],
         read: Callable[[Any, Server, ServedAdapter], _Result],
     ) -> _Result:
-        """``read(response, server, adapter)`` of the response to ``body`` from any server, best one that knows ``ids``.
+        """``read(response, server, adapter)`` of the response to ``body`` from any server, chosen by ``ids``.
 
         Where a server is lost, ``body`` is sent again with another rid of the request ``name``, perhaps to another
         server. The attempt before is aborted, so that one call gives one sample.

@@ -95,7 +95,7 @@ class ServerOptions(Config):
     retries: int = Field(default=4, ge=0)
     """The most times that a request is sent again after its server was lost."""
     restart: bool = True
-    """Replace a launched server that ended, or hangs: one that exceeded a time limit, and responds to nothing."""
+    """Replace a launched server that ended, or hangs: it exceeded a time limit, and responds to nothing."""
     in_flight: Interrupt = "continue"
     """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
     end as they are with ``stop_reason = "abort"``."""

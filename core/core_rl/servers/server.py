@@ -259,7 +259,7 @@ class LoadsBroadcasts(Protocol):
         """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
 
     async def leave(self, group: str) -> None:
-        """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
+        """Leave ``group``: ranks that wait for this server get an error. An unreachable server has left."""
 
 
 @runtime_checkable
