@@ -304,6 +304,7 @@ def wheels(session: nox.Session) -> None:
         )
         session.run("core-rl", "engines", "--strict")
         session.run("core-rl", "new-engine", "mine")
+        session.run("core-rl", "new-engine", "served", "--kind", "inference")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
         session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
         session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *users)
