@@ -8,6 +8,7 @@ import base64
 import os
 import pickle
 import runpy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class ModelServer:
 
     def load(self, body: Body) -> None:
         """Replace the model; after an error the old one stays."""
-        model = AutoModelForCausalLM.from_pretrained(body["path"], dtype=self.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(body["path"], dtype=self.dtype)
         self.path, self.model = body["path"], model.to(self.device).eval()
 
     def load_tensors(self, body: Body) -> None:
@@ -124,7 +125,7 @@ def draw_token(logprobs: Tensor, body: Body, generator: torch.Generator) -> int:
 
 def application(server: ModelServer, key: str) -> web.Application:
     """The routes of ``server``, for clients with ``key``."""
-    calls = {
+    calls: dict[str, Callable[[Body], Any]] = {
         "/generate": server.draw,
         "/score": server.score,
         "/pause": server.pause,
