@@ -8,7 +8,7 @@ from core_rl.registry.spec import EngineSpec
 SPEC = EngineSpec(
     name="plain",
     kind="inference",
-    protocol=(0, 2),
+    protocol=(0, 3),
     factory="core_rl_plain.backend:PlainBackend",
     config="core_rl_plain.config:PlainConfig",
     capabilities=frozenset(
