@@ -22,7 +22,7 @@ CONSTRAINTS = ROOT / "constraints" / "tested.txt"
 # With ./, without which `pip wheel` would fetch a stranger's package of this name.
 TRAINER, CLUSTER = "./trainer", "./cluster"
 PLUGINS = ["plugins/fsdp", "plugins/megatron", "plugins/sglang", "plugins/vllm"]
-EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-tiny"]
+EXAMPLES = ["examples/core-rl-ddp", "examples/core-rl-plain", "examples/core-rl-tiny"]
 ENGINES = ["reference", "reference-rollout", "fsdp", "megatron"]
 # Engines with layouts, on which the checks below are repeated, and the examples.
 DISTRIBUTED_ENGINES = ["fsdp", "megatron"]
@@ -304,6 +304,7 @@ def wheels(session: nox.Session) -> None:
         )
         session.run("core-rl", "engines", "--strict")
         session.run("core-rl", "new-engine", "mine")
+        session.run("core-rl", "new-engine", "served", "--kind", "inference")
         suite = ["--pyargs", "core_rl_conformance", "--quick", *session.posargs]
         session.run("pytest", *_engine_options(ENGINES), *suite, env=ENV)
         session.install("-c", str(CONSTRAINTS), "--find-links", str(dist), *users)

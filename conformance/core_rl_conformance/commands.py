@@ -6,7 +6,7 @@ Importing this imports nothing heavy: ``core-rl --help`` does it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -142,16 +142,20 @@ def new_engine(
             show_default=False,
         ),
     ] = None,
+    kind: Annotated[
+        Literal["train", "inference"], typer.Option("--kind", help="Train or inference engine.")
+    ] = "train",
 ) -> None:
-    """Write a new engine: a distribution with a data-parallel engine that works, its tests, and its profile.
+    """Write a new engine: a distribution with an engine that works, its tests, and its profile.
 
-    Change it into yours, step by step, and keep the conformance suite green.
+    A train engine is data parallel, and an inference engine calls HTTP servers, with one to try it with. Change it into
+    yours, step by step, and keep the conformance suite green.
 
     Example: core-rl new-engine mine
     """
     from core_rl_conformance.skeleton import Skeleton, write_skeleton
 
-    skeleton = Skeleton.named(name, class_prefix)
+    skeleton = Skeleton.named(name, class_prefix, kind)
     place = (directory or Path()) / skeleton.distribution
     for path in write_skeleton(skeleton, place):
         typer.echo(f"wrote {path}")

@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "metavar": "COMMAND",
         "help": "check servers that this starts with tiny models: 'vllm serve {model} --port {port}'; with --wire",
     },
-    "--wire": {"metavar": "WIRE", "help": "the interface of its requests: vllm, sglang or openai"},
+    "--wire": {"metavar": "WIRE", "help": "the interface of its requests: openai, or an engine over servers"},
     "--model-dir": {"metavar": "DIR", "help": "the model that it serves, for expected values"},
     "--take-over": {
         "action": "store_true",

@@ -1,9 +1,9 @@
-"""The skeleton of an engine's distribution that ``core-rl new-engine`` writes: the example engine, renamed."""
+"""The skeleton of an engine's distribution that ``core-rl new-engine`` writes: an example engine, renamed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,22 +11,15 @@ from typing import Self
 
 from core_rl.errors import ConfigError, raise_all
 from core_rl.registry.engines import list_engines
+from core_rl.registry.spec import EngineKind
 
 PACKAGE = Path(__file__).parent
-PLACES = (PACKAGE / "example", PACKAGE.parents[1] / "examples" / "core-rl-ddp")
-"""Directory of the example engine, in a wheel and in the checkout."""
-FILES = (
-    "pyproject.toml",
-    "README.md",
-    "src/core_rl_ddp/__init__.py",
-    "src/core_rl_ddp/config.py",
-    "src/core_rl_ddp/engine.py",
-    "src/core_rl_ddp/conformance.py",
-    "src/core_rl_ddp/py.typed",
-    "tests/test_ddp_engine.py",
-)
-NAMES = re.compile("core-rl-ddp|core_rl_ddp|test_ddp|DDP|ddp")
-"""Names in the example that follow from the engine's."""
+PLACES = (PACKAGE / "examples", PACKAGE.parents[1] / "examples")
+"""Directory of the example engines, in a wheel and in the checkout."""
+EXAMPLES: Mapping[EngineKind, tuple[str, str]] = {"train": ("ddp", "DDP"), "inference": ("plain", "Plain")}
+"""Name and class prefix of the example of each kind."""
+PATTERNS = ("*.toml", "*.md", "src/*/*.py", "src/*/py.typed", "tests/*.py")
+"""Of an example's files; others are caches."""
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 CLASS_PREFIX = re.compile(r"[A-Z][A-Za-z0-9]*")
 DISTRIBUTION_PREFIX = "core-rl-"
@@ -40,15 +33,18 @@ class Skeleton:
 
     name: str
     class_prefix: str
+    kind: EngineKind
 
     @classmethod
-    def named(cls, name: str, class_prefix: str | None = None) -> Self:
+    def named(cls, name: str, class_prefix: str | None = None, kind: EngineKind = "train") -> Self:
         """The names that follow from the engine's; ``class_prefix`` is the name in CapWords by default.
 
         Raises `ConfigError` that lists everything that is wrong with them.
         """
         skeleton = cls(
-            name=name, class_prefix=class_prefix or "".join(part.capitalize() for part in name.split("-"))
+            name=name,
+            class_prefix=class_prefix or "".join(part.capitalize() for part in name.split("-")),
+            kind=kind,
         )
         raise_all(ConfigError, f"no engine can be called {name!r}", skeleton._violations())
         return skeleton
@@ -80,19 +76,26 @@ class Skeleton:
 
     def files(self) -> dict[str, str]:
         """The text of each file by its path in the distribution."""
+        of_example, prefix = EXAMPLES[self.kind]
         names = {
-            "core-rl-ddp": self.distribution,
-            "core_rl_ddp": self.module,
-            "test_ddp": f"test_{self.name.replace('-', '_')}",
-            "DDP": self.class_prefix,
-            "ddp": self.name,
+            f"core-rl-{of_example}": self.distribution,
+            f"core_rl_{of_example}": self.module,
+            f"CORE_RL_{of_example.upper()}": self.module.upper(),
+            f"test_{of_example}": f"test_{self.name.replace('-', '_')}",
+            prefix: self.class_prefix,
+            of_example: self.name,
         }
-        example = next(place for place in PLACES if place.is_dir())
+        pattern = re.compile("|".join(names))
 
         def renamed(text: str) -> str:
-            return NAMES.sub(lambda match: names[match[0]], text)
+            return pattern.sub(lambda match: names[match[0]], text)
 
-        return {renamed(path): renamed((example / path).read_text(encoding="utf-8")) for path in FILES}
+        example = next(place for place in PLACES if place.is_dir()) / f"core-rl-{of_example}"
+        paths = [path for pattern in PATTERNS for path in sorted(example.glob(pattern))]
+        return {
+            renamed(str(path.relative_to(example))): renamed(path.read_text(encoding="utf-8"))
+            for path in paths
+        }
 
 
 def write_skeleton(skeleton: Skeleton, directory: Path) -> list[Path]:

@@ -16,6 +16,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>\w*)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)(?P=fence)",
     re.MULTILINE | re.DOTALL,
 )
+PART = " (part)"
 _TITLE = re.compile(r'title="([^"]+)"')
 
 
@@ -28,7 +29,9 @@ class Block:
     line: int
     """Line of the page that holds the first line of ``code``."""
     title: str | None
-    """Path of the file that the reader writes the block to; None for a block that is no file."""
+    """Path of the file that the reader writes the block to, or has from a command; None for a block that is no file."""
+    is_part: bool
+    """Whether the block repeats lines of that file."""
     reason: str | None
     """Why the tests do not run the block, from the comment above it; None for a block that they run."""
 
@@ -44,7 +47,8 @@ def blocks_of(page: Path) -> list[Block]:
                 language=match["language"],
                 code=textwrap.dedent(match["code"]),
                 line=text.count("\n", 0, match.start("code")) + 1,
-                title=title[1] if title else None,
+                title=title[1].removesuffix(PART) if title else None,
+                is_part=title is not None and title[1].endswith(PART),
                 reason=match["reason"],
             )
         )

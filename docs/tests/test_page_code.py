@@ -60,13 +60,21 @@ def workspace(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_code_of_a_page_runs(page: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in blocks_of(page) if block.reason is None]
     for block in blocks:
-        if block.title is not None:
+        if block.title is not None and not block.is_part:
             write_file(block, workspace)
     for block in blocks:
         if block.language == "sh":
             for command in commands_of(block):
                 run_command(command, workspace, monkeypatch)
+    for block in blocks:
+        if block.title is not None and block.is_part:
+            text = (workspace / block.title).read_text(encoding="utf-8")
+            assert without_indents(block.code) in without_indents(text)
     run_script(page, [b for b in blocks if b.language == "python" and b.title is None], workspace)
+
+
+def without_indents(text: str) -> str:
+    return "\n".join(map(str.strip, text.splitlines()))
 
 
 def write_file(block: Block, workspace: Path) -> None:

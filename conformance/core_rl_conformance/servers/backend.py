@@ -10,14 +10,14 @@ from typing import Any
 
 from core_rl.backend.inference_backend import InferenceContext, ModelLimits
 from core_rl.backend.meta import FinetuneSpec
-from core_rl.config.engine import DType, ModelConfig
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
+from core_rl.errors import ConfigError, EngineBroken
 from core_rl.registry.engines import get_spec, load_class
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import Interrupt, ServerEngineConfig, ServerOptions
-from core_rl.servers.facts import FRESH, NO_LIMITS, ServerFacts, misfits
+from core_rl.servers.facts import FRESH, NO_LIMITS, ServerFacts
 from core_rl.servers.process import RunningServer, ServerProcess
 from core_rl.servers.server import Server
 from core_rl.servers.wire import Scores, Wire, readable
@@ -31,7 +31,6 @@ class OpenAIWire(Wire):
     """``POST /v1/completions``. All tokens have version 0: such responses name no weights."""
 
     path = "/v1/completions"
-    ids = "prompt"
     rid = "request_id"
 
     def __init__(self, model: str) -> None:
@@ -43,7 +42,6 @@ class OpenAIWire(Wire):
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
         body: dict[str, Any] = {
             "model": self._model,
-            "request_id": request.rid,
             "prompt": list(request.input_ids),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -217,16 +215,18 @@ def wire_of(name: str, model: str) -> Wire:
     return OpenAIWire(model) if name == "openai" else _backend_of(name).wire
 
 
-async def misfits_of(wire: str, api: Api, model: ModelConfig, dtype: DType) -> list[str]:
-    """The reasons for which the server of ``api`` cannot serve ``model`` in ``dtype``; nothing of it changes."""
-    server = _backend_of(wire).server_class(api, ServerOptions().update_timeout_s, steered=False)
-    return list(misfits(await server.facts(), ServedModel.of(model, "server"), dtype))
+def server_of(wire: str, api: Api) -> Server:
+    """The server of ``api``, as the engine of its wire calls it; nothing of it changes."""
+    return _backend_of(wire).server_class(api, ServerOptions().update_timeout_s, steered=False)
 
 
 def _backend_of(engine: str) -> ServerBackend[Any]:
     """The backend of the installed engine; raises `EngineError`."""
     base: type[Any] = ServerBackend
-    made: ServerBackend[Any] = load_class(get_spec(engine), "factory", base)()
+    try:
+        made: ServerBackend[Any] = load_class(get_spec(engine), "factory", base)()
+    except EngineBroken as error:
+        raise ConfigError(f"--wire={engine}: {error}; name an engine over servers") from error
     return made
 
 
@@ -259,8 +259,6 @@ class ReadOnlyServer(Server):
     async def abort(self, rid: str) -> None:
         """Servers abort a request with its connection."""
 
-    async def abort_all(self) -> None: ...
-
     async def flush_cache(self) -> None: ...
 
     async def load_directory(self, path: str) -> None: ...
@@ -282,15 +280,10 @@ def _without_versions(wire: Wire) -> Wire:
     return unversioned
 
 
-def _unversioned(response: Any) -> Any:
-    """``response`` without labels in the spans of its weight versions, which are of its choices or of itself."""
+def _unversioned(response: Any, name: str = "") -> Any:
+    """``response`` without the labels of weights: texts in fields, such as ``name``, that are called after versions."""
     if isinstance(response, list):
-        return [_unversioned(part) for part in response]
-    if not isinstance(response, dict):
-        return response
-    changed = dict(response)
-    for name in response.keys() & {"choices", "meta_info"}:
-        changed[name] = _unversioned(response[name])
-    if isinstance(spans := response.get("weight_versions"), list):
-        changed["weight_versions"] = [{**span, "version": FRESH} for span in spans]
-    return changed
+        return [_unversioned(part, name) for part in response]
+    if isinstance(response, dict):
+        return {key: _unversioned(value, key) for key, value in response.items()}
+    return FRESH if "version" in name and isinstance(response, str) else response

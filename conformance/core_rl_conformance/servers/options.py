@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Any
 
 from core_rl.config.engine import DType
 from core_rl.errors import ConfigError, raise_all
+from core_rl.registry.engines import list_engines
+from core_rl.servers.config import server_address
 
-WireName = Literal["openai", "sglang", "vllm"]
+WIRES = ("openai", "sglang", "vllm")
+"""Wires whose routes the suite knows; others are of installed engines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +40,16 @@ class ServerArguments:
         raise_all(ConfigError, "the server under test", self._problems())
 
     def _problems(self) -> Iterator[str]:
-        if self.wire not in get_args(WireName):
-            yield f"--wire={self.wire}: give --wire={'|'.join(get_args(WireName))}, the interface of its requests"
+        if self.wire not in (*WIRES, *(entry.name for entry in list_engines())):
+            yield f"--wire={self.wire}: give --wire={'|'.join(WIRES)}, or the name of an installed engine over servers"
         if self.command:
             yield from self._command_problems()
             return
-        url = urlsplit(self._full_url)
-        if url.scheme != "http" or not _has_port(self._full_url) or url.path.strip("/"):
-            yield f"--server={self.url}: give http://HOST:PORT, without a path and without TLS"
-        if url.username or url.password:
-            yield "--server has a password; name the variable of an API key with --server-key"
+        try:
+            server_address(self.url)
+        except ConfigError as error:
+            key = "; name the variable of an API key with --server-key" if "@" in self.url else ""
+            yield f"--server: {error}{key}"
         if not (Path(self.model_dir) / "config.json").is_file():
             yield (
                 f"--model-dir={self.model_dir}: no config.json there; give the directory of the model that the server "
@@ -64,13 +66,9 @@ class ServerArguments:
                 yield f"--server-command={self.command!r} has no {name}"
 
     @property
-    def _full_url(self) -> str:
-        return self.url if "://" in self.url else f"http://{self.url}"
-
-    @property
     def address(self) -> str:
         """``host:port``"""
-        return urlsplit(self._full_url).netloc
+        return server_address(self.url)
 
     @property
     def model_type(self) -> str:
@@ -97,10 +95,3 @@ class ServerArguments:
         text = (Path(self.model_dir) / "config.json").read_text(encoding="utf-8")
         parsed: dict[str, Any] = json.loads(text)
         return parsed
-
-
-def _has_port(url: str) -> bool:
-    try:
-        return bool(urlsplit(url).hostname) and urlsplit(url).port is not None
-    except ValueError:
-        return False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 from core_rl.config.capability import Capability
 from core_rl.errors import ConfigError, RolloutError
-from core_rl.servers.api import Api, Refused
+from core_rl.servers.api import DENIED, Api, Refused
 from core_rl.servers.wire import Wire, readable
 
 GENERATE = {"openai": "/v1/completions", "sglang": "/generate", "vllm": "/inference/v1/generate"}
@@ -74,6 +74,8 @@ NEEDS: Mapping[str, Mapping[Capability, tuple[str, ...]]] = {
     },
 }
 """Capabilities that change a server, and their routes besides `CONTROL`, by wire."""
+CHANGES = tuple(NEEDS["sglang"])
+"""Capabilities that change a server, whatever its wire."""
 WHOLE = (Capability.SYNC_DISK, Capability.SYNC_TENSOR, Capability.SYNC_DISTRIBUTED)
 """Weight sync by which a server loads whole weights. ``sync_delta`` needs one: the client adds the changes."""
 PRODUCTS = (("SGLang", "/server_info"), ("vLLM", "/version"))
@@ -93,18 +95,18 @@ LONGEST = 64
 class Routes:
     """The routes of one server, its product and its model."""
 
-    paths: frozenset[str]
+    paths: frozenset[str] = frozenset()
     product: str
     version: str
-    model: str
+    model: str = ""
     """The name of its model in requests."""
     directory: str
     """The directory of its model, or the model's name on the Hub; empty where it does not tell."""
-    fields: frozenset[str]
+    fields: frozenset[str] = frozenset()
     """Fields of a completion request, where the server describes them."""
-    disabled: Mapping[Capability, str]
+    disabled: Mapping[Capability, str] = field(default_factory=dict)
     """Capabilities that its own settings disable, each with the reason."""
-    tokenizer: bool
+    tokenizer: bool = True
     """Whether it has one, as far as it describes that."""
 
     @property
@@ -131,7 +133,7 @@ def read_routes(address: str, key: str | None, wire: str) -> Routes:
     try:
         routes = asyncio.run(_read(address, key))
     except RolloutError as error:
-        raise ConfigError(f"--server: {error}; start the server first, and give its address") from error
+        raise unreachable(error) from error
     if absent := routes.missing([GENERATE[wire]]):
         raise ConfigError(f"--wire={wire}: the {routes.product} at {address} has {absent}; {HINTS[wire]}")
     if wire == "openai" and not routes.tokenizer:
@@ -140,6 +142,13 @@ def read_routes(address: str, key: str | None, wire: str) -> Routes:
             f"{GENERATE[wire]} needs a tokenizer; start it without the flag, or give --wire=sglang"
         )
     return routes
+
+
+def unreachable(error: RolloutError) -> ConfigError:
+    """The ``error`` of a server's description, with its remedy."""
+    denied = isinstance(error, Refused) and error.status in DENIED
+    remedy = "--server-key names its variable" if denied else "start the server first, and give its address"
+    return ConfigError(f"--server: {error}; {remedy}")
 
 
 async def _read(address: str, key: str | None) -> Routes:
@@ -199,7 +208,7 @@ async def scoring_problem(address: str, key: str | None, wire: Wire, vocab_size:
         api = Api(address, session, key, "the")
         body = {**wire.scoring([1] * LONGEST, vocab_size), wire.rid: f"core-rl-{LONGEST}"}
         try:
-            await api.post(wire.path, body, REQUEST_TIMEOUT_S)
+            await api.post(wire.scoring_path, body, REQUEST_TIMEOUT_S)
         except RolloutError as error:
             return str(error).removeprefix(f"{api.name}: ")
     return ""

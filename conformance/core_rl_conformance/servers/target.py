@@ -23,13 +23,16 @@ from core_rl.engine.loading import load_backend, load_engine
 from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.registry.engines import get_spec
 from core_rl.registry.spec import PROTOCOL_VERSION, EngineSpec
+from core_rl.servers.adapters import ServedModel
 from core_rl.servers.api import Api, Refused
+from core_rl.servers.facts import misfits
 from core_rl_conformance.case import Target
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, ModelStore, TinyModel
 from core_rl_conformance.profile import FAMILIES, Profile, Waiver
-from core_rl_conformance.servers.backend import ServerUnderTestConfig, misfits_of, wire_of
-from core_rl_conformance.servers.options import ServerArguments
+from core_rl_conformance.servers.backend import ServerUnderTestConfig, server_of, wire_of
+from core_rl_conformance.servers.options import WIRES, ServerArguments
 from core_rl_conformance.servers.routes import (
+    CHANGES,
     CONTROL,
     GENERATE,
     NEEDS,
@@ -37,6 +40,7 @@ from core_rl_conformance.servers.routes import (
     Routes,
     read_routes,
     scoring_problem,
+    unreachable,
 )
 
 OWNER = "vLLM"
@@ -130,14 +134,17 @@ def launched_server(command: str, path: Path, log_path: Path | None = None) -> I
 def _of_routes(arguments: ServerArguments, address: str) -> Target:
     variable = arguments.key_variable
     key = None if variable is None else SecretReference(variable).read()
-    routes = read_routes(address, key, arguments.wire)
+    if arguments.wire in WIRES:
+        routes = read_routes(address, key, arguments.wire)
+    else:
+        routes = asyncio.run(_of_engine(arguments, address, key))
     missing = dict(_missing(arguments.wire, routes))
     wire = wire_of(arguments.wire, routes.model)
     vocab_size = arguments.vocab_size if arguments.model_dir else TinyModel(family=FAMILIES[0]).vocab_size
     if problem := asyncio.run(scoring_problem(address, key, wire, vocab_size)):
         missing |= dict.fromkeys((Capability.SCORE, Capability.TOP_LOGPROBS), problem)
     launches, place = bool(arguments.command), arguments.command or f"http://{address}"
-    changing = [name for name in (SETS_VERSIONS, *NEEDS[arguments.wire]) if name not in missing]
+    changing = [name for name in (SETS_VERSIONS, *CHANGES) if name not in missing]
     withheld = dict.fromkeys([] if launches or arguments.take_over else changing, NO_TAKE_OVER)
     special = {Capability.BFLOAT16} if arguments.served_dtype == "bfloat16" else set()
     special |= {Capability.CUDA} if arguments.device == "cuda" else set()
@@ -183,12 +190,22 @@ def _of_routes(arguments: ServerArguments, address: str) -> Target:
     )
 
 
+async def _of_engine(arguments: ServerArguments, address: str, key: str | None) -> Routes:
+    """The description of a server by the engine of its wire, which knows its routes; raises `ConfigError`."""
+    async with aiohttp.ClientSession() as session:
+        try:
+            facts = await server_of(arguments.wire, Api(address, session, key, "the")).facts()
+        except RolloutError as error:
+            raise unreachable(error) from error
+    return Routes(product=arguments.wire, version=facts.release or "unknown", directory=facts.path)
+
+
 async def _require_fit(arguments: ServerArguments, key: str | None) -> None:
     """Raise one `ConfigError` for a server to which no check of the session could connect."""
-    model = ModelConfig(path=arguments.model_dir)
+    model = ServedModel.of(ModelConfig(path=arguments.model_dir), "server")
     async with aiohttp.ClientSession() as session:
-        api = Api(arguments.address, session, key, "the")
-        problems = await misfits_of(arguments.wire, api, model, arguments.served_dtype)
+        facts = await server_of(arguments.wire, Api(arguments.address, session, key, "the")).facts()
+    problems = list(misfits(facts, model, arguments.served_dtype))
     prefix = f"--server={arguments.url} with --model-dir={arguments.model_dir}"
     raise_all(ConfigError, prefix, problems)
 
@@ -223,8 +240,9 @@ def _missing(wire: str, routes: Routes) -> Iterator[tuple[str, str]]:
         for capability, field in FIELDS.items():
             if routes.fields and field not in routes.fields:
                 yield capability, f"{GENERATE[wire]} has no field {field}"
-        for name in (SETS_VERSIONS, *NEEDS["sglang"]):
+        for name in (SETS_VERSIONS, *CHANGES):
             yield name, "the wire openai has no route that changes a server"
+    if not CONTROL.get(wire):
         return
     control = routes.missing(CONTROL[wire])
     if control:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from aiohttp import web
+from distributions import install_project
 from mutants.rollouts import ReportsAfterTheCut, ReportsWithoutTemperature
 from plugin_support import run
 from reference_server import CONTROL, GENERATE, ReferenceServer
 from server_stub import running
 
+from core_rl import load_config, load_engine
 from core_rl.config.capability import Capability
+from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import ConfigError
 from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.servers.api import Refused
+from core_rl.servers.backend import ServerBackend
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.servers import routes
 from core_rl_conformance.servers.options import ServerArguments
@@ -28,6 +35,7 @@ from core_rl_conformance.servers.routes import read_routes
 from core_rl_conformance.servers.target import load_server
 
 pytest_plugins = ["pytester"]
+EXAMPLE = Path(__file__).parents[3] / "examples" / "core-rl-plain"
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +121,39 @@ def test_server_changes_only_with_take_over(pytester: pytest.Pytester, server: R
     server.label = before
 
 
+@pytest.fixture
+def owner(model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InferenceEngine]:
+    """The example's engine, installed."""
+    for path in install_project(EXAMPLE, tmp_path):
+        monkeypatch.syspath_prepend(path)
+        monkeypatch.setenv("PYTHONPATH", path, prepend=os.pathsep)
+    engine = load_engine("plain", load_config("plain")(model={"path": model_dir}, device="cpu"))
+    assert isinstance(engine, InferenceEngine)
+    yield engine
+    engine.destroy()
+
+
+def test_a_wrong_health_path_ends_the_start(owner: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = owner._backend
+    assert isinstance(backend, ServerBackend)
+    monkeypatch.setattr(backend.server_class, "health_path", "/healthy")
+    with pytest.raises(Refused, match="plain server .*: GET /healthy returned status 404"):
+        owner.launch_server()
+
+
+def test_an_engines_own_wire_judges(
+    pytester: pytest.Pytester, model_dir: str, owner: InferenceEngine
+) -> None:
+    checks = ["I7.rollout-logprobs", "I7.score", "I12.receive-tensor"]
+    (address,) = owner.launch_server()
+    labelled = json.dumps({"version": "core-rl:elsewhere:17:3"}).encode()
+    urlopen(Request(f"http://{address}/version", labelled), timeout=60).close()
+    arguments = [f"--server=http://{address}/", f"--model-dir={model_dir}", "--wire=plain"]
+    arguments += [f"--check={check}" for check in checks] + ["--pyargs", "core_rl_conformance"]
+    run(pytester, *arguments).assert_outcomes(passed=2, skipped=1)
+    run(pytester, *arguments, "--take-over").assert_outcomes(passed=3)
+
+
 DELTAS = ["I12.receive-delta", "I12.delta-base"]
 
 
@@ -181,9 +222,16 @@ def test_report_has_product_and_no_key(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--server=https://host:1"], "*--server=https://host:1: give http://HOST:PORT*"),
-        (["--server=host"], "*--server=host: give http://HOST:PORT*"),
-        (["--server=host:1"], "*--wire=: give --wire=openai|sglang|vllm*"),
+        (["--server=https://host:1"], "*--server: 'https://host:1' is not host:port*"),
+        (
+            ["--server=host:1", "--wire=nobody"],
+            "*--wire=nobody: give --wire=openai|sglang|vllm, or the name*",
+        ),
+        (["--server=host"], "*--server: 'host' is not host:port*"),
+        (
+            ["--server=host:1"],
+            "*--wire=: give --wire=openai|sglang|vllm, or the name of an installed engine*",
+        ),
         (
             ["--server=host:1", "--server-command=serve", "--wire=vllm"],
             "*--server and --server-command are two servers; give one of them",

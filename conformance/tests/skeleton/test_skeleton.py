@@ -15,22 +15,13 @@ from distributions import install_project
 
 from core_rl import __version__
 from core_rl.errors import ConfigError
-from core_rl.registry.spec import PROTOCOL_VERSION
-from core_rl_conformance.skeleton import FILES, Skeleton, write_skeleton
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "core-rl-ddp"
+from core_rl.registry.spec import PROTOCOL_VERSION, EngineKind
+from core_rl_conformance.skeleton import EXAMPLES, Skeleton, write_skeleton
 
 
 def _path_with(project: Path, site: Path) -> str:
     """``PYTHONPATH`` with the new engine, installed in ``site``."""
     return os.pathsep.join([*install_project(project, site), os.environ.get("PYTHONPATH", "")])
-
-
-def test_example_has_no_extra_files() -> None:
-    ignored = {"__pycache__", ".pytest_cache", ".hypothesis"}
-    paths = [path.relative_to(EXAMPLE) for path in EXAMPLE.rglob("*") if path.is_file()]
-    present = {str(path) for path in paths if not ignored & set(path.parts)}
-    assert present == set(FILES)
 
 
 def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,10 +44,13 @@ def test_the_new_engine_is_listed_and_shown(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.nightly
-def test_the_new_engines_own_tests_pass(tmp_path: Path) -> None:
-    """The suite among them is left to the example, which equals the command's output."""
+@pytest.mark.parametrize(
+    ("kind", "summary"), [("train", "1 passed, 1 deselected"), ("inference", "1 passed")]
+)
+def test_the_new_engines_own_tests_pass(tmp_path: Path, kind: EngineKind, summary: str) -> None:
+    """The whole suite among them is left to the example, which equals the command's output."""
     project = tmp_path / "project"
-    write_skeleton(Skeleton.named("fresh"), project)
+    write_skeleton(Skeleton.named("fresh", kind=kind), project)
     environment = {**os.environ, "PYTHONPATH": _path_with(project, tmp_path / "site"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [
@@ -77,21 +71,24 @@ def test_the_new_engines_own_tests_pass(tmp_path: Path) -> None:
         check=False,
         timeout=600,
     )
-    assert result.returncode == 0 and "1 passed, 1 deselected" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == 0 and summary in result.stdout, result.stdout + result.stderr
 
 
-def test_it_asks_for_this_core_and_its_protocol() -> None:
-    files = Skeleton.named("mine").files()
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_it_asks_for_this_core_and_its_protocol(kind: EngineKind) -> None:
+    files = Skeleton.named("mine", kind=kind).files()
     project = tomllib.loads(files["pyproject.toml"])["project"]
     major, minor = __version__.split(".")[:2]
-    assert project["dependencies"] == [f"core-rl>={major}.{minor},<{major}.{int(minor) + 1}"]
+    extra = "[servers]" if kind == "inference" else ""
+    assert project["dependencies"] == [f"core-rl{extra}>={major}.{minor},<{major}.{int(minor) + 1}"]
     assert f"protocol={PROTOCOL_VERSION}" in files["src/core_rl_mine/__init__.py"]
 
 
-def test_no_placeholder_is_left() -> None:
-    for path, text in Skeleton.named("mine").files().items():
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_no_placeholder_is_left(kind: EngineKind) -> None:
+    for path, text in Skeleton.named("my-own", kind=kind).files().items():
         assert "$" not in path + text
-        assert "ddp" not in (path + text).lower()
+        assert EXAMPLES[kind][0] not in (path + text).lower()
         if path.endswith(".py"):
             compile(text, path, "exec")
 

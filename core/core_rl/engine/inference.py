@@ -214,8 +214,10 @@ class InferenceEngine:
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Receive the weights that a train engine uploads; the engine has ``meta.version`` when the future is done.
 
-        Updates run in order. A failed update leaves the old weights and their version, and its
-        error is the future's. Raises `UnsupportedCapability` for a method that is not declared, and
+        Updates run in order. A failed update leaves the old weights and their version, and its error is the future's.
+        An error that nobody read is raised by the next call of this or `set_version`, and else logged by `destroy`.
+
+        Raises `UnsupportedCapability` for a method that is not declared, and
         `EngineStateError` for a version older than the current one. An engine with ``model.lora`` receives adapters
         over its model, by ``lora``; one without receives whole weights, by any other method.
         """
@@ -243,6 +245,7 @@ class InferenceEngine:
     def set_version(self, version: int) -> None:
         """Give the present weights another version, as after a resume."""
         guards.require_state(self._state, "ready", "set_version()")
+        self._updates.require_read()
         if version < 0:
             raise EngineStateError(f"set_version({version}); versions are not negative")
         # Tokens of the new version may arrive before the backend returns.

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from core_rl.backend.meta import WeightUpdateMeta
-from core_rl.errors import DeltaRefused, WeightsError
+from core_rl.errors import DeltaRefused, WeightsError, raise_all
 from core_rl.weight_sync.rendezvous import abandon, expecting, forget_error
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def _update(
 ) -> None:
     """Install one update; raises `DeltaRefused` also where the sender has failed because of it."""
     arrival = receiver.update_weights(meta)
+    arrival.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised here, or explained
     try:
         if meta.method != "disk":
             sender.upload_weights(meta)
@@ -92,22 +94,60 @@ def _update(
     arrival.result(timeout_s)
 
 
+class Arrival(Future[None]):
+    """The outcome of an update, which knows whether anybody has asked for it."""
+
+    is_read = False
+
+    def result(self, timeout: float | None = None) -> None:
+        self.is_read = True
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.is_read = True
+        return super().exception(timeout)
+
+    @property
+    def unread_error(self) -> BaseException | None:
+        """The error of a failed update that nobody has asked for."""
+        unread = self.done() and not self.cancelled() and not self.is_read
+        return super().exception() if unread else None
+
+
 class WeightUpdates:
-    """Calls ``install`` for each update, in the order of `submit`."""
+    """Calls ``install`` for each update, in the order of `submit`.
+
+    An error that nobody read is raised by the next `submit` or `require_read`, and logged by `close`.
+    """
 
     def __init__(self, install: Callable[[WeightUpdateMeta], None]) -> None:
         self._install = install
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="core-rl-weights")
-        self._unfinished: list[tuple[WeightUpdateMeta, Future[None]]] = []
+        self._unfinished: list[tuple[WeightUpdateMeta, Arrival]] = []
+        """Updates that are not done, and those whose error nobody has read."""
 
     def submit(self, meta: WeightUpdateMeta) -> Future[None]:
         """Queue an update; the future is done when it is installed, or has its error."""
-        self._unfinished = [(of, update) for of, update in self._unfinished if not update.done()]
+        self.require_read()
         if meta.method != "disk":
             forget_error(meta)
-        update = self._thread.submit(self._run, meta)
-        self._unfinished.append((meta, update))
-        return update
+        arrival = Arrival()
+        self._unfinished.append((meta, arrival))
+        self._thread.submit(self._run, meta).add_done_callback(partial(_pass_on, arrival))
+        return arrival
+
+    def require_read(self) -> None:
+        """Raise `WeightsError`, once, for updates that failed, and whose error nobody has read."""
+        problems = self._unread_errors()
+        self._unfinished = [(meta, arrival) for meta, arrival in self._unfinished if not arrival.done()]
+        raise_all(WeightsError, "an update failed before this call", problems)
+
+    def _unread_errors(self) -> list[str]:
+        return [
+            f"version {meta.version}: {error}; call result() of the future that update_weights() returns"
+            for meta, arrival in self._unfinished
+            if (error := arrival.unread_error) is not None
+        ]
 
     def _run(self, meta: WeightUpdateMeta) -> None:
         """Install an update; a sender that has not connected finds the error."""
@@ -121,8 +161,19 @@ class WeightUpdates:
         server that does not answer, until the backend is torn down.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
+        for problem in self._unread_errors():
+            logger.error("an update of weights failed: %s", problem)
         for meta, update in self._unfinished:
             abandon_until_done(meta, update, CLOSE_WAIT_S)
+
+
+def _pass_on(arrival: Arrival, done: Future[None]) -> None:
+    if done.cancelled() or arrival.cancelled():
+        arrival.cancel()
+    elif error := done.exception():
+        arrival.set_exception(error)
+    else:
+        arrival.set_result(None)
 
 
 def abandon_until_done(meta: WeightUpdateMeta, update: Future[Any], timeout_s: float) -> None:

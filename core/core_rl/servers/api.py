@@ -77,10 +77,11 @@ class Api:
         self._session = session
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def get(self, path: str, timeout_s: float) -> Any:
+    async def get(self, path: str, timeout_s: float, *, parse: bool = True) -> Any:
         """The JSON response to ``GET path``; see `post`."""
         async with self._call("GET", path, None, timeout_s) as response:
-            return self._parsed(await response.read(), path)
+            content = await response.read()
+            return self._parsed(content, path) if parse else None
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, *, parse: bool = True) -> Any:
         """The JSON response to ``POST path``, None for an empty one and without ``parse``.

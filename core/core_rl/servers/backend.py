@@ -33,7 +33,7 @@ from core_rl.errors import LayoutError, WeightsError
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api, requests_at_one_time
 from core_rl.servers.calls import ImageFields, Requests, Scorer
-from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.servers.config import ServerEngineConfig, ServerOptions, server_address
 from core_rl.servers.fleet import Fleet, facts_of_running, require_servers
 from core_rl.servers.process import PlacedServer, RunningServer, ServerProcess, reserve_ports
 from core_rl.servers.server import SYNC_PROTOCOLS, Server, require_protocols
@@ -205,7 +205,8 @@ class ServerBackend(InferenceBackend[C]):
         self.model = self.served_model(config)
         # The caller launched the servers at ``addresses``; others started ``options.addresses``.
         steered = bool(addresses) or options.take_over
-        addresses = addresses or options.addresses or self.launch_server(context, dp)
+        addresses = tuple(map(server_address, addresses)) or options.addresses
+        addresses = addresses or self.launch_server(context, dp)
         _require_count(addresses, dp)
         launched = {server.address: server for server in self.servers}
         self.servers = tuple(

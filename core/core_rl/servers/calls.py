@@ -91,7 +91,9 @@ class Requests:
 
         self._require_taken(request)
         for _ in range(REDRAWS):
-            response = await self.call(self._body(request, eos), read)
+            response = await self.call(
+                self._wire.path, request.input_ids, request.rid, self._body(request, eos), read
+            )
             if self._images.token not in response.output_ids:
                 return response
         raise RolloutError(
@@ -112,20 +114,26 @@ class Requests:
                 raise RolloutError(f"request {request.rid}: {server.name} {problem}; {server.limits.remedy}")
 
     async def call(
-        self, body: Mapping[str, Any], read: Callable[[Any, Server, ServedAdapter], _Result]
+        self,
+        path: str,
+        ids: Sequence[int],
+        name: str,
+        body: Mapping[str, Any],
+        read: Callable[[Any, Server, ServedAdapter], _Result],
     ) -> _Result:
-        """``read(response, server, adapter)`` of the response to ``body`` from any server.
+        """``read(response, server, adapter)`` of the response to ``body`` from any server, chosen by ``ids``.
 
-        Where a server is lost, ``body`` is sent again with another rid, perhaps to another server. The attempt before
-        is aborted, so that one call gives one sample.
+        Where a server is lost, ``body`` is sent again with another rid of the request ``name``, perhaps to another
+        server. The attempt before is aborted, so that one call gives one sample.
         """
         async with self._free:
             left, delay_s = self._pool.options.retries, FIRST_RETRY_S
             try:
                 while True:
-                    server = await self._pool.pick(body[self._wire.ids])
+                    server = await self._pool.pick(ids)
                     try:
-                        return await self._attempt(server, body, left, read)
+                        # A server may abort every request whose rid begins so.
+                        return await self._attempt(server, path, f"{name}-{left}-", body, read)
                     except (Unreachable, StaleServer) as error:
                         self._pool.mark_lost(server, error)
                         if not left or self._pool.closing:
@@ -142,19 +150,17 @@ class Requests:
     async def _attempt(
         self,
         server: Server,
+        path: str,
+        rid: str,
         body: Mapping[str, Any],
-        left: int,
         read: Callable[[Any, Server, ServedAdapter], _Result],
     ) -> _Result:
         """The response of ``server``; `StaleServer` where that does not know its adapter any more."""
-        # A server may abort every request whose rid begins so.
-        rid, ended = f"{body[self._wire.rid]}-{left}-", False
+        ended = False
         try:
             with server.busy() as adapter:
                 request = {**body, **self._wire.adapter_fields(adapter.name), self._wire.rid: rid}
-                result = read(
-                    await server.api.post(self._wire.path, request, self._timeout_s), server, adapter
-                )
+                result = read(await server.api.post(path, request, self._timeout_s), server, adapter)
             ended = True
             return result
         except Refused as error:
@@ -246,10 +252,14 @@ class Scorer:
         async def one(row: _Row) -> Scores:
             ids, media = row
             images = self._images.of(media, scoring=True)
-            body = {**self._wire.scoring(ids, k), **images, self._wire.rid: uuid.uuid4().hex}
+            body = {**self._wire.scoring(ids, k), **images}
             async with gate:
                 return await self._requests.call(
-                    body, lambda response, server, _: self._wire.scores(response, ids, k, server.name)
+                    self._wire.scoring_path,
+                    ids,
+                    uuid.uuid4().hex,
+                    body,
+                    lambda response, server, _: self._wire.scores(response, ids, k, server.name),
                 )
 
         return list(await asyncio.gather(*map(one, rows)))

@@ -17,13 +17,24 @@ from core_rl.config.paths import LocalPath, ProgramPath
 from core_rl.config.secret import SecretReference
 from core_rl.errors import ConfigError
 
-__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback"]
+__all__ = ["Interrupt", "ServerEngineConfig", "ServerOptions", "is_loopback", "server_address"]
 
 Interrupt: TypeAlias = Literal["continue", "abort"]
 """Effect of a pause on requests in flight: they wait and continue, or end as they are."""
 
 
-ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@?#]+):\d{1,5}")
+ADDRESS = re.compile(r"(?:http://)?((?:\[[0-9A-Fa-f:.]+\]|[^\s\[\]:/@?#]+):(\d{1,5}))/?")
+
+
+def server_address(text: str) -> str:
+    """The ``host:port`` of ``text``, which may be ``http://host:port``; raises `ConfigError` for anything else."""
+    match = ADDRESS.fullmatch(text)
+    if match is None or not 0 < int(match[2]) < 2**16:
+        shown = re.sub("[^/]*@", "...@", text)  # without a password
+        raise ConfigError(
+            f"{shown!r} is not host:port; leave path and user out, servers are called over plain http"
+        )
+    return match[1]
 
 
 def is_loopback(host: str) -> bool:
@@ -51,8 +62,8 @@ class ServerOptions(Config):
     """Arguments of a server's command line that ``extra_args`` may not have, and the field for each."""
 
     addresses: tuple[str, ...] = ()
-    """Servers that others started, as ``host:port``. They only draw and score, and have to serve ``model.path``, unless
-    ``take_over`` is set. Without any, the engine launches ``layout.dp`` servers of its own."""
+    """Servers that others started, as ``host:port`` or ``http://host:port``. They only draw and score, and have to
+    serve ``model.path``, unless ``take_over`` is set. Without any, the engine launches ``layout.dp`` servers."""
     take_over: bool = False
     """Pause, label and load weights into servers at ``addresses``, also where another run does. Training needs it."""
     python: ProgramPath | None = None
@@ -84,7 +95,7 @@ class ServerOptions(Config):
     retries: int = Field(default=4, ge=0)
     """The most times that a request is sent again after its server was lost."""
     restart: bool = True
-    """Replace a launched server that ended, or hangs: one that exceeded a time limit, and responds to nothing."""
+    """Replace a launched server that ended, or hangs: it exceeded a time limit, and responds to nothing."""
     in_flight: Interrupt = "continue"
     """Requests in flight when weights change: they continue under the new weights, from the tokens that they have, or
     end as they are with ``stop_reason = "abort"``."""
@@ -103,11 +114,10 @@ class ServerOptions(Config):
     @field_validator("addresses")
     @classmethod
     def _host_and_port(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := ", ".join(repr(address) for address in addresses if not ADDRESS.fullmatch(address)):
-            raise ValueError(
-                f"{wrong} is not host:port; leave scheme and path out, servers are called over http"
-            )
-        return addresses
+        try:
+            return tuple(map(server_address, addresses))
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _protected(self) -> Self:
@@ -151,7 +161,10 @@ class ServerEngineConfig(InferenceEngineConfig):
         return self.options.python or os.environ.get(self.python_variable) or sys.executable
 
     def of_server(self, number: int) -> Self:
-        """The config of server ``number``, with the devices of its ranks alone; raises `ConfigError`."""
+        """The config of server ``number``, with the devices of its ranks alone and a seed of its own.
+
+        Raises `ConfigError`.
+        """
         ranks = self.layout.tp
         devices = self.devices or tuple(range((number + 1) * ranks))
         return self.with_devices(number, devices[number * ranks : (number + 1) * ranks])
@@ -163,7 +176,8 @@ class ServerEngineConfig(InferenceEngineConfig):
                 f"devices = {list(self.devices)}: server {number} gets {list(devices)} for {self.layout.tp} ranks; "
                 "name as many devices as there are ranks of all servers"
             )
-        return self.model_copy(update={"devices": devices})
+        # With one seed, two servers would draw the same tokens for one prompt.
+        return self.model_copy(update={"devices": devices, "seed": self.seed + number})
 
     def on_machine(self, number: int, devices: tuple[int, ...], host: str) -> Self:
         """As `with_devices`, for a server on the machine that others reach at ``host``.

@@ -48,6 +48,8 @@ class Server(ABC):
 
     tested: ClassVar[frozenset[str]] = frozenset()
     """Versions of the product that its tests run; empty where any is fine."""
+    health_path: ClassVar[str] = "/health"
+    """``GET`` it has status 200 as soon as the server can compute."""
 
     def __init__(
         self,
@@ -113,8 +115,8 @@ class Server(ABC):
     async def wait_until_up(self, timeout_s: float) -> None:
         """Return when the server responds, and computes where its weights allow it; logs a warning every 10 s.
 
-        Raises `RolloutError` with the end of its log if it ends, and `ServerTimeout`; for a server started elsewhere
-        also `Refused`, where waiting does not help.
+        Raises `RolloutError` with the end of its log if it ends, `ServerTimeout`, and `Refused` where waiting does not
+        help.
         """
         await self._poll(self._probe, timeout_s)
 
@@ -125,7 +127,7 @@ class Server(ABC):
             try:
                 return await probe()
             except (Unreachable, ServerTimeout, Refused) as error:
-                if self.process is None and isinstance(error, Refused) and error.is_final:
+                if isinstance(error, Refused) and error.is_final:
                     raise
                 now = time.monotonic()
                 if now - started > timeout_s:
@@ -135,7 +137,7 @@ class Server(ABC):
                     ) from error
                 if now - logged > PROGRESS_EVERY_S:
                     logged = now
-                    logger.warning("waiting for %s: %.0f s", self.name, now - started)
+                    logger.warning("waiting for %s: %.0f s (%s)", self.name, now - started, error)
             await asyncio.sleep(POLL_S)
 
     async def _probe(self) -> None:
@@ -146,7 +148,7 @@ class Server(ABC):
             if self.steered:
                 # A server that somebody paused may wait with its response.
                 await self.continue_generation()
-            await self.api.get("/health", PROBE_TIMEOUT_S)
+            await self.api.get(self.health_path, PROBE_TIMEOUT_S, parse=False)
 
     def require_alive(self) -> None:
         """Raise `RolloutError` with the end of its log if this engine started it and it has ended."""
@@ -198,6 +200,14 @@ class Server(ABC):
         Raises `RolloutError` for a server of another kind.
         """
 
+    async def abort_all(self) -> None:
+        """End all requests as they are, and stop computing; a server that cannot be reached has lost them."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._pause("abort")
+        except (RolloutError, TimeoutError) as error:
+            logger.debug("%s did not abort its requests: %s", self.name, error)
+
     @abstractmethod
     async def _pause(self, interrupt: Interrupt) -> None: ...
 
@@ -211,10 +221,6 @@ class Server(ABC):
     @abstractmethod
     async def abort(self, rid: str) -> None:
         """Abort the request ``rid``; a server that cannot be reached has lost it."""
-
-    @abstractmethod
-    async def abort_all(self) -> None:
-        """Abort all requests, and stop computing; a server that cannot be reached has lost them."""
 
     @abstractmethod
     async def flush_cache(self) -> None:
@@ -253,7 +259,7 @@ class LoadsBroadcasts(Protocol):
         """Copy the broadcasts of rank 0 of ``group`` into the weights: ``bucket``, tensor by tensor."""
 
     async def leave(self, group: str) -> None:
-        """Leave ``group``: ranks that wait for this server get an error. One that cannot be reached has left."""
+        """Leave ``group``: ranks that wait for this server get an error. An unreachable server has left."""
 
 
 @runtime_checkable

@@ -66,14 +66,17 @@ class Scores:
 
 
 class Wire(ABC):
-    """The request that draws tokens, and scores them, on servers of one kind."""
+    """The requests that draw tokens, and that score them, on servers of one kind."""
 
     path: str
-    """Path of the request."""
-    ids: str
-    """The field of the prompt's token ids."""
+    """Path of requests that draw tokens."""
     rid: str
-    """The field of its name, which is another one for each attempt."""
+    """The field of a request's name, which the kit fills in: another one for each attempt."""
+
+    @property
+    def scoring_path(self) -> str:
+        """Path of requests that score; by default `path`."""
+        return self.path
 
     @abstractmethod
     def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:

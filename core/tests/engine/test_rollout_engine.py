@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,23 @@ def test_a_failed_update_keeps_the_version(engine: InferenceEngine, backend: Toy
         engine.update_weights(UPDATE).result(60)
     assert engine.get_version() == 0
     assert ask(engine).versions == (0, 0, 0)
+
+
+def test_unread_errors_of_updates_surface(
+    engine: InferenceEngine, backend: ToyBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    surfaced = "an update failed before this call: version 1: cannot read /nowhere; call result"
+    for later in (lambda: engine.set_version(0), lambda: engine.update_weights(UPDATE)):
+        backend.update = refuse
+        wait([engine.update_weights(UPDATE)], 60)
+        backend.update = lambda meta: None
+        with pytest.raises(WeightsError, match=surfaced):
+            later()
+        later()  # once
+    backend.update = refuse
+    wait([engine.update_weights(UPDATE)], 60)
+    engine.destroy()
+    assert "an update of weights failed: version 1: cannot read /nowhere" in caplog.text
 
 
 class Sender:

@@ -211,11 +211,30 @@ def test_dry_run_names_all_absent_servers(stub: Stub, tmp_path: Path, case: str)
 
 
 @pytest.mark.parametrize(
-    "address", ["https://10.0.0.5:30000", "10.0.0.5", "10.0.0.5:30000/v1", "::1:80", ":80"]
+    "address",
+    [
+        "https://10.0.0.5:30000",
+        "10.0.0.5",
+        "10.0.0.5:30000/v1",
+        "::1:80",
+        ":80",
+        "http://host:70000",
+        "host:0",
+    ],
 )
 def test_address_is_host_and_port(tmp_path: Path, address: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{address}' is not host:port; leave scheme and path out"):
+    with pytest.raises(ConfigError, match=f"'{address}' is not host:port; leave path and user out"):
         dry_run(recipe_with(tmp_path, address, take_over=True))
+
+
+def test_addresses_may_begin_with_http(stub: Stub) -> None:
+    engine = build(stub.model, addresses=[f"http://{stub.address}"])
+    assert engine.config.options.addresses == (stub.address,)  # type: ignore[attr-defined]
+    engine.initialize(f"http://{stub.address}/")
+    assert complete(engine, request(1, 2, 3))[0].output_ids == (7,) * 4
+    engine.destroy()
+    with pytest.raises(ConfigError, match="'/v1' is not host:port"):
+        build(stub.model).initialize("/v1")
 
 
 @pytest.mark.parametrize("take_over", [False, True])

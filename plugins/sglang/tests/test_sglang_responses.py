@@ -95,7 +95,7 @@ def test_foreign_or_missing_versions_are_refused(spans: Any, error: type[Excepti
 def test_request_sets_every_generation_option() -> None:
     body = WIRE.generation(LLMRequest(input_ids=(1, 2), rid="name"), ())
     sampling = body["sampling_params"]
-    assert (body["rid"], body["input_ids"], body["return_logprob"]) == ("name", [1, 2], True)
+    assert (body["input_ids"], body["return_logprob"]) == ([1, 2], True)
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (
         1.0,
         1.0,

@@ -75,9 +75,6 @@ class SGLangServer(Server):
     async def abort(self, rid: str) -> None:
         await self.post_if_up("/abort_request", {"rid": rid})
 
-    async def abort_all(self) -> None:
-        await self.post_if_up("/pause_generation", {"mode": "abort"})
-
     async def flush_cache(self) -> None:
         await self.api.post("/flush_cache", {}, self.update_timeout_s, parse=False)
 
@@ -166,12 +163,10 @@ class SglangWire(Wire):
     """``POST /generate``."""
 
     path = "/generate"
-    ids = "input_ids"
     rid = "rid"
 
     def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
         return {
-            "rid": request.rid,
             "input_ids": list(request.input_ids),
             "sampling_params": _sampling(request.sampling, eos),
             "return_logprob": True,

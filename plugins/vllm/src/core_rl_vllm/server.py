@@ -88,9 +88,6 @@ class VllmServer(Server):
     async def abort(self, rid: str) -> None:
         await self.post_if_up("/abort_requests", {"request_ids": [PREFIX + rid]})
 
-    async def abort_all(self) -> None:
-        await self.post_if_up("/pause?mode=abort", {})
-
     async def flush_cache(self) -> None:
         # Running requests go back to the queue, and compute the keys and values of their tokens anew.
         await self.post("/reset_prefix_cache?reset_running_requests=true", {})

@@ -24,12 +24,10 @@ class VllmWire(Wire):
     """``POST /inference/v1/generate``."""
 
     path = "/inference/v1/generate"
-    ids = "token_ids"
     rid = "request_id"
 
     def generation(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
         return {
-            "request_id": request.rid,
             "token_ids": list(request.input_ids),
             "sampling_params": _sampling(request.sampling, eos),
         }
