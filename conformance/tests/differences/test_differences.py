@@ -39,7 +39,7 @@ PAIRS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "betas": ({"optimizer": {"betas": [0.8, 0.98]}}, ["betas"]),
     "clipping": ({"optimizer": {"max_grad_norm": 0.25}}, ["clipping norm"]),
     "update": (
-        {"optimizer": {"betas": [0.9, 0.95], "weight_decay": 0.01, "max_grad_norm": 2.0}, "lr": 1e-6},
+        {"optimizer": {"betas": [0.9, 0.95], "weight_decay": 0.1, "max_grad_norm": 2.0}, "lr": 1e-6},
         ["learning rate", "betas", "weight decay", "clipping norm"],
     ),
     "momentum": ({"flags": ["momentum"]}, ["betas", "weight decay", "clipping norm"]),
