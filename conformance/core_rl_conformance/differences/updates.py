@@ -95,7 +95,7 @@ class _Samples:
 
 
 def read_update(steps: Sequence[Step]) -> dict[str, str] | None:
-    """Betas, weight decay of matrices, and clipping norm; None where the steps are too small to tell.
+    """Betas, weight decay of matrices, and clipping norm; None for steps that are too small.
 
     Another rule than AdamW has the text ``not AdamW`` for each.
     """
