@@ -68,7 +68,7 @@ def off_policy(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
     """The same, drawn by a policy some way from ``logprobs``, with a reference at some distance."""
     rng = random.Random(0)
     uneven = [[rng.uniform(-OFF_POLICY, OFF_POLICY) for _ in values] for values in logprobs]
-    return _with_log_ratios(_with_references(rollouts, logprobs), logprobs, uneven)
+    return with_log_ratios(with_references(rollouts, logprobs), logprobs, uneven)
 
 
 def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Reading:
@@ -77,8 +77,8 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
     On policy, ratios are 1, and show mask, advantages, KL, entropy and mean; then ratios show objective and bounds.
     """
     basis = basis_of_gradient(directory, [row.ids for row in rollouts.rows], gradient(rollouts))
-    referred = _with_references(rollouts, basis.logprobs)
-    on_policy = _with_log_ratios(referred, basis.logprobs, [[0.0] * len(values) for values in basis.logprobs])
+    referred = with_references(rollouts, basis.logprobs)
+    on_policy = with_log_ratios(referred, basis.logprobs, [[0.0] * len(values) for values in basis.logprobs])
     measured, unexplained = basis.solve(gradient(on_policy))
     (terms, residual), divergences = _on_policy_terms(on_policy, basis, measured)
     if terms.objective != "cross_entropy":
@@ -87,7 +87,7 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
     return Reading(terms=terms, basis=basis, residual=max(residual, unexplained))
 
 
-def _with_log_ratios(
+def with_log_ratios(
     rollouts: Rollouts, logprobs: Sequence[Tensor], log_ratios: Sequence[Sequence[float]]
 ) -> Rollouts:
     """The same, drawn by a policy of which the trained one differs by ``log_ratios``, ``[L - 1]`` for each row."""
@@ -98,7 +98,7 @@ def _with_log_ratios(
     return Rollouts(tuple(rows))
 
 
-def _with_references(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
+def with_references(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
     """The same with a reference policy at some distance from the trained one."""
     rng = random.Random(1)
     rows = []
@@ -246,7 +246,7 @@ def _gains(
     rollouts: Rollouts, basis: TokenBasis, terms: Terms, gradient: Gradient, log_ratios: Sequence[float]
 ) -> list[float]:
     """For each sequence, its gain relative to that of ``reinforce``, where all its tokens have one ratio."""
-    probe = _with_log_ratios(
+    probe = with_log_ratios(
         rollouts,
         basis.logprobs,
         [[ratio] * len(values) for ratio, values in zip(log_ratios, basis.logprobs, strict=True)],
@@ -294,7 +294,7 @@ class _Sweep:
     @property
     def bound(self) -> float | None:
         """The distance from 1 at which ratios begin to gain nothing."""
-        return _roundest(*self.ends) if self.rows else None
+        return roundest(*self.ends) if self.rows else None
 
 
 def _clip(rollouts: Rollouts, basis: TokenBasis, terms: Terms, gradient: Gradient) -> Clip:
@@ -331,7 +331,7 @@ def _saturation(rollouts: Rollouts, basis: TokenBasis, terms: Terms, gradient: G
     return Clip(low=bounds["low"], high=bounds["high"])
 
 
-def _roundest(low: float, high: float) -> float:
+def roundest(low: float, high: float) -> float:
     """The number with the fewest decimals between two numbers."""
     for decimals in range(12):
         unit = 10.0**-decimals

@@ -11,20 +11,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core_rl_conformance.differences.reading import Reading, off_policy, read_terms
+from core_rl_conformance.differences.reading import (
+    Gradient,
+    Reading,
+    off_policy,
+    read_terms,
+    with_log_ratios,
+    with_references,
+)
 from core_rl_conformance.differences.terms import Terms, masks_of
+from core_rl_conformance.differences.updates import UPDATE, Step, precision_of, read_update
 from core_rl_conformance.inputs.rollouts import Rollouts
-from core_rl_conformance.trainers.interface import MicroBatches, Trainer
+from core_rl_conformance.trainers.interface import RECIPE_STEPS, MicroBatches, Trainer
 from core_rl_conformance.trainers.spec import Feature
 from core_rl_oracle.oracle import grad_norm
 
-STEPS = 8
-"""Optimizer steps whose learning rates are compared."""
+LOG_RATIOS = (0.0, 1.5, -3.0, 2.5, 0.0, -1.5, 3.0, -4.0)
+"""Of all tokens, for each optimizer step whose learning rate and update are compared: gradients of several sizes."""
 ORDERED, SHOWN = 64, 8
 """Sequences of an epoch, and of its first batch."""
 SAME = 0.01
 """Relative difference of numbers that were read from gradients, at most, where they are the same."""
 UNKNOWN = "unknown"
+PRECISE = "float32"
 WHOLE = MicroBatches()
 FIELDS: Mapping[str, Sequence[str]] = {
     "mask": ("mask",),
@@ -41,45 +50,74 @@ CUT = 1e-3
 """Relative difference of gradients at two cuts, at most, where they do not depend on the cut."""
 EXPLAINED = 1e-2
 """Relative distance between measured and predicted gradients, above which a term is missing."""
+UNREADABLE = 0.05
+"""The same, above which no term is compared."""
+ALWAYS = (
+    "the precision of a run (both compute in float32, on one rank)",
+    "sampling and data",
+    f"the steps of a run that leaves their number to its data ({RECIPE_STEPS} stand in)",
+    "the epsilon of the optimizer",
+    "clipping norms that no replayed gradient reaches",
+    "a weight decay that float32 rounds away at the learning rate",
+)
+"""Never compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A trainer as its gradients and learning rates show it."""
+    """A trainer as its gradients, learning rates and updates show it."""
 
     reading: Reading
-    cut: str
-    """The effect of another cut into micro-batches."""
-    rates: str
-    """Learning rates of the first steps."""
-    order: str
-    """The first sequences of `ORDERED`, as its seed has them."""
+    precision: str
+    """Of matrix products."""
+    texts: Mapping[str, str]
+    """Of terms that are no part of the loss, by their names: `UNKNOWN` for what the trainer does not show."""
 
 
 def measure_trainer(
     trainer: Trainer, directory: Path, rollouts: Rollouts, features: frozenset[Feature]
 ) -> Measured:
-    """Read the terms of a trainer with ``features`` whose model is in ``directory``, and take `STEPS` steps."""
+    """Read the terms of a trainer with ``features`` whose model is in ``directory``, and take a few steps."""
 
     def gradients(batch: Rollouts, cut: MicroBatches = WHOLE) -> Mapping[str, Tensor]:
         trainer.train_batch(batch.for_trainer(), cut, False)
         return trainer.gradients()
 
     reading = read_terms(directory, rollouts, gradients)
-    effect = UNKNOWN
-    if Feature.SEQUENCE_COUNT in features:
-        whole, single = gradients(rollouts), gradients(rollouts, MicroBatches(sequences=1))
+    referred = with_references(rollouts, reading.basis.logprobs)
+    precision, effect = _precision(reading, referred, gradients), UNKNOWN
+    if Feature.SEQUENCE_COUNT in features and precision == PRECISE:
+        whole = gradients(rollouts)
+        single = gradients(rollouts, MicroBatches(sequences=1))
         distance = grad_norm({name: single[name] - value for name, value in whole.items()})
         effect = "changes gradients" if distance > CUT * grad_norm(whole) else "changes nothing"
-    rates = []
-    for _ in range(STEPS):
-        rates.append(f"{trainer.learning_rate():.4g}")
-        trainer.train_batch(rollouts.for_trainer(), WHOLE, True)
+    steps = []
+    for log_ratio in LOG_RATIOS:
+        sizes = [[log_ratio] * len(values) for values in reading.basis.logprobs]
+        batch = with_log_ratios(referred, reading.basis.logprobs, sizes)
+        grads, rate, before = gradients(batch), trainer.learning_rate(), trainer.weights()
+        trainer.train_batch(batch.for_trainer(), WHOLE, True)
+        steps.append(Step(rate=rate, grads=grads, before=before, after=trainer.weights()))
     order = UNKNOWN
     if Feature.EPOCHS in features:
         first, *_ = trainer.epoch(ORDERED, SHOWN)
         order = f"{', '.join(map(str, first))} of {ORDERED} first"
-    return Measured(reading=reading, cut=effect, rates=", ".join(rates), order=order)
+    texts = {
+        "cut into micro-batches": effect,
+        "learning rate": ", ".join(f"{step.rate:.4g}" for step in steps),
+        **(read_update(steps) or dict.fromkeys(UPDATE, UNKNOWN)),
+        "order of data": order,
+    }
+    return Measured(reading=reading, precision=precision, texts=texts)
+
+
+def _precision(reading: Reading, rollouts: Rollouts, gradients: Gradient) -> str:
+    """The precision of products, by the gradient of one sequence: in a sum over several its digits are lost."""
+    logprobs = reading.basis.logprobs
+    first, *rest = with_log_ratios(rollouts, logprobs, [[0.0] * len(values) for values in logprobs]).rows
+    idle = [replace(row, mask=(False,) * len(row.mask)) for row in rest]
+    grads = gradients(Rollouts((first, *idle)))
+    return precision_of({name: grads[name] for name in reading.basis.names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +140,8 @@ class Comparison:
     distance: float
     """Norm of the difference between the gradients, relative to the larger gradient."""
     differences: Sequence[Difference]
+    uncompared: Sequence[str]
+    """Terms and settings that were not compared."""
 
 
 def compare_measured(left: Measured, right: Measured, rollouts: Rollouts) -> Comparison:
@@ -109,14 +149,22 @@ def compare_measured(left: Measured, right: Measured, rollouts: Rollouts) -> Com
     readings = left.reading, right.reading
     replayed = off_policy(rollouts, left.reading.basis.logprobs)
     one, two = (reading.predict(replayed) for reading in readings)
-    differences = [
-        *_in_gradients(*readings, replayed),
-        *_in_texts("cut into micro-batches", left.cut, right.cut),
-        *_in_texts("learning rate", left.rates, right.rates),
-        *_in_texts("order of data", left.order, right.order),
-    ]
+    uncompared = [name for name, text in left.texts.items() if UNKNOWN in (text, right.texts[name])]
+    differences = list(_in_texts("precision", left.precision, right.precision))
+    if {left.precision, right.precision} == {PRECISE} and all(r.residual <= UNREADABLE for r in readings):
+        differences += _in_gradients(*readings, replayed)
+    else:
+        uncompared = ["the terms of the losses", *uncompared]
+    for name, text in left.texts.items():
+        differences += _in_texts(name, text, right.texts[name])
     distance = float((one - two).norm() / torch.maximum(one.norm(), two.norm()).clamp(min=1e-300))
-    return Comparison(left=readings[0], right=readings[1], distance=distance, differences=differences)
+    return Comparison(
+        left=readings[0],
+        right=readings[1],
+        distance=distance,
+        differences=differences,
+        uncompared=[*uncompared, *ALWAYS],
+    )
 
 
 def _in_gradients(left: Reading, right: Reading, rollouts: Rollouts) -> Iterator[Difference]:
@@ -188,22 +236,26 @@ def report_of(left: str, right: str, comparison: Comparison) -> str:
 
 
 def _lines(left: str, right: str, comparison: Comparison) -> Iterator[str]:
-    differences = comparison.differences
+    differences, readings = comparison.differences, (comparison.left, comparison.right)
+    readable = all(reading.residual <= UNREADABLE for reading in readings)
+    distance = f"{comparison.distance:{'.1%' if differences else '.1e'}}"
+    apart = f" Gradients are {distance} apart." if readable else ""
     if differences:
-        first = differences[0]
-        yield f"The trainers differ first in: {first.term}. Gradients are {comparison.distance:.1%} apart."
+        yield f"The trainers differ first in: {differences[0].term}.{apart}"
     else:
-        yield f"No term differs. Gradients are {comparison.distance:.1e} apart."
+        yield f"No compared term differs.{apart}"
     for difference in differences:
         yield ""
         share = "" if difference.share is None else f" ({difference.share:.0%} of the difference)"
         yield f"{difference.term}{share}"
         yield f"  {left}: {difference.left}"
         yield f"  {right}: {difference.right}"
-    for name, reading in ((left, comparison.left), (right, comparison.right)):
+    for name, reading in zip((left, right), readings, strict=True):
         if reading.residual > EXPLAINED:
             yield ""
             yield (
-                f"{name}: its terms explain its gradients up to {reading.residual:.1%} only, so that it has a term "
-                "that is not listed; compare it with core-rl certify"
+                f"{name}: known terms leave {reading.residual:.1%} of its gradients unexplained: it computes in low "
+                "precision, or has a term that is not listed; compare it with core-rl certify"
             )
+    yield ""
+    yield f"Not compared: {'; '.join(comparison.uncompared)}."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers.utils import logging
 
 from core_rl.errors import ConfigError, raise_all
 from core_rl_conformance.differences.reading import variant_of
@@ -176,6 +177,7 @@ def compare(left: str, right: str, rollouts: Path | None, seed: int) -> Comparis
 
     A trainer without rules for advantages gets the other's.
     """
+    logging.disable_progress_bar()
     rows = drawn_rows(seed) if rollouts is None else read_rows(rollouts)
     frozen = rollouts_of(rows, MODEL.vocab_size, seed)
     with ExitStack() as stack:

@@ -13,6 +13,9 @@ from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import AdamW, Schedule
 from core_rl_oracle.policy_losses import PolicyLoss
 
+RECIPE_STEPS = 1000
+"""Steps of a run whose settings leave their number to its data."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
@@ -90,7 +93,7 @@ class Trainer(Protocol):
         """Build as the framework's own configuration file ``recipe`` describes a run, with the model in ``model_dir``.
 
         For ``core-rl diff``, on one rank, in float32; its optimizer, schedule, loss and advantages are those of the
-        file.
+        file. A schedule whose length follows from data has `RECIPE_STEPS` steps.
         """
         ...
 

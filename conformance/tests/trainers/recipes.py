@@ -39,7 +39,7 @@ class RecipeTrainer(PlainTrainer):
         self.flags = frozenset(settings.pop("flags", ()))
         setup = TrainerSetup(
             model_dir=model_dir,
-            optimizer=AdamW(lr=settings.pop("lr", 1e-3)),
+            optimizer=AdamW(lr=settings.pop("lr", 1e-3), **settings.pop("optimizer", {})),
             schedule=Schedule(**settings.pop("schedule", {})),
             loss=PolicyLoss(**settings.pop("loss", {})),
             advantages=settings.pop("advantages", "grpo"),
@@ -49,6 +49,16 @@ class RecipeTrainer(PlainTrainer):
         )
         assert not settings
         self.build(setup)
+        assert isinstance(setup.optimizer, AdamW)
+        parameters = list(self.model.parameters())
+        matrices = [value for value in parameters if value.dim() > 1]
+        self.optimizer.param_groups[0]["params"] = [value for value in parameters if value.dim() < 2]
+        self.optimizer.add_param_group({"params": matrices, "weight_decay": setup.optimizer.weight_decay})
+        if "momentum" in self.flags:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=setup.optimizer.lr, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
+        for dtype in {"bfloat16", "float16"} & self.flags:
+            self.model.forward = torch.autocast("cpu", getattr(torch, dtype))(self.model.forward)
 
     def trained(self, row: TrainSequence) -> Tensor:
         mask = super().trained(row).clone()

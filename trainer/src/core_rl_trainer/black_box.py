@@ -24,7 +24,7 @@ from core_rl.errors import ConfigError
 from core_rl.launch.group import EngineGroup
 from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance.trainers.interface import MicroBatches, TrainerSetup, TrainSequence
+from core_rl_conformance.trainers.interface import RECIPE_STEPS, MicroBatches, TrainerSetup, TrainSequence
 from core_rl_oracle.loss_names import AdvantageRule
 from core_rl_oracle.oracle import AdamW
 from core_rl_oracle.policy_losses import PolicyLoss
@@ -92,7 +92,7 @@ class BlackBoxTrainer:
         config = parse_config(load_config(spec), values, recipe)
         assert isinstance(config, TrainEngineConfig)
         interface = make_interface(replace(algorithm, args=algorithm.args | once))
-        self._build(spec, config, interface, rule=True, steps=parsed.steps or None)
+        self._build(spec, config, interface, rule=True, steps=parsed.steps or RECIPE_STEPS)
         self._seed = parsed.seed
 
     def _build(

@@ -19,7 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from core_rl.errors import ConfigError
-from core_rl_conformance.trainers.interface import SGD, MicroBatches, TrainerSetup, TrainSequence
+from core_rl_conformance.trainers.interface import (
+    RECIPE_STEPS,
+    SGD,
+    MicroBatches,
+    TrainerSetup,
+    TrainSequence,
+)
 from core_rl_oracle.policy_losses import PolicyLoss
 
 NO_CLIPPING = 1e9
@@ -62,12 +68,16 @@ class BlackBox(ABC):
 
     def build_recipe(self, recipe: str, model_dir: str) -> None:
         """The config in a Python file, as its variable ``args``; output, devices and logging are set for a check."""
-        given = runpy.run_path(recipe).get("args")
+        try:
+            given = runpy.run_path(recipe).get("args")
+        except ValueError as error:  # of the config, such as bf16 on a CPU
+            raise ConfigError(f"{recipe}: {error}") from error
         if not isinstance(given, self.config_class):
             raise ConfigError(
                 f"{recipe}: the variable 'args' is {given!r}; assign a {self.config_class.__name__} to it"
             )
-        self._build(changed(given, self._plain_arguments()), model_dir)
+        precise = {"fp16": False, "mixed_precision": "no"}  # the constructor derives the latter from bf16
+        self._build(changed(given, self._plain_arguments() | precise), model_dir)
 
     def _plain_arguments(self) -> dict[str, Any]:
         """Fields of `TrainingArguments` for one CPU, without files and logs."""
@@ -87,7 +97,8 @@ class BlackBox(ABC):
         if adapter_dir is not None:
             model = PeftModel.from_pretrained(model, adapter_dir, is_trainable=True)
         self._trainer = self._make(model, config)
-        self._trainer.create_optimizer_and_scheduler(config.max_steps)
+        steps = config.max_steps if config.max_steps > 0 else RECIPE_STEPS
+        self._trainer.create_optimizer_and_scheduler(steps)
 
     def train_batch(
         self, sequences: Sequence[TrainSequence], cut: MicroBatches, apply: bool = True
