@@ -69,7 +69,7 @@ class Measured:
 
     reading: Reading
     precision: str
-    """Of matrix products."""
+    """Precision of matrix products."""
     texts: Mapping[str, str]
     """Of terms that are no part of the loss, by their names: `UNKNOWN` for what the trainer does not show."""
 

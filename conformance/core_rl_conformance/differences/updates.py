@@ -27,7 +27,7 @@ EPS = 1e-8
 VAGUE = 0.1
 """Error of the logarithm of a clipping norm that gives no number."""
 SHIFT = 1e-5
-"""Of a place, for slopes."""
+"""Distance from a place, for slopes."""
 EXPLAINED = 0.05
 """Largest relative distance between steps and a prediction by the right settings."""
 DIGITS = 0.01
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def norm(self) -> float:
-        """Of all gradients."""
+        """Norm of all gradients."""
         return grad_norm(self.grads)
 
 

@@ -33,12 +33,12 @@ class TrainerSetup:
     optimizer: AdamW | SGD
     """Without weight decay, so that it does not matter which parameters decay."""
     schedule: Schedule
-    """Of the learning rate, by optimizer steps."""
+    """Schedule of the learning rate, by optimizer steps."""
     loss: PolicyLoss
     advantages: AdvantageRule | None
     """The rule that takes advantages from rewards; None takes the advantages of the sequences."""
     dtype: DType
-    """Of computation; master weights are float32."""
+    """Precision of computation; master weights are float32."""
     ranks: int
     """Data-parallel ranks."""
     seed: int

@@ -79,7 +79,7 @@ class RankTrainers:
         return self._tensors("weights")
 
     def learning_rate(self) -> float:
-        """Of the first rank."""
+        """Rate of the first rank."""
         return float(self._all("learning_rate")[0])
 
     def save(self, path: str) -> None:

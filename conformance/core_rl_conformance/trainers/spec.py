@@ -67,7 +67,7 @@ class TrainerSpec:
     advantages: frozenset[AdvantageRule] = frozenset()
     """Rules by which it takes advantages from rewards."""
     kl_estimators: frozenset[KLEstimator] = frozenset()
-    """Of the KL term in its loss."""
+    """Estimator of the KL term in the loss."""
     log_ratio_clamp: float = math.inf
     """Size to which it clamps log-ratios before ``exp``, in ratios and in k3, as it documents."""
     kl_clamp: float = math.inf

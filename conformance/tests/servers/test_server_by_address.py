@@ -295,7 +295,7 @@ def test_unsuited_servers_name_the_fix(pytester: pytest.Pytester, model_dir: str
     result.stderr.fnmatch_lines(["*--server: *; start the server first, and give its address*"])
 
 
-def test_another_model_ends_the_session_at_once(
+def test_wrong_model_ends_the_session_at_once(
     pytester: pytest.Pytester, server: ReferenceServer, tmp_path: Path
 ) -> None:
     other = ModelStore(tmp_path).directory(TinyModel(family="qwen3"))

@@ -42,7 +42,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 MMAP_THRESHOLD = -3
-"""Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
+"""Setting of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
 FILE_BYTES = 64 * 2**20
 """`tensor_files.MAX_FILE_BYTES` in these tests: a quarter of the model, and more than any tensor of it."""
 SLACK = 0.1

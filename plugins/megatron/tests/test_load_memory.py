@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 MMAP_THRESHOLD = -3
-"""Of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
+"""Setting of ``mallopt``: M_MMAP_THRESHOLD of malloc.h."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a measurement asks of a framework."""
+"""Questions of a measurement to a framework."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class BlackBoxTrainer:
         return self.group.named_tensors("master")
 
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         optimizer = self.group.config.optimizer
         assert optimizer is not None
         return learning_rate(optimizer, self.group.progress.lr_steps, schedule_length(optimizer, self._steps))

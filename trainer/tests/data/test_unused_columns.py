@@ -168,7 +168,7 @@ def test_no_column_is_lost(tmp_path: Path, kind: ExampleKind, names: list[str]) 
             assert text in (result.prompts if name == "prompt" else "".join(result.trained) + result.fields)
 
 
-def test_what_stands_beside_nested_columns_is_named(tmp_path: Path) -> None:
+def test_values_beside_nested_columns_are_named(tmp_path: Path) -> None:
     body = {"messages": [U1, A1], "tools": [{"name": "f"}], "x.y": 1, "n": None}
     columns = {"messages": "body.messages"}
     result = outcome(tmp_path / "a.jsonl", [{"id": 3, "body": body}], DEMONSTRATIONS, columns=columns)

@@ -325,7 +325,7 @@ def test_unread_fields_of_generation_are_remarked(start: Path, tmp_path: Path, a
         (lambda name, value: (name, value / 0), "values that are not finite"),
     ],
 )
-def test_adapters_that_do_not_fit_are_refused(
+def test_unfit_adapters_are_refused(
     start: Path, tmp_path: Path, change: Callable[[str, Tensor], tuple[str, Tensor]], message: str | None
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(start / "model")

@@ -93,7 +93,7 @@ def test_last_number_is_compared(completion: str, answer: Any, expected: float) 
 
 
 @given(text=st.text(st.sampled_from("e\u0301\uc0ac \u200d\u00e9x")), invisible=st.text("\u200b\u2060\ufeff"))
-def test_texts_that_look_alike_match(text: str, invisible: str) -> None:
+def test_texts_of_equal_look_match(text: str, invisible: str) -> None:
     gold = f"{invisible}\u00e9 {text}a{invisible}"
     forms = [unicodedata.normalize(form, gold) for form in ("NFC", "NFD")]
     assert all(text_match(left, {"answer": right}) == 1 for left in forms for right in forms)

@@ -52,7 +52,7 @@ def test_drawn_solutions_earn_the_reward(prepare: ModuleType, tmp_path: Path) ->
         ([], "0.1.2", r"SHA-256 .*, expected b179.*: pip install .* --force-reinstall"),
     ],
 )
-def test_another_installation_is_refused_with_the_command(
+def test_wrong_installation_is_refused_with_the_command(
     prepare: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -79,7 +79,7 @@ def test_another_installation_is_refused_with_the_command(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_name_files_that_are_written(
+def test_recipes_name_written_files(
     prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -228,7 +228,7 @@ def test_environments_of_another_form_are_refused(tmp_path: Path, code: str, mes
 
 
 @pytest.mark.parametrize("code", ["class score: ...", "def score(text, sample):\n    yield 1.0"])
-def test_rewards_that_return_no_number_are_refused(tmp_path: Path, code: str) -> None:
+def test_rewards_without_a_number_are_refused(tmp_path: Path, code: str) -> None:
     (tmp_path / "score.py").write_text(code)
     section = RewardSection(function=f"{tmp_path / 'score.py'}:score")
     with pytest.raises(ConfigError, match="returns an object or a generator, no number"):

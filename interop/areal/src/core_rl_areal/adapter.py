@@ -124,7 +124,7 @@ class _BlackBox(ABC):
         return metrics
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters that are trained."""
+        """All trained parameters."""
         return {
             name.replace(ADAPTER, ""): torch.zeros_like(p) if p.grad is None else _full(p.grad)
             for name, p in self.engine.model.named_parameters()

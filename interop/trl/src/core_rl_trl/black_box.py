@@ -126,7 +126,7 @@ class BlackBox(ABC):
         return {}
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters that are trained."""
+        """All trained parameters."""
         trained = [(name, p) for name, p in self.trainer.model.named_parameters() if p.requires_grad]
         return {
             name.replace(ADAPTER, ""): torch.zeros_like(p) if p.grad is None else p.grad.clone()

@@ -115,7 +115,7 @@ class _BlackBox(ABC):
         return _reduced(worker.train_batch(data) if apply else _passes(worker, data))
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Of all parameters that are trained."""
+        """All trained parameters."""
         return {
             name.replace(ADAPTER, ""): _full(torch.zeros_like(p) if p.grad is None else p.grad)
             for name, p in self._parameters()
