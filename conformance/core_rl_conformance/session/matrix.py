@@ -16,7 +16,7 @@ from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.objects import load_object
 from core_rl_conformance.case import Case, Target, takes
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import BUILT, Profile, Setting
+from core_rl_conformance.profile import BUILT, Profile, Setting, unlike
 
 Place = tuple[Setting, str, DType]
 FULL = 2
@@ -269,14 +269,14 @@ def places_of(
 
     Models rotate over settings too. Further dtypes are run on the second layout, where ranks share state. Checks that
     are independent of the model run there, and on every second of the other layouts. With ``selection.sample_every``
-    all checks run on every N-th layout, and on the second one, with fewer models. A quick session is the second layout
-    with the first model that suits: expected values then serve several checks.
+    all checks run on every N-th layout, and on the second one, with fewer models. A quick session is the second layout.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
     if selection.quick:
-        settings = settings[-1:]
+        yield from _quick_places(check, settings[-1], families, dtypes, selection)
+        return
     first, second = _turn(check, selection), min(1, len(settings) - 1)
     every = max(selection.sample_every, OF_STATE if check.each == "layout" else 1)
     share = math.ceil(len(families) / max(1, sum(not setting.name for setting in settings[:FULL])))
@@ -285,11 +285,25 @@ def places_of(
             if place != second and (number > 0 or (first + place - (place > second)) % every):
                 continue
             several = check.each == "layout and model" and number == 0 and not setting.name and place < FULL
-            count = math.ceil(share / selection.sample_every) if several and not selection.quick else 1
+            count = math.ceil(share / selection.sample_every) if several else 1
             suited = setting.suited(families)
-            start = first + number + place * (share if several else 1)
-            turn = 0 if selection.quick else start % len(suited)
+            turn = (first + number + place * (share if several else 1)) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])
+
+
+def _quick_places(
+    check: Check, setting: Setting, families: Sequence[str], dtypes: Sequence[DType], selection: Selection
+) -> Iterator[Place]:
+    """The first model and another one for a check of models, and one of all for others, in turn.
+
+    A server takes long to start with another model: all checks of inference engines have the same other one.
+    """
+    models, turn = unlike(setting.suited(families)), _turn(check, selection)
+    if check.kind == "inference":
+        models = [models[0], *models[1:][selection.seed % max(1, len(models) - 1) :][:1]]
+    both = [models[0], models[1 + turn % (len(models) - 1)]] if len(models) > 1 else models
+    for family in both if check.each == "layout and model" else [models[turn % len(models)]]:
+        yield setting, family, dtypes[0]
 
 
 def _turn(check: Check, selection: Selection) -> int:
