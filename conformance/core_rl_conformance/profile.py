@@ -110,7 +110,8 @@ class Setting:
 def unlike(families: Sequence[str]) -> list[str]:
     """The first of ``families``, and the first that it has of each group of `UNLIKE`: those of a quick session."""
     groups = (families[:1], *UNLIKE)
-    return list(dict.fromkeys(name for group in groups for name in [f for f in group if f in families][:1]))
+    firsts = (next((name for name in group if name in families), None) for group in groups)
+    return [name for name in dict.fromkeys(firsts) if name is not None]
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -298,12 +298,15 @@ def _quick_places(
 
     A server takes long to start with another model: all checks of inference engines have the same other one.
     """
-    models, turn = unlike(setting.suited(families)), _turn(check, selection)
-    if check.kind == "inference":
-        models = [models[0], *models[1:][selection.seed % max(1, len(models) - 1) :][:1]]
-    both = [models[0], models[1 + turn % (len(models) - 1)]] if len(models) > 1 else models
-    for family in both if check.each == "layout and model" else [models[turn % len(models)]]:
-        yield setting, family, dtypes[0]
+    first, *rest = unlike(setting.suited(families))
+    if rest and "inference" in (check.kind, check.partner):
+        rest = [rest[selection.seed % len(rest)]]
+    models, turn = [first, *rest], _turn(check, selection)
+    if check.each != "layout and model":
+        models = [models[turn % len(models)]]
+    elif rest:
+        models = [first, rest[turn % len(rest)]]
+    yield from ((setting, family, dtypes[0]) for family in models)
 
 
 def _turn(check: Check, selection: Selection) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from core_rl.reference.train import ReferenceBackend
 from mutants.bases import TrainContext
 from mutants.zoo import Mutant
-
-from core_rl.reference.train import ReferenceBackend
 
 
 @Mutant("I7.logprobs", "a window that is not read (I7)", "logprobs", family="gemma2")
