@@ -35,7 +35,6 @@ class _Promote(TorchFunctionMode):
     ) -> Any:
         if func in CASTS:
             return args[0].double()
-        # Most calls have no dtype, and looking takes as long as the operations of tiny models do.
         keywords = {name: _promoted(value) for name, value in kwargs.items()} if kwargs else {}
         return func(*map(_promoted, args), **keywords)
 

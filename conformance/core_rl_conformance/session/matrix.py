@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import permutations
 
 from core_rl.config.base import Config, parse_config
 from core_rl.config.capability import Capability
@@ -294,9 +295,9 @@ def places_of(
 def _quick_places(
     check: Check, setting: Setting, families: Sequence[str], dtypes: Sequence[DType], selection: Selection
 ) -> Iterator[Place]:
-    """The first model and another one for a check of models, and one of all for others, in turn.
+    """The first model and another for a check of models, a single one for others; all take turns.
 
-    A server takes long to start with another model: all checks of inference engines have the same other one.
+    A server takes long to start with another model: checks of inference engines share the other model.
     """
     first, *rest = unlike(setting.suited(families))
     if rest and "inference" in (check.kind, check.partner):
@@ -323,11 +324,9 @@ def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) ->
     Each engine is the one under check once, and the partner once: where they differ, the engine that is off the oracle
     fails, and the message of the second one names the first.
     """
-    for target in targets:
-        for partner in targets:
-            suited = check.kind == target.kind and check.partner == partner.kind
-            if suited and target is not partner:
-                yield from _cases_of_pair(check, target, partner, selection)
+    for target, partner in permutations(targets, 2):
+        if check.kind == target.kind and check.partner == partner.kind:
+            yield from _cases_of_pair(check, target, partner, selection)
 
 
 def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Selection) -> Iterator[Case]:
@@ -346,19 +345,12 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
         _not_supported(check, target, selection),
         f"undeclared by {partner.spec.name}: {', '.join(missing)}" if missing else "",
     ]
-    not_supported, not_run = "; ".join(filter(None, reasons)), _missing(suited, common)
-    first, places = (
-        (settings[0], families[0], dtypes[0]),
-        places_of(check, settings, suited, common, selection),
-    )
-    for case in _at(check, target, selection, first, places, not_supported, not_run):
+    lacks = "" if suited and common else "dtype" if suited else "model that it can use"
+    not_run = f"the two profiles share no {lacks}" if lacks else ""
+    first = settings[0], families[0], dtypes[0]
+    places = places_of(check, settings, suited, common, selection)
+    for case in _at(check, target, selection, first, places, "; ".join(filter(None, reasons)), not_run):
         # Partners' layouts rotate, among layouts that can take the model.
         able = [other for other in partner_settings if other.suited([case.family])] or partner_settings
         partner_setting = able[settings.index(case.setting) % len(able)]
         yield replace(case, partner=partner, partner_setting=partner_setting)
-
-
-def _missing(families: Sequence[str], dtypes: Sequence[DType]) -> str:
-    if not families:
-        return "the two profiles share no model that it can use"
-    return "" if dtypes else "the two profiles share no dtype"
