@@ -17,7 +17,7 @@ from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.objects import load_object
 from core_rl_conformance.case import Case, Target, takes
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import BUILT, Profile, Setting, unlike
+from core_rl_conformance.profile import BUILT, MIXTURES, Profile, Setting, unlike
 
 Place = tuple[Setting, str, DType]
 FULL = 2
@@ -276,7 +276,7 @@ def places_of(
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
     if selection.quick:
-        yield from _quick_places(check, settings[-1], families, dtypes, selection)
+        yield _quick_place(check, settings[-1], families, dtypes[0], selection)
         return
     first, second = _turn(check, selection), min(1, len(settings) - 1)
     every = max(selection.sample_every, OF_STATE if check.each == "layout" else 1)
@@ -292,22 +292,20 @@ def places_of(
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])
 
 
-def _quick_places(
-    check: Check, setting: Setting, families: Sequence[str], dtypes: Sequence[DType], selection: Selection
-) -> Iterator[Place]:
-    """The first model and another for a check of models, a single one for others; all take turns.
+def _quick_place(
+    check: Check, setting: Setting, families: Sequence[str], dtype: DType, selection: Selection
+) -> Place:
+    """One of few unlike models, in turn; experts, which take twice as long, for checks of models alone.
 
-    A server takes long to start with another model: checks of inference engines share the other model.
+    A server takes long to start with another model: checks of inference engines share one besides the first.
     """
-    first, *rest = unlike(setting.suited(families))
-    if rest and "inference" in (check.kind, check.partner):
-        rest = [rest[selection.seed % len(rest)]]
-    models, turn = [first, *rest], _turn(check, selection)
-    if check.each != "layout and model":
-        models = [models[turn % len(models)]]
-    elif rest:
-        models = [first, rest[turn % len(rest)]]
-    yield from ((setting, family, dtypes[0]) for family in models)
+    suited = setting.suited(families)
+    dense = [family for family in suited if family not in MIXTURES]
+    serves = "inference" in (check.kind, check.partner)
+    models = unlike(suited if serves or check.each == "layout and model" else dense or suited)
+    if serves and len(models) > 1:
+        models = [models[0], models[1 + selection.seed % (len(models) - 1)]]
+    return setting, models[_turn(check, selection) % len(models)], dtype
 
 
 def _turn(check: Check, selection: Selection) -> int:

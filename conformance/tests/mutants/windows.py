@@ -7,7 +7,7 @@ from mutants.bases import TrainContext
 from mutants.zoo import Mutant
 
 
-@Mutant("I7.logprobs", "a window that is not read (I7)", "logprobs", family="gemma2")
+@Mutant("I1.gradients", "a window that is not read (I7)", "loss|gradients", family="gemma2")
 class WindowIgnored(ReferenceBackend):
     """Every layer attends to all earlier tokens."""
 
@@ -16,7 +16,7 @@ class WindowIgnored(ReferenceBackend):
         self.model.config.sliding_window = self.model.config.max_position_embeddings
 
 
-@Mutant("I4.grad-norm", "a kernel without caps of scores (I7)", "norm", family="gemma2")
+@Mutant("I1.gradients", "a kernel without caps of scores (I7)", "loss|gradients", family="gemma2")
 class ScoresUncapped(ReferenceBackend):
     """Scores of attention keep their size."""
 
