@@ -295,9 +295,9 @@ def places_of(
 def _quick_place(
     check: Check, setting: Setting, families: Sequence[str], dtype: DType, selection: Selection
 ) -> Place:
-    """One of few unlike models, in turn; experts, which take twice as long, for checks of models alone.
+    """The next of few unlike models; experts, which take twice as long, for checks of models alone.
 
-    A server takes long to start with another model: checks of inference engines share one besides the first.
+    A server takes long to start with another model: checks of inference engines share a second model.
     """
     suited = setting.suited(families)
     dense = [family for family in suited if family not in MIXTURES]
