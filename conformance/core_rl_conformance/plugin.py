@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dtype": {"choices": ("float32", "bfloat16"), "help": "only this dtype"},
     "--device": {"choices": ("cpu", "cuda"), "default": "cpu", "help": "default: cpu"},
     "--seed": {"type": int, "help": "of models and data; default: 0, or drawn for a soak"},
-    "--quick": {"action": "store_true", "help": "one layout, of several ranks, and one model"},
+    "--quick": {"action": "store_true", "help": "one layout, of several ranks, and few unlike models"},
     "--sample-every": {
         "type": _positive,
         "default": 1,

@@ -52,6 +52,8 @@ MIXTURES = (*ROUTED, HYBRID_MOE)
 """Families with experts."""
 BUILT = (*FAMILIES, HYBRID, HYBRID_MOE, *VISION)
 """The tiny models that a profile can name."""
+UNLIKE = (("gemma2",), (MOE, HYBRID_MOE, "llama", "qwen2"))
+"""Models that differ from Qwen3 in what it lacks: a window with soft caps; an untied head, best with experts."""
 SET_BY_THE_SUITE = ("device", "dtype", "layout", "model", "optimizer")
 """Fields of a config that checks fill in: options for them would be lost silently."""
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -103,6 +105,13 @@ class Setting:
         if self.families is not None and not self.families:
             yield f"{where} takes no model; name at least one in 'families'"
         yield from _lost_options(where, self.options)
+
+
+def unlike(families: Sequence[str]) -> list[str]:
+    """The first of ``families``, and the first that it has of each group of `UNLIKE`: those of a quick session."""
+    groups = (families[:1], *UNLIKE)
+    firsts = (next((name for name in group if name in families), None) for group in groups)
+    return [name for name in dict.fromkeys(firsts) if name is not None]
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ class _Promote(TorchFunctionMode):
     ) -> Any:
         if func in CASTS:
             return args[0].double()
-        keywords = {name: _promoted(value) for name, value in (kwargs or {}).items()}
-        return func(*(_promoted(value) for value in args), **keywords)
+        keywords = {name: _promoted(value) for name, value in kwargs.items()} if kwargs else {}
+        return func(*map(_promoted, args), **keywords)
 
 
 class _Refuse(TorchDispatchMode):
@@ -57,7 +57,7 @@ class _Refuse(TorchDispatchMode):
 
 
 def _promoted(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in REDUCED else value
+    return torch.float64 if type(value) is torch.dtype and value in REDUCED else value
 
 
 @contextmanager

@@ -119,6 +119,8 @@ class Oracle:
             if adapter is not None:
                 adapter.attach(self.model)
         self.head = head
+        # A vision tower has others.
+        self._rotary = [part for part in self.model.modules() if hasattr(part, "original_max_seq_len")]
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters, float64, by their written names, a tied one once."""
@@ -144,7 +146,7 @@ class Oracle:
     def _alone(self, sequence: OracleSequence, temperature: float, refuse: bool) -> dict[str, Tensor]:
         with float64_only(refuse=refuse), watched(self.model, sequence.fields.get("routing")) as choices:
             ids = torch.tensor([sequence.input_ids])
-            _forget_lengths(self.model)
+            _forget_lengths(self._rotary)
             outputs = self._outputs(ids, media_arguments(self.model, ids, sequence.media), temperature)
             if choices:
                 outputs["aux_loss"] = balance(choices)
@@ -190,11 +192,9 @@ class Oracle:
         return Gradients(loss=total / weight, weight=weight, grads=means)
 
 
-def _forget_lengths(model: PreTrainedModel) -> None:
+def _forget_lengths(rotary: Sequence[torch.nn.Module]) -> None:
     """Undo the changes of rotary frequencies for a longer sequence, which the kind ``dynamic`` keeps."""
-    for module in model.modules():
-        if not hasattr(module, "original_max_seq_len"):  # as that of a vision tower
-            continue
+    for module in rotary:
         buffers = module._buffers
         for name in [name for name in buffers if name.endswith("original_inv_freq")]:
             prefix = name.removesuffix("original_inv_freq")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import permutations
 
 from core_rl.config.base import Config, parse_config
 from core_rl.config.capability import Capability
@@ -16,7 +17,7 @@ from core_rl.registry.engines import get_spec, load_config
 from core_rl.registry.objects import load_object
 from core_rl_conformance.case import Case, Target, takes
 from core_rl_conformance.catalogue import Check
-from core_rl_conformance.profile import BUILT, Profile, Setting
+from core_rl_conformance.profile import BUILT, MIXTURES, Profile, Setting, unlike
 
 Place = tuple[Setting, str, DType]
 FULL = 2
@@ -269,14 +270,14 @@ def places_of(
 
     Models rotate over settings too. Further dtypes are run on the second layout, where ranks share state. Checks that
     are independent of the model run there, and on every second of the other layouts. With ``selection.sample_every``
-    all checks run on every N-th layout, and on the second one, with fewer models. A quick session is the second layout
-    with the first model that suits: expected values then serve several checks.
+    all checks run on every N-th layout, and on the second one, with fewer models. A quick session is the second layout.
     """
     if check.each == "engine":
         yield settings[0], settings[0].suited(families)[0], dtypes[0]
         return
     if selection.quick:
-        settings = settings[-1:]
+        yield _quick_place(check, settings[-1], families, dtypes[0], selection)
+        return
     first, second = _turn(check, selection), min(1, len(settings) - 1)
     every = max(selection.sample_every, OF_STATE if check.each == "layout" else 1)
     share = math.ceil(len(families) / max(1, sum(not setting.name for setting in settings[:FULL])))
@@ -285,11 +286,26 @@ def places_of(
             if place != second and (number > 0 or (first + place - (place > second)) % every):
                 continue
             several = check.each == "layout and model" and number == 0 and not setting.name and place < FULL
-            count = math.ceil(share / selection.sample_every) if several and not selection.quick else 1
+            count = math.ceil(share / selection.sample_every) if several else 1
             suited = setting.suited(families)
-            start = first + number + place * (share if several else 1)
-            turn = 0 if selection.quick else start % len(suited)
+            turn = (first + number + place * (share if several else 1)) % len(suited)
             yield from ((setting, family, dtype) for family in (suited[turn:] + suited[:turn])[:count])
+
+
+def _quick_place(
+    check: Check, setting: Setting, families: Sequence[str], dtype: DType, selection: Selection
+) -> Place:
+    """The next of few unlike models; experts, which take twice as long, for checks of models alone.
+
+    A server takes long to start with another model: checks of inference engines share a second model.
+    """
+    suited = setting.suited(families)
+    dense = [family for family in suited if family not in MIXTURES]
+    serves = "inference" in (check.kind, check.partner)
+    models = unlike(suited if serves or check.each == "layout and model" else dense or suited)
+    if serves and len(models) > 1:
+        models = [models[0], models[1 + selection.seed % (len(models) - 1)]]
+    return setting, models[_turn(check, selection) % len(models)], dtype
 
 
 def _turn(check: Check, selection: Selection) -> int:
@@ -306,11 +322,9 @@ def pair_cases(check: Check, targets: Sequence[Target], selection: Selection) ->
     Each engine is the one under check once, and the partner once: where they differ, the engine that is off the oracle
     fails, and the message of the second one names the first.
     """
-    for target in targets:
-        for partner in targets:
-            suited = check.kind == target.kind and check.partner == partner.kind
-            if suited and target is not partner:
-                yield from _cases_of_pair(check, target, partner, selection)
+    for target, partner in permutations(targets, 2):
+        if check.kind == target.kind and check.partner == partner.kind:
+            yield from _cases_of_pair(check, target, partner, selection)
 
 
 def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Selection) -> Iterator[Case]:
@@ -329,19 +343,12 @@ def _cases_of_pair(check: Check, target: Target, partner: Target, selection: Sel
         _not_supported(check, target, selection),
         f"undeclared by {partner.spec.name}: {', '.join(missing)}" if missing else "",
     ]
-    not_supported, not_run = "; ".join(filter(None, reasons)), _missing(suited, common)
-    first, places = (
-        (settings[0], families[0], dtypes[0]),
-        places_of(check, settings, suited, common, selection),
-    )
-    for case in _at(check, target, selection, first, places, not_supported, not_run):
+    lacks = "" if suited and common else "dtype" if suited else "model that it can use"
+    not_run = f"the two profiles share no {lacks}" if lacks else ""
+    first = settings[0], families[0], dtypes[0]
+    places = places_of(check, settings, suited, common, selection)
+    for case in _at(check, target, selection, first, places, "; ".join(filter(None, reasons)), not_run):
         # Partners' layouts rotate, among layouts that can take the model.
         able = [other for other in partner_settings if other.suited([case.family])] or partner_settings
         partner_setting = able[settings.index(case.setting) % len(able)]
         yield replace(case, partner=partner, partner_setting=partner_setting)
-
-
-def _missing(families: Sequence[str], dtypes: Sequence[DType]) -> str:
-    if not families:
-        return "the two profiles share no model that it can use"
-    return "" if dtypes else "the two profiles share no dtype"

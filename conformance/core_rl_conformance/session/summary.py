@@ -123,12 +123,14 @@ class Summary:
 
     def _write_engine(self, terminal: pytest.TerminalReporter, target: Target) -> None:
         engine_results = [result for result in self.results if result.engine == target.spec.name]
+        models = dict.fromkeys(result.model for result in engine_results if result.outcome.executed)
         columns = list(dict.fromkeys((result.layout, result.dtype) for result in engine_results))
         heads = [layout if dtype == "float32" else f"{layout} {dtype}" for layout, dtype in columns]
         width = max((len(result.label) for result in engine_results), default=5)
         counts = {outcome: sum(result.outcome is outcome for result in engine_results) for outcome in Outcome}
         shown = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         terminal.write_line(f"{target.noun} {target.spec.name}: {shown}")
+        terminal.write_line(f"  models: {', '.join(models) or 'none'}")
         cells = [max(13, len(head)) for head in heads]
         line = "  ".join(map(str.ljust, heads, cells))
         terminal.write_line(f"  {'check'.ljust(width)}  {line}  largest error / allowed")

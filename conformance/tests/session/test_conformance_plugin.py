@@ -250,6 +250,7 @@ def test_checks_run_beside_a_foreign_conftest(pytester: pytest.Pytester) -> None
         [
             "*core-rl conformance: reference; checks in *",
             "engine reference: 1 passed, 0 failed*",
+            "  models: llama",
             "  I7.entropy *ok *",
         ]
     )

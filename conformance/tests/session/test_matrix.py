@@ -7,17 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from mutants import windows
+from mutants.zoo import Mutant, mutants_of
 
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
 from core_rl.errors import ConfigError
-from core_rl.reference import SPEC
+from core_rl.reference import ROLLOUT_SPEC, SPEC
 from core_rl.registry.spec import EngineSpec
 from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, Check, check, check_of, load_checks
 from core_rl_conformance.outcomes import CaseRecord, Outcome
-from core_rl_conformance.profile import FAMILIES, MOE, Profile, Setting, Waiver
+from core_rl_conformance.profile import DENSE, FAMILIES, MOE, Profile, Setting, Waiver, unlike
 from core_rl_conformance.session.items import Plan
 from core_rl_conformance.session.matrix import Selection, cases, quick_sample, select, three_rank_cases
 from core_rl_conformance.session.summary import Summary
@@ -162,13 +164,52 @@ def test_quick_session_uses_second_layout() -> None:
     selected = [case for one in CHECKS.values() for case in cases(one, WIDE, Selection(quick=True))]
     run = [case for case in selected if not (case.not_run or case.not_supported)]
     assert {str(case.layout) for case in run if case.check.each != "engine"} == {"dp2"}
-    assert {case.family for case in run} == {"qwen3"}
+    assert {case.family for case in run} == {"qwen3", "llama"}
     checks = {one.identifier for one in CHECKS.values() if one.kind == "train" and one.partner is None}
     checks -= {one.identifier for one in CHECKS.values() if one.min_cp > 1 or not one.quick}
     left_out = {case.check.identifier for case in selected if case.not_run or case.not_supported}
     assert {case.check.identifier for case in selected} - left_out == {
         name for name in checks if CHECKS[name].requires <= SPEC_DP.capabilities
     }
+
+
+@pytest.mark.parametrize(
+    ("families", "models"),
+    [
+        (FAMILIES, ["qwen3", "gemma2", MOE]),
+        (DENSE, ["qwen3", "gemma2", "llama"]),
+        (("qwen2", "gpt2", MOE), ["qwen2", MOE]),
+        (("gemma2", "qwen3"), ["gemma2"]),
+        (("llama",), ["llama"]),
+        ((), []),
+    ],
+)
+def test_quick_models_differ_in_kind(families: tuple[str, ...], models: list[str]) -> None:
+    assert unlike(families) == models
+    target = replace(WIDE, profile=replace(WIDE.profile, families=families))
+    for name, without in (("I7.logprobs", ()), ("I4.clipping", (MOE,))) if families else ():
+        by_seed = [cases(CHECKS[name], target, Selection(quick=True, seed=seed)) for seed in range(6)]
+        assert [len(selected) for selected in by_seed] == [1] * 6
+        expected = unlike([family for family in families if family not in without])
+        assert {case.family for selected in by_seed for case in selected} == set(expected)
+
+
+def test_quick_servers_have_two_models() -> None:
+    served = replace(
+        WIDE, spec=ROLLOUT_SPEC, profile=replace(WIDE.profile, layouts=(DP1,), families=FAMILIES)
+    )
+    for seed, second in enumerate(("gemma2", MOE)):
+        selection = Selection(quick=True, seed=seed)
+        selected = [case for one in CHECKS.values() for case in cases(one, served, selection)]
+        run = {case.family for case in selected if not (case.not_run or case.not_supported)}
+        assert run == {"qwen3", second}
+
+
+@pytest.mark.parametrize("mutant", list(mutants_of(windows)), ids=lambda mutant: mutant.name)
+def test_quick_sessions_judge_what_qwen3_lacks(mutant: Mutant) -> None:
+    target = replace(NARROW, profile=Profile(families=FAMILIES))
+    selected = cases(CHECKS[mutant.killed_by], target, Selection(quick=True))
+    assert mutant.family in [case.family for case in selected]
 
 
 def test_further_dtypes_are_run_with_fewer_models() -> None:
