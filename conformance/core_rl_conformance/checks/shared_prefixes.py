@@ -11,7 +11,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged, Row, ragged
-from core_rl_conformance.inputs.losses import BalanceLoss, OutputsLoss, TokenMeanLoss, ValueLoss
+from core_rl_conformance.inputs.losses import BalanceLoss, OutputsLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import verify_forward
 from core_rl_conformance.profile import MOE
 
@@ -94,20 +94,6 @@ def shared_prefixes_change_no_gradient(subject: EngineUnderTest) -> None:
         subject.verify_backward(f"of shared prefixes {label}", group, model, data, TOKEN_MEAN, cut)
     label = "of the entropy of shared prefixes"
     subject.verify_backward(label, group, model, data, OF_ENTROPY, CUTS["in one micro-batch"])
-
-
-@check("I1.shared-values", requires={Capability.SHARED_PREFIX, Capability.VALUE_HEAD}, each="layout")
-def shared_prefixes_change_no_value(subject: EngineUnderTest) -> None:
-    """Values of sequences that share prefixes, and their gradients, are the oracle's.
-
-    Why: a critic predicts from the same shared states as the actor, by a way of its own.
-    Look at: the state before the first token of a branch, and the last state of a sequence that another one continues.
-    """
-    model, data = subject.model(head="value"), _data(subject)
-    group = subject.start(model)
-    cut = CUTS["in one micro-batch"]
-    verify_forward(subject, group, ("values",), model, data, "of shared prefixes", cut=cut)
-    subject.verify_backward("of values of shared prefixes", group, model, data, ValueLoss(), cut)
 
 
 @check(

@@ -198,16 +198,6 @@ class EqualSequencesCountOnce(Sharing):
 
 
 @Mutant(
-    "I1.shared-values",
-    "values shifted by one over a pack, where the row before is another branch's",
-    "values of shared prefixes",
-    declared=SHARED,
-)
-class ValueOfSibling(FirstTokenFromSibling):
-    """The value before the first token of a branch is that after the branch before it."""
-
-
-@Mutant(
     "I18.shared-aux",
     "a balance over the tokens that were computed",
     "the metric 'aux_loss' in one micro-batch",
