@@ -80,9 +80,11 @@ def batches_of_every_kind_follow_the_oracle(subject: EngineUnderTest) -> None:
     gradient. All models together run each pair; the first has some, which the seed picks.
 
     Why: in the first step of GRPO the ratio is 1 and advantages cancel, so a pass that skips a loss of 0 learns
-    nothing; a feature that is tested with one head is forgotten in another one.
+    nothing; a feature that is tested with one head is forgotten in another one; a mask or a position of a shared prefix
+    that is wrong by one lets answers see each other.
     Look at: the combination that the message names; conditions on the value of a loss, caches by the tokens of a
-    sequence, and buffers with a fixed number of sequences.
+    sequence, and buffers with a fixed number of sequences. With shared prefixes: the state that the first token of a
+    branch is predicted from, and gradients of shared states, which are the **sum** over branches.
     """
     rows = sorted(rows_of(subject, OPTIONS, FEWEST), key=_engine_of)
     for (head, frozen), group in groupby(rows, key=_engine_of):

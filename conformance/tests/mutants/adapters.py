@@ -113,7 +113,7 @@ class StaysOffAfterAnError(AdaptedReference):
 
 
 @Mutant(
-    "I20.adapter-modes", "verl #4708", "outputs after training passes|inside disable_adapter|outputs of a new"
+    "I20.adapter-modes", "verl #4708", "dropout that is on"
 )
 class AdapterDropoutInEval(AdaptedReference):
     """The adapter came after ``eval()``, and its dropout stays on."""

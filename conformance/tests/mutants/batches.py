@@ -13,7 +13,8 @@ from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import Packed
+from core_rl.toolkit.parallel_context import ModelShards
+from mutants.bases import Packed, TrainContext
 from mutants.images import QWEN, VISION
 from mutants.shared_prefixes import SHARED, FirstTokenFromSibling, Sharing
 from mutants.zoo import Mutant
@@ -98,6 +99,11 @@ class ScoresWithoutSharing(Sharing):
 class ValueOfSibling(FirstTokenFromSibling):
     """The value before the first token of a branch is that after the branch before it."""
 
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        if context.config.model.head == "lm":
+            self.packed.shards = ModelShards()
+
 
 @Mutant(CHECK, "one option that turns another one off", "head: lm at a temperature")
 class TemperatureOfManySequences(Packed):
@@ -139,8 +145,8 @@ class ScalesPixels(ReferenceBackend):
 class KeepsOutputsOfImages(ReferenceBackend):
     """The outputs of a sequence with images are kept for the next pass over the same pixels."""
 
-    def build(self, context: object) -> None:
-        super().build(context)  # type: ignore[arg-type]
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
         self.known: dict[int, tuple[object, dict[str, Tensor]]] = {}
 
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:

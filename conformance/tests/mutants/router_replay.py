@@ -116,7 +116,9 @@ class _OwnShares(Routers):
     def outputs(
         self, routings: Sequence[Routing], cu_seqlens: Tensor, names: Sequence[OutputName]
     ) -> dict[str, Tensor]:
-        count = routings[0].experts.shape[1] if routings else 0
+        if "aux_loss" not in names:
+            return super().outputs(routings, cu_seqlens, names)
+        count = routings[0].experts.shape[1]
         ours = [replace(one, experts=one.logits.topk(count).indices) for one in routings]
         balanced = super().outputs(ours, cu_seqlens, names)
         return {**super().outputs(routings, cu_seqlens, names), "aux_loss": balanced["aux_loss"]}
@@ -129,9 +131,3 @@ class BalanceOfOwnChoice(ReferenceBackend):
     def build(self, context: TrainContext) -> None:
         super().build(context)
         self.routers = _OwnShares(self.model)
-
-    def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
-        outputs = super().routed(row, step)
-        if "aux_loss" not in step.outputs:
-            outputs.pop("aux_loss", None)
-        return outputs
