@@ -34,7 +34,7 @@ HEADS: Mapping[str, tuple[Head, OutputName]] = {
 }
 OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
     "head": {"lm": None, "value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD},
-    "dropout": {"none": None, "of both": Capability.DROPOUT},
+    "dropout": {"none": None, "of the base": Capability.DROPOUT, "of the adapter": Capability.DROPOUT},
     "frozen": {
         "none": None,
         "first layer": Capability.FROZEN_PARAMETERS,
@@ -79,15 +79,14 @@ class _Run:
     options: Combination
     name: str
     adapter: TinyAdapter
-    rate: float
 
     @staticmethod
     def of(subject: EngineUnderTest, options: Combination, name: str) -> _Run:
         """The run of a combination."""
-        rate, stable = RATE * (options["dropout"] != "none"), options["adapter"] == "rank-stabilised"
+        stable, rate = options["adapter"] == "rank-stabilised", RATE * (options["dropout"] == "of the base")
         model = subject.model(head=HEADS[options["head"]][0], dropout=rate)
         adapter = TinyAdapter(model=model, rslora=stable, some=stable)
-        return _Run(subject=subject, options=options, name=name, adapter=adapter, rate=rate)
+        return _Run(subject=subject, options=options, name=name, adapter=adapter)
 
     @property
     def label(self) -> str:
@@ -107,7 +106,8 @@ class _Run:
         names = [*self.subject.expected.oracle(self.adapter.model).parameters()]
         head = [name for name in names if name.startswith(("score.", "lm_head."))] or names[:1]
         frozen = {"none": [], "first layer": [self.subject.first_layer], "head": head}
-        lora = {**self.adapter.section(), **({"dropout": self.rate} if self.rate else {})}
+        rate = {"dropout": RATE} if self.options["dropout"] == "of the adapter" else {}
+        lora = {**self.adapter.section(), **rate}
         return self.subject.start(
             self.adapter.model,
             optimizer=optimizer_config(CONFIG),
@@ -154,7 +154,7 @@ class _Run:
             if switched:
                 with group.disable_adapter():
                     self._answers(group)
-            if switched and not (self.rate or step):
+            if switched and self.options["dropout"] == "none" and not step:
                 self._verify_gradients(group, metrics)
             shadow.step(subject, group, f"of step {step} {self.label}")
         shadow.verify(subject, group, f"after steps {self.label}")

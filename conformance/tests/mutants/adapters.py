@@ -112,9 +112,7 @@ class StaysOffAfterAnError(AdaptedReference):
             super().set_adapter(enabled)
 
 
-@Mutant(
-    "I20.adapter-modes", "verl #4708", "dropout that is on"
-)
+@Mutant("I20.adapter-modes", "verl #4708", "dropout that is on")
 class AdapterDropoutInEval(AdaptedReference):
     """The adapter came after ``eval()``, and its dropout stays on."""
 
@@ -156,7 +154,7 @@ class OnlyBTrains(AdaptedReference):
         self.adopt(self.model, context)
 
 
-@Mutant("I20.adapter-modes", "heads beside adapters", "missing: score.weight")
+@Mutant("I20.adapter-modes", "heads beside adapters", "score.weight")
 class HeadFrozenWithTheBase(AdaptedReference):
     """Everything outside the adapter is frozen."""
 

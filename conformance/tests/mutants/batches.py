@@ -101,16 +101,16 @@ class ValueOfSibling(FirstTokenFromSibling):
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
-        if context.config.model.head == "lm":
+        if context.config.model.head != "value":
             self.packed.shards = ModelShards()
 
 
 @Mutant(CHECK, "one option that turns another one off", "head: lm at a temperature")
-class TemperatureOfManySequences(Packed):
-    """The temperature is for passes of fewer than 64 sequences."""
+class TemperatureOfSeveralSequences(Packed):
+    """The temperature is for micro-batches of several sequences."""
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        temperature = step.temperature if micro_batch.num_sequences < 64 else 1.0
+        temperature = step.temperature if micro_batch.num_sequences > 1 else 1.0
         arguments = (step.outputs, temperature, step.trained_only)
         return ModelOutput(**self.packed(micro_batch, *arguments))
 
@@ -123,16 +123,13 @@ class TemperatureOfManySequences(Packed):
     declared=VISION,
 )
 class ScalesPixels(ReferenceBackend):
-    """Pixels are scaled in place, and back after the pass, which rounds them."""
+    """A forward pass scales pixels in place."""
 
     def routed(self, row: SequenceBatch, step: MicroBatchStep) -> dict[str, Tensor]:
-        pixels = [media["pixel_values"] for media in row.media if "pixel_values" in media]
-        for value in pixels:
-            value.mul_(1 / 3)
-        outputs = super().routed(row, step)
-        for value in pixels:
-            value.mul_(3)
-        return outputs
+        for media in row.media if not step.trained_only else ():
+            if "pixel_values" in media:
+                media["pixel_values"].mul_(0.5)
+        return super().routed(row, step)
 
 
 @Mutant(
