@@ -100,7 +100,7 @@ class ReferencePassFreezes(AdaptedReference):
 @Mutant(
     "I20.adapter-modes",
     "a reference pass between two passes of training",
-    "gradients .*of step 0 ",
+    "changes dropout or what is trained|gradients .*of step 0 ",
 )
 class ReferencePassDropsGradients(AdaptedReference):
     """Switching the adapter off drops the gradients that wait for a step."""
