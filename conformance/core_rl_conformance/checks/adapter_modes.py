@@ -58,9 +58,9 @@ def adapters_hold_in_every_mode(subject: EngineUnderTest) -> None:
     have no dropout. Any two values of the options occur together; all models together have each pair.
 
     Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; a switch that goes
-    by ``requires_grad``, ``eval()`` or the memory of gradients changes what is trained after it; a new head that is
+    by ``requires_grad``, ``eval()`` or the memory of gradients changes later training; a new head that is
     frozen with the base stays noise.
-    Look at: ``set_adapter``: every adapter layer, on every rank, off and on again; what else it switches. Modules that
+    Look at: ``set_adapter``: every adapter layer, on every rank, off and on again; its other effects. Modules that
     were added after ``eval()``; ``requires_grad`` of the head after the adapter was added.
     """
     for number, options in enumerate(rows_of(subject, OPTIONS, FEWEST)):
@@ -122,7 +122,7 @@ class _Run:
         subject.require(
             losses == same,
             f"losses {self.label}, are {losses} after disable_adapter(), and {same} without it, with the same seed: "
-            "it changes dropout or what is trained",
+            "it changes dropout or training",
         )
         for label, first, second in (("two seeds", losses[0], other[0]), ("two passes", *losses[:2])):
             subject.require(

@@ -229,7 +229,7 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
     Why: on packed sequences the state of a recurrence or a convolution crosses from one sequence to the next, and
     sinks that are left out change every log-prob; nothing fails (transformers #46093, verl #6660, slime #1686).
     Look at: the layers of the model that are not attention, with more than one sequence in a micro-batch, and whether
-    the engine declares its models. If buffers are off: what reads and writes parameters alone.
+    the engine declares its models. If buffers are off: code that reads and writes parameters alone.
     """
     for family in (family for family in OTHER_LAYERS if family in CONFIG_MAPPING):
         model = TinyModel(family=family, seed=subject.case.seed).with_multiples(*subject.case.multiples)

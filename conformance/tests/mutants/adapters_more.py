@@ -100,7 +100,7 @@ class ReferencePassFreezes(AdaptedReference):
 @Mutant(
     "I20.adapter-modes",
     "a reference pass between two passes of training",
-    "changes dropout or what is trained|gradients .*of step 0 ",
+    "changes dropout or training|gradients .*of step 0 ",
 )
 class ReferencePassDropsGradients(AdaptedReference):
     """Switching the adapter off drops the gradients that wait for a step."""
@@ -124,7 +124,7 @@ class _Switches(AdaptedReference):
         raise NotImplementedError
 
 
-@Mutant("I20.adapter-modes", "eval() of the base for a reference pass", "changes dropout or what is trained")
+@Mutant("I20.adapter-modes", "eval() of the base for a reference pass", "changes dropout or training")
 class SwitchEndsDropoutOfBase(_Switches):
     """Dropout of the base stays off."""
 
@@ -134,7 +134,7 @@ class SwitchEndsDropoutOfBase(_Switches):
                 module.attention_dropout = 0.0
 
 
-@Mutant("I20.adapter-modes", "eval() for a reference pass", "changes dropout or what is trained")
+@Mutant("I20.adapter-modes", "eval() for a reference pass", "changes dropout or training")
 class SwitchEndsDropoutOfAdapter(_Switches):
     """Dropout of the adapter stays off."""
 

@@ -111,7 +111,7 @@ def _own_gates(
 
 
 class _OwnShares(Routers):
-    """Routers whose balance counts what they would choose."""
+    """Routers whose balance counts their own choice."""
 
     def outputs(
         self, routings: Sequence[Routing], cu_seqlens: Tensor, names: Sequence[OutputName]
@@ -126,7 +126,7 @@ class _OwnShares(Routers):
 
 @Mutant("I18.aux-gradient", "the router's own choice in a balance", "with replayed routing", family=MOE)
 class BalanceOfOwnChoice(ReferenceBackend):
-    """The balance counts what the routers would choose, and not the replayed experts."""
+    """The balance counts the choice of the routers, and not the replayed experts."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)
