@@ -129,7 +129,8 @@ class SwitchEndsDropoutOfBase(_Switches):
     """Dropout of the base stays off."""
 
     def change(self) -> None:
-        for module in self.model.modules():
+        modules: list[Any] = [*self.model.modules()]
+        for module in modules:
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.0
 

@@ -319,7 +319,8 @@ class DropsMoreOfLongPasses(_LongPasses):
     """So is that of attention."""
 
     def scale(self, factor: float) -> None:
-        for module in self.model.modules():
+        modules: list[Any] = [*self.model.modules()]
+        for module in modules:
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout *= factor
 
