@@ -16,7 +16,7 @@ from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import DEEP
 from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, outputs_of, start, written
 from core_rl_conformance.procedures.outputs import verify_forward, verify_outputs
-from core_rl_conformance.procedures.training import Shadow, fail_without_adapter, optimizer_config
+from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -50,56 +50,6 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         )
 
 
-@check("I7.adapter-disabled", requires={Capability.LORA}, each="layout")
-def a_disabled_adapter_leaves_the_base_model(subject: EngineUnderTest) -> None:
-    """Inside ``disable_adapter()`` outputs match an engine without an adapter, bit for bit; after it, as before.
-
-    A new adapter, whose ``B`` is 0, changes nothing either. Gradients that wait for a step are left as they are,
-    and the adapter is trained after it as before.
-    Why: a reference policy with the adapter on has a KL of zero to the policy, and nothing fails; left off after
-    an error, it trains a policy that is never served; switched on without ``requires_grad``
-    trains nothing.
-    Look at: ``set_adapter``: every adapter layer, on every rank, off and on again; what else it switches.
-    """
-    model, data = subject.model(), subject.data()
-    plain = outputs_of(subject.start(model), data)
-    adapter = TinyAdapter(model=model, rslora=True)
-    group = start(subject, adapter)
-    subject.verify_same("outputs with a new adapter", outputs_of(group, data), plain)
-    load(subject, group, adapter)
-    adapted = outputs_of(group, data)
-    for turn in ("", " the second time"):
-        with group.disable_adapter():
-            off = outputs_of(group, data)
-        subject.verify_same(f"outputs inside disable_adapter(){turn}", off, plain)
-        subject.verify_same(f"outputs after disable_adapter(){turn}", outputs_of(group, data), adapted)
-    group.run(fail_without_adapter)
-    after = outputs_of(group, data)
-    subject.verify_same("outputs after an error inside disable_adapter()", after, adapted)
-    _verify_gradients(subject, group, adapter, data, LOSS, ONE_PASS, disabled=True)
-
-
-@check("I9.adapter-dropout", requires={Capability.LORA, Capability.DROPOUT}, each="layout")
-def dropout_of_the_adapter_is_off_in_forward(subject: EngineUnderTest) -> None:
-    """The adapter's dropout acts in training, and in no forward pass.
-
-    Why: log-probs under dropout belong to another policy (verl #4708).
-    Look at: modules that were added after ``eval()`` was called, and the dropout of the config.
-    """
-    adapter, data = TinyAdapter(model=subject.model()), subject.data()
-    group = start(subject, adapter, fields={"dropout": 0.5})
-    load(subject, group, adapter)
-    before = outputs_of(group, data)
-    losses = [group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)["loss"] for _ in range(3)]
-    group.optimizer_zero_grad()
-    subject.verify_same("log-probs of two passes", outputs_of(group, data), before)
-    verify_outputs(subject, group, adapter, "with dropout in the adapter's config")
-    subject.require(
-        len(set(losses)) > 1,
-        f"three training passes give the same loss, {losses[0]!r}: the adapter's dropout does not act",
-    )
-
-
 @check("I20.adapter-gradients", requires={Capability.LORA}, images=True)
 def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of ``A`` and ``B`` are the oracle's, with any cut; nothing below them has one.
@@ -115,25 +65,6 @@ def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
         _verify_gradients(subject, group, adapter, data, LOSS, cut)
 
 
-@check("I20.adapter-head", requires={Capability.LORA, Capability.VALUE_HEAD}, each="layout")
-def a_head_is_trained_with_the_adapter(subject: EngineUnderTest) -> None:
-    """Values with an adapter are the oracle's, and the gradients of a critic's loss: of the adapter and of the head.
-
-    Their steps are AdamW's, and the norm is that of both.
-    Why: an adapter freezes all that is not its own, and a new head that is frozen stays noise.
-    Look at: ``requires_grad`` of the head after the adapter was added; the parameters that the optimizer and
-    the norm use.
-    """
-    adapter, data = TinyAdapter(model=subject.model(head="value")), subject.data()
-    group = start(subject, adapter, optimizer=optimizer_config(CONFIG))
-    load(subject, group, adapter)
-    verify_outputs(subject, group, adapter, "with an adapter")
-    _verify_gradients(subject, group, adapter, data, ValueLoss(), TWO)
-    shadow = Shadow.of(group, CONFIG, frozen=list(base_of(group.named_tensors("master"))))
-    shadow.train(subject, group, [data.batch()], ValueLoss().spec(), TWO)
-    shadow.verify(subject, group, "with an adapter and a head")
-
-
 def _verify_gradients(
     subject: EngineUnderTest,
     group: EngineGroup,
@@ -141,17 +72,10 @@ def _verify_gradients(
     data: Ragged,
     loss: CheckLoss,
     cut: MicroBatchSpec,
-    *,
-    disabled: bool = False,
 ) -> None:
-    """Compare with the oracle; with ``disabled``, there is a pass without the adapter before gradients are read."""
     expected = subject.gradients(adapter, data, loss)
     metrics = group.forward_backward(data.batch(), loss.spec(), cut)
     label = f"with an adapter and {cut}"
-    if disabled:
-        label = f"with an adapter, {cut} and disable_adapter() before and after the backward pass"
-        with group.disable_adapter():
-            outputs_of(group, data)
     subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
     base = base_of(written(expected.oracle.grads))
     trained = {name: grad for name, grad in written(expected.oracle.grads).items() if name not in base}

@@ -93,14 +93,32 @@ def covering_array(options: Mapping[str, Sequence[str]], seed: int = 0) -> list[
     return rows
 
 
-def share(rows: Sequence[Combination], part: int, parts: int, turn: int) -> Sequence[Combination]:
+def share(
+    rows: Sequence[Combination], part: int, parts: int, turn: int, least: int = 1
+) -> Sequence[Combination]:
     """The combinations of a case, of which ``parts`` run ``rows`` between them.
 
-    The first has a single one, which takes turns, since quick sessions run no other; the others have all.
+    The first has ``least``, which take turns, since quick sessions run no other; the others have all.
     """
     if parts == 1:
         return rows
-    return [rows[turn % len(rows)]] if part == 0 else rows[part - 1 :: parts - 1]
+    if part:
+        return rows[part - 1 :: parts - 1]
+    return [rows[(turn + number * len(rows) // least) % len(rows)] for number in range(least)]
+
+
+def rows_of(
+    subject: EngineUnderTest, options: Mapping[str, Mapping[str, Capability | None]], least: int = 1
+) -> Sequence[Combination]:
+    """The combinations of ``options`` that this case runs, as far as the engine declares their values; see `share`."""
+    declared = {
+        name: [value for value, needed in values.items() if needed is None or subject.spec.supports(needed)]
+        for name, values in options.items()
+    }
+    case = subject.case
+    families = case.target.profile.families
+    turn = case.seed + case.layout.world_size
+    return share(covering_array(declared), families.index(case.family), len(families), turn, least)
 
 
 def _gain(row: Combination, choice: Choice, missing: set[frozenset[Choice]]) -> int:
@@ -120,15 +138,7 @@ def capabilities_hold_together(subject: EngineUnderTest) -> None:
     module which an adapter renames; a load that skips what is frozen.
     Look at: the combination that the message names; then the check of each part alone, which passes.
     """
-    declared = {
-        name: [value for value, needed in values.items() if needed is None or subject.spec.supports(needed)]
-        for name, values in OPTIONS.items()
-    }
-    case = subject.case
-    families = case.target.profile.families
-    turn = case.seed + case.layout.world_size
-    rows = share(covering_array(declared), families.index(case.family), len(families), turn)
-    for number, options in enumerate(rows):
+    for number, options in enumerate(rows_of(subject, OPTIONS)):
         _Training.begin(subject, options, f"training-{number}").verify()
 
 

@@ -28,6 +28,8 @@ from core_rl_conformance.profile import DENSE
 
 LOSS = TokenMeanLoss()
 PASSES = 16
+LENGTHS = (2, 40)
+"""Lengths of the sequences of a pass, in turns."""
 PLACES: dict[DropoutPlace, re.Pattern[str]] = {
     "embedding": re.compile(r"wpe\.weight$"),
     "residual": re.compile(r"c_proj\.bias$"),
@@ -48,8 +50,9 @@ def masks_are_independent_draws(subject: EngineUnderTest) -> None:
     """In training, each head is dropped independently at the config's rate; the remaining heads are divided by ``1 -
     rate``.
 
-    The masks are found from log-probs of sequences of two tokens. Gradients use the same masks. So it is in
-    the first pass, after a step, after evaluation and after a load; there is no dropout in ``forward`` at any time.
+    The masks are found from log-probs of second tokens, in passes with short sequences and with long ones. Gradients
+    use the same masks. So it is in the first pass, after a step, after evaluation and after a load; there is no dropout
+    in ``forward`` at any time. A seed that is given twice gives the same masks, and another one gives others.
 
     Why: dropout that a step or a load turns off, or leaves on in evaluation; recomputation with other masks than the
     forward pass had; one mask on all data-parallel ranks: the loss still falls, and the policy is another one.
@@ -70,12 +73,21 @@ def masks_are_independent_draws(subject: EngineUnderTest) -> None:
     _verify_off(subject, group, masks, "after a load()")
     passes.append(_watch(subject, group, masks, "in training after a load()"))
     group.optimizer_zero_grad()
+    passes.append(_watch(subject, group, masks, "in training with long sequences", long=True))
+    for seed, when in ((0, "in a second engine with the same seed"), (1, "with another seed")):
+        group = subject.start(masks.model, changes={"seed": seed})
+        passes.append(_watch(subject, group, masks, when))
+    when, again = passes.pop(-2)
+    subject.require(torch.equal(again, passes[0][1]), f"{when}, the first masks are others than in the first")
     verify_draws(subject, passes, masks.spread)
 
 
-def _watch(subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str) -> tuple[str, Tensor]:
+def _watch(
+    subject: EngineUnderTest, group: EngineGroup, masks: PairMasks, when: str, *, long: bool = False
+) -> tuple[str, Tensor]:
     """Run a training pass and find its masks."""
-    metrics = group.forward_backward(masks.data.batch(), masks.loss.spec(), CUT)
+    data = masks.long_data if long else masks.data
+    metrics = group.forward_backward(data.batch(), masks.loss.spec(), CUT)
     return when, masks.found(subject, when, metrics)
 
 
@@ -102,7 +114,8 @@ def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
     """In training, numbers are dropped at the config's rate at each place of the model, and at that place alone.
 
     GPT-2 has three: the embedding, the residual stream and attention. It is the model here where the profile has it.
-    Gradients over a single token are 0 where a number was dropped. Each data-parallel rank draws on its own.
+    Gradients over a single token are 0 where a number was dropped, in passes with short sequences, and with long ones.
+    Each data-parallel rank draws on its own.
 
     Why: a module of its own reads the rate of attention and leaves the other two out; all else looks right.
     Look at: every field of the config with a rate, and the module that reads it.
@@ -119,10 +132,10 @@ def each_place_drops_at_its_rate(subject: EngineUnderTest) -> None:
 def _kept_numbers(
     subject: EngineUnderTest, group: EngineGroup, model: TinyModel, place: DropoutPlace, rank: int
 ) -> dict[str, Tensor]:
-    """The numbers at ``place`` that passes over a single token of ``rank`` keep, bool ``[N]`` by pass and tensor."""
+    """The numbers at ``place`` that passes with a single token of ``rank`` keep, bool ``[N]`` by pass and tensor."""
     kept = {}
     for number in range(PASSES):
-        data = _one_token_of_rank(subject, rank, model)
+        data = _one_token_of_rank(subject, rank, model, LENGTHS[number % len(LENGTHS)])
         group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
         for name, grad in group.named_tensors("grads").items():
             if PLACES[place].search(name):
@@ -161,32 +174,47 @@ def inputs_of_the_adapter_are_dropped(subject: EngineUnderTest) -> None:
     adapter = TinyAdapter(model=subject.model())
     passes: list[Mapping[str, Tensor]] = []
     for rank in range(subject.layout.dp):
-        data = _one_token_of_rank(subject, rank, adapter.model)
         group = start(subject, adapter, fields={"dropout": RATE})
         load(subject, group, adapter, f"adapter-{rank}")
-        metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
-        grads = adapter_of(group.named_tensors("grads"))
-        keep_mask = _kept_inputs(subject, adapter, grads)
-        expected = _gradients_with(subject, adapter, keep_mask, data)
-        of_rank = f"of one token on data-parallel rank {rank}, with the masks that they show"
-        truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
-        unscaled = partial(_unscaled, subject, adapter, keep_mask, data, grads)
-        wanted = {name: truth[name] for name in grads}
-        subject.verify_named(f"gradients {of_rank}", grads, wanted, allowed, explain=unscaled)
-        subject.verify_loss(f"the loss {of_rank}", metrics["loss"], expected)
-        passes.append(keep_mask)
-    verify_rate_and_ranks(subject, "in the first training pass, an input of the adapter", passes)
+        passes.append(
+            {
+                f"{layer} in a sequence of {length}": keep_mask
+                for length in LENGTHS
+                for layer, keep_mask in _watch_inputs(subject, group, adapter, rank, length).items()
+            }
+        )
+    verify_rate_and_ranks(subject, "in training, an input of the adapter", passes)
 
 
-def _one_token_of_rank(subject: EngineUnderTest, rank: int, model: TinyModel) -> Ragged:
-    """A sequence of two tokens of ``model`` for each data-parallel rank, of which one is trained."""
-    data = ragged(model.vocab_size, 1000 * subject.case.seed, (2,) * subject.layout.dp).all_trained()
+def _watch_inputs(
+    subject: EngineUnderTest, group: EngineGroup, adapter: TinyAdapter, rank: int, length: int
+) -> Mapping[str, Tensor]:
+    """Run a training pass and find the inputs that it has kept, bool ``[in]`` by layer."""
+    data = _one_token_of_rank(subject, rank, adapter.model, length)
+    metrics = group.forward_backward(data.batch(), LOSS.spec(), ONE_PASS)
+    grads = adapter_of(group.named_tensors("grads"))
+    group.optimizer_zero_grad()
+    keep_mask = _kept_inputs(subject, adapter, grads)
+    expected = _gradients_with(subject, adapter, keep_mask, data)
+    label = (
+        f"of one token on data-parallel rank {rank}, in a sequence of {length}, with the masks that they show"
+    )
+    truth, allowed = written(expected.oracle.grads), written(expected.tolerances)
+    unscaled = partial(_unscaled, subject, adapter, keep_mask, data, grads)
+    wanted = {name: truth[name] for name in grads}
+    subject.verify_named(f"gradients {label}", grads, wanted, allowed, explain=unscaled)
+    subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
+    return keep_mask
+
+
+def _one_token_of_rank(subject: EngineUnderTest, rank: int, model: TinyModel, length: int = 2) -> Ragged:
+    """A sequence of ``length`` tokens for each data-parallel rank; the second token of one is trained."""
+    data = ragged(model.vocab_size, 1000 * subject.case.seed, (length,) * subject.layout.dp)
     (trained,) = shard_plan(data.batch(), subject.layout.dp)[rank]
-    rows = [
-        row if number == trained else replace(row, mask=(False, False))
-        for number, row in enumerate(data.rows)
+    masks = [
+        tuple(number == trained and place == 1 for place in range(length)) for number in range(len(data.rows))
     ]
-    return Ragged(tuple(rows))
+    return Ragged(tuple(replace(row, mask=mask) for row, mask in zip(data.rows, masks, strict=True)))
 
 
 def _kept_inputs(

@@ -29,8 +29,9 @@ from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import OTHER_LAYERS, TinyModel
-from core_rl_conformance.procedures.moving import elsewhere, load_weights
-from core_rl_conformance.procedures.outputs import verify_forward, verify_outputs
+from core_rl_conformance.procedures.moving import elsewhere, load_weights, meta
+from core_rl_conformance.procedures.outputs import PROBE, verify_forward, verify_outputs
+from core_rl_conformance.procedures.streaming import tensors_of
 
 OPTIMIZER = {"lr": 2e-2, "max_grad_norm": 1.0}
 SEED = 13
@@ -223,12 +224,12 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
     """A hybrid of Gated DeltaNet, latent attention and attention sinks: each is the oracle's, or refused.
 
     A refusal is an `UnsupportedCapability` or a `LayoutError` when the engine is initialized. Families that the
-    installed transformers lacks are left out.
+    installed transformers lacks are left out. Buffers that files hold are loaded, and written to exports, bit for bit.
 
     Why: on packed sequences the state of a recurrence or a convolution crosses from one sequence to the next, and
     sinks that are left out change every log-prob; nothing fails (transformers #46093, verl #6660, slime #1686).
     Look at: the layers of the model that are not attention, with more than one sequence in a micro-batch, and whether
-    the engine declares its models.
+    the engine declares its models. If buffers are off: code that reads and writes parameters alone.
     """
     for family in (family for family in OTHER_LAYERS if family in CONFIG_MAPPING):
         model = TinyModel(family=family, seed=subject.case.seed).with_multiples(*subject.case.multiples)
@@ -238,3 +239,26 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
             continue
         verify_forward(subject, group, ("logprobs",), model, data, f"of {family}", cut=BUDGET)
         subject.verify_backward(f"of {family}", group, model, data, TokenMeanLoss(), BUDGET)
+        _verify_buffers(subject, group, model)
+
+
+def _verify_buffers(subject: EngineUnderTest, group: EngineGroup, model: TinyModel) -> None:
+    """Require the buffers of the files that the engine has, and then of others, also in an export."""
+    trained, files = group.tensor_shapes("master"), tensors_of(subject.expected.models.directory(model))
+    if files.keys() <= trained.keys() or subject.case.dtype != "float32":
+        return
+    data = ragged(model.vocab_size, 1000 * subject.case.seed, PROBE)
+    for turn, source in enumerate((model, elsewhere(model))):
+        if turn:
+            load_weights(subject, group, source)
+        files, path = (
+            tensors_of(subject.expected.models.directory(source)),
+            subject.directory(f"export-{turn}"),
+        )
+        expected = {name: value for name, value in files.items() if name not in trained}
+        label = f"of {model.family}" + " after a load" * turn
+        group.save(meta(path, "hf"))
+        exported = {name: value for name, value in tensors_of(path).items() if name not in trained}
+        subject.verify_same(f"buffers {label}", group.named_tensors("buffers"), expected)
+        subject.verify_same(f"buffers in an export {label}", exported, expected)
+        verify_forward(subject, group, ("logprobs",), source, data, label)

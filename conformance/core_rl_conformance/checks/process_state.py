@@ -150,7 +150,7 @@ def initialized_settings(_engine: TrainEngine, before: dict[str, object]) -> lis
 def changed_settings(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
     """Settings of the process that a public call changed, and their new values; ``path`` is for a save. Collective."""
     changed = []
-    for name, call in _calls(engine, path, engine.shard_data(batch), loss):
+    for name, call in public_calls(engine, path, engine.shard_data(batch), loss):
         before = _state()
         call()
         changed += [f"{name} {difference}" for difference in _differences(before, _state())]
@@ -166,9 +166,10 @@ def _differences(before: dict[str, object], after: dict[str, object]) -> list[st
     ]
 
 
-def _calls(
+def public_calls(
     engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec
 ) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of ``engine`` with one batch object, by name; ``path`` is for a save. Collective."""
     saved = SaveLoadMeta(path=path, format="hf")
     yield "forward()", lambda: engine.forward(batch, ONE_PASS)
     yield "eval_batch()", lambda: engine.eval_batch(batch, loss, ONE_PASS)

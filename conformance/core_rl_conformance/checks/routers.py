@@ -52,25 +52,37 @@ def gates_are_what_the_config_says(subject: EngineUnderTest) -> None:
 
 @check("I18.aux-gradient", requires={Capability.AUX_LOSS}, families=ROUTED)
 def balance_follows_the_oracle(subject: EngineUnderTest) -> None:
-    """The gradient of the routers' balance alone is the oracle's, however the batch is cut.
+    """The gradient of the routers' balance alone is the oracle's, however the batch is cut; replayed choices count.
 
     Why: a balance over a micro-batch depends on what happens to be in it; an average over
     micro-batches, or added once for each context-parallel rank, grows with the layout (verl #6836).
     Look at: ``aux_loss`` of the `ModelOutput`, a **sum** over the tokens of the micro-batch in which each
     sequence stands for itself; the core divides it by all tokens of the step. Tokens that are not trained
-    count, and padding and dummies do not.
+    count, and padding and dummies do not. With ``routing`` in the batch, the shares are those of its choices.
     """
     model, data = subject.model(), subject.data()
-    expected = subject.gradients(model, data, ALONE)
     group = subject.start(changes={"model": {"router_aux_coef": 1.0}})
     for label, backward in _cuts(subject, group, data).items():
-        metrics = backward()
-        value = metrics.get("aux_loss", math.nan)
-        label_of_value = f"the metric 'aux_loss' {label}"
-        subject.verify_loss(label_of_value, value, expected)
-        grads = group.named_tensors("grads")
-        subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
-        group.optimizer_zero_grad()
+        _verify_balance(subject, group, model, data, label, backward())
+    if subject.spec.supports(Capability.ROUTING_REPLAY):
+        routed = _routed(data, _moved(group.forward(data.batch(), BUDGET, ("routing",)).routing, model))
+        metrics = group.forward_backward(routed.batch(), ALONE.spec(), BUDGET)
+        _verify_balance(subject, group, model, routed, "of the balance with replayed routing", metrics)
+
+
+def _verify_balance(
+    subject: EngineUnderTest,
+    group: EngineGroup,
+    model: TinyModel,
+    data: Ragged,
+    label: str,
+    metrics: Mapping[str, float],
+) -> None:
+    expected = subject.gradients(model, data, ALONE)
+    value, grads = metrics.get("aux_loss", math.nan), group.named_tensors("grads")
+    subject.verify_loss(f"the metric 'aux_loss' {label}", value, expected)
+    subject.verify_named(f"gradients {label}", grads, expected.oracle.grads, expected.tolerances)
+    group.optimizer_zero_grad()
 
 
 def _cuts(

@@ -11,8 +11,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.inputs.data import Ragged, Row, ragged
-from core_rl_conformance.inputs.losses import BalanceLoss, OutputsLoss, TokenMeanLoss, ValueLoss
-from core_rl_conformance.procedures.outputs import verify_forward
+from core_rl_conformance.inputs.losses import BalanceLoss
 from core_rl_conformance.profile import MOE
 
 PIECES: Sequence[Sequence[tuple[int, int]]] = (
@@ -37,8 +36,6 @@ CUTS = {
     "in three micro-batches": MicroBatchSpec(count=3, share_prefixes=True),
     "with a budget that splits a tree": MicroBatchSpec(max_tokens=48, share_prefixes=True),
 }
-TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
-OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
 BALANCE = BalanceLoss()
 
 
@@ -58,56 +55,6 @@ def prefix_trees(vocab_size: int, seed: int) -> Ragged:
             )
         )
     return Ragged(tuple(rows))
-
-
-@check("I7.shared-prefix", requires={Capability.SHARED_PREFIX}, each="layout")
-def shared_prefixes_change_no_output(subject: EngineUnderTest) -> None:
-    """Log-probs and entropy of sequences that share prefixes are the oracle's, which computes each alone.
-
-    Why: the tokens of one prompt are computed once for all its answers, and a mask or a position that is wrong by one
-    lets answers see each other. Nothing raises, and training goes on.
-    Look at: which tokens a branch attends to; its positions, which go on from its own prefix; the state that its
-    first token is predicted from, the last one of that prefix and not of the branch before it.
-    """
-    model, data = subject.model(), _data(subject)
-    group = subject.start(model)
-    for label, cut in CUTS.items():
-        subject.verify_logprobs(f"of shared prefixes {label}", group, model, data, cut)
-    cut = CUTS["in one micro-batch"]
-    verify_forward(subject, group, ("entropy",), model, data, "of shared prefixes", cut=cut)
-
-
-@check("I1.shared-prefix", requires={Capability.SHARED_PREFIX}, each="layout")
-def shared_prefixes_change_no_gradient(subject: EngineUnderTest) -> None:
-    """Loss and gradients of sequences that share prefixes are the oracle's, which computes each alone.
-
-    The loss masks of sequences differ inside their common prefix.
-
-    Why: a shared token has the gradient of every sequence that continues from it. Counted once, or divided by their
-    number, prompts are trained less than with any other engine.
-    Look at: that the gradient of shared keys, values and states is the **sum** over branches; that a token which only
-    some sequences train counts for these alone.
-    """
-    model, data = subject.model(), _data(subject)
-    group = subject.start(model)
-    for label, cut in CUTS.items():
-        subject.verify_backward(f"of shared prefixes {label}", group, model, data, TOKEN_MEAN, cut)
-    label = "of the entropy of shared prefixes"
-    subject.verify_backward(label, group, model, data, OF_ENTROPY, CUTS["in one micro-batch"])
-
-
-@check("I1.shared-values", requires={Capability.SHARED_PREFIX, Capability.VALUE_HEAD}, each="layout")
-def shared_prefixes_change_no_value(subject: EngineUnderTest) -> None:
-    """Values of sequences that share prefixes, and their gradients, are the oracle's.
-
-    Why: a critic predicts from the same shared states as the actor, by a way of its own.
-    Look at: the state before the first token of a branch, and the last state of a sequence that another one continues.
-    """
-    model, data = subject.model(head="value"), _data(subject)
-    group = subject.start(model)
-    cut = CUTS["in one micro-batch"]
-    verify_forward(subject, group, ("values",), model, data, "of shared prefixes", cut=cut)
-    subject.verify_backward("of values of shared prefixes", group, model, data, ValueLoss(), cut)
 
 
 @check(

@@ -41,6 +41,11 @@ class Row:
         """Tokens before the first trained one."""
         return self.mask.index(True) if True in self.mask else len(self.mask)
 
+    def after(self, count: int) -> Row:
+        """The same without its first ``count`` tokens."""
+        ids, mask, advantages = self.ids[count:], self.mask[count:], self.advantages[count:]
+        return replace(self, ids=ids, mask=mask, advantages=advantages)
+
     def for_oracle(self) -> OracleSequence:
         """The same for the oracle; the first token is never trained."""
         mask = torch.tensor((False, *self.mask[1:]))

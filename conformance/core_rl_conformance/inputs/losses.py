@@ -133,7 +133,7 @@ class ScaledLoss(TokenMeanLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLoss(TokenMeanLoss):
-    """`TokenMeanLoss`, whose metrics are the log-prob and the entropy of the last token of each sequence.
+    """`TokenMeanLoss`, whose metrics are the log-prob and the entropy of the second token of each sequence.
 
     A training pass has no other outputs. The field ``target`` numbers the sequences: see `watched`.
     """
@@ -141,9 +141,9 @@ class WatchedLoss(TokenMeanLoss):
     def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
         total, _ = super().__call__(output, batch)
         metrics = {}
-        for number, end in zip(batch["target"].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        for number, start in zip(batch["target"].tolist(), batch.cu_seqlens[:-1].tolist(), strict=True):
             for name in self.outputs:
-                metrics[f"{name} {number:g}"] = Metric.sum(output[name][end - 1].detach())
+                metrics[f"{name} {number:g}"] = Metric.sum(output[name][start + 1].detach())
         return total, metrics
 
     def watched(self, metrics: Mapping[str, float], count: int) -> Tensor:
@@ -302,3 +302,32 @@ class RewardLoss(CheckLoss):
     def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
         error = outputs["scores"] - sequence.fields["target"]
         return 0.5 * error**2, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancellingLoss(CheckLoss):
+    """``loss`` less its own value: 0, with the gradient of ``loss``, as a policy loss at a ratio of 1 has.
+
+    With ``some``, that is so in micro-batches alone whose first sequence has a positive target.
+    """
+
+    loss: CheckLoss
+    some: bool = False
+    outputs = ()
+
+    def spec(self) -> LossSpec:
+        of = self.loss
+        return LossSpec(fn=self, weight_fn=of.weight, outputs=of.outputs, temperature=self.temperature)
+
+    def mistakes(self) -> Iterator[tuple[str, CheckLoss]]:
+        for sentence, wrong in self.loss.mistakes():
+            yield sentence, replace(self, loss=wrong, temperature=wrong.temperature)
+
+    def __call__(self, output: ModelOutput, batch: SequenceBatch) -> EngineResult:
+        total, metrics = self.loss(output, batch)
+        cancels = not self.some or float(batch["target"][0]) > 0
+        return total - total.detach() if cancels else total, metrics
+
+    def of_sequence(self, outputs: Outputs, sequence: OracleSequence) -> tuple[Tensor, float]:
+        total, weight = self.loss.of_sequence(outputs, sequence)
+        return total - total.detach(), weight

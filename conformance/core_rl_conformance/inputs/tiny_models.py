@@ -389,6 +389,17 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 2.0,
     },
+    # A buffer that files hold in each layer, and that scales its output.
+    "gemma4_text": {
+        **PLAIN,
+        "vocab_size": 137,
+        "head_dim": 10,
+        "global_head_dim": 10,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
 }
 """Families with layers of other kinds, by model type: engines compute them right or refuse them. Not every version of
 transformers that is supported has them all."""
@@ -486,7 +497,8 @@ def _drawn(model: TinyModel, family: Any) -> PreTrainedModel:
     built: PreTrainedModel = family.from_config(model.config(), dtype=torch.float32)
     # One generator for each parameter: the trunk of all heads is the same.
     with torch.no_grad():
-        for name, parameter in built.named_parameters():
+        buffers = ((name, value) for name, value in built.named_buffers() if name in built.state_dict())
+        for name, parameter in (*built.named_parameters(), *buffers):
             generator = torch.Generator().manual_seed(_stable_hash(f"{model.family}/{model.seed}/{name}"))
             draw = _draw_focused if model.focused else _draw_exact if model.exact else _draw
             parameter.copy_(draw(name, parameter, generator, built))
@@ -506,7 +518,7 @@ def _draw(name: str, parameter: Tensor, generator: torch.Generator, model: PreTr
         peak = LOGIT_STD if final and model.config.tie_word_embeddings else 1.0
         # Norms of Gemma add the 1 themselves, and so do Qwen3.5 and Qwen3-Next outside their linear attention.
         adds = (
-            model.config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))
+            model.config.model_type.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
             and "linear_attn" not in name
         )
         added = 1.0 if adds and not in_tower else 0.0

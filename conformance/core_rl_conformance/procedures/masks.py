@@ -31,6 +31,8 @@ COUNT = 64
 """Sequences on each data-parallel rank."""
 FIRSTS, SECONDS, MOST_PAIRS = 4, 8, 8
 """Ids that are tried as first and second token, and pairs of them that are used."""
+LONG = 24
+"""Tokens of the same sequences with others behind, which the two at the beginning do not see."""
 CLEAR = 4.0
 """Results of two masks differ by this many times the tolerance, so that one value has one mask."""
 HEADS = 2
@@ -38,7 +40,7 @@ HEADS = 2
 
 
 class PairMasks:
-    """Sequences of two tokens whose log-prob and entropy identify the heads that dropout keeps."""
+    """Pairs of first tokens of sequences, whose log-prob and entropy identify the heads that dropout keeps."""
 
     loss = WatchedLoss()
 
@@ -59,7 +61,9 @@ class PairMasks:
         self._choose_pairs()
         rows = COUNT * subject.layout.dp
         self._pair = torch.arange(rows) % len(self._pairs)
-        self.data = Ragged(tuple(self._row(number) for number in range(rows)))
+        self.data, self.long_data = (
+            Ragged(tuple(self._row(number, count) for number in range(rows))) for count in (2, LONG)
+        )
         self.spread = Spread.of(self.data, subject.layout)
 
     def _choose_pairs(self) -> None:
@@ -83,9 +87,11 @@ class PairMasks:
         with torch.no_grad():
             return torch.stack(pairs.outputs(self._oracle.model, exact=True), dim=-1)
 
-    def _row(self, number: int) -> Row:
+    def _row(self, number: int, count: int) -> Row:
         first, second = self._pairs[self._pair[number]].tolist()
-        return Row(ids=(first, second), mask=(False, True), advantages=(1.0, 1.0), target=float(number))
+        rest = tuple(place % self.model.vocab_size for place in range(2, count))
+        mask = tuple(place == 1 for place in range(count))
+        return Row(ids=(first, second, *rest), mask=mask, advantages=(1.0,) * count, target=float(number))
 
     def found(self, subject: EngineUnderTest, when: str, metrics: dict[str, float]) -> Tensor:
         """The heads that the pass with these ``metrics`` has kept, bool ``[sequences, layers, heads]``."""

@@ -83,7 +83,7 @@ class HalfTheFactors(AdaptedReference):
             layer.lora_A[NAME].register_forward_hook(lambda module, args, out: out.bfloat16().float())
 
 
-@Mutant("I7.adapter-disabled", "reference policy with adapter", "outputs inside disable_adapter")
+@Mutant("I20.adapter-modes", "reference policy with adapter", "outputs inside disable_adapter")
 class AdapterLeftOn(AdaptedReference):
     """``disable_adapter`` does nothing."""
 
@@ -91,7 +91,7 @@ class AdapterLeftOn(AdaptedReference):
         """Nothing."""
 
 
-@Mutant("I7.adapter-disabled", "reference policy with adapter", "outputs inside disable_adapter")
+@Mutant("I20.adapter-modes", "reference policy with adapter", "outputs inside disable_adapter")
 class FirstLayerLeftOn(AdaptedReference):
     """Only some of the adapter layers are switched off."""
 
@@ -100,7 +100,7 @@ class FirstLayerLeftOn(AdaptedReference):
         self.layers()[0]._disable_adapters = False
 
 
-@Mutant("I7.adapter-disabled", "context without finally", "outputs after an error")
+@Mutant("I20.adapter-modes", "context without finally", "outputs after an error")
 class StaysOffAfterAnError(AdaptedReference):
     """The adapter is switched on again at the end of the context, and not in a ``finally``."""
 
@@ -112,7 +112,7 @@ class StaysOffAfterAnError(AdaptedReference):
             super().set_adapter(enabled)
 
 
-@Mutant("I9.adapter-dropout", "verl #4708", "log-probs of two passes")
+@Mutant("I20.adapter-modes", "verl #4708", "dropout that is on")
 class AdapterDropoutInEval(AdaptedReference):
     """The adapter came after ``eval()``, and its dropout stays on."""
 
@@ -122,7 +122,7 @@ class AdapterDropoutInEval(AdaptedReference):
             layer.lora_dropout.train(True)
 
 
-@Mutant("I9.adapter-dropout", "options without effect", "dropout does not act")
+@Mutant("I20.adapter-modes", "options without effect", "dropout does not act")
 class AdapterDropoutIgnored(AdaptedReference):
     """The dropout of the config does nothing."""
 
@@ -154,7 +154,7 @@ class OnlyBTrains(AdaptedReference):
         self.adopt(self.model, context)
 
 
-@Mutant("I20.adapter-head", "heads beside adapters", "missing: score.weight")
+@Mutant("I20.adapter-modes", "heads beside adapters", "score.weight")
 class HeadFrozenWithTheBase(AdaptedReference):
     """Everything outside the adapter is frozen."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from core_rl.backend.meta import StatePart, WeightUpdateMeta
 from core_rl.backend.protocols import LowRank
 from core_rl.backend.tensors import LocalSlice, NamedTensors, TensorSource
-from mutants.adapters import AdaptedReference
+from mutants.adapters import NAME, AdaptedReference
 from mutants.bases import OwnExport, OwnNorm, OwnOffload, TrainContext
 from mutants.unchanged import unchanged
 from mutants.uploads import Sends, Whole
@@ -74,7 +74,7 @@ class HeadOfTheBaseSaved(AdaptedReference, OwnExport):
             yield name, self.first if old else value
 
 
-@Mutant("I20.adapter-head", "heads beside adapters", "the norm of step 0")
+@Mutant("I20.adapter-modes", "heads beside adapters", "the norm of step 0")
 class NormWithoutTheHead(AdaptedReference, OwnNorm):
     """The norm is that of the adapter; the head is left out."""
 
@@ -84,9 +84,9 @@ class NormWithoutTheHead(AdaptedReference, OwnNorm):
 
 
 @Mutant(
-    "I7.adapter-disabled",
+    "I20.adapter-modes",
     "peft's disable_adapters",
-    r"disable_adapter\(\) before and after the backward pass[\s\S]*missing: .*lora_A",
+    r"of step 0 .*lora_A",
 )
 class ReferencePassFreezes(AdaptedReference):
     """Switching the adapter off and on leaves it without ``requires_grad``."""
@@ -98,9 +98,9 @@ class ReferencePassFreezes(AdaptedReference):
 
 
 @Mutant(
-    "I7.adapter-disabled",
+    "I20.adapter-modes",
     "a reference pass between two passes of training",
-    r"disable_adapter\(\) before and after the backward pass",
+    "changes dropout or training|gradients .*of step 0 ",
 )
 class ReferencePassDropsGradients(AdaptedReference):
     """Switching the adapter off drops the gradients that wait for a step."""
@@ -109,6 +109,77 @@ class ReferencePassDropsGradients(AdaptedReference):
         super().set_adapter(enabled)
         if not enabled:
             self.zero_grad()
+
+
+class _Switches(AdaptedReference):
+    """Switching the adapter off changes something else."""
+
+    def set_adapter(self, enabled: bool) -> None:
+        super().set_adapter(enabled)
+        if not enabled:
+            self.change()
+
+    def change(self) -> None:
+        """The change."""
+        raise NotImplementedError
+
+
+@Mutant("I20.adapter-modes", "eval() of the base for a reference pass", "changes dropout or training")
+class SwitchEndsDropoutOfBase(_Switches):
+    """Dropout of the base stays off."""
+
+    def change(self) -> None:
+        modules: list[Any] = [*self.model.modules()]
+        for module in modules:
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+
+
+@Mutant("I20.adapter-modes", "eval() for a reference pass", "changes dropout or training")
+class SwitchEndsDropoutOfAdapter(_Switches):
+    """Dropout of the adapter stays off."""
+
+    def change(self) -> None:
+        for layer in self.layers():
+            layer.lora_dropout = torch.nn.ModuleDict({NAME: torch.nn.Identity()})
+
+
+@Mutant("I20.adapter-modes", "merge for a reference pass", "not just the trained parameters|differs|frozen")
+class SwitchTrainsBase(_Switches):
+    """The base is trained from then on."""
+
+    def change(self) -> None:
+        self.model.requires_grad_(True)
+        self.adopt(self.model, self.context)
+
+
+@Mutant("I20.adapter-modes", "an optimizer that is built again", "exp_avg|weights after steps")
+class SwitchDropsMoments(_Switches):
+    """The moments are lost."""
+
+    def change(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+
+
+@Mutant(
+    "I20.adapter-modes", "requires_grad of a head", "not just the trained parameters.*score|missing: score"
+)
+class SwitchFreezesHead(_Switches):
+    """The head is frozen from then on."""
+
+    def change(self) -> None:
+        if self.context.config.model.head != "lm":
+            self.model.get_parameter(HEAD).requires_grad_(False)
+
+
+@Mutant("I20.adapter-modes", "requires_grad of a frozen head", "score")
+class SwitchTrainsFrozenHead(_Switches):
+    """A head that the config freezes is trained from then on."""
+
+    def change(self) -> None:
+        if self.context.config.model.head != "lm":
+            self.model.get_parameter(HEAD).requires_grad_(True)
 
 
 @Mutant("I11.adapter-resume", "NeMo-RL #2372, for an adapter", r"master after offload\(\) and onload\(\)")

@@ -297,3 +297,61 @@ def _unscaled(module: nn.Dropout, args: Any, output: torch.Tensor) -> torch.Tens
 def _attention(model: PreTrainedModel) -> list[Any]:
     """The attention layers of a llama."""
     return [module for module in model.modules() if hasattr(module, "attention_dropout")]
+
+
+class _LongPasses(Packed):
+    """Dropout of passes with a sequence of more than 16 tokens is 1.5 times the config's."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        for part in micro_batches:
+            factor = 1.5 if part.max_length > 16 else 1.0
+            self.scale(factor)
+            super().run([part], step, mode)
+            self.scale(1 / factor)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the rates."""
+        raise NotImplementedError
+
+
+@Mutant("I9.dropout-masks", "a rate by length", "are those of no mask at rate")
+class DropsMoreOfLongPasses(_LongPasses):
+    """So is that of attention."""
+
+    def scale(self, factor: float) -> None:
+        modules: list[Any] = [*self.model.modules()]
+        for module in modules:
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout *= factor
+
+
+@Mutant("I9.adapter-dropout-masks", "a rate by length", "in a sequence of 40")
+class AdapterDropsMoreOfLongPasses(_LongPasses):
+    """So is that of an adapter."""
+
+    def scale(self, factor: float) -> None:
+        for module in self.model.modules():
+            for dropout in getattr(module, "lora_dropout", {}).values():
+                if isinstance(dropout, nn.Dropout):
+                    dropout.p *= factor
+
+
+@Mutant("I9.dropout-masks", "a seed without effect", "the masks are again those in the first training pass")
+class DropoutIgnoresSeed(Packed):
+    """Masks are drawn from the number of the pass, whatever the seed is."""
+
+    passes = 0
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        self.passes += mode != "forward"
+        torch.manual_seed(1000 * self.context.world.rank + self.passes)
+        super().run(micro_batches, step, mode)
+
+
+@Mutant("I9.dropout-masks", "a seed from the clock", "the first masks are others than in the first")
+class DropoutDrawsFromClock(Packed):
+    """One seed gives other masks each time."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        torch.seed()
+        super().run(micro_batches, step, mode)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from core_rl.backend.meta import SaveLoadMeta
-from core_rl.backend.tensors import TensorSource
+from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
 from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext, inside
@@ -246,3 +246,21 @@ class AdapterOfEachRank(Replicated):
                 for name, parameter in self.model.named_parameters():
                     if "lora_A" in name:
                         parameter.mul_(1 + context.world.rank)
+
+
+@Mutant("I6.layer-kinds", "persistent buffers", "buffers of gemma4_text")
+class BuffersAreZero(OwnExport):
+    """Buffers are exported as zeros."""
+
+    def export_tensors(self, kind: str) -> NamedTensors:
+        for name, value in super().export_tensors(kind):
+            yield name, torch.zeros_like(value) if kind == "buffers" and value is not None else value
+
+
+@Mutant("I6.layer-kinds", "persistent buffers", "buffers of gemma4_text after a load")
+class BuffersNotLoaded(OwnExport):
+    """A load leaves buffers as they are."""
+
+    def import_tensors(self, kind: str, source: TensorSource) -> None:
+        if kind != "buffers":
+            super().import_tensors(kind, source)

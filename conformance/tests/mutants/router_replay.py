@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from core_rl.backend.steps import MicroBatchStep
 from core_rl.backend.train_backend import PassMode
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.outputs import ModelOutput
+from core_rl.data.outputs import ModelOutput, OutputName
 from core_rl.reference.train import ReferenceBackend
-from core_rl.toolkit.routers import Routers
+from core_rl.toolkit.routers import Routers, Routing
 from core_rl_conformance.profile import MOE
 from mutants.bases import TrainContext
 from mutants.zoo import Mutant
@@ -108,3 +108,26 @@ def _own_gates(
     logits, gates, experts = output
     likeliest = logits.softmax(-1).topk(gates.shape[1]).values
     return logits, likeliest / likeliest.sum(-1, keepdim=True), experts
+
+
+class _OwnShares(Routers):
+    """Routers whose balance counts their own choice."""
+
+    def outputs(
+        self, routings: Sequence[Routing], cu_seqlens: Tensor, names: Sequence[OutputName]
+    ) -> dict[str, Tensor]:
+        if "aux_loss" not in names:
+            return super().outputs(routings, cu_seqlens, names)
+        count = routings[0].experts.shape[1]
+        ours = [replace(one, experts=one.logits.topk(count).indices) for one in routings]
+        balanced = super().outputs(ours, cu_seqlens, names)
+        return {**super().outputs(routings, cu_seqlens, names), "aux_loss": balanced["aux_loss"]}
+
+
+@Mutant("I18.aux-gradient", "the router's own choice in a balance", "with replayed routing", family=MOE)
+class BalanceOfOwnChoice(ReferenceBackend):
+    """The balance counts the choice of the routers, and not the replayed experts."""
+
+    def build(self, context: TrainContext) -> None:
+        super().build(context)
+        self.routers = _OwnShares(self.model)

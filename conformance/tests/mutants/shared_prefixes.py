@@ -52,9 +52,9 @@ class _AllBefore(ModelShards):
 
 
 @Mutant(
-    "I7.shared-prefix",
+    "I1.combined-batches",
     "a tree mask that is causal over the rows of the pack",
-    "log-probs of shared prefixes in one micro-batch",
+    "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
     declared=SHARED,
 )
 class SiblingsSeeEachOther(_Bent):
@@ -78,9 +78,9 @@ class _Counting(ModelShards):
 
 
 @Mutant(
-    "I7.shared-prefix",
+    "I1.combined-batches",
     "position ids that are counted over a pack, as in transformers before packed position ids",
-    "log-probs of shared prefixes in one micro-batch",
+    "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
     declared=SHARED,
 )
 class PositionsGoOnFromSibling(_Bent):
@@ -106,9 +106,9 @@ class _LastRow(ModelShards):
 
 
 @Mutant(
-    "I7.shared-prefix",
+    "I1.combined-batches",
     "logits shifted by one over a pack, where the row before is another branch's",
-    "log-probs of shared prefixes in one micro-batch",
+    "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
     declared=SHARED,
 )
 class FirstTokenFromSibling(_Bent):
@@ -141,9 +141,9 @@ class _ScaledGradients(Sharing):
 
 
 @Mutant(
-    "I1.shared-prefix",
+    "I1.combined-batches",
     "keys and values that are expanded by a mean and not by a sum in the backward pass",
-    "gradients of shared prefixes in one micro-batch",
+    "gradients of a batch .*shared prefixes",
     declared=SHARED,
 )
 class SharedGradientsAveraged(_ScaledGradients):
@@ -153,9 +153,9 @@ class SharedGradientsAveraged(_ScaledGradients):
 
 
 @Mutant(
-    "I1.shared-prefix",
+    "I1.combined-batches",
     "gradients of shared tokens that are multiplied by the size of the group",
-    "gradients of shared prefixes in one micro-batch",
+    "gradients of a batch .*shared prefixes",
     declared=SHARED,
 )
 class SharedGradientsRepeated(_ScaledGradients):
@@ -165,9 +165,9 @@ class SharedGradientsRepeated(_ScaledGradients):
 
 
 @Mutant(
-    "I1.shared-prefix",
+    "I1.combined-batches",
     "the loss mask of a packed group that is the first sequence's",
-    "the loss of shared prefixes in one micro-batch",
+    "the loss of a batch .*shared prefixes",
     declared=SHARED,
 )
 class MaskOfFirstSequence(Sharing):
@@ -181,9 +181,9 @@ class MaskOfFirstSequence(Sharing):
 
 
 @Mutant(
-    "I7.shared-prefix",
+    "I1.combined-batches",
     "outputs that are scattered back to one of the sequences with a token",
-    "log-probs of shared prefixes in one micro-batch",
+    "(logprobs|entropy|values|scores) of a batch .*shared prefixes",
     declared=SHARED,
 )
 class EqualSequencesCountOnce(Sharing):
@@ -195,16 +195,6 @@ class EqualSequencesCountOnce(Sharing):
             return output
         first = tree.kept[tree.rows] == torch.arange(len(tree.rows))
         return replace(output, logprobs=output.logprobs * first)
-
-
-@Mutant(
-    "I1.shared-values",
-    "values shifted by one over a pack, where the row before is another branch's",
-    "values of shared prefixes",
-    declared=SHARED,
-)
-class ValueOfSibling(FirstTokenFromSibling):
-    """The value before the first token of a branch is that after the branch before it."""
 
 
 @Mutant(

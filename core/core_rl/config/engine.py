@@ -94,7 +94,8 @@ class ModelConfig(Config):
     """Glob patterns of parameter names that are not trained, such as ``model.embed_tokens.*`` or ``model.visual.*``."""
     router_aux_coef: float = Field(default=0.0, ge=0.0)
     """Adds this times the load-balancing loss of the routers (mixture of experts) to every trained loss:
-    that of each sequence, weighted by its tokens. It is reported as ``aux_loss``, and not part of ``loss``."""
+    that of each sequence, weighted by its tokens. It is reported as ``aux_loss``, and not part of ``loss``. Where
+    ``routing`` is replayed, the replayed choices count."""
     lora: LoraConfig | None = None
     """Train an adapter (and the head of a value or reward model) instead of the weights."""
 

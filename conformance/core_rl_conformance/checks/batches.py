@@ -1,0 +1,203 @@
+"""Batches of every kind with every head, and the caller's batch, which no call may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from core_rl.backend.loss import LossSpec
+from core_rl.config.capability import Capability
+from core_rl.config.engine import Head
+from core_rl.data.batch import SequenceBatch
+from core_rl.data.micro_batch import MicroBatchSpec
+from core_rl.data.outputs import OutputName
+from core_rl.engine.train import TrainEngine
+from core_rl.launch.group import EngineGroup
+from core_rl_conformance.catalogue import check
+from core_rl_conformance.checks.combinations import Combination, rows_of
+from core_rl_conformance.checks.process_state import public_calls
+from core_rl_conformance.checks.shared_prefixes import PIECES, prefix_trees
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.losses import (
+    CancellingLoss,
+    CheckLoss,
+    RewardLoss,
+    TokenMeanLoss,
+    ValueLoss,
+)
+from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.outputs import PROBE, verify_forward
+
+HEADS: Mapping[str, tuple[Head, CheckLoss, tuple[OutputName, ...]]] = {
+    "lm": ("lm", TokenMeanLoss(), ("logprobs", "entropy")),
+    "lm at a temperature": ("lm", TokenMeanLoss(temperature=0.8), ("logprobs", "entropy")),
+    "value": ("value", ValueLoss(), ("values",)),
+    "reward": ("reward", RewardLoss(), ("scores",)),
+}
+SEQUENCES = {"one token": 0, "1": 1, "2": 2, "64": 64, "65": 65}
+CUTS = {
+    "none": ONE_PASS,
+    "in 40": MicroBatchSpec(count=40),
+    "by a budget": MicroBatchSpec(max_tokens=48),
+    "none, shared prefixes": MicroBatchSpec(count=1, share_prefixes=True),
+    "by a budget, shared prefixes": MicroBatchSpec(max_tokens=48, share_prefixes=True),
+}
+"""Of micro-batches; the longest sequence has 28 tokens."""
+OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
+    "head": {
+        "lm": None,
+        "lm at a temperature": None,
+        "value": Capability.VALUE_HEAD,
+        "reward": Capability.REWARD_HEAD,
+    },
+    "frozen": {
+        "none": None,
+        "head": Capability.FROZEN_PARAMETERS,
+        "first layer": Capability.FROZEN_PARAMETERS,
+    },
+    "sequences": dict.fromkeys(SEQUENCES),
+    "cut": {name: Capability.SHARED_PREFIX if cut.share_prefixes else None for name, cut in CUTS.items()},
+    "values": dict.fromkeys(("drawn", "equal", "equal rewards", "a loss of 0", "some losses of 0")),
+}
+"""Values of each option, and the capability that each needs."""
+FEWEST = 8
+"""Combinations of a quick session."""
+
+
+@check("I1.combined-batches")
+def batches_of_every_kind_follow_the_oracle(subject: EngineUnderTest) -> None:
+    """Outputs and gradients are the oracle's for any pair of a head, frozen parts, a size, a cut and kinds of values.
+
+    Batches have one token, or 1, 2, 64 or 65 sequences, which share prefixes. Some sequences are equal; rewards are
+    equal, so that advantages are 0 next to an entropy bonus; the loss of all micro-batches, or of some, is 0 and has a
+    gradient. All models together run each pair; the first has some, which the seed picks.
+
+    Why: in the first step of GRPO the ratio is 1 and advantages cancel, so a pass that skips a loss of 0 learns
+    nothing; a feature that is tested with one head is forgotten in another one; a mask or a position of a shared prefix
+    that is wrong by one lets answers see each other.
+    Look at: the combination that the message names; conditions on the value of a loss, caches by the tokens of a
+    sequence, and buffers with a fixed number of sequences. With shared prefixes: the state that the first token of a
+    branch is predicted from, and gradients of shared states, which are the **sum** over branches.
+    """
+    rows = sorted(rows_of(subject, OPTIONS, FEWEST), key=_engine_of)
+    for (head, frozen), group in groupby(rows, key=_engine_of):
+        model = subject.model(head=HEADS[head][0])
+        patterns = _patterns(subject, model, frozen)
+        engine = subject.start(model, frozen=patterns)
+        for options in group:
+            _verify(subject, engine, model, patterns, options)
+
+
+def _engine_of(options: Combination) -> tuple[str, str]:
+    return options["head"], options["frozen"]
+
+
+def _patterns(subject: EngineUnderTest, model: TinyModel, frozen: str) -> list[str]:
+    """Patterns of the frozen part; none for the head of a model that ties it."""
+    names = subject.expected.oracle(model).parameters()
+    head = [name for name in names if name.startswith(("score.", "lm_head."))]
+    return {"none": [], "head": head, "first layer": [subject.first_layer]}[frozen]
+
+
+def _verify(
+    subject: EngineUnderTest,
+    group: EngineGroup,
+    model: TinyModel,
+    patterns: list[str],
+    options: Combination,
+) -> None:
+    _, loss, names = HEADS[options["head"]]
+    data, cut = _data(subject, model, options), CUTS[options["cut"]]
+    label = "of a batch with " + ", ".join(f"{name}: {value}" for name, value in options.items())
+    temperature = loss.temperature
+    if names == ("scores",):  # one for each sequence, which `verify_forward` does not know
+        got = per_sequence(group.forward(data.batch(), cut, names), "scores", data)
+        subject.verify_tokens(f"scores {label}", got, subject.outputs(model, data, "scores"))
+    else:
+        verify_forward(subject, group, names, model, data, label, cut=cut, temperature=temperature)
+    if loss.weight(data.batch()) == 0:
+        return
+    some = options["values"] == "some losses of 0"
+    if some or options["values"] == "a loss of 0":
+        loss = CancellingLoss(loss=loss, temperature=temperature, some=some)
+    expected = subject.gradients(model, data, loss)
+    metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+    if not some:
+        subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
+    trained = {
+        name: grad
+        for name, grad in expected.oracle.grads.items()
+        if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    subject.verify_named(f"gradients {label}", group.named_tensors("grads"), trained, expected.tolerances)
+    group.optimizer_zero_grad()
+
+
+def _data(subject: EngineUnderTest, model: TinyModel, options: Combination) -> Ragged:
+    """The sequences of a combination; many are shorter, so that sums over all tokens round little."""
+    count, seed = SEQUENCES[options["sequences"]], 1000 * subject.case.seed
+    rows = [row for tree in range(6) for row in prefix_trees(model.vocab_size, seed + tree).rows]
+    if not count:
+        rows, count = rows[10:], 1  # the single token
+    if count > len(PIECES):
+        rows = [row.after(12) if len(row.ids) > 15 else row for row in rows]
+    if options["values"] == "equal":
+        rows = [rows[number - (number % 3 == 1)] for number in range(len(rows))]
+    if options["values"] == "equal rewards":
+        rows = [replace(row, target=0.5) for row in rows]
+        if model.head == "lm":
+            rows = [replace(row, advantages=(0.0,) * len(row.ids)) for row in rows]
+    return Ragged(tuple(rows[:count]))
+
+
+@check("contract.callers-batch", images=True)
+def calls_leave_the_batch(subject: EngineUnderTest) -> None:
+    """No public call changes the caller's batch, and a batch that was used before is computed as a fresh one.
+
+    Ids, fields and pixels stay bit for bit. The same object goes to all calls, inside the ranks.
+
+    Why: groups send each call a copy, while a trainer in the ranks passes one batch to the reference, to the policy
+    and to several epochs; pixels that are scaled in place are scaled twice.
+    Look at: operations in place on fields and pixels, and results that are kept with the batch.
+    """
+    group, path = subject.start(), str(subject.directory("saved"))
+    batch = subject.data(PROBE * subject.layout.dp).batch()
+    for rank, problems in enumerate(group.run(changed_batch, path, batch, TokenMeanLoss().spec())):
+        subject.require(not problems, f"on rank {rank}: {'; '.join(problems[:6])}")
+
+
+def changed_batch(engine: TrainEngine, path: str, batch: SequenceBatch, loss: LossSpec) -> list[str]:
+    """Tensors of the caller's batch that public calls changed, and outputs that differ from a fresh batch's."""
+    problems, part = [], engine.shard_data(batch)
+    fresh = dict(_tensors_of(deepcopy(part)))
+    for name, call in public_calls(engine, path, part, loss):
+        if name in ("optimizer_zero_grad()", "set_version()"):
+            got, expected = (dict(engine.forward(one, ONE_PASS).items()) for one in (part, deepcopy(part)))
+            problems += [
+                f"{label} of a batch that was used before {name} differ from a fresh one's"
+                for label, value in expected.items()
+                if not torch.equal(got[label], value)
+            ]
+        call()
+        problems += [
+            f"{name} changed {label} of the caller's batch"
+            for label, value in _tensors_of(part)
+            if not torch.equal(value, fresh[label])
+        ]
+    return problems
+
+
+def _tensors_of(batch: SequenceBatch) -> Iterator[tuple[str, Tensor]]:
+    yield "input_ids", batch.input_ids
+    yield "cu_seqlens", batch.cu_seqlens
+    yield from batch.tokens.items()
+    yield from batch.sequences.items()
+    for number, media in enumerate(batch.media):
+        yield from ((f"{name} of sequence {number}", value) for name, value in media.items())
