@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 
 Choice = tuple[str, str]
@@ -19,12 +19,16 @@ def sets_of(combination: Combination, strength: int = PAIRS) -> Iterator[frozens
 
 
 def covering_array(
-    options: Mapping[str, Sequence[str]], seed: int = 0, strength: int = PAIRS
-) -> list[dict[str, str]]:
+    options: Mapping[str, Sequence[str]],
+    seed: int = 0,
+    strength: int = PAIRS,
+    begin: Sequence[Combination] = (),
+) -> list[Combination]:
     """Combinations of ``options`` in which any ``strength`` choices, of as many options, occur together.
 
-    Equal for equal arguments. Greedy: each combination begins with choices that are still missing, and takes for each
-    further option, in a drawn order, the value with most missing choices (Cohen et al., "The AETG system", 1997).
+    They ``begin`` with given ones. Equal for equal arguments. Greedy: each combination begins with choices that are
+    still missing, and takes for each further option, in a drawn order, the value with most missing choices (Cohen et
+    al., "The AETG system", 1997).
     """
     draw = random.Random(seed)
     missing = {
@@ -32,7 +36,9 @@ def covering_array(
         for names in combinations(options, strength)
         for values in product(*(options[name] for name in names))
     }
-    rows = []
+    rows = list(begin)
+    for given in begin:
+        missing.difference_update(sets_of(given, strength))
     while missing:
         row = dict(draw.choice(sorted(map(sorted, missing))))
         rest = [name for name in options if name not in row]
@@ -57,3 +63,12 @@ def share(rows: Sequence[Combination], part: int, parts: int, turn: int) -> Sequ
 def _gain(row: Combination, choice: Choice, missing: set[frozenset[Choice]], strength: int) -> int:
     """The number of ``missing`` sets that ``choice`` adds to ``row``."""
     return sum(frozenset({choice, *others}) in missing for others in combinations(row.items(), strength - 1))
+
+
+def shrink(row: Combination, usual: Combination, fails: Callable[[Combination], bool]) -> Combination:
+    """The failing ``row`` with as many ``usual`` values as it fails with, one option after the other."""
+    for name, value in usual.items():
+        simpler = {**row, name: value}
+        if simpler != row and fails(simpler):
+            row = simpler
+    return row
