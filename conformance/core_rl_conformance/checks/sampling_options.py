@@ -44,7 +44,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "temperature": {"1": 1.0, "0": 0.0, "0.6": 0.6, "1.7": 1.7},
     "top_k": {"none": None, "1": 1, "5": 5},
     "top_p": {"1": 1.0, "0.7": 0.7, "0.000001": 1e-6},
-    "min_p": {"0": 0.0, "0.3": 0.3},
+    "min_p": {"0": 0.0, "0.1": 0.1},
     "presence_penalty": {"0": 0.0, "1.5": 1.5, "-1": -1.0},
     "repetition_penalty": {"1": 1.0, "1.6": 1.6, "0.7": 0.7},
     "logit_bias": {"none": (), "of three tokens": (-4.0, 1.5, 3.0)},

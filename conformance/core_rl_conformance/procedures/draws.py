@@ -28,12 +28,17 @@ WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
     ),
     "the most likely token": lambda before, row: row.argmax()[None],
     "one of the 4 most likely tokens": lambda before, row: row.topk(4).indices,
-    "the least likely token that is left": lambda before, row: row.masked_fill(
-        row.isinf(), torch.inf
-    ).argmin()[None],
+    "one of the least likely third of tokens": lambda before, row: _least_likely(row),
     "the token before": lambda before, row: torch.tensor(before[-1:], dtype=torch.long),
 }
 """Counted tokens within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
+
+
+def _least_likely(row: Tensor) -> Tensor:
+    """Ids of possible tokens outside of the most likely ones, which have two thirds of the probability."""
+    order = row.argsort(descending=True)
+    outside = (row[order].exp().cumsum(0) > 2 / 3) & row[order].isfinite()
+    return order[outside]
 
 
 @dataclass(frozen=True, kw_only=True)

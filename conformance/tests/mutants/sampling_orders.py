@@ -54,7 +54,7 @@ class TopPBeforeTopK(Replaced):
         order = (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper, MinPLogitsWarper)
 
 
-@Mutant(CHECK, "the order of cuts (I8)", r"with .*top_p = 0.7, min_p = 0.3")
+@Mutant(CHECK, "the order of cuts (I8)", r"with .*top_p = 0.7, min_p = 0.1")
 class MinPBeforeTopP(Replaced):
     """Top-p counts only what min-p has left."""
 
@@ -62,7 +62,7 @@ class MinPBeforeTopP(Replaced):
         order = (TemperatureLogitsWarper, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
-@Mutant(CHECK, "the order of temperature and min-p (I8)", r"with temperature = .*min_p = 0.3")
+@Mutant(CHECK, "the order of temperature and min-p (I8)", r"with temperature = .*min_p = 0.1")
 class MinPBeforeTemperature(Replaced):
     """Min-p counts probabilities at temperature 1."""
 

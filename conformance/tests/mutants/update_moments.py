@@ -191,7 +191,7 @@ class ScoresByTheWeightsBefore(ReferenceRolloutBackend):
         return scores.setdefault(key, super().score(batch, temperature))
 
 
-@Mutant("I12.updates", "vllm #44371: an update while requests wait (I14)", "state: (paused|in flight)")
+@Mutant("I12.updates", "vllm #44371: an update while requests wait (I14)", "state: in flight")
 class DropsUpdatesWithRequests(ReferenceRolloutBackend):
     """An update by tensor or process group counts, and is not installed, while a request is in flight."""
 
@@ -204,8 +204,12 @@ class DropsUpdatesWithRequests(ReferenceRolloutBackend):
         finally:
             self._running -= 1
 
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._dropping = self._running > 0
+        super().update_weights(meta)
+
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        if self._running:
+        if self._dropping:
             self._served_version = version
         else:
             super()._install_tensors(tensors, version)
