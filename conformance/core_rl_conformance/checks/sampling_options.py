@@ -250,7 +250,19 @@ class _Answered:
         left = [left_by_cut(rows, sampling, 0.0).log_softmax(-1) for rows in full]
         clear = [clear_of_cut(rows, sampling, margin) for rows in full]
         self._verify_draws(subject, full, margin)
-        surprise = most_surprising_bet([response.output_ids for response in self.all], left, clear)
+        # Equal seeds draw the same again.
+        streams = {
+            (
+                request.input_ids,
+                number if request.sampling.seed is None else -request.sampling.seed - 1,
+            ): number
+            for number, request in enumerate([*self.row.requests, *self.row.requests[-AGAIN:]])
+        }
+        surprise = most_surprising_bet(
+            [self.all[number].output_ids for number in streams.values()],
+            [left[number] for number in streams.values()],
+            [clear[number] for number in streams.values()],
+        )
         subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
         got = [torch.tensor(response.logprobs) for response in self.all]
         subject.verify(compare_tokens(f"log-probs {label}", got, self._at(full), tolerance))

@@ -54,7 +54,7 @@ class TopPBeforeTopK(Replaced):
         order = (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper, MinPLogitsWarper)
 
 
-@Mutant(CHECK, "the order of cuts (I8)", r"with .*top_p = 0.7, min_p = 0.1")
+@Mutant("I8.sampling-threes", "the order of cuts (I8)", r"with .*top_p = 0.7, min_p = 0.1")
 class MinPBeforeTopP(Replaced):
     """Top-p counts only what min-p has left."""
 

@@ -166,21 +166,6 @@ class KeepsTheHeadOfChanges(ReferenceRolloutBackend):
         self._model.get_output_embeddings().weight = torch.nn.Parameter(head)
 
 
-@Mutant(
-    "I12.updates", "an update without changes leaves the label (I12)", r"versions \[\d+\]; the weights had"
-)
-class IgnoresEmptyChanges(ReferenceRolloutBackend):
-    """Changes of no tensor leave the tokens' version as it was."""
-
-    def _install_changes(self, items: Iterable[tuple[str, Tensor]], meta: WeightUpdateMeta) -> None:
-        before = self._served_version
-        weights = self._received.decode(items)
-        self._on_worker(self._install_tensors, weights.tensors, meta.version)
-        self._received.commit(weights, meta.version)
-        if not weights.changed:
-            self.set_version(before)
-
-
 @Mutant("I12.updates", "scores of the reference before (I12)", "scores after update")
 class ScoresByTheWeightsBefore(ReferenceRolloutBackend):
     """Scores of a batch that was scored under the same label are kept."""
