@@ -54,14 +54,6 @@ class TopPBeforeTopK(Replaced):
         order = (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper, MinPLogitsWarper)
 
 
-@Mutant("I8.sampling-threes", "the order of cuts (I8)", r"with .*top_p = 0.7, min_p = 0.1")
-class MinPBeforeTopP(Replaced):
-    """Top-p counts only what min-p has left."""
-
-    class sampler(Ordered):  # noqa: N801
-        order = (TemperatureLogitsWarper, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-
-
 @Mutant(CHECK, "the order of temperature and min-p (I8)", r"with temperature = .*min_p = 0.1")
 class MinPBeforeTemperature(Replaced):
     """Min-p counts probabilities at temperature 1."""
@@ -101,7 +93,11 @@ class BiasAfterTemperature(Replaced):
             return self.biased(self.penalized(input_ids, logits), self.sampling.logprob_temperature)
 
 
-@Mutant(CHECK, "the order of two penalties (I8)", r"with .*presence_penalty = .*repetition_penalty = ")
+@Mutant(
+    "I8.sampling-threes",
+    "the order of two penalties (I8)",
+    r"with .*presence_penalty = .*repetition_penalty = ",
+)
 class RepetitionBeforePresence(Replaced):
     """The presence penalty is subtracted after the repetition penalty has scaled."""
 
