@@ -307,6 +307,7 @@ def the_one_before(before: Path | None, new: Path) -> Path:
 
 
 LOGPROBS, TEMPERED, CUT = "I7.rollout-logprobs", "I8.rollout-temperature", "I8.rollout-cut"
+PAIRS = "I8.sampling-pairs"
 DRAWN, STOP, LIMITS, BOS = "I8.sampling", "I19.stop", "contract.rollout-limits", "I19.bos"
 SCORE, TOP, ARRIVE, VERSIONS = "I7.score", "I7.top-logprobs", "I12.receive-disk", "contract.rollout-versions"
 
@@ -341,9 +342,9 @@ def _table() -> list[tuple[str, Callable[[], Bend], str, str]]:
         ),
         ("top-p ignored", fixed(top_p=1.0), CUT, "other tokens are left"),
         ("top-k ignored", fixed(top_k=0), CUT, "other tokens are left"),
-        ("min-p ignored", fixed(min_p=0.0), "I8.min-p", "with min_p = "),
-        ("logit bias ignored", fixed(logit_bias={}), "I8.logit-bias", "with logit_bias = "),
-        ("one seed for all", fixed(seed=1), "I8.groups", "8 equal requests at one time got 1 different"),
+        ("min-p ignored", fixed(min_p=0.0), PAIRS, "with .*min_p = "),
+        ("logit bias ignored", fixed(logit_bias={}), PAIRS, "with .*logit_bias = "),
+        ("one seed for all", fixed(seed=1), PAIRS, "do requests share a seed"),
         (
             "top-k of 20 by default",
             partial(Sampling, lambda f: {"top_k": f["top_k"] or 20}),
@@ -431,8 +432,8 @@ def _table() -> list[tuple[str, Callable[[], Bend], str, str]]:
         (
             "answers from a cache",
             partial(FromACache, lambda body: (body["token_ids"], body["sampling_params"])),
-            "I8.groups",
-            "got 1 different",
+            PAIRS,
+            "or an answer",
         ),
         (
             "answers from a cache by length",

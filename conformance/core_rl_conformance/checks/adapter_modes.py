@@ -17,8 +17,9 @@ from core_rl.data.outputs import OutputName
 from core_rl.engine.train import TrainEngine
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.checks.combinations import Combination, rows_of
+from core_rl_conformance.checks.combinations import rows_of
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.inputs.covering import Combination
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.procedures import moving

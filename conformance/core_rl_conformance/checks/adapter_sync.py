@@ -169,29 +169,6 @@ def _misfits(adapter: TinyAdapter) -> dict[str, tuple[dict[str, Tensor], Adapter
 
 
 @check(
-    "I15.adapter-asleep",
-    kind="inference",
-    requires={Capability.SYNC_LORA, Capability.RELEASE_MEMORY},
-    families=NAMED_APART,
-    each="engine",
-)
-def adapters_while_asleep_are_served(subject: EngineUnderTest) -> None:
-    """An adapter that arrives while the memory is released is served after `resume_memory`, or the update is refused.
-
-    Why: an engine that wakes with the adapter that it fell asleep with samples from an old policy (verl #7014).
-    Look at: copies of the weights that ``release_memory`` makes and ``resume_memory`` restores.
-    """
-    old = TinyAdapter(model=subject.model(), rslora=True, seed=1)
-    engine = subject.serve(old.model, keep=False, adapter=old)
-    send_adapter(engine, _meta(subject, 1), old)
-    new = replace(old, seed=2)
-    arrived = serving.arrives_asleep(engine, partial(send_adapter, engine, _meta(subject, 2), new))
-    side: dict[int, Judged] = {2: new} if arrived else {1: old}
-    responses = serving.ask(engine, serving.few_requests(subject))
-    _verify_drawn(subject, "after an adapter while asleep", responses, old.model, side, old)
-
-
-@check(
     "I12.sync-lora",
     partner="inference",
     requires={Capability.SYNC_LORA, Capability.LORA},

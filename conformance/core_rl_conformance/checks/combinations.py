@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import combinations
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +17,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.hints.mistakes import Steps
+from core_rl_conformance.inputs.covering import Combination, covering_array, share
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
@@ -31,10 +30,6 @@ from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_oracle.muon import MixedOptimizer, Settings
 from core_rl_oracle.oracle import AdamW, OptimizerState
 
-Choice = tuple[str, str]
-"""An option and its value."""
-Combination = Mapping[str, str]
-"""A value for each option."""
 OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
     "adapter": {"none": None, "on all layers": Capability.LORA, "rank-stabilised": Capability.LORA},
     "head": {"lm": None, "value": Capability.VALUE_HEAD, "reward": Capability.REWARD_HEAD},
@@ -63,50 +58,6 @@ FACTOR, DECAY = 0.5, 0.7
 CUT = MicroBatchSpec(max_tokens=48)
 
 
-def pairs_of(combination: Combination) -> Iterator[frozenset[Choice]]:
-    """Each two choices of ``combination``."""
-    yield from map(frozenset, combinations(combination.items(), 2))
-
-
-def covering_array(options: Mapping[str, Sequence[str]], seed: int = 0) -> list[dict[str, str]]:
-    """Combinations of ``options`` in which any two choices, of two options, occur together; equal for equal arguments.
-
-    Greedy: each combination begins with a pair that is still missing, and takes for each further option, in a drawn
-    order, the value with most missing pairs (Cohen et al., "The AETG system", 1997).
-    """
-    draw = random.Random(seed)
-    missing = {
-        frozenset({(left, a), (right, b)})
-        for left, right in combinations(options, 2)
-        for a in options[left]
-        for b in options[right]
-    }
-    rows = []
-    while missing:
-        row = dict(draw.choice(sorted(map(sorted, missing))))
-        rest = [name for name in options if name not in row]
-        for name in draw.sample(rest, len(rest)):
-            values = draw.sample(list(options[name]), len(options[name]))
-            row[name] = max(values, key=lambda value: _gain(row, (name, value), missing))
-        missing.difference_update(pairs_of(row))
-        rows.append({name: row[name] for name in options})
-    return rows
-
-
-def share(
-    rows: Sequence[Combination], part: int, parts: int, turn: int, least: int = 1
-) -> Sequence[Combination]:
-    """The combinations of a case, of which ``parts`` run ``rows`` between them.
-
-    The first has ``least``, which take turns, since quick sessions run no other; the others have all.
-    """
-    if parts == 1:
-        return rows
-    if part:
-        return rows[part - 1 :: parts - 1]
-    return [rows[(turn + number * len(rows) // least) % len(rows)] for number in range(least)]
-
-
 def rows_of(
     subject: EngineUnderTest, options: Mapping[str, Mapping[str, Capability | None]], least: int = 1
 ) -> Sequence[Combination]:
@@ -119,11 +70,6 @@ def rows_of(
     families = case.target.profile.families
     turn = case.seed + case.layout.world_size
     return share(covering_array(declared), families.index(case.family), len(families), turn, least)
-
-
-def _gain(row: Combination, choice: Choice, missing: set[frozenset[Choice]]) -> int:
-    """The number of ``missing`` pairs that ``choice`` adds to ``row``."""
-    return sum(frozenset({choice, other}) in missing for other in row.items())
 
 
 @check("I20.combinations")

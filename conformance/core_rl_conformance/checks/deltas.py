@@ -55,18 +55,19 @@ class DeltaSender:
         self.spoils_digest = False
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
-        """Send the tensors, or their changes since the last update; returns when they are sent."""
-        if meta.rebase:
+        """Send the tensors, or with ``delta`` their changes since the last update; returns when they are sent."""
+        if meta.rebase or not meta.delta:
             self.changes.forget()
         base = self.changes.base
         self.full_updates += base is None
         if meta.method != "disk":
-            weight_update(meta, base=base).send(self._encoded())
+            weight_update(meta, base=base).send(self._encoded() if meta.delta else self.tensors.items())
         elif base is None:
             write_checkpoint(meta.path or "", self._write_model, Comm(), kind="hf")
         else:
             write_changes(meta.path or "", self._encoded(), Comm(), is_writer=True)
-        self.changes.commit(meta.version)
+        if meta.delta:
+            self.changes.commit(meta.version)
 
     def skip(self, version: int) -> None:
         """Send an update that no receiver gets."""

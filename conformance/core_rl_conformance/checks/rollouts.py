@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import dropwhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
 
 @check("I8.rollout-cut", kind="inference", each="layout")
 def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> None:
-    """With top-k or top-p, tokens come from the remaining set, with log-probs before the cut.
+    """With top-k, top-p or min-p, tokens come from the remaining set, with log-probs before the cut.
 
     Why: a trainer knows nothing of the cut; log-probs after the cut are too large, by an amount that differs
     from token to token (TRL #4159).
@@ -109,17 +110,18 @@ def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> N
     """
     model, data = subject.model(), subject.data().select(serving.FEW)
     engine = subject.serve(model)
-    for temperature, top_k, top_p in (
-        (1.7, 4, 1.0),
-        (1.7, 1, 1.0),
-        (1.7, None, 0.6),
-        (0.6, None, 0.6),
-        (1.7, 6, 0.8),
-    ):
-        sampling = replace(serving.PLAIN, temperature=temperature, top_k=top_k, top_p=top_p)
-        cuts = [f"top_k = {top_k}"] * (top_k is not None) + [f"top_p = {top_p}"] * (top_p < 1)
+    cuts: list[tuple[float, str, float]] = [
+        (1.7, "top_k", 4),
+        (1.7, "top_k", 1),
+        (1.7, "top_p", 0.6),
+        (0.6, "top_p", 0.6),
+    ]
+    cuts += [(1.7, "min_p", 0.3)] * subject.spec.supports(Capability.MIN_P)
+    for temperature, cut, value in cuts:
+        changes: dict[str, Any] = {cut: value}
+        sampling = replace(serving.PLAIN, temperature=temperature, **changes)
         responses = serving.ask(engine, serving.requests_for(data, sampling))
-        shown = f"{', '.join(cuts)} at temperature {temperature:g}"
+        shown = f"{cut} = {value} at temperature {temperature:g}"
         _verify_cut(subject, model, shown, responses, sampling)
 
 

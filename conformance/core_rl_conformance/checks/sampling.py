@@ -23,7 +23,6 @@ from core_rl_conformance.procedures.serving import (
     ask,
     distributions,
     generated,
-    left_by_cut,
     sequences_of,
     verify_logprobs,
 )
@@ -90,37 +89,6 @@ def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
     )
 
 
-@check("I8.sampling-cut", kind="inference", each="layout")
-def tokens_follow_what_the_cut_has_left(subject: EngineUnderTest) -> None:
-    """With top-k or top-p, drawn tokens follow ``softmax(logits / T)`` over the tokens that are left, all of them.
-
-    Why: top-p before the temperature, or a cut that keeps a token too few, gives another policy. All tokens are
-    allowed, and their log-probs are right.
-    Look at: the order of temperature, top-k and top-p; whether the token that reaches ``top_p`` is kept.
-    """
-    prompts = Prompts.of(subject)
-    for temperature, cut in ((0.6, "top_p"), (1.7, "top_p"), (1.7, "top_k")):
-        prompt, row = prompts.undecided(temperature)[0]
-        sampling = replace(_clear_cut(row, cut), temperature=temperature)
-        responses = drawn_by(subject, [(prompt, sampling)] * DRAWS)
-        left = left_by_cut(row[None], sampling, 0.0)[0].log_softmax(-1)
-        value = getattr(sampling, cut)
-        how = f"at temperature {temperature:g} with {cut} = {value:.4g}, which leaves {int(left.isfinite().sum())}"
-        verify_first_tokens(subject, f"{how} tokens", responses, left)
-
-
-def _clear_cut(row: Tensor, cut: str) -> SamplingParams:
-    """The cut of ``row [V]`` that rounding changes least: far from where it would keep one token more or less."""
-    ordered = row.sort(descending=True).values
-    if cut == "top_k":
-        gaps = ordered[3:12] - ordered[4:13]
-        return replace(ONE, top_k=4 + int(gaps.argmax()))
-    sums = ordered.exp().cumsum(0)
-    inside = (sums[:-1] > 0.35) & (sums[1:] < 0.9)
-    place = int((sums.diff() * inside).argmax())
-    return replace(ONE, top_p=float(sums[place] + sums[place + 1]) / 2)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
     """Prompts and their possible next tokens."""
@@ -157,27 +125,6 @@ def policy_rows(
     return [
         torch.log_softmax(row / temperature, -1) for row in generated(rows.split(data.lengths), responses)
     ]
-
-
-@check("I8.groups", kind="inference", each="layout")
-def requests_of_a_group_differ(subject: EngineUnderTest) -> None:
-    """Equal requests without a seed get different answers, also when asked in sequence.
-
-    Why: a group of equal samples has no advantage, so nothing is learned from it; a server that starts from one
-    seed for each batch or request, or keeps answers, gives just that.
-    Look at: the seed that goes with each request; caches of whole answers.
-    """
-    engine = subject.serve()
-    prompt, _ = Prompts.of(subject).undecided()[0]
-    request = SamplingParams(max_new_tokens=16, temperature=1.7, ignore_eos=True)
-    together = ask(engine, [LLMRequest(input_ids=prompt, sampling=request) for _ in range(8)])
-    after = [ask(engine, [LLMRequest(input_ids=prompt, sampling=request)])[0] for _ in range(3)]
-    for label, responses in (("at one time", together), ("one after another", after)):
-        different = {response.output_ids for response in responses}
-        subject.require(
-            len(different) == len(responses),
-            f"{len(responses)} equal requests {label} got {len(different)} different answers of 16 tokens",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

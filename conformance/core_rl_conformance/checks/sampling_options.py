@@ -1,132 +1,334 @@
-"""Fields of `SamplingParams` that some inference engines lack: tokens drawn with them, and its log-probs."""
+"""Options of `SamplingParams` in combinations: tokens, log-probs and ends of answers, with seeds and in groups."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from core_rl.checkpoint.end_tokens import end_tokens
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.engine.inference import InferenceEngine
+from core_rl.errors import UnsupportedCapability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.checks.sampling import (
-    DRAWS,
-    ONE,
-    STEPS,
-    Prompts,
-    drawn_by,
-    find_path,
-    verify_first_tokens,
-)
+from core_rl_conformance.checks.sampling import STEPS, Prompts, find_path
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
-from core_rl_conformance.procedures.serving import ask, expected_of, left_by_cut, raw_logits, verify_logprobs
+from core_rl_conformance.procedures.serving import (
+    answers,
+    ask,
+    clear_of_cut,
+    expected_of,
+    left_by_cut,
+    raw_logits,
+    verify_logprobs,
+)
+from core_rl_oracle.tolerance import Tolerance
 
-LONG = replace(ONE, max_new_tokens=24, temperature=0.8)
+REQUESTS, AGAIN = 12, 3
+"""Requests of each combination, and those of them that are sent a second time: the size of the array."""
+THREES = 3
+TOKENS = 12
+VALUES: Mapping[str, Mapping[str, Any]] = {
+    "temperature": {"1": 1.0, "0": 0.0, "0.6": 0.6, "1.7": 1.7},
+    "top_k": {"none": None, "1": 1, "5": 5},
+    "top_p": {"1": 1.0, "0.7": 0.7, "0.000001": 1e-6},
+    "min_p": {"0": 0.0, "0.1": 0.1},
+    "presence_penalty": {"0": 0.0, "1.5": 1.5, "-1": -1.0},
+    "repetition_penalty": {"1": 1.0, "1.6": 1.6, "0.7": 0.7},
+    "logit_bias": {"none": (), "of three tokens": (-4.0, 1.5, 3.0)},
+    "stop": {"none": False, "a text": True},
+    "end": {"length": None, "EOS": None, "stop_token_ids": None, "one token": None},
+    "seed": {"none": None, "one for each": None, "one for all": None},
+    "copies": {"1": 1, "4": 4, "12": 12},
+}
+"""Values of each option by their labels, the usual value first."""
+MASKS = {
+    ("temperature", "0"),
+    ("top_k", "1"),
+    ("top_p", "0.000001"),
+    ("end", "one token"),
+    ("stop", "a text"),
+}
+"""Values with which others have no effect, or a small one: pairs of the others occur without these."""
+NEEDS: Mapping[str, Capability] = {
+    "min_p": Capability.MIN_P,
+    "presence_penalty": Capability.PRESENCE_PENALTY,
+    "repetition_penalty": Capability.REPETITION_PENALTY,
+    "logit_bias": Capability.LOGIT_BIAS,
+    "stop": Capability.STOP_STRINGS,
+}
+Answer = LLMResponse | None
+"""None of a request that was refused."""
 
 
-@check("I8.min-p", kind="inference", requires={Capability.MIN_P}, each="layout")
-def tokens_are_drawn_from_those_that_min_p_leaves(subject: EngineUnderTest) -> None:
-    """With ``min_p``, drawn tokens follow ``softmax(logits / T)`` over the tokens that are likely enough.
+@check("I8.sampling-pairs", kind="inference", each="layout")
+def sampling_options_hold_together(subject: EngineUnderTest) -> None:
+    """With any two sampling options, tokens are drawn from the oracle's distribution, and have their log-probs.
 
-    Log-probs belong to the full distribution, as with top-k and top-p.
+    The order is presence penalty, repetition penalty, bias, temperature, top-k, top-p, min-p. Penalties count the
+    response's tokens alone. Log-probs are of the distribution before the cut. All combinations are in flight together,
+    and some requests are sent twice. Equal requests with equal seeds have equal answers, where the
+    engine can, and all others differ. A combination may be refused by an `UnsupportedCapability`.
 
-    Why: a fraction of the largest probability before the temperature, or a lost threshold, gives another policy.
-    Look at: the order of temperature and cut; the name of the field that the server expects.
+    Why: top-p before top-k, a bias before the penalties, a penalty on the prompt's tokens (transformers), or one seed
+    for a group give another policy. Each option alone may be right.
+    Look at: the combination that the message names, reduced to the options that it needs; which tokens are counted;
+    options of requests that share a batch; ids of biases, which JSON turns into texts.
     """
-    prompts = Prompts.of(subject)
-    for temperature in (0.6, 1.7):
-        prompt, row = prompts.undecided(temperature)[0]
-        sampling = replace(ONE, temperature=temperature, min_p=_clear_min_p(row))
-        responses = drawn_by(subject, [(prompt, sampling)] * DRAWS)
-        left = left_by_cut(row[None], sampling, 0.0)[0].log_softmax(-1)
-        how = f"at temperature {temperature:g} with min_p = {sampling.min_p:.4g}"
-        verify_first_tokens(
-            subject, f"{how}, which leaves {int(left.isfinite().sum())} tokens", responses, left
+    _verify_array(subject, PAIRS)
+
+
+@check("I8.sampling-threes", kind="inference", each="engine", quick=False)
+def sampling_options_hold_in_threes(subject: EngineUnderTest) -> None:
+    """The same with any three sampling options.
+
+    Why: a sampler has a path of its own for requests with several cuts, and for those with penalties and seeds.
+    Look at: `I8.sampling-pairs` first.
+    """
+    _verify_array(subject, THREES)
+
+
+def _verify_array(subject: EngineUnderTest, strength: int) -> None:
+    declared = {
+        name: list(values) if name not in NEEDS or subject.spec.supports(NEEDS[name]) else list(values)[:1]
+        for name, values in VALUES.items()
+    }
+    base = subject.model()
+    if len(declared["stop"]) > 1:
+        _tokenizer(base.vocab_size).save_pretrained(subject.expected.models.directory(base))
+    array = _Array(subject=subject, engine=subject.serve(base), prompts=Prompts.of(subject))
+    effective = {name: [v for v in values if (name, v) not in MASKS] for name, values in declared.items()}
+    begin = covering_array(effective, subject.case.seed)
+    failure = array.failure(covering_array(declared, subject.case.seed, strength, begin))
+    if failure is not None:
+        usual = {name: values[0] for name, values in declared.items()}
+        smaller = shrink(failure[0], usual, lambda row: array.failure([row]) is not None)
+        raise (array.failure([smaller]) or failure)[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Requests with one combination of options."""
+
+    options: Combination
+    sampling: SamplingParams
+    requests: Sequence[LLMRequest]
+
+    @property
+    def label(self) -> str:
+        usual = {name: next(iter(values)) for name, values in VALUES.items()}
+        unusual = [f"{name} = {value}" for name, value in self.options.items() if value != usual[name]]
+        return f"with {', '.join(unusual) or 'no option'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Array:
+    """The engine, and prompts for combinations of options."""
+
+    subject: EngineUnderTest
+    engine: InferenceEngine
+    prompts: Prompts
+
+    def failure(self, combinations: Sequence[Combination]) -> tuple[Combination, AssertionError] | None:
+        """The first of ``combinations`` that fails, with its error; all are in flight together."""
+        rows = [self._row(options) for options in combinations]
+        last = _ask(self.engine, [request for row in rows for request in row.requests[-AGAIN:]])
+        again = [last[start : start + AGAIN] for start in range(0, len(last), AGAIN)]
+        served = [
+            (row, [one for one in some if one is not None])
+            for row, some in zip(rows, again, strict=True)
+            if None not in some
+        ]
+        crowd = ask(self.engine, [request for row, _ in served for request in row.requests])
+        answered = [
+            _Answered(row=row, crowd=crowd[number * REQUESTS : (number + 1) * REQUESTS], again=some)
+            for number, (row, some) in enumerate(served)
+        ]
+        has_seeds = any(row.reproduced for row in answered)
+        tolerances: dict[float, Tolerance] = {}
+        for row in answered:
+            temperature = row.row.sampling.logprob_temperature
+            if temperature not in tolerances:
+                alike = [
+                    a for r in answered for a in r.all if r.row.sampling.logprob_temperature == temperature
+                ]
+                tolerances[temperature] = expected_of(
+                    self.subject, self.subject.model(), alike[: 4 * REQUESTS], temperature
+                ).tolerance
+            try:
+                row.verify(self.subject, tolerances[temperature], has_seeds)
+            except AssertionError as error:
+                return row.row.options, error
+        return None
+
+    def _row(self, options: Combination) -> _Row:
+        values = {name: VALUES[name][label] for name, label in options.items()}
+        likely = self.prompts.rows.logsumexp(0).argsort(descending=True).tolist()
+        biased = (likely[0], likely[1], likely[len(likely) // 2])
+        sampling = SamplingParams(
+            max_new_tokens=1 if options["end"] == "one token" else TOKENS,
+            temperature=values["temperature"],
+            top_k=values["top_k"],
+            top_p=values["top_p"],
+            min_p=values["min_p"],
+            presence_penalty=values["presence_penalty"],
+            repetition_penalty=values["repetition_penalty"],
+            logit_bias=tuple(zip(biased, values["logit_bias"], strict=False)),
+            stop=(f"<{likely[3]}>",) if values["stop"] else (),
+            stop_token_ids=(likely[2], likely[5]) if options["end"] == "stop_token_ids" else (),
+            ignore_eos=options["end"] != "EOS",
         )
-        verify_logprobs(subject, f"log-probs {how}", subject.model(), responses, temperature)
+        ids = [ids for ids, _ in self.prompts.undecided()][: REQUESTS // values["copies"]]
+        seeds = {"none": [None], "one for each": range(REQUESTS), "one for all": [0]}[options["seed"]]
+        requests = [
+            LLMRequest(
+                input_ids=ids[number % len(ids)],
+                sampling=replace(sampling, seed=seeds[number % len(seeds)]),
+            )
+            for number in range(REQUESTS)
+        ]
+        return _Row(options=options, sampling=sampling, requests=requests)
 
 
-def _clear_min_p(row: Tensor) -> float:
-    """The fraction that rounding changes least: in the middle of the largest gap among the likely tokens."""
-    ordered = row.sort(descending=True).values[3:12]
-    place = int((ordered[:-1] - ordered[1:]).argmax())
-    return math.exp(float(ordered[place] + ordered[place + 1]) / 2 - float(row.max()))
+def _ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[Answer]:
+    """The answers to requests in flight together; None for those that are refused."""
+
+    async def answer(request: LLMRequest) -> Answer:
+        try:
+            return (await answers(engine, [request]))[0]
+        except UnsupportedCapability:
+            return None
+
+    async def gather() -> list[Answer]:
+        return list(await asyncio.gather(*map(answer, requests)))
+
+    return asyncio.run(gather())
 
 
-@check("I8.logit-bias", kind="inference", requires={Capability.LOGIT_BIAS}, each="layout")
-def biases_are_added_to_logits(subject: EngineUnderTest) -> None:
-    """``logit_bias`` is added to the logits before the temperature, at every token, and is in the log-probs.
+@dataclass(frozen=True, kw_only=True)
+class _Answered:
+    """A combination with its answers."""
 
-    Why: a bias that is lost, or that counts after the temperature, draws tokens that were excluded.
-    Look at: the ids, which JSON turns into texts; biases of requests that share a batch.
-    """
-    prompt, row = Prompts.of(subject).undecided()[0]
-    order = row.argsort(descending=True).tolist()
-    bias = ((order[0], -4.0), (order[1], 1.5), (order[len(order) // 2], 3.0))
-    how, sampling = f"with logit_bias = {dict(bias)}", replace(ONE, logit_bias=bias)
-    responses = drawn_by(subject, [(prompt, sampling)] * DRAWS)
-    verify_first_tokens(subject, how, responses, _changed(row, (), sampling).log_softmax(-1))
-    _verify_changed(subject, replace(LONG, logit_bias=bias), how)
+    row: _Row
+    crowd: Sequence[LLMResponse]
+    """One for each request."""
+    again: Sequence[LLMResponse]
+    """To the last requests, without the others next to them."""
 
+    @property
+    def all(self) -> list[LLMResponse]:
+        return [*self.crowd, *self.again]
 
-@check("I8.presence-penalty", kind="inference", requires={Capability.PRESENCE_PENALTY}, each="layout")
-def the_presence_penalty_is_subtracted_once(subject: EngineUnderTest) -> None:
-    """``presence_penalty`` is subtracted once from the logits of tokens that the response has, and of no others.
+    @property
+    def reproduced(self) -> int:
+        """Requests with a seed that had the same answer both times."""
+        seeded = self.row.requests[0].sampling.seed is not None
+        pairs = zip(self.crowd[-AGAIN:], self.again, strict=True)
+        return sum(left.output_ids == right.output_ids for left, right in pairs) * seeded
 
-    Why: a penalty on the tokens of the prompt too, or one for each time, is another distribution.
-    Look at: which tokens are counted; the order of penalty and temperature.
-    """
-    _verify_changed(subject, replace(LONG, presence_penalty=1.5), "with presence_penalty = 1.5")
-
-
-@check("I8.repetition-penalty", kind="inference", requires={Capability.REPETITION_PENALTY}, each="layout")
-def the_repetition_penalty_scales_logits(subject: EngineUnderTest) -> None:
-    """``repetition_penalty`` divides positive logits of tokens that the response has, and multiplies negative ones.
-
-    Why: transformers counts the tokens of the prompt too, SGLang the tokens of the response: under one name, two
-    policies.
-    Look at: which tokens are counted; negative logits.
-    """
-    _verify_changed(subject, replace(LONG, repetition_penalty=1.6), "with repetition_penalty = 1.6")
-
-
-def _verify_changed(subject: EngineUnderTest, sampling: SamplingParams, how: str) -> None:
-    """Require that answers are drawn from the changed logits, and have their log-probs."""
-    prompts = [ids for ids, _ in Prompts.of(subject).undecided(sampling.temperature)]
-    plain = replace(sampling, presence_penalty=0.0, repetition_penalty=1.0, logit_bias=())
-    # Next to requests of another kind: options of a request leave its neighbours alone.
-    requests = [(ids, parameters) for ids in prompts for parameters in (sampling, plain)]
-    answers = drawn_by(subject, requests)
-    for parameters, responses, label in (
-        (sampling, answers[::2], how),
-        (plain, answers[1::2], f"next to requests {how}"),
-    ):
-        rows = _changed_rows(subject, responses, parameters)
-        surprise = most_surprising_bet([response.output_ids for response in responses], rows)
+    def verify(self, subject: EngineUnderTest, tolerance: Tolerance, has_seeds: bool) -> None:
+        """Require the ends, draws and log-probs that the contract defines."""
+        sampling, label = self.row.sampling, self.row.label
+        for response in self.all:
+            self._verify_end(subject, response)
+        logits = raw_logits(subject, subject.model(), self.all)
+        pairs = zip(self.all, logits, strict=True)
+        full = [_changed_rows(rows, response.output_ids, sampling) for response, rows in pairs]
+        margin = 2 * tolerance.limit
+        left = [left_by_cut(rows, sampling, 0.0).log_softmax(-1) for rows in full]
+        clear = [clear_of_cut(rows, sampling, margin) for rows in full]
+        self._verify_draws(subject, full, margin)
+        # Equal seeds draw the same again.
+        streams = {
+            (
+                request.input_ids,
+                number if request.sampling.seed is None else -request.sampling.seed - 1,
+            ): number
+            for number, request in enumerate([*self.row.requests, *self.row.requests[-AGAIN:]])
+        }
+        surprise = most_surprising_bet(
+            [self.all[number].output_ids for number in streams.values()],
+            [left[number] for number in streams.values()],
+            [clear[number] for number in streams.values()],
+        )
         subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
-        _verify_values(subject, f"log-probs {label}", responses, rows, parameters.temperature)
+        got = [torch.tensor(response.logprobs) for response in self.all]
+        subject.verify(compare_tokens(f"log-probs {label}", got, self._at(full), tolerance))
+        chances = [float(row[at].sum()) for row, at in zip(self._at(left), clear, strict=True)]
+        # Rounding may change draws.
+        self._verify_streams(subject, chances, has_seeds=has_seeds and subject.case.dtype == "float32")
 
+    def _at(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """The values ``[n]`` of each ``rows [n, V]`` at the tokens of an answer."""
+        pairs = zip(self.all, rows, strict=True)
+        return [row.gather(1, torch.tensor(answer.output_ids)[:, None]).squeeze(1) for answer, row in pairs]
 
-def _changed_rows(
-    subject: EngineUnderTest, responses: Sequence[LLMResponse], sampling: SamplingParams
-) -> list[Tensor]:
-    """The oracle's log-probs of all tokens, float64 ``[n, V]``, from changed logits, for each of ``found``."""
-    return [
-        torch.stack(
-            [
-                (_changed(row, response.output_ids[:place], sampling) / sampling.temperature).log_softmax(-1)
-                for place, row in enumerate(rows)
-            ]
+    def _verify_end(self, subject: EngineUnderTest, response: LLMResponse) -> None:
+        """Require that the answer ends with its first end token, or with ``max_new_tokens``."""
+        ends = set(self.row.sampling.stop_token_ids) | {int(text[1:-1]) for text in self.row.sampling.stop}
+        if not self.row.sampling.ignore_eos:
+            base = subject.model()
+            ends |= set(end_tokens(base.config(), str(subject.expected.models.directory(base))))
+        ids, most = response.output_ids, self.row.sampling.max_new_tokens
+        end = next((place + 1 for place, token in enumerate(ids) if token in ends), None)
+        subject.require(
+            len(ids) == (end or most) and response.stop_reason == ("stop" if end else "length"),
+            f"{self.row.label}, an answer of at most {most} tokens is {list(ids)}, and stop_reason = "
+            f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}",
         )
-        for response, rows in zip(responses, raw_logits(subject, subject.model(), responses), strict=True)
-    ]
+
+    def _verify_draws(self, subject: EngineUnderTest, full: Sequence[Tensor], margin: float) -> None:
+        """Require that tokens are drawn from log-probs ``full``, each ``[n, V]``, as far as the cut leaves them."""
+        sampling, label = self.row.sampling, self.row.label
+        for response, rows in zip(self.all, full, strict=True):
+            left = left_by_cut(rows, sampling, margin).isfinite()
+            for place, token in enumerate(response.output_ids):
+                subject.require(
+                    bool(left[place, token]),
+                    f"{label}, token {token} was drawn at place {place} of an answer; only {int(left[place].sum())} "
+                    "other tokens are left",
+                )
+
+    def _verify_streams(self, subject: EngineUnderTest, chances: Sequence[float], *, has_seeds: bool) -> None:
+        """Require equal answers of equal seeds, and others of other streams; ``chances`` are logs of probabilities."""
+        label = self.row.label
+        requests = [*self.row.requests, *self.row.requests[-AGAIN:]]
+        same = different = 0
+        for first, second in combinations(range(len(requests)), 2):
+            if requests[first].input_ids != requests[second].input_ids:
+                continue
+            ids, seed = self.all[first].output_ids, requests[first].sampling.seed
+            equal = ids == self.all[second].output_ids
+            if seed is not None and seed == requests[second].sampling.seed:
+                same, different = same + equal, different + (not equal)
+                continue
+            subject.require(
+                not equal or chances[first] > math.log(FALSE_ALARMS),
+                f"{label}, equal requests {first} and {second} got the same {len(ids)} tokens, whose probability is "
+                f"{math.exp(chances[first]):.0e}: do requests share a seed or an answer?",
+            )
+        problem = (
+            f"{label}, {different} of {same + different} pairs of requests with equal seeds got other tokens"
+        )
+        subject.require(not has_seeds or different <= same, problem)
+
+
+def _changed_rows(rows: Tensor, ids: Sequence[int], sampling: SamplingParams) -> Tensor:
+    """Log-probs ``[n, V]`` from the changed logits ``rows``, at which the tokens ``ids [n]`` were drawn."""
+    changed = [_changed(row, ids[:place], sampling) for place, row in enumerate(rows)]
+    return (torch.stack(changed) / sampling.logprob_temperature).log_softmax(-1)
 
 
 def _changed(row: Tensor, before: Sequence[int], sampling: SamplingParams) -> Tensor:
@@ -139,22 +341,6 @@ def _changed(row: Tensor, before: Sequence[int], sampling: SamplingParams) -> Te
     for token, bias in sampling.logit_bias:
         row[token] += bias
     return row
-
-
-def _verify_values(
-    subject: EngineUnderTest,
-    label: str,
-    responses: Sequence[LLMResponse],
-    rows: Sequence[Tensor],
-    temperature: float,
-) -> None:
-    required = [
-        row.gather(1, torch.tensor(response.output_ids)[:, None]).squeeze(1)
-        for response, row in zip(responses, rows, strict=True)
-    ]
-    tolerance = expected_of(subject, subject.model(), responses, temperature).tolerance
-    got = [torch.tensor(response.logprobs) for response in responses]
-    subject.verify(compare_tokens(label, got, required, tolerance))
 
 
 @check("I19.stop-strings", kind="inference", requires={Capability.STOP_STRINGS}, each="layout")

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
-from core_rl.backend.meta import SyncMethod
+from torch import Tensor
+
+from core_rl.backend.meta import SyncMethod, WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.engine.inference import InferenceEngine
+from core_rl.engine.sync import sync_weights
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.checks.updates import published
+from core_rl_conformance.checks.deltas import DeltaSender, with_few_changes
 from core_rl_conformance.engine_under_test import EngineUnderTest
+from core_rl_conformance.expected_values import Judged
+from core_rl_conformance.inputs.covering import Combination, covering_array
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures import serving
+from core_rl_conformance.procedures.adapters import send_adapter
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, methods_of, sent, sync_meta, tensors_of
+from core_rl_conformance.profile import NAMED_APART
 
 # Greedy, so that many answers are few sequences for the oracle.
 SHORT = replace(serving.PLAIN, temperature=0.0, max_new_tokens=2)
+GREEDY = replace(serving.PLAIN, temperature=0.0)
+LONG = replace(GREEDY, max_new_tokens=24)
 UPDATES = 4
 
 
@@ -107,46 +119,171 @@ def _distinct(responses: Sequence[LLMResponse]) -> list[LLMResponse]:
     )
 
 
-@check("I15.update-asleep", kind="inference", requires={Capability.RELEASE_MEMORY}, each="engine")
-def updates_while_asleep_are_served(subject: EngineUnderTest) -> None:
-    """Weights that arrive while the memory is released are served after `resume_memory`, or the update is refused.
+@check("I12.updates", kind="inference", requires={Capability.SYNC_DISK}, each="engine")
+def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
+    """After an update by any method, in any state, under any label, tokens and scores are of the new weights.
 
-    By each declared method but adapters, and so is a version that ``set_version`` sets meanwhile. A refusal raises
-    `EngineStateError` or `WeightsError`, and leaves the old weights and their version.
+    Any two of: each declared method; whole weights or changes of some, one or no tensor; the engine awake, asleep,
+    paused or with requests in flight; the next version, the same label again, or an earlier one; new weights, or those
+    of before. The requests are the same each time. An engine that is asleep may refuse an update by `EngineStateError`
+    or `WeightsError`, and serves the old weights under their version.
 
-    Why: an engine that wakes with the weights that it fell asleep with, under the new version, samples from an old
-    policy (vllm #44371, verl #7014).
-    Look at: copies of the weights that ``release_memory`` makes and ``resume_memory`` restores.
+    Why: answers and prefixes that are kept by a version's label outlive a rollback; a delta that arrives asleep is
+    lost; a tied head, or weights copied before a sleep, are those of the update before (vllm #44371, verl #7014).
+    Look at: the updates that the message names; keys of caches, copies that ``release_memory`` makes, and the base of
+    changes.
     """
+    options = {
+        "method": methods_of(subject),
+        "form": ["whole"] + ["changes"] * subject.spec.supports(Capability.SYNC_DELTA),
+        "state": ["awake", "paused", "in flight"]
+        + ["asleep"] * subject.spec.supports(Capability.RELEASE_MEMORY),
+        "version": ["next", "same", "earlier"],
+        "tensors": [*CHANGED, "those of before"],
+    }
     old = subject.model()
     engine = subject.serve(old, keep=False)
-    requests = serving.few_requests(subject)
-    methods = methods_of(subject)
-    for version, method in enumerate(methods, start=1):
-        new = replace(old, seed=old.seed + 1000)
-        update = partial(_send, subject, engine, method, version, new)
-        arrived = serving.arrives_asleep(engine, update)
-        served, carried = (new, version) if arrived else (old, engine.get_version())
-        label = f"after update {version}, by {method}, {'while' if arrived else 'refused while'} asleep"
-        subject.require(arrived or carried < version, f"{label}: get_version() is {carried}")
-        serving.verify_version(subject, engine, carried, label)
-        serving.verify_served(subject, label, serving.ask(engine, requests), served, old, carried)
-        old = served
-    last = len(methods) + 1
-    carried = (
-        last if serving.arrives_asleep(engine, partial(engine.set_version, last)) else engine.get_version()
-    )
-    label = f"after set_version({last}) while asleep"
-    serving.verify_version(subject, engine, carried, label)
-    serving.verify_served(subject, label, serving.ask(engine, requests), old, old, carried)
+    updates = Updates.begin(subject, engine, old)
+    sender = DeltaSender(subject.expected.models.directory(old))
+    last = sender.tensors
+    for number, row in enumerate(covering_array(options, subject.case.seed)):
+        before, last = last, sender.tensors
+        if row["tensors"] in CHANGED:
+            sender.tensors = {**last, **CHANGED[row["tensors"]](last, number)}
+        else:
+            sender.tensors = before
+        updates.install(
+            row,
+            sender.snapshot(subject.directory(f"truth-{number}")),
+            partial(sync_weights, sender, engine, timeout_s=CALL_TIMEOUT_S),
+        )
 
 
-def _send(
-    subject: EngineUnderTest, engine: InferenceEngine, method: SyncMethod, version: int, model: TinyModel
-) -> None:
-    if method == "disk":
-        serving.installed(engine, published(subject, model, version))
-    else:
-        tensors = tensors_of(subject.expected.models.directory(model))
-        # Servers whose memory was released load the buckets again.
-        sent(engine, sync_meta(subject, method, version, LARGE_BUCKET), tensors, overwrite=False)
+@check(
+    "I12.adapter-updates",
+    kind="inference",
+    requires={Capability.SYNC_LORA},
+    families=NAMED_APART,
+    each="engine",
+)
+def adapters_arrive_in_any_state(subject: EngineUnderTest) -> None:
+    """The same for adapters by lora: an adapter that comes again, or under a label that another one had, is served.
+
+    Why: servers name adapters by their version, and keep the adapter, its prefixes and its answers under that name.
+    Look at: `I12.receive-lora` first; the name of an adapter, and what is kept under it.
+    """
+    kind = TinyAdapter(model=subject.model(), rslora=True)
+    options = {
+        "state": ["awake", "paused", "in flight"]
+        + ["asleep"] * subject.spec.supports(Capability.RELEASE_MEMORY),
+        "version": ["next", "same", "earlier"],
+        "adapter": ["next", "same", "before"],
+    }
+    engine = subject.serve(kind.model, keep=False, adapter=kind)
+    updates = Updates.begin(subject, engine, kind.model)
+    seeds = [1, 2]
+    for number, row in enumerate(covering_array(options, subject.case.seed), start=3):
+        seeds.append({"next": number, "same": seeds[-1], "before": seeds[-2]}[row["adapter"]])
+        adapter = replace(kind, seed=seeds[-1])
+        updates.install(row, adapter, partial(send_adapter, engine, adapter=adapter))
+
+
+def _all(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    return {name: tensor * (0.8 if number % 2 else 1.25) for name, tensor in tensors.items()}
+
+
+def _embedding(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The largest matrix, with its rows moved."""
+    name = max(tensors, key=lambda name: tensors[name].numel())
+    return {name: tensors[name].roll(1 + number, 0)}
+
+
+CHANGED: Mapping[str, Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]] = {
+    "all": _all,
+    "a few values": with_few_changes,
+    "the embedding": _embedding,
+    "none": lambda _tensors, _number: {},
+}
+"""The changes of an update."""
+
+
+@dataclass(kw_only=True)
+class Updates:
+    """An engine after some updates."""
+
+    subject: EngineUnderTest
+    engine: InferenceEngine
+    truth: Judged
+    """The weights that it has."""
+    requests: Sequence[LLMRequest]
+    number: int = 0
+
+    @staticmethod
+    def begin(subject: EngineUnderTest, engine: InferenceEngine, truth: Judged) -> Updates:
+        """The engine with its first weights, which has answered once."""
+        data = subject.data().select(serving.FEW[:3])
+        updates = Updates(
+            subject=subject, engine=engine, truth=truth, requests=serving.requests_for(data, GREEDY, 20)
+        )
+        updates._verify("before the updates", truth, 0)
+        return updates
+
+    def install(self, row: Combination, new: Judged, deliver: Callable[[WeightUpdateMeta], None]) -> None:
+        """Update to the weights ``new`` as ``row`` says, and judge the answers to the same requests."""
+        self.number += 1
+        label = f"after update {self.number} ({', '.join(f'{name}: {value}' for name, value in row.items())})"
+        version = self.engine.get_version() + (row["version"] == "next")
+        if row["version"] == "earlier":
+            version = max(version - 1, 0)
+            self.engine.set_version(version)
+        old, before = self.truth, self.engine.get_version()
+        meta = WeightUpdateMeta(
+            method=cast("SyncMethod", row.get("method", "lora")),
+            version=version,
+            path=str(self.subject.directory(f"update-{self.number}")),
+            delta=row.get("form") == "changes",
+            verify=self.number % 2 == 0,
+        )
+        update = partial(deliver, meta)
+        arrived = True
+        if row["state"] == "asleep":
+            arrived = serving.arrives_asleep(self.engine, update)
+            label += "" if arrived else ", which was refused"
+        elif row["state"] == "awake":
+            update()
+        else:
+            again = [replace(_again(request), sampling=LONG) for request in self.requests]
+            responses = asyncio.run(self._meanwhile(again, update, paused=row["state"] == "paused"))
+            short = [response for response in responses if len(response.output_ids) < LONG.max_new_tokens]
+            self.subject.require(
+                not short, f"{label}: {len(short)} of {len(responses)} answers were cut short"
+            )
+        self.truth, carried = (new, version) if arrived else (old, before)
+        self._verify(label, old, carried)
+
+    async def _meanwhile(
+        self, requests: Sequence[LLMRequest], update: Callable[[], None], *, paused: bool
+    ) -> list[LLMResponse]:
+        """The answers to ``requests`` that are in flight during an update, or wait for the end of a pause."""
+        if not paused:
+            return await serving.meanwhile(self.engine, requests, update)
+        await asyncio.to_thread(self.engine.pause)
+        try:
+            running = asyncio.ensure_future(serving.answers(self.engine, requests))
+            await serving.let_begin()
+            await asyncio.to_thread(update)
+        finally:
+            await asyncio.to_thread(self.engine.resume)
+        return await running
+
+    def _verify(self, label: str, old: Judged, version: int) -> None:
+        subject, engine = self.subject, self.engine
+        serving.verify_version(subject, engine, version, label)
+        # The very requests of the updates before.
+        responses = serving.ask(engine, self.requests)
+        serving.verify_served(subject, label, responses, self.truth, old, version)
+        if subject.spec.supports(Capability.SCORE):
+            data = serving.sequences_of(responses)
+            expected = subject.outputs(self.truth, data, "logprobs")
+            got = list(engine.score(data.batch()).split(data.lengths))
+            subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))

@@ -28,9 +28,17 @@ WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
     ),
     "the most likely token": lambda before, row: row.argmax()[None],
     "one of the 4 most likely tokens": lambda before, row: row.topk(4).indices,
+    "one of the least likely third of tokens": lambda before, row: _least_likely(row),
     "the token before": lambda before, row: torch.tensor(before[-1:], dtype=torch.long),
 }
 """Counted tokens within answers: its ids, after the tokens ``before``, where the log-probs are ``row [V]``."""
+
+
+def _least_likely(row: Tensor) -> Tensor:
+    """Ids of possible tokens outside of the most likely ones, which have two thirds of the probability."""
+    order = row.argsort(descending=True)
+    outside = (row[order].exp().cumsum(0) > 2 / 3) & row[order].isfinite()
+    return order[outside]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +105,20 @@ def _events(tokens: Sequence[int], logprobs: Tensor) -> Iterator[tuple[str, int,
         size *= 2
 
 
-def most_surprising_bet(answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor]) -> Surprise:
+def most_surprising_bet(
+    answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor], clear: Sequence[Tensor] | None = None
+) -> Surprise:
     """The least probable thing about ``answers``, each drawn token by token from its ``logprobs [n, V]`` (float64).
+
+    Only places that are ``clear [n]`` count, by default all.
 
     A bet of ``1 - p + p * exp(s)`` before each token and gets ``exp(s)`` for an event of probability ``p``, else
     1, plays a fair game, whatever came before. So the final capital exceeds ``1 / a`` with probability
     ``a`` at most (Ville's inequality).
     """
-    hits = {label: _hits(answers, logprobs, label) for label in WITHIN}
-    draws = sum(map(len, answers))
+    counted = clear or [torch.ones(len(rows), dtype=torch.bool) for rows in logprobs]
+    hits = {label: _hits(answers, logprobs, counted, label) for label in WITHIN}
+    draws = sum(int(places.sum()) for places in counted)
     worst: Surprise | None = None
     for label, pairs in hits.items():
         won = max(
@@ -120,12 +133,13 @@ def most_surprising_bet(answers: Sequence[Sequence[int]], logprobs: Sequence[Ten
 
 
 def _hits(
-    answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor], label: str
+    answers: Sequence[Sequence[int]], logprobs: Sequence[Tensor], clear: Sequence[Tensor], label: str
 ) -> list[tuple[bool, float]]:
-    """For each token, whether it was that, and with which probability."""
+    """For each token at a clear place, whether it was that, and with which probability."""
     pairs = []
-    for ids, rows in zip(answers, logprobs, strict=True):
-        for place, (token, row) in enumerate(zip(ids, rows, strict=True)):
+    for ids, rows, places in zip(answers, logprobs, clear, strict=True):
+        for place in places.nonzero().flatten().tolist():
+            token, row = ids[place], rows[place]
             members = WITHIN[label](ids[:place], row)
             pairs.append((bool((members == token).any()), min(1.0, float(row[members].exp().sum()))))
     return pairs

@@ -218,22 +218,36 @@ def _evaluated(
 
 
 def left_by_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
-    """``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps tokens near the cut.
+    """Log-probs ``rows [n, V]`` with -inf at the tokens that the cut drops; ``margin`` keeps tokens near the cut.
 
-    The larger of the two readings of top-k followed by top-p: the second one counts the probability that
-    the first one has dropped.
+    The order is top-k, top-p of what top-k has left, and min-p. Greedy decoding leaves the most likely token.
     """
     ordered = rows.sort(descending=True).values
     keep = torch.ones_like(rows, dtype=torch.bool)
-    if sampling.top_k is not None:
-        keep &= rows >= ordered[:, sampling.top_k - 1 : sampling.top_k] - margin
+    top_k = 1 if sampling.greedy else sampling.top_k
+    if top_k is not None:
+        ordered = ordered[:, :top_k]
+        keep &= rows >= ordered[:, -1:] - margin
+    if sampling.greedy:
+        return rows.masked_fill(~keep, -torch.inf)
+    if sampling.top_p < 1:
+        above = ordered[:, None, :] > rows[:, :, None] + margin
+        before = (above * ordered.exp()[:, None, :]).sum(-1) / ordered.exp().sum(-1, keepdim=True)
+        keep &= before < sampling.top_p + margin
     if sampling.min_p > 0:
         keep &= rows >= ordered[:, :1] + math.log(sampling.min_p) - margin
-    if sampling.top_p < 1:
-        above = rows[:, None, :] > rows[:, :, None] + margin
-        before = (above * rows.exp()[:, None, :]).sum(-1)
-        keep &= before < sampling.top_p + margin
     return rows.masked_fill(~keep, -torch.inf)
+
+
+def clear_of_cut(rows: Tensor, sampling: SamplingParams, margin: float) -> Tensor:
+    """Bool ``[n]``: the places at which changes of ``rows [n, V]`` by ``margin`` leave the same tokens."""
+    narrow = replace(
+        sampling,
+        top_p=sampling.top_p if sampling.top_p == 1 else max(sampling.top_p - margin, 1e-9),
+        min_p=min(sampling.min_p * math.exp(margin), 0.999),
+    )
+    wide = left_by_cut(rows, sampling, margin).isfinite()
+    return (wide == left_by_cut(rows, narrow, 0.0).isfinite()).all(-1)
 
 
 def as_response(prompt: tuple[int, ...]) -> LLMResponse:

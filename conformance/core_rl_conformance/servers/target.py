@@ -49,7 +49,8 @@ CUT = "processed_logprobs are of the distribution that top-k, top-p and min-p ha
 KNOWN_FAILURES: Mapping[str, tuple[Waiver, ...]] = {
     "vLLM 0.32.0": (
         Waiver(check="I8.rollout-cut", reason=CUT, owner=OWNER, raises=AssertionError),
-        Waiver(check="I8.min-p", reason=CUT, owner=OWNER, raises=AssertionError),
+        Waiver(check="I8.sampling-pairs", reason=CUT, owner=OWNER, raises=AssertionError),
+        Waiver(check="I8.sampling-threes", reason=CUT, owner=OWNER, raises=AssertionError),
         Waiver(
             check="I8.sampling",
             reason="temperatures above 2 are refused: vLLM #44965",

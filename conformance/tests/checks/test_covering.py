@@ -1,33 +1,34 @@
-"""Covering arrays have each pair of choices, in few combinations."""
+"""Covering arrays have any two or three choices together, in few combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core_rl_conformance.checks.combinations import covering_array, pairs_of, share
+from core_rl_conformance.inputs.covering import covering_array, sets_of, share
 
 VALUES = st.lists(st.sampled_from("abcde"), min_size=1, max_size=4, unique=True)
 OPTIONS = st.dictionaries(st.text("xyz", min_size=1, max_size=3), VALUES, min_size=2, max_size=6)
 
 
-@given(options=OPTIONS, seed=st.integers(0, 9))
-def test_array_has_each_pair(options: Mapping[str, Sequence[str]], seed: int) -> None:
-    rows = covering_array(options, seed)
-    covered = {pair for row in rows for pair in pairs_of(row)}
-    for left, right in combinations(options, 2):
-        for a in options[left]:
-            for b in options[right]:
-                assert frozenset({(left, a), (right, b)}) in covered
+@given(options=OPTIONS, seed=st.integers(0, 9), strength=st.integers(2, 3))
+def test_array_has_choices_together(options: Mapping[str, Sequence[str]], seed: int, strength: int) -> None:
+    rows = covering_array(options, seed, strength)
+    covered = {choices for row in rows for choices in sets_of(row, strength)}
+    for names in combinations(options, strength):
+        for values in product(*(options[name] for name in names)):
+            assert frozenset(zip(names, values, strict=True)) in covered
     assert all(row.keys() == options.keys() for row in rows)
-    assert rows == covering_array(options, seed)
+    assert rows == covering_array(options, seed, strength)
 
 
-def test_array_is_short() -> None:
-    assert len(covering_array(dict.fromkeys("uvwxyz", "abcd"))) < 35
+@pytest.mark.parametrize(("strength", "most"), [(2, 35), (3, 170)])
+def test_array_is_short(strength: int, most: int) -> None:
+    assert len(covering_array(dict.fromkeys("uvwxyz", "abcd"), strength=strength)) < most
 
 
 @given(count=st.integers(1, 30), parts=st.integers(2, 6), turn=st.integers(0, 99))

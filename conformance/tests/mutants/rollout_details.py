@@ -35,7 +35,7 @@ class LowTemperatureIsGreedy(Sampling):
         return replace(sampling, temperature=0.0) if sampling.temperature < 0.5 else sampling
 
 
-@Mutant("I8.sampling-cut", "a cut that keeps too few (I8)", r"with top_p = .* came \d+ times in 256 draws")
+@Mutant("I8.sampling-pairs", "a cut that keeps too few (I8)", "with .*top_p = 0.7")
 class TopPIsNarrow(Sampling):
     """The tokens kept by top-p lack the token that reaches it."""
 
@@ -55,9 +55,9 @@ class InHalf(ReferenceRolloutBackend):
 
 
 @Mutant(
-    "I8.sampling-cut",
+    "I8.sampling-pairs",
     "a cut that keeps too few, where rounding moves tokens across it (I8)",
-    r"with top_p = .* came \d+ times in 256 draws",
+    "with .*top_p = 0.7",
     dtype="bfloat16",
 )
 class TopPIsNarrowInHalf(InHalf, TopPIsNarrow):
@@ -100,9 +100,9 @@ class PenalizesRepetitionInAnswers(Bent):
 
 
 @Mutant(
-    "I8.sampling-cut",
+    "I8.sampling-pairs",
     "the order of temperature and top-p (I8)",
-    r"with top_p = .* came \d+ times in 256 draws",
+    "with .*top_p = 0.7",
 )
 class TopPBeforeTemperature(Bent):
     """Top-p counts the probabilities before the temperature."""

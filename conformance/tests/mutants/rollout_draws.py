@@ -86,7 +86,7 @@ class IgnoresTopK(Sampling):
         return replace(sampling, top_k=None)
 
 
-@Mutant("I8.min-p", "a field under another name (I8)", "with min_p = .* draws; expected")
+@Mutant("I8.rollout-cut", "a field under another name (I8)", "with min_p = .* other tokens are left")
 class IgnoresMinP(Sampling):
     """``min_p`` is not passed on."""
 
@@ -94,7 +94,7 @@ class IgnoresMinP(Sampling):
         return replace(sampling, min_p=0.0)
 
 
-@Mutant("I8.logit-bias", "a field under another name (I8)", "with logit_bias = .* draws; expected")
+@Mutant("I8.sampling-pairs", "a field under another name (I8)", "with .*logit_bias = of three tokens")
 class IgnoresLogitBias(Sampling):
     """``logit_bias`` is not passed on."""
 
@@ -103,9 +103,9 @@ class IgnoresLogitBias(Sampling):
 
 
 @Mutant(
-    "I8.presence-penalty",
+    "I8.sampling-pairs",
     "a field under another name (I8)",
-    "with presence_penalty = 1.5: a token that the answer has already",
+    "with .*presence_penalty = ",
 )
 class IgnoresThePresencePenalty(Sampling):
     """``presence_penalty`` is not passed on."""
@@ -123,9 +123,9 @@ class IgnoresStopTexts(Sampling):
 
 
 @Mutant(
-    "I8.repetition-penalty",
+    "I8.sampling-pairs",
     "transformers' repetition_penalty, which counts the prompt (I8)",
-    "with repetition_penalty = 1.6",
+    "with .*(repetition|presence)_penalty = ",
 )
 class PenalizesThePrompt(ReferenceRolloutBackend):
     """``repetition_penalty`` is that of transformers, which counts the tokens of the prompt too."""
@@ -139,9 +139,7 @@ def _from_the_first(kind: type[Adjustment], *, sampling: SamplingParams, start: 
     return kind(sampling=sampling, start=0)
 
 
-@Mutant(
-    "I8.groups", "one seed for all samples of a group (I8)", "8 equal requests at one time got 1 different"
-)
+@Mutant("I8.sampling-pairs", "one seed for all samples of a group (I8)", "do requests share a seed")
 class OneSeedForAGroup(ReferenceRolloutBackend):
     """A request without a seed takes the engine's, so that equal requests get equal answers."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from mutants.zoo import Mutant
@@ -51,7 +53,7 @@ class WakesWithTheWeightsBefore(ReferenceRolloutBackend):
         self._model.load_state_dict(self._copies)
 
 
-@Mutant("I15.update-asleep", "vllm #44371", "by tensor, while asleep")
+@Mutant("I12.updates", "vllm #44371", "method: (tensor|distributed).*state: asleep")
 class WakesWithTheTensorsBefore(WakesWithTheWeightsBefore):
     """The same, where updates from disk are right: they bring another model."""
 
@@ -60,6 +62,139 @@ class WakesWithTheTensorsBefore(WakesWithTheWeightsBefore):
         self._copies = {name: value.clone() for name, value in self._model.state_dict().items()}
 
 
-@Mutant("I15.adapter-asleep", "vllm #44371", "the adapter before")
+@Mutant("I12.adapter-updates", "vllm #44371", "state: asleep")
 class WakesWithTheAdapterBefore(WakesWithTheWeightsBefore):
     """The same for adapters."""
+
+
+# ----------------------------------------------------------- values that repeat
+
+
+class Remembers(ReferenceRolloutBackend):
+    """Answers to greedy requests are kept by a key."""
+
+    def _key(self, request: LLMRequest) -> object:
+        raise NotImplementedError
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        answered: dict[object, LLMResponse] = self.__dict__.setdefault("_answered", {})
+        key = (request.input_ids, request.sampling, self._key(request))
+        if not request.sampling.greedy:
+            return await super().agenerate(request)
+        if key not in answered:
+            answered[key] = await super().agenerate(request)
+        versions = (self._served_version,) * len(answered[key].versions)
+        return replace(answered[key], rid=request.rid, versions=versions)
+
+
+@Mutant("I12.updates", "a rollback that serves what its label had before (I12)", "version: (same|earlier)")
+class RemembersByVersion(Remembers):
+    """The key is the version's label."""
+
+    def _key(self, request: LLMRequest) -> object:
+        return self._served_version
+
+
+@Mutant("I12.updates", "vllm #9744", "weights before the update")
+class RemembersPrompts(Remembers):
+    """The key is the prompt alone."""
+
+    def _key(self, request: LLMRequest) -> object:
+        return None
+
+
+@Mutant("I12.adapter-updates", "an adapter's name that another one had (I12)", "version: (same|earlier)")
+class RemembersByNameOfTheAdapter(RemembersByVersion):
+    """Answers are kept by the name of the adapter, which has its version."""
+
+
+@Mutant("I12.adapter-updates", "a name that is loaded already (I12)", "version: (same|earlier)")
+class KeepsAdaptersByName(ReferenceRolloutBackend):
+    """An adapter under a name that is there is not loaded again."""
+
+    def _install_adapter(self, factors: Mapping[str, Tensor], version: int) -> None:
+        named: dict[int, Mapping[str, Tensor]] = self.__dict__.setdefault("_named", {})
+        super()._install_adapter(named.setdefault(version, factors), version)
+
+
+@Mutant("I12.updates", "an update to the version that it has (I12)", "version: same")
+class SkipsTheSameVersion(ReferenceRolloutBackend):
+    """An update to the present version is taken for one that has arrived."""
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        if version != self._served_version:
+            super()._install_tensors(tensors, version)
+
+    def _install_from_disk(self, meta: WeightUpdateMeta) -> None:
+        if meta.version != self._served_version:
+            super()._install_from_disk(meta)
+
+
+class Asleep(ReferenceRolloutBackend):
+    """An engine that knows whether its memory is released."""
+
+    _asleep = False
+
+    def release_memory(self) -> None:
+        self._asleep = True
+        super().release_memory()
+
+    def resume_memory(self) -> None:
+        self._asleep = False
+        super().resume_memory()
+
+
+@Mutant("I12.updates", "changes that arrive asleep (I15)", "form: changes, state: asleep")
+class LosesChangesAsleep(Asleep):
+    """Changes that arrive while the memory is released are kept as the base, and not installed."""
+
+    def _install_changes(self, items: Iterable[tuple[str, Tensor]], meta: WeightUpdateMeta) -> None:
+        if not self._asleep:
+            super()._install_changes(items, meta)
+            return
+        self._received.commit(self._received.decode(items), meta.version)
+        self.set_version(meta.version)
+
+
+@Mutant("I12.updates", "verl #6334: a tied head after changes (I12)", "form: changes", family="qwen3")
+class KeepsTheHeadOfChanges(ReferenceRolloutBackend):
+    """Changes of the embedding do not reach the head that shares it."""
+
+    def _install_changes(self, items: Iterable[tuple[str, Tensor]], meta: WeightUpdateMeta) -> None:
+        head = self._model.get_output_embeddings().weight.detach().clone()
+        super()._install_changes(items, meta)
+        self._model.get_output_embeddings().weight = torch.nn.Parameter(head)
+
+
+@Mutant("I12.updates", "scores of the reference before (I12)", "scores after update")
+class ScoresByTheWeightsBefore(ReferenceRolloutBackend):
+    """Scores of a batch that was scored under the same label are kept."""
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        scores: dict[object, Tensor] = self.__dict__.setdefault("_scores", {})
+        key = (tuple(batch.lengths), temperature)
+        return scores.setdefault(key, super().score(batch, temperature))
+
+
+@Mutant("I12.updates", "vllm #44371: an update while requests wait (I14)", "state: in flight")
+class DropsUpdatesWithRequests(ReferenceRolloutBackend):
+    """An update by tensor or process group counts, and is not installed, while a request is in flight."""
+
+    _running = 0
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        self._running += 1
+        try:
+            return await super().agenerate(request)
+        finally:
+            self._running -= 1
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        self._dropping = self._running > 0
+        super().update_weights(meta)
+
+    def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        if self._dropping:
+            self._served_version = version
+        else:
+            super()._install_tensors(tensors, version)

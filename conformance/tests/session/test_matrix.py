@@ -238,9 +238,7 @@ def test_single_dtype_checks_keep_their_dtype() -> None:
         ("I20.bfloat16-steps", replace(HALVES, profile=WIDE.profile), Selection(), "has no dtype bfloat16"),
     ],
 )
-def test_left_out_checks_have_a_reason(
-    name: str, target: Target, selection: Selection, reason: str
-) -> None:
+def test_left_out_checks_have_a_reason(name: str, target: Target, selection: Selection, reason: str) -> None:
     (selected,) = cases(CHECKS[name], target, selection)
     assert reason in selected.not_supported + selected.not_run
 

@@ -6,7 +6,8 @@ as at temperature 1. A trainer that recomputes log-probs at `SamplingParams.logp
 therefore gets the same numbers.
 
 Penalties and ``logit_bias`` change the logits themselves, first the presence penalty, then the repetition penalty, then
-the bias. Log-probs are of the changed logits then, and a trainer's log-probs differ. `SamplingParams.off_distribution`
+the bias. The temperature divides them; top-k cuts, top-p cuts what top-k has left, and then min-p. Log-probs are of
+the changed logits then, and a trainer's log-probs differ. `SamplingParams.off_distribution`
 names every field that changes the distribution from the one a trainer recomputes.
 """
 

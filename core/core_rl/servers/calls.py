@@ -17,7 +17,7 @@ from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import NO_MEDIA, Media
 from core_rl.data.requests import LLMRequest, LLMResponse
-from core_rl.errors import EngineStateError, RolloutError
+from core_rl.errors import EngineStateError, RolloutError, UnsupportedCapability
 from core_rl.servers.adapters import ServedAdapter
 from core_rl.servers.api import Refused, Unreachable
 from core_rl.servers.facts import FRESH, UNLABELLED
@@ -108,10 +108,10 @@ class Requests:
         }
 
     def _require_taken(self, request: LLMRequest) -> None:
-        """Raise `RolloutError` for a request that a server would answer with wrong log-probs."""
+        """Raise `UnsupportedCapability` for a request that a server would answer wrongly."""
         for server in self._pool.servers:
             if problem := server.limits.sampling_problem(request.sampling):
-                raise RolloutError(f"request {request.rid}: {server.name} {problem}; {server.limits.remedy}")
+                raise UnsupportedCapability(f"{server.name} {problem}; {server.limits.remedy}")
 
     async def call(
         self,

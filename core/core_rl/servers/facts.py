@@ -51,6 +51,8 @@ class ServerLimits:
     """The lowest and the highest positive temperature."""
     full_distribution: bool = True
     """Whether log-probs describe the distribution before top-k, top-p and min-p cut it."""
+    top_k_first: bool = True
+    """Whether top-p counts only the tokens that top-k has left."""
     refused: Mapping[SyncMethod, str] = field(default_factory=dict)
     """Methods of weight sync that it lacks, with the reasons."""
     updates_tied_heads: bool = True
@@ -70,6 +72,8 @@ class ServerLimits:
         if not self.full_distribution and (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
             cuts = f"top_k = {sampling.top_k}, top_p = {sampling.top_p:g}, min_p = {sampling.min_p:g}"
             return f"reports log-probs of the distribution that these have cut: {cuts}"
+        if not self.top_k_first and sampling.top_k not in (None, 1) and sampling.top_p < 1:
+            return f"counts tokens that top_k = {sampling.top_k} drops for top_p = {sampling.top_p:g}; set one of them"
         return None
 
     def update_problem(self, method: SyncMethod, *, tied: bool) -> str | None:

@@ -12,7 +12,7 @@ from vllm_support import LONGEST, VllmStub, connected, stubs, tiny_model
 
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.data.requests import LLMRequest, SamplingParams
-from core_rl.errors import ConfigError, RolloutError
+from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.servers.facts import label_of
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 
@@ -43,7 +43,7 @@ def draw(sampling: dict[str, Any]) -> LLMRequest:
 )
 def test_wrong_logprobs_are_refused(stub: VllmStub, sampling: dict[str, Any], message: str) -> None:
     with connected([stub]) as engine:
-        with pytest.raises(RolloutError, match=f"{message}.*{INSTALL}"):
+        with pytest.raises(UnsupportedCapability, match=f"{message}.*{INSTALL}"):
             complete(engine, draw(sampling))
         assert not stub.asked
         complete(engine, draw({}), draw({"temperature": 0.01}), draw({"temperature": 0.0, "top_p": 0.5}))

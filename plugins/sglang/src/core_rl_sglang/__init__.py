@@ -30,7 +30,7 @@ SPEC = EngineSpec(
             Capability.RELEASE_MEMORY,
             Capability.LAUNCH_SERVER,
             Capability.MIN_P,
-            # Not the penalties: on a real server the token just before is not yet counted (I8.repetition-penalty).
+            # Not the penalties: on a real server the token just before is not yet counted (I8.sampling-pairs).
             Capability.LOGIT_BIAS,
             Capability.VISION,
         }

@@ -18,7 +18,7 @@ from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Refused
 from core_rl.servers.backend import ServerBackend
 from core_rl.servers.config import Interrupt
-from core_rl.servers.facts import ServerFacts
+from core_rl.servers.facts import ServerFacts, ServerLimits
 from core_rl.servers.process import ServerProcess
 from core_rl.servers.server import PROBE_TIMEOUT_S, Server
 from core_rl.servers.wire import Scores, Wire, readable, versions_of
@@ -52,6 +52,8 @@ class SGLangServer(Server):
                 model_type=info.get("model_type"),
                 architectures=tuple(info.get("architectures") or ()) or None,
                 context_length=about.get("context_length"),
+                # Of its samplers all but FlashInfer's with min-p take top-k and top-p at one time.
+                limits=ServerLimits(top_k_first=False, remedy="or draw with another engine"),
                 dtype=DTYPES.get(about.get("dtype"), about.get("dtype")),
                 settings={
                     # Defaults of the parameters that a request leaves out.

@@ -1,0 +1,297 @@
+"""Inference engines whose sampling options are right one at a time, and wrong with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.reference import sampling
+from core_rl.reference.rollout import ReferenceRolloutBackend
+from core_rl.reference.sampling import Adjustment, Completion, GumbelSampler
+from mutants.rollouts import Entries
+from mutants.zoo import Mutant
+
+CHECK = "I8.sampling-pairs"
+
+
+class Replaced(ReferenceRolloutBackend):
+    """Parts of the sampler are replaced."""
+
+    adjustment: type[Adjustment] = Adjustment
+    sampler: type[GumbelSampler] = GumbelSampler
+
+    def _complete(self, entries: Entries) -> None:
+        with (
+            patch.object(sampling, "Adjustment", self.adjustment),
+            patch.object(sampling, "GumbelSampler", self.sampler),
+        ):
+            super()._complete(entries)
+
+
+class Ordered(GumbelSampler):
+    """Temperature and cuts in another order."""
+
+    order: tuple[type, ...]
+
+    def __init__(self, sampling: SamplingParams, seeds: Sequence[int]) -> None:
+        super().__init__(sampling, seeds)
+        self._warpers.sort(key=lambda warper: self.order.index(type(warper)))
+
+
+@Mutant(CHECK, "vLLM's and SGLang's joint cuts (I8)", r"with .*top_k = 5, top_p = 0.7")
+class TopPBeforeTopK(Replaced):
+    """Top-p counts the tokens that top-k drops."""
+
+    class sampler(Ordered):  # noqa: N801
+        order = (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper, MinPLogitsWarper)
+
+
+@Mutant(CHECK, "the order of temperature and min-p (I8)", r"with temperature = .*min_p = 0.1")
+class MinPBeforeTemperature(Replaced):
+    """Min-p counts probabilities at temperature 1."""
+
+    class sampler(Ordered):  # noqa: N801
+        order = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+
+
+class Biased(Adjustment):
+    """Penalties and biases one after the other."""
+
+    def penalized(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        return Adjustment(sampling=replace(self.sampling, logit_bias=()), start=self.start)(input_ids, logits)
+
+    def biased(self, logits: Tensor, factor: float = 1.0) -> Tensor:
+        logits = logits.clone()
+        for token, bias in self.sampling.logit_bias:
+            logits[:, token] += factor * bias
+        return logits
+
+
+@Mutant(CHECK, "the order of bias and penalties (I8)", r"with .*repetition_penalty = .*logit_bias = of three")
+class BiasBeforePenalties(Replaced):
+    """Penalties scale what the bias has added."""
+
+    class adjustment(Biased):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            return self.penalized(input_ids, self.biased(logits))
+
+
+@Mutant(CHECK, "the order of bias and temperature (I8)", r"with temperature = .*logit_bias = of three")
+class BiasAfterTemperature(Replaced):
+    """The temperature does not divide the bias."""
+
+    class adjustment(Biased):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            return self.biased(self.penalized(input_ids, logits), self.sampling.logprob_temperature)
+
+
+@Mutant(
+    "I8.sampling-threes",
+    "the order of two penalties (I8)",
+    r"with .*presence_penalty = .*repetition_penalty = ",
+)
+class RepetitionBeforePresence(Replaced):
+    """The presence penalty is subtracted after the repetition penalty has scaled."""
+
+    class adjustment(Adjustment):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            bare = replace(self.sampling, logit_bias=())
+            scaled = Adjustment(sampling=replace(bare, presence_penalty=0.0), start=self.start)
+            rest = Adjustment(sampling=replace(self.sampling, repetition_penalty=1.0), start=self.start)
+            return rest(input_ids, scaled(input_ids, logits))
+
+
+@Mutant(CHECK, "a frequency penalty under the name of the other (I8)", "with .*presence_penalty = ")
+class PenalizesEachTime(Replaced):
+    """The presence penalty is subtracted once for each time that the response has a token."""
+
+    class adjustment(Adjustment):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            local = input_ids[:, self.start :]
+            again = torch.zeros_like(logits).scatter_add(1, local, torch.ones_like(local).to(logits))
+            logits = logits - (again - 1).clamp(min=0) * self.sampling.presence_penalty
+            return super().__call__(input_ids, logits)
+
+
+@Mutant(CHECK, "SGLang #20250: counts of a request's neighbours (I8)", "with .*_penalty = ")
+class PenalizesTokensOfTheBatch(Replaced):
+    """Penalties count the responses of all requests in a batch."""
+
+    class adjustment(Adjustment):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            shared = input_ids[:, self.start :].reshape(1, -1).expand(len(input_ids), -1)
+            return super().__call__(torch.cat([input_ids[:, : self.start], shared], 1), logits)
+
+
+@Mutant(CHECK, "a prompt's last token in the counts (I8)", "with .*_penalty = ")
+class PenalizesTheLastTokenOfThePrompt(Replaced):
+    """Penalties count from the token that begins the response's first pass, the last one of the prompt."""
+
+    class adjustment(Adjustment):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            counted = Adjustment(sampling=self.sampling, start=self.start - 1)
+            return counted(input_ids, logits)
+
+
+@Mutant(CHECK, "values clamped to what the server takes (I8)", "with .*repetition_penalty = 0.7")
+class ClampsThePenalty(Replaced):
+    """A repetition penalty below 1 counts as 1."""
+
+    class adjustment(Adjustment):  # noqa: N801
+        def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+            penalty = max(self.sampling.repetition_penalty, 1.0)
+            clamped = replace(self.sampling, repetition_penalty=penalty)
+            return Adjustment(sampling=clamped, start=self.start)(input_ids, logits)
+
+
+# ----------------------------------------------------------- seeds and groups
+
+
+class Seeded(ReferenceRolloutBackend):
+    """The seeds of a batch are changed."""
+
+    def _seeds(self, entries: Entries) -> list[int | None]:
+        raise NotImplementedError
+
+    def _complete(self, entries: Entries) -> None:
+        pairs = zip(entries, self._seeds(entries), strict=True)
+        super()._complete(
+            [(replace(r, sampling=replace(r.sampling, seed=seed)), future) for (r, future), seed in pairs]
+        )
+
+
+@Mutant(CHECK, "one generator for a batch (I8)", "equal seeds got other tokens")
+class IgnoresSeedsInABatch(Seeded):
+    """A seed counts only where a request is alone."""
+
+    def _seeds(self, entries: Entries) -> list[int | None]:
+        return [request.sampling.seed if len(entries) == 1 else None for request, _ in entries]
+
+
+@Mutant(CHECK, "a falsy value that counts as not set (I8)", "equal seeds got other tokens")
+class SeedZeroIsNone(Seeded):
+    """The seed 0 counts as none."""
+
+    def _seeds(self, entries: Entries) -> list[int | None]:
+        return [request.sampling.seed or None for request, _ in entries]
+
+
+@Mutant(CHECK, "seed + i for the samples of a group (I8)", "equal seeds got other tokens")
+class CountsFromTheSeed(Seeded):
+    """The place in the batch is added to the seed."""
+
+    def _seeds(self, entries: Entries) -> list[int | None]:
+        seeds = [request.sampling.seed for request, _ in entries]
+        return [None if seed is None else seed + place for place, seed in enumerate(seeds)]
+
+
+@Mutant(
+    CHECK,
+    "requests of a batch that are merged by their prompt (I8)",
+    "do requests share a seed|equal seeds got other tokens",
+)
+class AnswersEqualPromptsOnce(ReferenceRolloutBackend):
+    """The second of two equal prompts in a batch gets the answer of the first."""
+
+    def _complete(self, entries: Entries) -> None:
+        firsts: dict[tuple[int, ...], Future[LLMResponse]] = {}
+        for request, future in entries:
+            firsts.setdefault(request.input_ids, future)
+        super()._complete([entry for entry in entries if firsts[entry[0].input_ids] is entry[1]])
+        for request, future in entries:
+            if not future.done():
+                future.set_result(replace(firsts[request.input_ids].result(), rid=request.rid))
+
+
+# ----------------------------------------------------------- paths of their own
+
+
+@Mutant(CHECK, "a fast path for greedy decoding (I8)", "with temperature = 0.*(penalty|logit_bias)")
+class GreedyWithoutPenalties(ReferenceRolloutBackend):
+    """Greedy decoding takes the most likely token before penalties and biases."""
+
+    def _complete(self, entries: Entries) -> None:
+        if entries[0][0].sampling.greedy:
+            bare = {"presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
+            entries = [(replace(r, sampling=_changed(r.sampling, bare)), f) for r, f in entries]
+        super()._complete(entries)
+
+
+@Mutant(CHECK, "a sampler of its own for requests with seeds (I8)", "with .*seed = one for")
+class SeedsTurnCutsOff(ReferenceRolloutBackend):
+    """A request with a seed is drawn without top-k."""
+
+    def _complete(self, entries: Entries) -> None:
+        seeded = [(r, f) for r, f in entries if r.sampling.seed is not None]
+        if seeded:
+            super()._complete(
+                [(replace(r, sampling=_changed(r.sampling, {"top_k": None})), f) for r, f in seeded]
+            )
+        if plain := [(r, f) for r, f in entries if r.sampling.seed is None]:
+            super()._complete(plain)
+
+
+@Mutant(CHECK, "options of the first request for its batch (I8)", "with |next to")
+class BiasOfTheFirst(ReferenceRolloutBackend):
+    """Requests that differ only in their bias share a batch, and the bias of its first."""
+
+    _bias: tuple[tuple[int, float], ...] | None = None
+
+    def _drain(self) -> None:
+        self._bias = None
+        super()._drain()
+
+    def _complete(self, entries: Entries) -> None:
+        bias = self._bias = self._bias or entries[0][0].sampling.logit_bias
+        super()._complete(
+            [(replace(r, sampling=replace(r.sampling, logit_bias=bias)), f) for r, f in entries]
+        )
+
+
+@Mutant(CHECK, "top_k = 1 that counts as greedy (SGLang)", "with temperature = .*top_k = 1")
+class TopOneIsGreedy(ReferenceRolloutBackend):
+    """With top-k of 1, log-probs are those of greedy decoding."""
+
+    def _complete(self, entries: Entries) -> None:
+        if entries[0][0].sampling.top_k == 1:
+            entries = [
+                (replace(r, sampling=_changed(r.sampling, {"temperature": 0.0})), f) for r, f in entries
+            ]
+        super()._complete(entries)
+
+
+@Mutant(CHECK, "the end tokens of a request are those of its first stop option (I19)", "tokens that end it")
+class StopTextsReplaceStopTokens(ReferenceRolloutBackend):
+    """A request with ``stop`` does not end with ``stop_token_ids``."""
+
+    def _complete(self, entries: Entries) -> None:
+        if entries[0][0].sampling.stop:
+            entries = [
+                (replace(r, sampling=_changed(r.sampling, {"stop_token_ids": ()})), f) for r, f in entries
+            ]
+        super()._complete(entries)
+
+
+@Mutant(CHECK, "the first token of a response has no log-prob of its own (I7)", "log-probs with .*one token")
+class OneTokenWithoutTemperature(ReferenceRolloutBackend):
+    """Answers of one token come from the prefill, with log-probs at temperature 1."""
+
+    def _response(self, request: LLMRequest, completion: Completion) -> LLMResponse:
+        if request.sampling.max_new_tokens == 1 and request.sampling.temperature > 0:
+            completion = replace(
+                completion,
+                logprobs=tuple(value * request.sampling.temperature for value in completion.logprobs),
+            )
+        return super()._response(request, completion)
+
+
+def _changed(params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
+    return replace(params, **changes)
