@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def trainer_config(recipe: dict[str, Any], arguments: argparse.Namespace) -> GRPOConfig:
-    """The recipe's settings, and what is fastest on a CPU: no checkpointing, no logging, no saving."""
+    """The recipe's settings, at their fastest on a CPU: no checkpointing, no logging, no saving."""
     rollout, optimizer, algorithm = recipe["rollout"], recipe["optimizer"], recipe["algorithm"]["args"]
     updates, sequences = algorithm["minibatches"], rollout["prompts_per_step"] * rollout["group_size"]
     return GRPOConfig(

@@ -117,7 +117,7 @@ def export_traffic(model: PreTrainedModel, sizes: tuple[int, ...], cut: Cut) -> 
 def recorded_traffic(
     world: int, state_of: Callable[[Recorder], AbstractContextManager[ShardedState]]
 ) -> Traffic:
-    """The bytes that an export of the states of ``world`` ranks, made one after another, moves to rank 0."""
+    """The bytes that an export of the states of ``world`` ranks, made in turn, moves to rank 0."""
     heard = dict[int, list[Any]]()
     slices, comms = [], []
     for rank in range(world):

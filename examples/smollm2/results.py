@@ -12,7 +12,7 @@ REWARD, GREEDY, LOSS = "eval_reward", "eval_reward_greedy", "eval_loss"
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """What was held out before and after the run ``run``, with its steps and minutes."""
+    """Held-out measures before and after the run ``run``, with its steps and minutes."""
     result = json.loads((run / "result.json").read_text(encoding="utf-8"))
     status = json.loads((run / "status.json").read_text(encoding="utf-8"))
     began, ended = (datetime.fromisoformat(status[moment]) for moment in ("started", "updated"))

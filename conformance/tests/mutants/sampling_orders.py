@@ -77,7 +77,7 @@ class Biased(Adjustment):
 
 @Mutant(CHECK, "the order of bias and penalties (I8)", r"with .*repetition_penalty = .*logit_bias = of three")
 class BiasBeforePenalties(Replaced):
-    """Penalties scale what the bias has added."""
+    """Penalties scale the added bias as well."""
 
     class adjustment(Biased):  # noqa: N801
         def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class BiasOfTheFirst(ReferenceRolloutBackend):
 
 @Mutant(CHECK, "top_k = 1 that counts as greedy (SGLang)", "with temperature = .*top_k = 1")
 class TopOneIsGreedy(ReferenceRolloutBackend):
-    """With top-k of 1, log-probs are those of greedy decoding."""
+    """With top-k of 1, log-probs are as in greedy decoding."""
 
     def _complete(self, entries: Entries) -> None:
         if entries[0][0].sampling.top_k == 1:

@@ -38,7 +38,7 @@ class LogitsUncapped(ReferenceBackend):
 
 @Mutant("I7.entropy", "a head that is always tied (I10)", "entropy", family="qwen3_moe")
 class HeadAlwaysTied(ReferenceBackend):
-    """The head is the embedding, whatever the config says."""
+    """The head is the embedding in spite of the config."""
 
     def build(self, context: TrainContext) -> None:
         super().build(context)

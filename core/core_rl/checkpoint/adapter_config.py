@@ -42,7 +42,7 @@ HARMLESS = frozenset(
     }
     | {"qalora_group_size"}
 )
-"""Fields that do not change what the adapter computes."""
+"""Fields without an effect on the adapter's outputs."""
 PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),

@@ -27,7 +27,7 @@ class SharedUnits:
     weights: Sequence[int]
     """The tokens of each unit, shared ones counted once."""
     saved: Sequence[int]
-    """Tokens that the unit shares with the one before it."""
+    """Tokens that the unit shares with its predecessor."""
     order: PrefixOrder
 
     @staticmethod

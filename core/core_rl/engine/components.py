@@ -108,7 +108,7 @@ class Persistence:
         self.wait_for_saves()
         with self.modes.onloaded("model", "optimizer"), run.rng.own():
             progress = load_contents(self.contents(), meta)
-            self.step.zero_grad()  # those of the weights before, which a refused checkpoint keeps
+            self.step.zero_grad()  # gradients of the weights before, which a refused checkpoint keeps
         if progress is not None:
             self.step.progress = replace(progress)
 

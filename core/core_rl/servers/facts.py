@@ -93,7 +93,7 @@ NO_LIMITS = ServerLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """The answers of a server to GET requests; None where its product does not tell."""
+    """The answers of a server to GET requests; None where its product reports none."""
 
     path: str
     """The directory of its weights, or their name on the Hub."""

@@ -88,7 +88,7 @@ class Wire(ABC):
 
     @abstractmethod
     def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
-        """What ``response`` from ``server`` says.
+        """The draw in ``response`` from ``server``.
 
         Raises `RolloutError` for a malformed response, and `StaleServer` for one by foreign weights.
         """
@@ -119,7 +119,7 @@ class Wire(ABC):
 
     @abstractmethod
     def scores(self, response: Any, ids: Sequence[int], k: int, server: str) -> Scores:
-        """What ``response`` from ``server`` says; `RolloutError` where it is malformed or not whole."""
+        """The answer in ``response`` from ``server``; `RolloutError` where it is malformed or not whole."""
 
 
 @contextmanager

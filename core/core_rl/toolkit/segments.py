@@ -62,7 +62,7 @@ class Segments:
         return self._copied("starts", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
 
     def seen(self, device: torch.device) -> Tensor | None:
-        """The rows of all paths, one after the other, int64; None where all are sequences."""
+        """The rows of all paths in turn, int64; None where all are sequences."""
         if self.paths is None:
             return None
         rows = [torch.arange(start, end) for start, end in pairwise(self.bounds)]

@@ -171,7 +171,7 @@ class SampleDataset:
         return self._ends[source] - len(part) + part.rows.index(row)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of the source, and the number of the sample among those of the source."""
+        """The number of the source, and the number of the sample in the source."""
         source = bisect_right(self._ends, index)
         return source, index - (self._ends[source - 1] if source else 0)
 
