@@ -133,7 +133,7 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
     Look at: the updates that the message names; keys of caches, copies that ``release_memory`` makes, and the base of
     changes.
     """
-    options = {
+    options: dict[str, Sequence[str]] = {
         "method": methods_of(subject),
         "form": ["whole"] + ["changes"] * subject.spec.supports(Capability.SYNC_DELTA),
         "state": ["awake", "paused", "in flight"]
