@@ -74,7 +74,7 @@ def test_lost_requests_end_the_session(
     monkeypatch.setattr(serving, "CALL_TIMEOUT_S", 2.0)
     monkeypatch.setattr(serving, "TOKEN_S", 0.0)
     spec = engine(unruly.LosesEveryThird)
-    result = run_checks(pytester, spec.name, "I8. and dp1-llama", "-rs")
+    result = run_checks(pytester, spec.name, "I8. and dp1", "-rs")
     assert result.parseoutcomes()["failed"] == 2 and result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         [

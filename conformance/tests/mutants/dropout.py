@@ -122,13 +122,13 @@ class NotScaled(Packed):
     layout=DP2,
 )
 class OneSeedForAllRanks(Packed):
-    """Every pass of every rank begins at the same random state, counted up from pass to pass."""
+    """Every pass of every rank begins at the same random state, counted up from the seed."""
 
     passes = 0
 
     def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
         self.passes += 1
-        torch.manual_seed(self.passes)
+        torch.manual_seed((1000 * self.context.seed + self.passes) % 2**63)
         super().run(micro_batches, step, mode)
 
 

@@ -553,7 +553,7 @@ MUTANTS = [
     (ReportsClippedNorm, "T6.clipping", "the norm of step 0 is 0.0"),
     (ScheduleForEachMicroBatch, "T6.steps", "the learning rate of step 1"),
     (OwnEpsilon, "T6.steps", "the loss of step 1"),
-    (ForgetsSchedule, "T7.resume", "the learning rate of step 2"),
+    (ForgetsSchedule, "T7.resume", "the learning rate of step 3"),
     (ForgetsMoments, "T7.resume", "differ|the loss of step"),
     (DropsLastBatch, "T8.epochs", "visits sequences so often"),
     (PadsLastBatch, "T8.epochs", "visits sequences so often"),
