@@ -34,6 +34,7 @@ NOT_RUN = {
     "needs a run of another page": 2,
     "installs packages": 6,
     "installs everything and trains for minutes": 1,
+    "installs packages and trains for minutes": 1,
     "trains for a minute": 5,
     "needs an SGLang environment": 3,
     "needs a server": 1,
