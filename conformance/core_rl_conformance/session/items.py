@@ -163,8 +163,6 @@ class CheckItem(pytest.Item):
             if waiver.covers(case.check.identifier, case.setting, case.family, case.dtype):
                 reason = f"waived: {waiver.reason} (owner: {waiver.owner})"
                 item.add_marker(pytest.mark.xfail(strict=True, raises=waiver.raises, reason=reason))
-        if case.check.provisional:
-            item.add_marker(pytest.mark.xfail(strict=False, reason="provisional"))
         return item
 
     def setup(self) -> None:
@@ -232,7 +230,6 @@ class CheckItem(pytest.Item):
             dtype=case.dtype,
             seed=case.seed,
             outcome=outcome,
-            provisional=case.check.provisional,
             seconds=self.seconds,
             starting_s=self.starting_s,
             capabilities=tuple(sorted(case.capabilities)),
