@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -97,12 +97,11 @@ def _frames(text: str) -> Iterator[_Frame]:
             )
 
 
-class Plan:
+class Plan(NamedTuple):
     """The engines and the selection of a session."""
 
-    def __init__(self, targets: list[Target], selection: Selection) -> None:
-        self.targets = targets
-        self.selection = selection
+    targets: list[Target]
+    selection: Selection
 
 
 PLAN = pytest.StashKey[Plan]()
