@@ -56,8 +56,6 @@ class Check:
     _: KW_ONLY
     requires: AbstractSet[Capability] = frozenset()
     """The check is *not supported* for an engine that lacks any of these, or what its families and dtype need."""
-    provisional: bool = False
-    """Reported, but not counted against an engine yet."""
     kind: TargetKind = "train"
     """The engines that it is for, or trainers."""
     partner: EngineKind | None = None

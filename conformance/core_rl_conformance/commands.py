@@ -5,6 +5,7 @@ Importing this imports nothing heavy: ``core-rl --help`` does it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -49,9 +50,9 @@ def checks(
 
 def _print_schema(enabled: bool) -> None:
     if enabled:
-        from core_rl_conformance.report.files import SCHEMA_FILE
+        from core_rl_conformance.report.model import report_schema
 
-        typer.echo(SCHEMA_FILE.read_text(encoding="utf-8"), nl=False)
+        typer.echo(json.dumps(report_schema(), indent=2))
         raise typer.Exit
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from core_rl.errors import RolloutError
 
@@ -14,6 +14,8 @@ Number = Annotated[
     float, WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["Infinity", "-Infinity", "NaN"]}]})
 ]
 """JSON has no infinity, and a comparison that cannot be made has an infinite error."""
+NotProvisional = Annotated[Literal[False], Field(exclude=True)]
+"""A field of reports before 1.5, which nothing writes any more."""
 PROPERTY = "core_rl_conformance"
 """The user property of a test report that holds a `CaseRecord`; JUnit files show it."""
 
@@ -91,8 +93,7 @@ class CaseRecord(Record):
     dtype: str
     seed: int
     outcome: Outcome
-    provisional: bool
-    """Not counted against the engine yet."""
+    provisional: NotProvisional = False
     seconds: float
     starting_s: float = 0.0
     """Seconds of ``seconds`` that went into starting ranks."""

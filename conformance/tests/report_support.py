@@ -19,14 +19,12 @@ CHECKS = (
         kind="train",
         description="The log-prob of every token is the oracle's,\nat ``T``.\n\nWhy: #1.\nLook at: the <head>.",
         requires=(),
-        provisional=False,
     ),
     CheckRecord(
         identifier="I10.value",
         kind="train",
         description="Values.\n\nWhy: #2.\nLook at: it.",
         requires=("value_head",),
-        provisional=False,
     ),
 )
 
@@ -48,7 +46,6 @@ def case(check: str = "I2.logprobs", outcome: Outcome = Outcome.PASSED, **change
         "dtype": "float32",
         "seed": 0,
         "outcome": outcome,
-        "provisional": False,
         "seconds": 0.5,
         "capabilities": ("value_head",) if check == "I10.value" else (),
         "measurements": (measured(1e-6),) if outcome.executed else (),

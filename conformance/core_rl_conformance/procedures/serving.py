@@ -21,7 +21,7 @@ from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
 from core_rl_conformance.findings import reproduced_tokens
 from core_rl_conformance.hints import updates
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
@@ -35,7 +35,6 @@ Guesses = Mapping[str, Callable[[], list[Tensor]]]
 FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
-BEFORE = "log-probs of the weights before the update"
 MOST_AT_ONCE = 256
 """Requests in flight."""
 MOST_SHOWN = 8
@@ -279,21 +278,20 @@ def verify_logprobs(
     expected = expected_of(subject, weights, responses, temperature, prompts)
     got = [torch.tensor(response.logprobs) for response in responses]
 
-    def all_guesses() -> Guesses:
-        known = {} if prompts else _known_mistakes(subject, weights, responses, temperature)
-        return {**(guesses or {}), **known}
+    def mistakes() -> Iterator[updates.Mistake]:
+        yield from _guessed(guesses)
+        if old is not None:
+            before = expected_of(subject, old, responses, temperature, prompts).values
+            yield from updates.stale_answers(got, expected.values, before, tolerance)
+        if prompts is None:
+            yield from _known_mistakes(subject, weights, responses, temperature)
+        if old is not None:
+            yield from _update_mistakes(subject, responses, weights, old)
 
-    def explain() -> str | None:
-        known = _explanation(label, got, all_guesses, expected.tolerance)
-        if known is not None or old is None:
-            return known
-        return _update_mistake(subject, responses, weights, old, got)
-
-    finding = compare_tokens(
-        label, got, expected.values, expected.tolerance, keep_points=plotted, explain=explain
-    )
-    left, right = _after_prompts(got, responses), _after_prompts(expected.values, responses)
     of, tolerance = expected.computation, expected.tolerance
+    explain = partial(explain_tokens, got, expected.values, tolerance, mistakes, None)
+    finding = compare_tokens(label, got, expected.values, tolerance, keep_points=plotted, explain=explain)
+    left, right = _after_prompts(got, responses), _after_prompts(expected.values, responses)
     subject.verify(reproduced_tokens(subject.case, finding, of, left, right, tolerance))
 
 
@@ -316,29 +314,22 @@ def verify_served(
     subject.require(
         carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}, not {version}"
     )
-    guesses = {BEFORE: lambda: expected_of(subject, old, responses).values}
-    verify_logprobs(subject, f"log-probs {label}", model, responses, 1.0, guesses, old=old)
+    verify_logprobs(subject, f"log-probs {label}", model, responses, old=old)
 
 
-def _update_mistake(
-    subject: EngineUnderTest, responses: Sequence[LLMResponse], new: Judged, old: Judged, got: list[Tensor]
-) -> str | None:
-    """The mistake of an update from ``old`` to ``new`` weights that gives the log-probs ``got``."""
-    right = expected_of(subject, new, responses)
+def _update_mistakes(
+    subject: EngineUnderTest, responses: Sequence[LLMResponse], new: Judged, old: Judged
+) -> Iterator[updates.Mistake]:
+    """Mistakes of an update from ``old`` to ``new`` weights that leave some of the old ones in use."""
+    if not isinstance(new, TinyModel) or not isinstance(old, TinyModel) or new.vision:
+        return
+    before, after = subject.expected.oracle(old), subject.expected.own_oracle(new)
     answers = [(r.input_ids + r.output_ids, len(r.input_ids)) for r in responses]
-
-    def mistakes() -> Iterator[tuple[str, list[Tensor]]]:
-        before, after = subject.expected.oracle(old), subject.expected.own_oracle(new)
-        yield from updates.stale_prefixes(before, after, answers)
-        sequences = sequences_of(responses).for_oracle()
-        for sentence in updates.mixed_weights(before, after):
-            rows = after.evaluate(sequences)
-            yield sentence, generated([row["logprobs"] for row in rows], responses)
-
-    same_kind = isinstance(new, TinyModel) and isinstance(old, TinyModel) and not new.vision
-    wrong = mistakes() if same_kind else iter(())
-    values = expected_of(subject, old, responses).values
-    return updates.explain_answers(got, right.values, values, right.tolerance, wrong)
+    yield from updates.stale_prefixes(before, after, answers)
+    sequences = sequences_of(responses).for_oracle()
+    for sentence in updates.mixed_weights(before, after):
+        rows = after.evaluate(sequences)
+        yield sentence, generated([row["logprobs"] for row in rows], responses)
 
 
 def verify_scores(
@@ -348,7 +339,7 @@ def verify_scores(
     got = list(engine.score(data.batch()).split(data.lengths))
 
     def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
-        yield BEFORE, subject.outputs(old, data, "logprobs").values
+        yield updates.BEFORE, subject.outputs(old, data, "logprobs").values
 
     expected = replace(subject.outputs(model, data, "logprobs"), mistakes=mistakes)
     subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
@@ -373,28 +364,33 @@ def verify_by_version(
     tolerance = max((side.tolerance for side in sides.values()), key=lambda tolerance: tolerance.limit)
     got = [torch.tensor(response.logprobs) for response in responses]
 
+    def mistakes() -> Iterator[updates.Mistake]:
+        yield from _guessed(guesses)
+        yield from _kept_cache(subject, responses, sides, required)
+
     def explain() -> str | None:
-        known = _explanation(label, got, lambda: guesses or {}, tolerance)
         values = {version: side.values for version, side in sides.items()}
         versions = [response.versions for response in responses]
-        known = known or updates.explain_versions(got, versions, values, tolerance)
-        return known or _kept_cache(subject, responses, sides, got, required, tolerance)
+        known = updates.explain_versions(got, versions, values, tolerance)
+        return known or explain_tokens(got, required, tolerance, mistakes, None)
 
     subject.verify(compare_tokens(label, got, required, tolerance, explain=explain))
+
+
+def _guessed(guesses: Guesses | None) -> Iterator[updates.Mistake]:
+    return ((sentence, values()) for sentence, values in (guesses or {}).items())
 
 
 def _kept_cache(
     subject: EngineUnderTest,
     responses: Sequence[LLMResponse],
     sides: Mapping[int, Expected],
-    got: list[Tensor],
     required: list[Tensor],
-    tolerance: Tolerance,
-) -> str | None:
-    """Whether requests in flight went on over an update with keys and values of the weights before."""
+) -> Iterator[updates.Mistake]:
+    """Requests in flight that go on over an update with keys and values of the weights before."""
     weights = {version: side.weights for version, side in sides.items()}
     if not all(isinstance(model, TinyModel) and not model.vision for model in weights.values()):
-        return None
+        return
     oracles = {version: subject.expected.oracle(model) for version, model in weights.items()}
     tokens = [(r.input_ids + r.output_ids, len(r.input_ids), r.versions) for r in responses]
     wrong = [
@@ -402,7 +398,7 @@ def _kept_cache(
         for values, answer in zip(required, tokens, strict=True)
     ]
     sentence = "requests in flight keep keys and values of the weights before the update, and do not compute them anew"
-    return updates.explain_answers(got, required, required, tolerance, iter([(sentence, wrong)]))
+    yield sentence, wrong
 
 
 def verify_version(
@@ -413,35 +409,19 @@ def verify_version(
     subject.require(found == version, f"get_version() is {found} {when}; the driver set {version}")
 
 
-def _explanation(
-    label: str, got: Sequence[Tensor], guesses: Callable[[], Guesses], tolerance: Tolerance
-) -> str | None:
-    """The sentences of the guesses that explain ``got``."""
-    right = [
-        sentence
-        for sentence, values in guesses().items()
-        if compare_tokens(label, got, values(), tolerance).problem is None
-    ]
-    return "; or ".join(right) or None
-
-
 def _known_mistakes(
     subject: EngineUnderTest, weights: Judged, responses: Sequence[LLMResponse], temperature: float
-) -> dict[str, Callable[[], list[Tensor]]]:
+) -> Iterator[updates.Mistake]:
     logprobs = partial(_evaluated, subject, weights, responses, "logprobs")
     config = subject.expected.oracle(weights).model.config.get_text_config()
     bos = config.bos_token_id
-    mistakes: dict[str, Callable[[], list[Tensor]]] = {}
     if temperature != 1.0:
         advice = subject.case.target.raw_logprobs
         sentence = "log-probs at temperature 1: the temperature is missing"
-        mistakes[f"{sentence}; {advice}" if advice else sentence] = logprobs
+        yield f"{sentence}; {advice}" if advice else sentence, logprobs()
     longest = max(len(row.ids) for row in sequences_of(responses).rows)
     if bos is not None and longest < config.max_position_embeddings:
-        mistakes[f"an extra BOS (id {bos}) stands before each prompt"] = partial(
-            logprobs, temperature, (bos,)
-        )
-    return mistakes
+        yield f"an extra BOS (id {bos}) stands before each prompt", logprobs(temperature, (bos,))
 
 
 def arrives_asleep(engine: InferenceEngine, update: Callable[[], None]) -> bool:

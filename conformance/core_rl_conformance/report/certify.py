@@ -59,21 +59,19 @@ PROFILES: Mapping[str, Mapping[str, frozenset[Capability]]] = {
 
 
 def needs_of(checks: Iterable[Check | CheckRecord], kind: TargetKind) -> dict[str, Collection[str]]:
-    """Capabilities that each check for engines of ``kind`` requires, without provisional checks and pairs."""
-    return {
-        c.identifier: c.requires for c in checks if c.kind == kind and c.partner is None and not c.provisional
-    }
+    """Capabilities that each check for engines of ``kind`` requires, without pairs."""
+    return {c.identifier: c.requires for c in checks if c.kind == kind and c.partner is None}
 
 
 def certify(
     declared: Iterable[str], results: Sequence[CaseRecord], needs: Mapping[str, Collection[str]]
 ) -> tuple[CapabilityRecord, ...]:
-    """The state of each declared capability by the ``results`` of one engine, without provisional checks and pairs.
+    """The state of each declared capability by the ``results`` of one engine, without pairs.
 
     ``needs`` are the capabilities that each check of engines of this kind requires: a check that the command
     line left out has no result at all.
     """
-    counted = [case for case in results if not case.provisional and not case.partner]
+    counted = [case for case in results if not case.partner]
     unknown = _unknown(counted)
     present = {case.check for case in results}
     absent = {check: required for check, required in needs.items() if check not in present}
@@ -149,7 +147,7 @@ def _state(cases: Sequence[CaseRecord], absent: Sequence[str]) -> tuple[Capabili
 
 def judge(results: Sequence[CaseRecord], problems: Sequence[str], *, complete: bool) -> Verdict:
     """The verdict on the engine that ``results`` and ``problems`` are about."""
-    if any(case.outcome is Outcome.FAILED and not case.provisional for case in results):
+    if any(case.outcome is Outcome.FAILED for case in results):
         return Verdict.FAILED
     if not any(case.outcome.executed for case in results):
         return Verdict.NOT_RUN

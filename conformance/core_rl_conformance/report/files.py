@@ -14,8 +14,6 @@ from pydantic import ValidationError
 from core_rl.errors import CoreRLError, raise_all
 from core_rl_conformance.report.model import Report
 
-SCHEMA_FILE = Path(__file__).parent / "schema.json"
-"""The published JSON schema."""
 READABLE = get_args(Report.model_fields["schema_version"].annotation)
 """Versions of the schema that this core-rl reads."""
 SHOWN_PROBLEMS = 5

@@ -1,4 +1,4 @@
-"""The contents of a report. `Report` is the file format; ``schema.json`` is generated from it.
+"""The contents of a report. `Report` is the file format, and `report_schema` its JSON schema.
 
 A field may be added or changed only together with `SCHEMA_VERSION`: readers refuse unknown fields.
 """
@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 
 from core_rl.machine import Machine
 from core_rl_conformance.catalogue import TargetKind, natural_order, paragraphs_of
-from core_rl_conformance.outcomes import CaseRecord, Record
+from core_rl_conformance.outcomes import CaseRecord, NotProvisional, Record
 
-SCHEMA_VERSION: Literal["1.4"] = "1.4"
+SCHEMA_VERSION: Literal["1.5"] = "1.5"
 
 
 class CapabilityState(StrEnum):
@@ -53,7 +53,7 @@ class CheckRecord(Record):
     """Requirement, reason, and where to look after a failure."""
     requires: tuple[str, ...]
     """Capabilities without which it is not supported."""
-    provisional: bool
+    provisional: NotProvisional = False
 
     @property
     def order(self) -> tuple[int, str]:
@@ -120,8 +120,8 @@ class EngineRecord(Record):
 class Report(Record):
     """One session of the suite."""
 
-    schema_version: Literal["1.2", "1.3", "1.4"] = SCHEMA_VERSION
-    """1.3 has trainers besides engines, and 1.4 reproductions of failures."""
+    schema_version: Literal["1.2", "1.3", "1.4", "1.5"] = SCHEMA_VERSION
+    """1.3 has trainers besides engines, 1.4 reproductions of failures, and 1.5 no provisional checks."""
     suite_version: str
     """The version of core-rl that the suite came with."""
     suite_code: CodeRecord
@@ -186,7 +186,7 @@ def _refuse_unknown(label: str, used: Iterable[str], known: Iterable[str]) -> No
 
 
 def report_schema() -> dict[str, Any]:
-    """The JSON schema of a report file, as ``schema.json`` publishes it."""
+    """The JSON schema of a report file."""
     schema = Report.model_json_schema(mode="serialization")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -81,7 +81,7 @@ def _of_engine(report: Report, engine: EngineRecord) -> Iterator[str]:
     if absent := sorted(needs.keys() - ran):
         yield f"checks without a result: {', '.join(absent[:3])}"
     for case in cases:
-        if case.outcome is Outcome.NOT_RUN and not case.provisional:
+        if case.outcome is Outcome.NOT_RUN:
             yield f"{case.check} on {case.place} was not run: {case.reason}"
         if problem := _contradiction(case):
             yield f"{case.check} on {case.place} {problem}"

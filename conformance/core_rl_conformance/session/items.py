@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -97,12 +97,11 @@ def _frames(text: str) -> Iterator[_Frame]:
             )
 
 
-class Plan:
+class Plan(NamedTuple):
     """The engines and the selection of a session."""
 
-    def __init__(self, targets: list[Target], selection: Selection) -> None:
-        self.targets = targets
-        self.selection = selection
+    targets: list[Target]
+    selection: Selection
 
 
 PLAN = pytest.StashKey[Plan]()
@@ -163,8 +162,6 @@ class CheckItem(pytest.Item):
             if waiver.covers(case.check.identifier, case.setting, case.family, case.dtype):
                 reason = f"waived: {waiver.reason} (owner: {waiver.owner})"
                 item.add_marker(pytest.mark.xfail(strict=True, raises=waiver.raises, reason=reason))
-        if case.check.provisional:
-            item.add_marker(pytest.mark.xfail(strict=False, reason="provisional"))
         return item
 
     def setup(self) -> None:
@@ -232,7 +229,6 @@ class CheckItem(pytest.Item):
             dtype=case.dtype,
             seed=case.seed,
             outcome=outcome,
-            provisional=case.check.provisional,
             seconds=self.seconds,
             starting_s=self.starting_s,
             capabilities=tuple(sorted(case.capabilities)),

@@ -74,22 +74,21 @@ class Mending:
 
 def mendings(results: Sequence[CaseRecord], checks: Mapping[str, Check]) -> list[Mending]:
     """The failed checks of one engine by their first failure, the most basic ones first."""
-    failed: dict[str, list[CaseRecord]] = {}
+    failed: dict[Check, list[CaseRecord]] = {}
     for case in results:
         if case.outcome is Outcome.FAILED and case.check in checks:
-            failed.setdefault(case.check, []).append(case)
-    order = sorted(failed, key=lambda check: (check not in BASICS, _rank(checks[check])))
-    firsts: dict[str, dict[str, str]] = {}
-    first_of: dict[str, str] = {}
-    for check in order:
-        below, reason = _below(failed[check], list(first_of), failed, results, checks)
-        first = first_of[check] = first_of.get(below, check)
-        followers = firsts.setdefault(first, {})
-        if below:
-            followers[check] = reason
+            failed.setdefault(checks[case.check], []).append(case)
+    first_of: dict[Check, Check] = {}
+    followers: dict[Check, dict[str, str]] = {}
+    for check in sorted(failed, key=lambda check: (check.identifier not in BASICS, _rank(check))):
+        below, reason = _below(check, list(first_of), failed, results)
+        first = first_of[check] = check if below is None else first_of[below]
+        after = followers.setdefault(first, {})
+        if below is not None:
+            after[check.identifier] = reason
     return [
-        Mending(check=check, symptom=_symptom(failed[check][0]), after=after)
-        for check, after in firsts.items()
+        Mending(check=check.identifier, symptom=_symptom(failed[check][0]), after=after)
+        for check, after in followers.items()
     ]
 
 
@@ -106,28 +105,26 @@ def lines_of(mending: Sequence[Mending]) -> list[str]:
 
 
 def _rank(check: Check) -> tuple[int, int]:
-    position = {identifier: number for number, identifier in enumerate(BASICS)}
-    return level(check), position.get(check.identifier, len(BASICS))
+    position = list(BASICS).index(check.identifier) if check.identifier in BASICS else len(BASICS)
+    return level(check), position
 
 
 def _below(
-    cases: Sequence[CaseRecord],
-    earlier: Sequence[str],
-    failed: Mapping[str, Sequence[CaseRecord]],
+    check: Check,
+    earlier: Sequence[Check],
+    failed: Mapping[Check, Sequence[CaseRecord]],
     results: Sequence[CaseRecord],
-    checks: Mapping[str, Check],
-) -> tuple[str, str]:
-    """The part of ``earlier`` that explains the failure of ``cases``, with the reason; empty for a cause of its own."""
-    causes = [_cause(case) for case in cases]
-    if all(causes):
-        for basic in earlier:
-            if set(causes) <= {_cause(case) for case in failed[basic]}:
-                return basic, "it has the same cause"
-    check = checks[cases[0].check]
+) -> tuple[Check | None, str]:
+    """The part of ``earlier`` that explains the failure of ``check``, with the reason; None for a cause of its own."""
+    causes = {_cause(case) for case in failed[check]}
     for basic in earlier:
-        if _builds_on(check, checks[basic]) and all(_fails_around(basic, case, results) for case in cases):
+        if "" not in causes and causes <= {_cause(case) for case in failed[basic]}:
+            return basic, "it has the same cause"
+    for basic in earlier:
+        around = (_fails_around(basic.identifier, case, results) for case in failed[check])
+        if _builds_on(check, basic) and all(around):
             return basic, "it fails too, and this builds on it"
-    return "", ""
+    return None, ""
 
 
 def _builds_on(check: Check, basic: Check) -> bool:

@@ -189,8 +189,6 @@ class ConformanceSession:
         """Put the outcome into the report, which travels from workers and into JUnit files."""
         report = yield
         assert isinstance(item, CheckItem)
-        if report.passed and item.case.check.provisional and hasattr(report, "wasxfail"):
-            del report.wasxfail  # a failure does not count yet, and a success does
         outcome, reason = _outcome(item, report)
         if report.when == "call" or outcome not in (Outcome.PASSED, None):
             assert outcome is not None
@@ -347,8 +345,7 @@ def _outcome(item: CheckItem, report: pytest.TestReport) -> tuple[Outcome | None
     if report.skipped and not expected:
         return Outcome.NOT_RUN, item.case.not_run or "skipped"
     if report.skipped:
-        # An expected failure: of a waiver, or of a check that does not count yet.
-        return (Outcome.FAILED if item.case.check.provisional else Outcome.WAIVED), expected
+        return Outcome.WAIVED, expected
     if report.failed:
         return Outcome.FAILED, ""
     return (Outcome.PASSED, "") if report.when == "call" else (None, "")

@@ -163,8 +163,7 @@ def _cell(rows: list[CaseRecord], layout: str, dtype: str) -> str:
     """The outcomes of one check on one layout, over all models."""
     matches = [row for row in rows if (row.layout, row.dtype) == (layout, dtype)]
     outcomes = list(dict.fromkeys(row.outcome for row in matches))
-    text = "/".join(SYMBOLS[outcome] for outcome in outcomes)
-    return f"{text} (prov.)" if any(row.provisional for row in matches) else text
+    return "/".join(SYMBOLS[outcome] for outcome in outcomes)
 
 
 def _worst(rows: list[CaseRecord]) -> str:
@@ -268,5 +267,4 @@ def _check(check: Check) -> CheckRecord:
         partner=check.partner,
         description=check.description,
         requires=tuple(sorted(check.requires)),
-        provisional=check.provisional,
     )

@@ -29,9 +29,6 @@ CASES = [
     ([case()], UNCERTIFIED, "no check of it was run"),
     # Another check showed the capability, and its own check was left out.
     ([case(capabilities=("value_head",))], UNCERTIFIED, "I10.value was not selected"),
-    # A check that does not count yet neither certifies nor spoils.
-    ([case("I10.value", provisional=True)], UNCERTIFIED, "no check of it was run"),
-    ([case("I10.value"), case("I10.value", Outcome.FAILED, provisional=True)], CERTIFIED, ""),
     # For want of another capability: it proves nothing about this capability.
     ([case("I10.value"), case("I10.value", Outcome.NOT_SUPPORTED, layout="dp2")], CERTIFIED, ""),
 ]
@@ -88,20 +85,17 @@ def test_only_declared_capabilities_are_judged_in_order() -> None:
     assert "--device=cuda" in capabilities[0].reason
 
 
-def test_foreign_and_provisional_checks_are_not_needed() -> None:
+def test_foreign_checks_are_not_needed() -> None:
     inference = CHECKS[1].model_copy(update={"kind": "inference"})
-    provisional = CHECKS[1].model_copy(update={"provisional": True})
     assert needs_of([CHECKS[1], inference.model_copy(update={"identifier": "I10.other"})], "train") == {
         "I10.value": ("value_head",)
     }
-    assert needs_of([provisional], "train") == {}
 
 
 VERDICTS = [
     ([case()], (), True, Verdict.PASSED),
     ([case()], (), False, Verdict.PARTIAL),
     ([case(), case("I10.value", Outcome.FAILED)], (), True, Verdict.FAILED),
-    ([case(), case("I10.value", Outcome.FAILED, provisional=True)], (), True, Verdict.PASSED),
     ([case(), case("I10.value", Outcome.WAIVED)], (), True, Verdict.PASSED),
     ([case()], ("it declares 'moe', and no check of that was executed",), True, Verdict.FAILED),
     ([case(outcome=Outcome.NOT_RUN)], (), True, Verdict.NOT_RUN),

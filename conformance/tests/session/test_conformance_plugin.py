@@ -24,7 +24,6 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.reference.train import ReferenceBackend
 from core_rl.registry.engines import register_engine
 from core_rl.registry.spec import EngineSpec
-from core_rl_conformance import catalogue
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.plugin import OPTIONS
 from core_rl_conformance.profile import Profile, Setting, Waiver
@@ -320,20 +319,6 @@ def test_waiver_needs_matching_exception(
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(
         ["engine entropy-over-padding: 0 passed, 1 failed, 0 not supported, 0 waived*"]
-    )
-
-
-def test_provisional_check_does_not_count(
-    pytester: pytest.Pytester, engine: Callable[..., EngineSpec], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = engine(EntropyOverPadding, Profile(families=("llama",)))
-    function = load_checks()["I7.entropy"].function
-    provisional = replace(load_checks()["I7.entropy"], provisional=True)
-    monkeypatch.setattr(function, catalogue.ATTRIBUTE, provisional)
-    result = run_checks(pytester, spec.name, "I7.entropy")
-    assert result.ret == pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(
-        ["engine entropy-over-padding: 0 passed, 1 failed*", "*I7.entropy *FAILED (prov.)*"]
     )
 
 

@@ -357,7 +357,6 @@ def _result(check: Check, outcome: Outcome = Outcome.PASSED, **fields: object) -
         "dtype": "float32",
         "seed": 0,
         "outcome": outcome,
-        "provisional": False,
         "seconds": 0.5,
         "capabilities": tuple(sorted(check.requires | {Capability.DATA_PARALLEL})),
     }

@@ -120,7 +120,7 @@ def test_session_reports_the_trainer(pytester: pytest.Pytester, tmp_path: Path) 
     report = read_report(path)
     (trainer,) = report.engines
     outcomes = {case.check: case.outcome for case in report.results}
-    assert (trainer.name, trainer.kind, report.schema_version) == ("imitator", "trainer", "1.4")
+    assert (trainer.name, trainer.kind, report.schema_version) == ("imitator", "trainer", "1.5")
     assert outcomes["T1.cross-entropy"] is outcomes["T8.epochs"] is Outcome.PASSED
     assert outcomes["T5.advantages"] is Outcome.NOT_SUPPORTED
 
