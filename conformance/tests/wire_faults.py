@@ -306,7 +306,7 @@ def the_one_before(before: Path | None, new: Path) -> Path:
     return before or new
 
 
-LOGPROBS, TEMPERED, CUT = "I7.rollout-logprobs", "I8.rollout-temperature", "I8.rollout-cut"
+LOGPROBS, TEMPERED = "I7.rollout-logprobs", "I8.rollout-temperature"
 PAIRS = "I8.sampling-pairs"
 DRAWN, STOP, LIMITS, BOS = "I8.sampling", "I19.stop", "contract.rollout-limits", "I19.bos"
 SCORE, TOP, ARRIVE, VERSIONS = "I7.score", "I7.top-logprobs", "I12.receive-disk", "contract.rollout-versions"
@@ -340,8 +340,8 @@ def _table() -> list[tuple[str, Callable[[], Bend], str, str]]:
             DRAWN,
             "at temperature 0.3",
         ),
-        ("top-p ignored", fixed(top_p=1.0), CUT, "other tokens are left"),
-        ("top-k ignored", fixed(top_k=0), CUT, "other tokens are left"),
+        ("top-p ignored", fixed(top_p=1.0), PAIRS, "other tokens are left"),
+        ("top-k ignored", fixed(top_k=0), PAIRS, "other tokens are left"),
         ("min-p ignored", fixed(min_p=0.0), PAIRS, "with .*min_p = "),
         ("logit bias ignored", fixed(logit_bias={}), PAIRS, "with .*logit_bias = "),
         ("one seed for all", fixed(seed=1), PAIRS, "do requests share a seed"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -72,40 +71,6 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
         bases |= {metadata.base if metadata is not None else None}
     subject.require(len(bases) == 1 and None not in bases, f"the digests of the base are {bases}; it is one")
     serving.verify_version(subject, group, 3, "after uploading an adapter")
-
-
-@check(
-    "I12.receive-lora", kind="inference", requires={Capability.SYNC_LORA}, families=NAMED_APART, each="engine"
-)
-def adapters_arrive(subject: EngineUnderTest) -> None:
-    """Before an adapter comes, the base draws; after an update by lora, every token is drawn by base and adapter.
-
-    One update after another, also after a cached prefix, and with requests in flight, which are answered in full: their
-    tokens carry the version of the adapter that drew them.
-
-    Why: servers scale by ``alpha / rank`` whatever the adapter declares; leave out factors of layers that they fuse;
-    reuse keys and values of another adapter; report the new version for tokens of the old adapter (verl #7014, slime
-    #327, AReaL #941).
-    Look at: the scaling, fused projections, the prefix cache, and which adapter a request keeps.
-    """
-    kind = TinyAdapter(model=subject.model(), rslora=True)
-    engine = subject.serve(kind.model, keep=False, adapter=kind)
-    requests = serving.few_requests(subject)
-    long = serving.few_requests(subject, replace(serving.PLAIN, max_new_tokens=24), 20)
-    _verify_drawn(
-        subject, "before an adapter came", serving.ask(engine, requests), kind.model, {0: kind.model}
-    )
-    before: dict[int, Judged] = {0: kind.model}
-    for version, bucket_bytes in ((1, LARGE_BUCKET), (5, TINY_BUCKET)):
-        new = replace(kind, seed=version)
-        update = partial(send_adapter, engine, _meta(subject, version, bucket_bytes), new)
-        responses = asyncio.run(serving.meanwhile(engine, long, update))
-        label = f"around the update to version {version}"
-        _verify_drawn(subject, label, responses, kind.model, {**before, version: new})
-        serving.verify_version(subject, engine, version, "after the update")
-        label, (last,) = f"after the update to version {version}", before.values()
-        _verify_drawn(subject, label, serving.ask(engine, requests), kind.model, {version: new}, last)
-        before = {version: new}
 
 
 def _verify_drawn(
@@ -183,7 +148,7 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
 
     Why: an adapter of the previous step, or with a wrong scale, is an untrained
     policy (verl #7014).
-    Look at: `I12.lora` for the sender and `I12.receive-lora` for the receiver; this one needs both.
+    Look at: `I12.lora` for the sender and `I12.adapter-updates` for the receiver; this one needs both.
     """
     adapter = TinyAdapter(model=subject.model(), some=True)
     group = start(subject, adapter, optimizer={"lr": 1e-1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -221,49 +221,6 @@ def _kind(changes: ArrivedChanges) -> str:
     return "full" if changes.is_full else "a delta"
 
 
-@check("I12.receive-delta", kind="inference", requires={Capability.SYNC_DELTA}, each="engine")
-def changes_arrive(subject: EngineUnderTest) -> None:
-    """After each update with ``delta``, by every declared method, all tokens are drawn by the sender's weights.
-
-    Few values of each tensor, no value at all, one whole tensor, and all tensors have changed.
-
-    Why: indices that count from another tensor's start, changes that are added to the weights and rounded, and tensors
-    that are skipped give a policy that nobody has trained (verl #7227, slime #1806).
-    Look at: `DeltaDecoder`, and how its tensors come into the engine.
-    """
-    old = subject.model()
-    engine = subject.serve(old, keep=False)
-    for method in methods_of(subject):
-        sender = DeltaSender(subject.expected.models.directory(elsewhere(old)))
-        start = engine.get_version()
-        for number, (label, change) in enumerate(CHANGES.items(), start=1):
-            sender.tensors = change(sender.tensors)
-            version = start + number
-            sync_weights(sender, engine, _meta(subject, method, version), CALL_TIMEOUT_S)
-            _verify_served(subject, sender, engine, f"after {label} by {method}", version)
-        full = sender.full_updates
-        subject.require(full == 1, f"by {method}, {full} of {len(CHANGES)} updates were full, not the first")
-
-
-def _all_changed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor * 0.75 for name, tensor in tensors.items()}
-
-
-def _one_changed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    first = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
-    return {**tensors, first: tensors[first].flip(0)}
-
-
-CHANGES: Mapping[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
-    "a full update": dict,
-    "changes of few values": partial(with_few_changes, seed=1),
-    "no change": dict,
-    "a change of one tensor": _one_changed,
-    "changes of few values again": partial(with_few_changes, seed=2),
-    "a change of all tensors": _all_changed,
-}
-
-
 def _verify_served(
     subject: EngineUnderTest, sender: DeltaSender, engine: InferenceEngine, label: str, version: int
 ) -> None:
@@ -337,7 +294,7 @@ def trained_weights_arrive_by_delta(subject: EngineUnderTest) -> None:
     By one method after the other, also after an update that went elsewhere.
 
     Why: two copies of the weights, at the sender and at the receiver, must stay equal over the whole run.
-    Look at: `I12.delta` for the sender and `I12.receive-delta` for the receiver; this one needs both.
+    Look at: `I12.delta` for the sender and `I12.updates` for the receiver; this one needs both.
     """
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import dropwhile
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.config.capability import Capability
-from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
+from core_rl.data.requests import LLMRequest, LLMResponse
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.hints.diagnose import compare_tokens
@@ -24,11 +23,16 @@ from core_rl_oracle.tolerance import Tolerance
 
 UP_TO_THE_CONTEXT = (64, *LENGTHS)
 """One sequence is as long as the models take."""
+CROWDS = (1, 2, 64, 65)
+"""Numbers of sequences at one time."""
+SHORT = (3, 1, 1, 5, 2)
 
 
 @check("I7.rollout-logprobs", kind="inference")
 def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """The log-prob that comes with every generated token is the oracle's, in a crowd, alone, and asked again.
+
+    Also in crowds of 1, 2, 64 and 65 requests, some of which have one token.
 
     Why: a trainer divides by these numbers; where they are off, every importance ratio is. Padding of
     requests that run together, and cached prefixes, change them a little and nothing fails (OpenRLHF #217).
@@ -56,6 +60,21 @@ def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         model,
         serving.ask(engine, serving.requests_for(serving.sequences_of(alone))),
     )
+    few = replace(serving.PLAIN, max_new_tokens=2)
+    for count, crowd in _crowds(subject):
+        requests = serving.requests_for(crowd, few)
+        responses = serving.ask(engine, requests)
+        asked, got = ([one.input_ids for one in several] for several in (requests, responses))
+        label = f"in a crowd of {count} short prompts"
+        subject.require(asked == got, f"{label}, answers are not in the order of their requests")
+        serving.verify_logprobs(subject, f"log-probs of tokens generated {label}", model, responses)
+
+
+def _crowds(subject: EngineUnderTest) -> Iterator[tuple[int, Ragged]]:
+    """Short sequences in each of `CROWDS`, some of them of one token."""
+    data = subject.data(lengths=SHORT * (max(CROWDS) // len(SHORT)), seed=2)
+    for count in CROWDS:
+        yield count, data.select(range(count))
 
 
 def _late(
@@ -97,63 +116,6 @@ def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
                 f"{len(response.input_ids)} tokens, with log-prob {float(row[token]):.4f}; token "
                 f"{int(row.argmax())} has {float(row.max()):.4f}",
             )
-
-
-@check("I8.rollout-cut", kind="inference", each="layout")
-def rollout_logprobs_are_of_the_full_distribution(subject: EngineUnderTest) -> None:
-    """With top-k, top-p or min-p, tokens come from the remaining set, with log-probs before the cut.
-
-    Why: a trainer knows nothing of the cut; log-probs after the cut are too large, by an amount that differs
-    from token to token (TRL #4159).
-    Look at: where the server takes the log-probs from, before or after it drops tokens; whether it passes
-    ``top_k`` and ``top_p`` on.
-    """
-    model, data = subject.model(), subject.data().select(serving.FEW)
-    engine = subject.serve(model)
-    cuts: list[tuple[float, str, float]] = [
-        (1.7, "top_k", 4),
-        (1.7, "top_k", 1),
-        (1.7, "top_p", 0.6),
-        (0.6, "top_p", 0.6),
-    ]
-    cuts += [(1.7, "min_p", 0.3)] * subject.spec.supports(Capability.MIN_P)
-    for temperature, cut, value in cuts:
-        changes: dict[str, Any] = {cut: value}
-        sampling = replace(serving.PLAIN, temperature=temperature, **changes)
-        responses = serving.ask(engine, serving.requests_for(data, sampling))
-        shown = f"{cut} = {value} at temperature {temperature:g}"
-        _verify_cut(subject, model, shown, responses, sampling)
-
-
-def _verify_cut(
-    subject: EngineUnderTest,
-    model: TinyModel,
-    shown: str,
-    responses: Sequence[LLMResponse],
-    sampling: SamplingParams,
-) -> None:
-    full = serving.distributions(subject, model, responses, sampling.temperature)
-    limit = serving.expected_of(subject, model, responses, sampling.temperature).tolerance.limit
-
-    def after_the_cut() -> list[Tensor]:
-        return [
-            serving.left_by_cut(rows, sampling, 0.0).log_softmax(-1)[
-                range(len(rows)), list(response.output_ids)
-            ]
-            for response, rows in zip(responses, full, strict=True)
-        ]
-
-    for response, rows in zip(responses, full, strict=True):
-        left = serving.left_by_cut(rows, sampling, 2 * limit)
-        for place, (token, row) in enumerate(zip(response.output_ids, left, strict=True)):
-            subject.require(
-                bool(row[token].isfinite()),
-                f"with {shown}, token {token} was drawn at place {place} of the answer to a prompt of "
-                f"{len(response.input_ids)} tokens; only {int(row.isfinite().sum())} other tokens are left",
-            )
-    guesses = {"log-probs of what the cut has left": after_the_cut}
-    label = f"log-probs of tokens generated with {shown}"
-    serving.verify_logprobs(subject, label, model, responses, sampling.temperature, guesses)
 
 
 @check("I19.bos", kind="inference", each="layout")
@@ -223,6 +185,8 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """``score`` gives the oracle's log-prob of every token at temperature 1 and others, also when asked again.
 
+    Also of 1, 2, 64 and 65 sequences, some of which have one token.
+
     Why: a reference policy on a server that is off by one position, or without the temperature, makes every
     KL term wrong.
     Look at: the alignment (a value at ``t`` belongs to token ``t``), the first token of each sequence (0), the
@@ -236,6 +200,10 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
         label = f"scores at temperature {temperature:g}{when}"
         subject.verify_tokens(label, got, expected, subject.places(data))
         verify_overall(subject, label, got, expected)
+    for count, crowd in _crowds(subject):
+        got = list(engine.score(crowd.batch()).split(crowd.lengths))
+        expected = subject.outputs(model, crowd, "logprobs")
+        subject.verify_tokens(f"scores of {count} short sequences", got, expected, subject.places(crowd))
 
 
 @check("I7.top-logprobs", kind="inference", requires={Capability.TOP_LOGPROBS})

@@ -6,7 +6,8 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from functools import partial
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -20,25 +21,27 @@ from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import UnsupportedCapability
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.checks.sampling import STEPS, Prompts, find_path
+from core_rl_conformance.checks.sampling import DRAWS, ONE, Prompts, verify_first_tokens
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.hints.diagnose import compare_tokens
+from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.covering import PAIRS, Combination, covering_array, shrink
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising_bet
 from core_rl_conformance.procedures.serving import (
     answers,
+    as_response,
     ask,
     clear_of_cut,
     expected_of,
     left_by_cut,
     raw_logits,
-    verify_logprobs,
 )
 from core_rl_oracle.tolerance import Tolerance
 
 REQUESTS, AGAIN = 12, 3
 """Requests of each combination, and those of them that are sent a second time: the size of the array."""
 THREES = 3
+OWN_MARGIN = 0.05
+"""Rounding between two passes of one engine, in log-probs."""
 TOKENS = 12
 VALUES: Mapping[str, Mapping[str, Any]] = {
     "temperature": {"1": 1.0, "0": 0.0, "0.6": 0.6, "1.7": 1.7},
@@ -48,7 +51,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "presence_penalty": {"0": 0.0, "1.5": 1.5, "-1": -1.0},
     "repetition_penalty": {"1": 1.0, "1.6": 1.6, "0.7": 0.7},
     "logit_bias": {"none": (), "of three tokens": (-4.0, 1.5, 3.0)},
-    "stop": {"none": False, "a text": True},
+    "stop": {"none": (), "a text": ("never", "<{}>"), "a text across tokens": ("<{}><",)},
     "end": {"length": None, "EOS": None, "stop_token_ids": None, "one token": None},
     "seed": {"none": None, "one for each": None, "one for all": None},
     "copies": {"1": 1, "4": 4, "12": 12},
@@ -60,6 +63,7 @@ MASKS = {
     ("top_p", "0.000001"),
     ("end", "one token"),
     ("stop", "a text"),
+    ("stop", "a text across tokens"),
 }
 """Values with which others have no effect, or a small one: pairs of the others occur without these."""
 NEEDS: Mapping[str, Capability] = {
@@ -78,16 +82,47 @@ def sampling_options_hold_together(subject: EngineUnderTest) -> None:
     """With any two sampling options, tokens are drawn from the oracle's distribution, and have their log-probs.
 
     The order is presence penalty, repetition penalty, bias, temperature, top-k, top-p, min-p. Penalties count the
-    response's tokens alone. Log-probs are of the distribution before the cut. All combinations are in flight together,
+    response's tokens alone. Log-probs are of the distribution before the cut. An answer ends with the first token after
+    which its text has a string of ``stop``, also across tokens. All combinations are in flight together,
     and some requests are sent twice. Equal requests with equal seeds have equal answers, where the
     engine can, and all others differ. A combination may be refused by an `UnsupportedCapability`.
 
     Why: top-p before top-k, a bias before the penalties, a penalty on the prompt's tokens (transformers), or one seed
-    for a group give another policy. Each option alone may be right.
+    for a group give another policy; a stop text that is cut off leaves tokens without their log-probs, and log-probs
+    after the cut are too large (TRL #4159). Each option alone may be right.
     Look at: the combination that the message names, reduced to the options that it needs; which tokens are counted;
     options of requests that share a batch; ids of biases, which JSON turns into texts.
     """
     _verify_array(subject, PAIRS)
+    if subject.spec.supports(Capability.MIN_P):
+        _verify_order_of_cuts(subject, Prompts.of(subject))
+
+
+def _verify_order_of_cuts(subject: EngineUnderTest, prompts: Prompts) -> None:
+    """Draw where the order of top-p and min-p matters most: where min-p first leaves out the likeliest tokens."""
+    model = subject.model()
+    margin = 2 * expected_of(subject, model, list(map(as_response, prompts.ids))).tolerance.limit
+    if subject.spec.supports(Capability.TOP_LOGPROBS):
+        # The rows are the engine's own in a smaller dtype.
+        margin = min(margin, OWN_MARGIN)
+    most, label, prompt, sampling, left = 0.0, "", prompts.ids[0], ONE, prompts.rows[0]
+    for temperature, top_p, min_p in product(
+        (0.6, 1.0, 1.7, 2.0), (0.5, 0.6, 0.7, 0.8, 0.9), (0.1, 0.2, 0.3, 0.4)
+    ):
+        one = replace(ONE, temperature=temperature, top_p=top_p, min_p=min_p)
+        rows = (prompts.rows / temperature).log_softmax(-1)
+        right = left_by_cut(rows, one, 0.0).log_softmax(-1)
+        first = left_by_cut(rows, replace(one, top_p=1.0), 0.0).log_softmax(-1)
+        wrong = left_by_cut(first, replace(one, min_p=0.0), 0.0)
+        lost = (right.exp() * wrong.isinf()).sum(-1) * clear_of_cut(rows, one, margin)
+        at = int(lost.argmax())
+        if lost[at] > most:
+            most, prompt, sampling, left = float(lost[at]), prompts.ids[at], one, right[at]
+            label = f"with temperature = {temperature}, top_p = {top_p}, min_p = {min_p}"
+    requests = [LLMRequest(input_ids=prompt, sampling=sampling) for _ in range(DRAWS if most else 0)]
+    drawn = [answer for answer in _ask(subject.serve(model), requests) if answer is not None]
+    if drawn:
+        verify_first_tokens(subject, label, drawn, left)
 
 
 @check("I8.sampling-threes", kind="inference", each="engine", quick=False)
@@ -186,7 +221,7 @@ class _Array:
             presence_penalty=values["presence_penalty"],
             repetition_penalty=values["repetition_penalty"],
             logit_bias=tuple(zip(biased, values["logit_bias"], strict=False)),
-            stop=(f"<{likely[3]}>",) if values["stop"] else (),
+            stop=tuple(text.format(likely[3]) for text in values["stop"]),
             stop_token_ids=(likely[2], likely[5]) if options["end"] == "stop_token_ids" else (),
             ignore_eos=options["end"] != "EOS",
         )
@@ -265,7 +300,12 @@ class _Answered:
         )
         subject.require(surprise.tail > FALSE_ALARMS, f"{label}: {surprise}")
         got = [torch.tensor(response.logprobs) for response in self.all]
-        subject.verify(compare_tokens(f"log-probs {label}", got, self._at(full), tolerance))
+        expected = self._at(full)
+        cut = "log-probs of what the cut has left"
+        explain = partial(
+            explain_tokens, got, expected, tolerance, lambda: iter([(cut, self._at(left))]), None
+        )
+        subject.verify(compare_tokens(f"log-probs {label}", got, expected, tolerance, explain=explain))
         chances = [float(row[at].sum()) for row, at in zip(self._at(left), clear, strict=True)]
         # Rounding may change draws.
         self._verify_streams(subject, chances, has_seeds=has_seeds and subject.case.dtype == "float32")
@@ -277,16 +317,20 @@ class _Answered:
 
     def _verify_end(self, subject: EngineUnderTest, response: LLMResponse) -> None:
         """Require that the answer ends with its first end token, or with ``max_new_tokens``."""
-        ends = set(self.row.sampling.stop_token_ids) | {int(text[1:-1]) for text in self.row.sampling.stop}
+        ends = set(self.row.sampling.stop_token_ids)
         if not self.row.sampling.ignore_eos:
             base = subject.model()
             ends |= set(end_tokens(base.config(), str(subject.expected.models.directory(base))))
         ids, most = response.output_ids, self.row.sampling.max_new_tokens
-        end = next((place + 1 for place, token in enumerate(ids) if token in ends), None)
+        stop = self.row.sampling.stop
+        texts = ["".join(f"<{token}>" for token in ids[:end]) for end in range(1, len(ids) + 1)]
+        end = next(
+            (n for n, text in enumerate(texts, 1) if ids[n - 1] in ends or any(s in text for s in stop)), None
+        )
         subject.require(
             len(ids) == (end or most) and response.stop_reason == ("stop" if end else "length"),
             f"{self.row.label}, an answer of at most {most} tokens is {list(ids)}, and stop_reason = "
-            f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}",
+            f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}, and texts {list(stop)} of such as '<7>'",
         )
 
     def _verify_draws(self, subject: EngineUnderTest, full: Sequence[Tensor], margin: float) -> None:
@@ -341,42 +385,6 @@ def _changed(row: Tensor, before: Sequence[int], sampling: SamplingParams) -> Te
     for token, bias in sampling.logit_bias:
         row[token] += bias
     return row
-
-
-@check("I19.stop-strings", kind="inference", requires={Capability.STOP_STRINGS}, each="layout")
-def answers_end_with_the_token_that_completes_a_text(subject: EngineUnderTest) -> None:
-    """An answer ends with the first token after which its text has a string of ``stop``, also across tokens.
-
-    That token and its log-prob are part of the answer; the prompt's text does not count.
-
-    Why: a stop text that is cut off leaves tokens that were drawn without their log-probs, or log-probs of none.
-    Look at: servers that trim the text; texts that begin in one token and end in another.
-    """
-    base = subject.model()
-    path = find_path(subject.expected.oracle(base), base.vocab_size, base.seed)
-    _tokenizer(base.vocab_size).save_pretrained(subject.expected.models.directory(base))
-    engine = subject.serve(base)
-    place = path.ids.index(path.stops[0])
-    across = f"{path.ids[place - 1]}>" + f"<{path.stops[0]}"
-    first = next(n for n in range(1, STEPS) if f"{path.ids[n - 1]}><{path.ids[n]}" == across)
-    greedy = SamplingParams(max_new_tokens=STEPS, temperature=0.0, ignore_eos=True)
-    table: tuple[tuple[tuple[str, ...], tuple[int, ...], str], ...] = (
-        ((f"<{path.stops[0]}>",), path.ids[: place + 1], "stop"),
-        ((across,), path.ids[: first + 1], "stop"),
-        (("never", f"<{path.stops[0]}>"), path.ids[: place + 1], "stop"),
-        (("never",), path.ids, "length"),
-    )
-    responses = ask(
-        engine,
-        [LLMRequest(input_ids=path.prompt, sampling=replace(greedy, stop=stop)) for stop, _, _ in table],
-    )
-    for response, (stop, ids, reason) in zip(responses, table, strict=True):
-        subject.require(
-            (response.output_ids, response.stop_reason) == (ids, reason),
-            f"with stop = {list(stop)}, greedy decoding gave {list(response.output_ids)} and stop_reason = "
-            f"{response.stop_reason!r}; expected {list(ids)} and {reason!r} (the text of token 7 is '<7>')",
-        )
-    verify_logprobs(subject, "log-probs of answers that end with a text", base, responses)
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

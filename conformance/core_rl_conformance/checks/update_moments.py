@@ -32,7 +32,9 @@ from core_rl_conformance.profile import NAMED_APART
 SHORT = replace(serving.PLAIN, temperature=0.0, max_new_tokens=2)
 GREEDY = replace(serving.PLAIN, temperature=0.0)
 LONG = replace(GREEDY, max_new_tokens=24)
-UPDATES = 4
+UPDATES, COPIES = 4, 4
+BUCKETS = {"one": LARGE_BUCKET, "many": 512}
+"""Bytes of the buckets of an update: all weights of a tiny model, or less than many factors of an adapter have."""
 
 
 @check("I14.updates-in-a-row", kind="inference", requires={Capability.SYNC_TENSOR}, each="layout")
@@ -123,15 +125,19 @@ def _distinct(responses: Sequence[LLMResponse]) -> list[LLMResponse]:
 def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
     """After an update by any method, in any state, under any label, tokens and scores are of the new weights.
 
-    Any two of: each declared method; whole weights or changes of some, one or no tensor; the engine awake, asleep,
-    paused or with requests in flight; the next version, the same label again, or an earlier one; new weights, or those
-    of before. The requests are the same each time. An engine that is asleep may refuse an update by `EngineStateError`
+    Any two of: each declared method; whole weights or changes of all, some, one or no tensor, in one bucket or many;
+    the engine awake, asleep, paused or with requests in flight; the next version, the same label again, or an earlier
+    one; new weights, or those of before. The requests are the same each time, and one goes on after an earlier answer.
+    Answers in flight are complete, and their tokens have the version of the weights that drew them. Changes that follow
+    others come without a full update. An engine that is asleep may refuse an update by `EngineStateError`
     or `WeightsError`, and serves the old weights under their version.
 
-    Why: answers and prefixes that are kept by a version's label outlive a rollback; a delta that arrives asleep is
-    lost; a tied head, or weights copied before a sleep, are those of the update before (vllm #44371, verl #7014).
-    Look at: the updates that the message names; keys of caches, copies that ``release_memory`` makes, and the base of
-    changes.
+    Why: answers and prefixes that are kept, or kept by a version's label, outlive an update (vllm #9744, NeMo-RL
+    #4018); a delta that arrives asleep is lost; indices count from another tensor's start, and changes that are added
+    are rounded (verl #7227, slime #1806); a tied head, or weights copied before a sleep, are those of the update before
+    (vllm #44371, verl #7014).
+    Look at: the update that the message names; keys of caches, copies that ``release_memory`` makes, `DeltaDecoder`,
+    and how its tensors come into the engine.
     """
     options: dict[str, Sequence[str]] = {
         "method": methods_of(subject),
@@ -140,14 +146,23 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
         + ["asleep"] * subject.spec.supports(Capability.RELEASE_MEMORY),
         "version": ["next", "same", "earlier"],
         "tensors": [*CHANGED, "those of before"],
+        "buckets": list(BUCKETS),
     }
     old = subject.model()
     engine = subject.serve(old, keep=False)
     updates = Updates.begin(subject, engine, old)
     sender = DeltaSender(subject.expected.models.directory(old))
     last = sender.tensors
-    for number, row in enumerate(covering_array(options, subject.case.seed)):
-        before, last = last, sender.tensors
+    # A receiver's base, and versions in flight, need updates of some order.
+    usual = {"form": options["form"][-1], "version": "next"}
+    begin = [
+        {**usual, "method": method, "state": state, "tensors": tensors, "buckets": size}
+        for method in options["method"]
+        for state, tensors, size in (("in flight", "all", "many"), ("awake", "a few values", "one"))
+    ]
+    for number, row in enumerate(covering_array(options, subject.case.seed, begin=begin)):
+        before, last, full = last, sender.tensors, sender.full_updates
+        has_base = updates.has_base
         if row["tensors"] in CHANGED:
             sender.tensors = {**last, **CHANGED[row["tensors"]](last, number)}
         else:
@@ -157,6 +172,10 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
             sender.snapshot(subject.directory(f"truth-{number}")),
             partial(sync_weights, sender, engine, timeout_s=CALL_TIMEOUT_S),
         )
+        if row["form"] == "changes" and has_base:
+            subject.require(
+                sender.full_updates == full, f"changes {updates.label} came with a full update, after changes"
+            )
 
 
 @check(
@@ -167,10 +186,16 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
     each="engine",
 )
 def adapters_arrive_in_any_state(subject: EngineUnderTest) -> None:
-    """The same for adapters by lora: an adapter that comes again, or under a label that another one had, is served.
+    """Before an adapter comes, the base draws; after an update by lora in any state, base and adapter draw every token.
 
-    Why: servers name adapters by their version, and keep the adapter, its prefixes and its answers under that name.
-    Look at: `I12.receive-lora` first; the name of an adapter, and what is kept under it.
+    Also after an adapter that comes again, or under a label that another one had, with requests in flight, and after
+    cached prefixes.
+
+    Why: servers scale by ``alpha / rank`` whatever the adapter declares; leave out factors of layers that they fuse;
+    keep an adapter, its prefixes and its answers under the name of its version; report the new version for tokens of
+    the old adapter (verl #7014, slime #327, AReaL #941).
+    Look at: the scaling, fused projections, the name of an adapter, what is kept under it, and which adapter a request
+    keeps.
     """
     kind = TinyAdapter(model=subject.model(), rslora=True)
     options = {
@@ -178,11 +203,15 @@ def adapters_arrive_in_any_state(subject: EngineUnderTest) -> None:
         + ["asleep"] * subject.spec.supports(Capability.RELEASE_MEMORY),
         "version": ["next", "same", "earlier"],
         "adapter": ["next", "same", "before"],
+        "buckets": list(BUCKETS),
     }
     engine = subject.serve(kind.model, keep=False, adapter=kind)
     updates = Updates.begin(subject, engine, kind.model)
     seeds = [1, 2]
-    for number, row in enumerate(covering_array(options, subject.case.seed), start=3):
+    begin = [
+        {"state": "in flight", "version": "next", "adapter": "next", "buckets": size} for size in BUCKETS
+    ]
+    for number, row in enumerate(covering_array(options, subject.case.seed, begin=begin), start=3):
         seeds.append({"next": number, "same": seeds[-1], "before": seeds[-2]}[row["adapter"]])
         adapter = replace(kind, seed=seeds[-1])
         updates.install(row, adapter, partial(send_adapter, engine, adapter=adapter))
@@ -215,8 +244,12 @@ class Updates:
     engine: InferenceEngine
     truth: Judged
     """The weights that it has."""
-    requests: Sequence[LLMRequest]
+    requests: list[LLMRequest]
+    continued: Sequence[LLMRequest] = ()
     number: int = 0
+    label: str = "before the updates"
+    has_base: bool = False
+    """Whether the last update was one of changes, which arrived."""
 
     @staticmethod
     def begin(subject: EngineUnderTest, engine: InferenceEngine, truth: Judged) -> Updates:
@@ -225,13 +258,14 @@ class Updates:
         updates = Updates(
             subject=subject, engine=engine, truth=truth, requests=serving.requests_for(data, GREEDY, 20)
         )
-        updates._verify("before the updates", truth, 0)
+        updates._verify(truth, 0)
         return updates
 
     def install(self, row: Combination, new: Judged, deliver: Callable[[WeightUpdateMeta], None]) -> None:
-        """Update to the weights ``new`` as ``row`` says, and judge the answers to the same requests."""
+        """Update to the weights ``new`` as ``row`` requires, and judge the answers to the same requests."""
         self.number += 1
-        label = f"after update {self.number} ({', '.join(f'{name}: {value}' for name, value in row.items())})"
+        shown = ", ".join(f"{name}: {value}" for name, value in row.items())
+        self.label = f"after update {self.number} ({shown})"
         version = self.engine.get_version() + (row["version"] == "next")
         if row["version"] == "earlier":
             version = max(version - 1, 0)
@@ -242,24 +276,36 @@ class Updates:
             version=version,
             path=str(self.subject.directory(f"update-{self.number}")),
             delta=row.get("form") == "changes",
+            bucket_bytes=BUCKETS[row["buckets"]],
             verify=self.number % 2 == 0,
         )
         update = partial(deliver, meta)
         arrived = True
         if row["state"] == "asleep":
             arrived = serving.arrives_asleep(self.engine, update)
-            label += "" if arrived else ", which was refused"
+            self.label += "" if arrived else ", which was refused"
         elif row["state"] == "awake":
             update()
         else:
-            again = [replace(_again(request), sampling=LONG) for request in self.requests]
+            again = [replace(_again(request), sampling=LONG) for request in self.requests * COPIES]
             responses = asyncio.run(self._meanwhile(again, update, paused=row["state"] == "paused"))
-            short = [response for response in responses if len(response.output_ids) < LONG.max_new_tokens]
-            self.subject.require(
-                not short, f"{label}: {len(short)} of {len(responses)} answers were cut short"
-            )
+            self._verify_meanwhile(responses, {before: old, version: new})
         self.truth, carried = (new, version) if arrived else (old, before)
-        self._verify(label, old, carried)
+        self.has_base = arrived and meta.delta
+        self._verify(old, carried)
+
+    def _verify_meanwhile(self, responses: Sequence[LLMResponse], sides: Mapping[int, Judged]) -> None:
+        """Require complete answers, with log-probs of the weights whose version tokens carry, where these differ."""
+        short = [response for response in responses if len(response.output_ids) < LONG.max_new_tokens]
+        problem = f"{self.label}: {len(short)} of {len(responses)} answers were cut short"
+        self.subject.require(not short, problem)
+        if len(sides) > 1:
+            responses = _distinct(responses)
+            expected = {
+                version: serving.expected_of(self.subject, side, responses) for version, side in sides.items()
+            }
+            label = f"log-probs by the weights whose version tokens carry, {self.label}"
+            serving.verify_by_version(self.subject, label, responses, expected)
 
     async def _meanwhile(
         self, requests: Sequence[LLMRequest], update: Callable[[], None], *, paused: bool
@@ -276,11 +322,12 @@ class Updates:
             await asyncio.to_thread(self.engine.resume)
         return await running
 
-    def _verify(self, label: str, old: Judged, version: int) -> None:
-        subject, engine = self.subject, self.engine
+    def _verify(self, old: Judged, version: int) -> None:
+        subject, engine, label = self.subject, self.engine, self.label
         serving.verify_version(subject, engine, version, label)
-        # The very requests of the updates before.
-        responses = serving.ask(engine, self.requests)
+        # The very requests of the updates before, and one that goes on after an answer of the last weights.
+        responses = serving.ask(engine, [*self.requests, *self.continued])
+        self.continued = serving.requests_for(serving.sequences_of(responses[:1]), GREEDY)
         serving.verify_served(subject, label, responses, self.truth, old, version)
         if subject.spec.supports(Capability.SCORE):
             data = serving.sequences_of(responses)

@@ -88,30 +88,6 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
         old = new
 
 
-@check("I13.prefix-cache", kind="inference", requires={Capability.SYNC_DISK}, each="layout")
-def nothing_cached_outlives_an_update(subject: EngineUnderTest) -> None:
-    """After an update, prompts that share a prefix with earlier ones are answered as by a cold server.
-
-    Why: keys and values of the old weights stay in a prefix cache, for many updates, and nothing fails
-    (vllm #9744, NeMo-RL #4018).
-    Look at: flushing the prefix cache with the update, also where it is split over servers or memory tiers.
-    """
-    old = subject.model()
-    new = _other(old, 1)
-    engine = subject.serve(old, keep=False)
-    shared, tails = subject.data(lengths=(40,)).rows[0].ids, subject.data(lengths=(1, 2, 5, 3), seed=1)
-    first = [LLMRequest(input_ids=shared + row.ids, sampling=serving.PLAIN) for row in tails.rows[:2]]
-    # One after the other, so that the second meets the state after the first.
-    before = [serving.ask(engine, [request])[0] for request in first]
-    serving.verify_served(subject, "with a shared prefix before the update", before, old, old, 0)
-    serving.installed(engine, published(subject, new, 1))
-    prompts = [shared, *(shared + row.ids for row in tails.rows), before[0].input_ids + before[0].output_ids]
-    responses = [
-        serving.ask(engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN)])[0] for ids in prompts
-    ]
-    serving.verify_served(subject, "with a prefix from before the update", responses, new, old, 1)
-
-
 @check("I12.failed-update", kind="inference", requires={Capability.SYNC_DISK}, each="layout")
 def failed_updates_change_nothing(subject: EngineUnderTest) -> None:
     """An update that cannot be read fails with its cause, and weights and version stay unchanged.

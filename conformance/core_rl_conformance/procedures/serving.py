@@ -18,11 +18,12 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.expected_values import Judged
+from core_rl_conformance.expected_values import Judged, Snapshot
 from core_rl_conformance.findings import reproduced_tokens
 from core_rl_conformance.hints import updates
 from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.outcomes import LostRequests
@@ -321,8 +322,11 @@ def _update_mistakes(
     subject: EngineUnderTest, responses: Sequence[LLMResponse], new: Judged, old: Judged
 ) -> Iterator[updates.Mistake]:
     """Mistakes of an update from ``old`` to ``new`` weights that leave some of the old ones in use."""
-    if not isinstance(new, TinyModel) or not isinstance(old, TinyModel) or new.vision:
-        return
+    for weights in (new, old):
+        if isinstance(weights, TinyAdapter) or weights.vision:
+            return
+        if isinstance(weights, Snapshot) and weights.adapter is not None:
+            return
     before, after = subject.expected.oracle(old), subject.expected.own_oracle(new)
     answers = [(r.input_ids + r.output_ids, len(r.input_ids)) for r in responses]
     yield from updates.stale_prefixes(before, after, answers)

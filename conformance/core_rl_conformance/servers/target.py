@@ -48,7 +48,6 @@ CUT = "processed_logprobs are of the distribution that top-k, top-p and min-p ha
 
 KNOWN_FAILURES: Mapping[str, tuple[Waiver, ...]] = {
     "vLLM 0.32.0": (
-        Waiver(check="I8.rollout-cut", reason=CUT, owner=OWNER, raises=AssertionError),
         Waiver(check="I8.sampling-pairs", reason=CUT, owner=OWNER, raises=AssertionError),
         Waiver(check="I8.sampling-threes", reason=CUT, owner=OWNER, raises=AssertionError),
         Waiver(

@@ -65,7 +65,7 @@ class SaysAnotherScale(Sends):
         return replace(adapter, rslora=False)
 
 
-@Mutant("I12.receive-lora", "SGLang scales by alpha / rank whatever use_rslora says", "update to version 1")
+@Mutant("I12.adapter-updates", "SGLang scales by alpha / rank whatever use_rslora says", "update 1")
 class DropsRslora(ReferenceRolloutBackend):
     """Adapters are scaled by ``alpha / rank``, whatever they are."""
 
@@ -78,9 +78,7 @@ class DropsRslora(ReferenceRolloutBackend):
             layer.scaling["default"] = lora.alpha / lora.rank
 
 
-@Mutant(
-    "I12.receive-lora", "an adapter that is served under the name of the next (I12)", "update to version 5"
-)
+@Mutant("I12.adapter-updates", "an adapter that is served under the name of the next (I12)", "after update")
 class KeepsTheFirstAdapter(ReferenceRolloutBackend):
     """A second adapter gets the name of the first, which is there already."""
 
@@ -90,7 +88,7 @@ class KeepsTheFirstAdapter(ReferenceRolloutBackend):
         self._served_version = version
 
 
-@Mutant("I12.receive-lora", "SGLang leaves out keys that are adapted without queries", "update to version 1")
+@Mutant("I12.adapter-updates", "SGLang leaves out keys that are adapted without queries", "update 1")
 class LeavesKeysAlone(ReferenceRolloutBackend):
     """Factors of a projection that is fused with others are left out."""
 
@@ -99,7 +97,7 @@ class LeavesKeysAlone(ReferenceRolloutBackend):
         super()._install_adapter(retained, version)
 
 
-@Mutant("I12.receive-lora", "slime #327", "around the update to version 1")
+@Mutant("I12.adapter-updates", "slime #327", "whose version tokens carry, after update")
 class LabelsBeforeItInstalls(ReferenceRolloutBackend):
     """The version changes when the adapter is on its way."""
 

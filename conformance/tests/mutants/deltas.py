@@ -69,7 +69,7 @@ class AppliesToAnyBase(UnverifiedDecoder):
             super().require(digest)
 
 
-@Mutant("I12.receive-delta", "verl #7227: indices of another shard", "log-probs after changes of few values")
+@Mutant("I12.updates", "verl #7227: indices of another shard", "form: changes")
 @inside(Decodes, "decoder")
 class ShiftsIndices(UnverifiedDecoder):
     """Indices are off by one within a tensor."""
@@ -84,7 +84,7 @@ class ShiftsIndices(UnverifiedDecoder):
         return shifted
 
 
-@Mutant("I12.receive-delta", "slime #1806: differences that are added are rounded", "of 6 updates were full")
+@Mutant("I12.updates", "slime #1806: differences that are added are rounded", "came with a full update")
 @inside(Decodes, "decoder")
 class AddsInsteadOfSetting(DeltaDecoder):
     """Differences are added to the weights: the sum is off by a rounding."""
@@ -96,7 +96,7 @@ class AddsInsteadOfSetting(DeltaDecoder):
         return before[name] + (new - before[name])
 
 
-@Mutant("I12.receive-delta", "verl #5801: some of the tensors", "log-probs after changes of few values")
+@Mutant("I12.updates", "verl #5801: some of the tensors", "form: changes")
 @inside(Decodes, "decoder")
 class SkipsSmallTensors(UnverifiedDecoder):
     """Changes of norms and biases are left out."""
@@ -108,7 +108,7 @@ class SkipsSmallTensors(UnverifiedDecoder):
         return before[name] if small else DeltaDecoder.replaced(name, before, gaps, values)
 
 
-@Mutant("I12.receive-delta", "an update that is always full (I12)", "6 of 6 updates were full")
+@Mutant("I12.updates", "an update that is always full (I12)", "came with a full update")
 class NeverHasABase(ReferenceRolloutBackend):
     """The weights of an update are not kept, so that each update is full."""
 

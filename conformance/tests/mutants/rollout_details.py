@@ -57,7 +57,7 @@ class InHalf(ReferenceRolloutBackend):
 @Mutant(
     "I8.sampling-pairs",
     "a cut that keeps too few, where rounding moves tokens across it (I8)",
-    "with .*top_p = 0.7",
+    "with .*top_p = ",
     dtype="bfloat16",
 )
 class TopPIsNarrowInHalf(InHalf, TopPIsNarrow):

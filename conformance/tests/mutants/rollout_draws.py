@@ -78,7 +78,7 @@ class TopPOfTheGenerationConfig(Sampling):
         return replace(sampling, top_p=0.8 if sampling.top_p == 1 else sampling.top_p)
 
 
-@Mutant("I8.rollout-cut", "parameters that never arrive (I8)", "other tokens are left")
+@Mutant("I8.sampling-pairs", "parameters that never arrive (I8)", "with .*top_k = .* other tokens are left")
 class IgnoresTopK(Sampling):
     """``top_k`` is not passed on."""
 
@@ -86,7 +86,7 @@ class IgnoresTopK(Sampling):
         return replace(sampling, top_k=None)
 
 
-@Mutant("I8.rollout-cut", "a field under another name (I8)", "with min_p = .* other tokens are left")
+@Mutant("I8.sampling-pairs", "a field under another name (I8)", "with .*min_p = .* other tokens are left")
 class IgnoresMinP(Sampling):
     """``min_p`` is not passed on."""
 
@@ -114,12 +114,22 @@ class IgnoresThePresencePenalty(Sampling):
         return replace(sampling, presence_penalty=0.0)
 
 
-@Mutant("I19.stop-strings", "parameters that never arrive (I19)", r"with stop = \['<")
+@Mutant("I8.sampling-pairs", "parameters that never arrive (I19)", "with stop = a text")
 class IgnoresStopTexts(Sampling):
     """``stop`` is not passed on."""
 
     def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
         return replace(sampling, stop=())
+
+
+@Mutant(
+    "I8.sampling-pairs", "texts that are compared token by token (I19)", "with .*stop = a text across tokens"
+)
+class StopsAtWholeTokens(Sampling):
+    """A stop text counts where one token has all of it."""
+
+    def _drawn_with(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, stop=tuple(text for text in sampling.stop if "><" not in text))
 
 
 @Mutant(

@@ -15,7 +15,7 @@ from core_rl.backend.inference_backend import TopLogprobs
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.reference.rollout import ReferenceRolloutBackend
-from core_rl.reference.sampling import Completion, generate
+from core_rl.reference.sampling import Adjustment, Completion, generate
 from mutants.zoo import Mutant
 
 Entries = Sequence[tuple[LLMRequest, Future[LLMResponse]]]
@@ -31,7 +31,10 @@ class Rescored(ReferenceRolloutBackend):
         ids = torch.tensor([[*request.input_ids, *completion.ids]])
         with torch.inference_mode():
             logits = self._model(input_ids=ids, use_cache=False).logits[0].float()
-        rows = logits[len(request.input_ids) - 1 : -1]
+        size = len(request.input_ids)
+        adjust = Adjustment(sampling=request.sampling, start=size)
+        pairs = enumerate(logits[size - 1 : -1].split(1), start=size)
+        rows = torch.cat([adjust(ids[:, :end], row) for end, row in pairs])
         log_p = torch.log_softmax(self._reported(rows, request.sampling), -1)
         drawn = log_p.gather(1, torch.tensor(completion.ids)[:, None]).squeeze(1)
         return super()._response(request, replace(completion, logprobs=tuple(drawn.tolist())))
@@ -65,7 +68,7 @@ class ReportsGreedyAsCertain(Rescored):
         return logits / (sampling.temperature or 1e-5)
 
 
-@Mutant("I8.rollout-cut", "TRL #4159", "what the cut has left")
+@Mutant("I8.sampling-pairs", "TRL #4159", "what the cut has left")
 class ReportsAfterTheCut(Rescored):
     """Log-probs are renormalized over the tokens left by top-k and top-p."""
 
@@ -153,6 +156,36 @@ class ScoresOneTokenEarly(ReferenceRolloutBackend):
         early = torch.cat([F.pad(row[1:], (0, 1)) for row in rows])
         early[batch.cu_seqlens[:-1].long()] = 0.0
         return early
+
+
+@Mutant("I7.score", "batches of 64 (I7)", "scores of 65 short sequences")
+class ForgetsTheLastBatch(ReferenceRolloutBackend):
+    """Beyond 64 sequences, one that is left over is scored as the one before it."""
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        rows = list(super().score(batch, temperature).split(batch.lengths))
+        for number in range(64, len(rows)):
+            rows[number] = torch.zeros_like(rows[number])
+        return torch.cat(rows)
+
+
+@Mutant("I7.rollout-logprobs", "slots of 64 requests (I7)", "in a crowd of 65 short prompts")
+class GivesTheLastSlotTwice(ReferenceRolloutBackend):
+    """With more than 64 requests in flight, one gets the log-probs of another."""
+
+    _running = 0
+    _last: tuple[float, ...] | None = None
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        self._running += 1
+        place = self._running
+        try:
+            response = await super().agenerate(request)
+        finally:
+            self._running -= 1
+        if place == 64:
+            self._last = response.logprobs
+        return replace(response, logprobs=self._last) if place > 64 and self._last else response
 
 
 @Mutant("I7.top-logprobs", "TRL #3029", "at temperature 0.6")

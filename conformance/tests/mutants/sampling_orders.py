@@ -62,6 +62,14 @@ class MinPBeforeTemperature(Replaced):
         order = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 
+@Mutant(CHECK, "the order of top-p and min-p (I8)", r"with .*top_p = 0.\d, min_p = 0.\d")
+class MinPBeforeTopP(Replaced):
+    """Top-p counts what min-p has left."""
+
+    class sampler(Ordered):  # noqa: N801
+        order = (TemperatureLogitsWarper, TopKLogitsWarper, MinPLogitsWarper, TopPLogitsWarper)
+
+
 class Biased(Adjustment):
     """Penalties and biases one after the other."""
 

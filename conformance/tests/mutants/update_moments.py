@@ -95,7 +95,7 @@ class RemembersByVersion(Remembers):
         return self._served_version
 
 
-@Mutant("I12.updates", "vllm #9744", "weights before the update")
+@Mutant("I12.updates", "vllm #9744", "weights before the update|whose version tokens carry")
 class RemembersPrompts(Remembers):
     """The key is the prompt alone."""
 
@@ -103,7 +103,7 @@ class RemembersPrompts(Remembers):
         return None
 
 
-@Mutant("I12.adapter-updates", "an adapter's name that another one had (I12)", "version: (same|earlier)")
+@Mutant("I12.adapter-updates", "an adapter's name that another one had (I12)", "(same|earlier)|tokens carry")
 class RemembersByNameOfTheAdapter(RemembersByVersion):
     """Answers are kept by the name of the adapter, which has its version."""
 
@@ -117,7 +117,7 @@ class KeepsAdaptersByName(ReferenceRolloutBackend):
         super()._install_adapter(named.setdefault(version, factors), version)
 
 
-@Mutant("I12.updates", "an update to the version that it has (I12)", "version: same")
+@Mutant("I12.updates", "an update to the version that it has (I12)", "version: (same|earlier)")
 class SkipsTheSameVersion(ReferenceRolloutBackend):
     """An update to the present version is taken for one that has arrived."""
 

@@ -73,7 +73,7 @@ class ReloadUntiesTheHead(ReferenceRolloutBackend):
         self._model.get_output_embeddings().weight = torch.nn.Parameter(head)
 
 
-@Mutant("I13.prefix-cache", "vllm #9744, NeMo-RL #4018", "weights before the update")
+@Mutant("I12.updates", "vllm #9744, NeMo-RL #4018", "weights before the update")
 class KeepsPrefixes(ReferenceRolloutBackend):
     """Cached prefixes of prompts are reused after the weights have changed."""
 
@@ -107,9 +107,7 @@ class RemembersOldWeights(ReferenceRolloutBackend):
         return tuple(rows.gather(-1, row[0, 1:, None])[:, 0].tolist())
 
 
-@Mutant(
-    "I13.prefix-cache", "vllm #9744", "it looks like: keys and values of the weights before the update stay"
-)
+@Mutant("I12.updates", "vllm #9744", "it looks like: keys and values of the weights before the update stay")
 class KeepsKeysAndValues(RemembersOldWeights):
     """Whole blocks of a prompt keep their keys and values over an update."""
 

@@ -82,7 +82,7 @@ def arguments_for(server: ReferenceServer, wire: str, *, take_over: bool = False
     )
 
 
-VERSIONS, PREFIX = "contract.rollout-versions", "I13.prefix-cache"
+VERSIONS, PREFIX = "contract.rollout-versions", "I12.updates"
 
 
 def test_completions_are_judged_without_control_routes(
@@ -154,7 +154,7 @@ def test_an_engines_own_wire_judges(
     run(pytester, *arguments, "--take-over").assert_outcomes(passed=3)
 
 
-DELTAS = ["I12.receive-delta", "I12.delta-base"]
+DELTAS = ["I12.updates", "I12.delta-base"]
 
 
 @pytest.mark.nightly
@@ -203,8 +203,8 @@ def test_known_failures_of_a_version_are_strict(
     pytester: pytest.Pytester, model_dir: str, kind: type[ReferenceRolloutBackend], outcome: str
 ) -> None:
     with running([KnownVersion(model_dir, kind)]) as (made,):
-        _, outcomes = judge(pytester, made, ["I8.rollout-cut"], "--wire=openai")
-    assert outcomes["I8.rollout-cut"][0] == outcome
+        _, outcomes = judge(pytester, made, ["I8.sampling-pairs"], "--wire=openai")
+    assert outcomes["I8.sampling-pairs"][0] == outcome
 
 
 def test_report_has_product_and_no_key(

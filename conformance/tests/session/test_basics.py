@@ -47,8 +47,8 @@ def _failed(check: str, message: str = "I: x\n  differs", **place: str) -> CaseR
         ),
         # capabilities, kinds and rules of the interface
         (
-            [_failed("I12.receive-disk"), _failed("I13.prefix-cache"), _failed("I7.score")],
-            {"I12.receive-disk": ["I13.prefix-cache"], "I7.score": []},
+            [_failed("I12.receive-disk"), _failed("I12.updates"), _failed("I7.score")],
+            {"I12.receive-disk": ["I12.updates"], "I7.score": []},
         ),
         ([_failed("I7.logprobs"), _failed("I8.sampling")], {"I7.logprobs": [], "I8.sampling": []}),
         ([_failed("I7.logprobs"), _failed("contract.order")], {"I7.logprobs": [], "contract.order": []}),
