@@ -38,7 +38,7 @@ from core_rl_conformance.procedures.serving import (
 from core_rl_oracle.tolerance import Tolerance
 
 REQUESTS, AGAIN = 12, 3
-"""Requests of each combination, and those of them that are sent a second time: the size of the array."""
+"""Requests of each combination, and the number that is sent a second time: the size of the array."""
 THREES = 3
 OWN_MARGIN = 0.05
 """Rounding between two passes of one engine, in log-probs."""
@@ -238,7 +238,7 @@ class _Array:
 
 
 def _ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[Answer]:
-    """The answers to requests in flight together; None for those that are refused."""
+    """The answers to requests in flight together; None for each that is refused."""
 
     async def answer(request: LLMRequest) -> Answer:
         try:

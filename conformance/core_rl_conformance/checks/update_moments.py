@@ -134,7 +134,7 @@ def updates_arrive_in_any_state(subject: EngineUnderTest) -> None:
 
     Why: answers and prefixes that are kept, or kept by a version's label, outlive an update (vllm #9744, NeMo-RL
     #4018); a delta that arrives asleep is lost; indices count from another tensor's start, and changes that are added
-    are rounded (verl #7227, slime #1806); a tied head, or weights copied before a sleep, are those of the update before
+    are rounded (verl #7227, slime #1806); a tied head, or weights copied before a sleep, come from the update before
     (vllm #44371, verl #7014).
     Look at: the update that the message names; keys of caches, copies that ``release_memory`` makes, `DeltaDecoder`,
     and how its tensors come into the engine.
@@ -325,7 +325,7 @@ class Updates:
     def _verify(self, old: Judged, version: int) -> None:
         subject, engine, label = self.subject, self.engine, self.label
         serving.verify_version(subject, engine, version, label)
-        # The very requests of the updates before, and one that goes on after an answer of the last weights.
+        # The very requests of the updates before, and an answer of the last weights that goes on.
         responses = serving.ask(engine, [*self.requests, *self.continued])
         self.continued = serving.requests_for(serving.sequences_of(responses[:1]), GREEDY)
         serving.verify_served(subject, label, responses, self.truth, old, version)
