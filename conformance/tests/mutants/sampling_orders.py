@@ -71,7 +71,7 @@ class MinPBeforeTopP(Replaced):
 
 
 class Biased(Adjustment):
-    """Penalties and biases one after the other."""
+    """Penalties and biases in turn."""
 
     def penalized(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         return Adjustment(sampling=replace(self.sampling, logit_bias=()), start=self.start)(input_ids, logits)

@@ -119,7 +119,7 @@ class KeepsAdaptersByName(ReferenceRolloutBackend):
 
 @Mutant("I12.updates", "an update to the version that it has (I12)", "version: (same|earlier)")
 class SkipsTheSameVersion(ReferenceRolloutBackend):
-    """An update to the present version is taken for one that has arrived."""
+    """An update to the present version is taken as arrived already."""
 
     def _install_tensors(self, tensors: Mapping[str, Tensor], version: int) -> None:
         if version != self._served_version:

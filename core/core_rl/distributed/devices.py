@@ -26,7 +26,7 @@ def wants_cuda(choice: str) -> bool:
 
 
 def chosen_device(choice: str, index: int | None = None) -> torch.device:
-    """The device that a config's ``device`` stands for: on CUDA the one with this ``index``, or else the current one.
+    """The device of a config's ``device``: on CUDA the one with this ``index``, or else the current one.
 
     Raises `ConfigError` where the machine has fewer.
     """

@@ -138,7 +138,7 @@ def test_server_ranks_open_each_gpu_bucket(tmp_path: Path, gpu: FakeGpu) -> None
             require_same(per_rank, bucket)
     assert not gpu.open, "each handle was opened once"
     assert gpu.copies == len(actual), "one copy to the host for each bucket, and none for each tensor"
-    # This one and the one before, which servers may still read; at the end there is no next one to fill.
+    # This bucket and its predecessor, which servers may still read; at the end there is no next one to fill.
     assert [alive for *_, alive in actual[1:]] >= [2] * len(actual[1:])
     assert max(alive for *_, alive in actual) <= 3
     assert gpu.alive == 0

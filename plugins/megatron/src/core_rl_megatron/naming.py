@@ -139,7 +139,7 @@ def boxes_of(
 
 
 def name_in_model(name: str, *, vision: bool) -> str:
-    """The name of a parameter of `boxes_of` in a text model, or in one with ``vision``."""
+    """The name of a parameter of `boxes_of` in a text model, or with ``vision``."""
     in_text = vision and name.startswith("model.") and not name.startswith("model.visual.")
     return f"model.language_model.{name.removeprefix('model.')}" if in_text else name
 

@@ -224,7 +224,7 @@ class TorchtitanBackend(HFBackend[TorchtitanConfig]):
 def tie(decoder: Decoder) -> None:
     """Tie the embedding to the head again, which `Module.parallelize` distributes one by one.
 
-    Without this FSDP has two parameters, and an optimizer updates one of them: an embedding that is tied no more.
+    Without this FSDP has two parameters, and an optimizer updates a single copy: an embedding that is tied no more.
     """
     if decoder.enable_weight_tying:
         decoder.tok_embeddings.weight = decoder.lm_head.weight
