@@ -31,7 +31,7 @@ ON_OTHER_LAYOUTS = {
     "I4.grad-norm",
     "I7.logprobs",
     "I11.other-layout",
-    "I16.few-sequences",
+    "I1.combined-batches",
     "I20.adamw",
 }
 """Checks that see more on four ranks than on two."""

@@ -23,7 +23,7 @@ TARGETS = {
 }
 FIRST = {"I7.logprobs", "I1.gradients"}
 """Checks of a daily run."""
-ON_FOUR_RANKS = {"I1.gradients", "I2.data-parallel", "I4.grad-norm", "I7.logprobs", "I16.few-sequences"}
+ON_FOUR_RANKS = {"I1.gradients", "I2.data-parallel", "I4.grad-norm", "I7.logprobs", "I1.combined-batches"}
 """Checks that see more on four ranks than on two."""
 
 

@@ -43,12 +43,11 @@ WITH_SEQUENCE_PARALLEL = {
     "I1.any-batch",
     "I1.gradients",
     "I1.train-batch",
-    "I1.value-gradients",
     "I3.gradients-after-steps",
     "I4.grad-norm",
     "I7.logprobs",
     "I7.scores",
-    "I16.few-sequences",
+    "I1.combined-batches",
     "I20.adapter-gradients",
 }
 """Checks that see the tokens of a batch on several ranks."""

@@ -39,7 +39,7 @@ from core_rl_conformance.procedures.outputs import PROBE, verify_forward
 HEADS: Mapping[str, tuple[Head, CheckLoss, tuple[OutputName, ...]]] = {
     "lm": ("lm", TokenMeanLoss(), ("logprobs", "entropy")),
     "lm at a temperature": ("lm", TokenMeanLoss(temperature=0.8), ("logprobs", "entropy")),
-    "value": ("value", ValueLoss(), ("values",)),
+    "value": ("value", ValueLoss(temperature=0.7), ("values",)),
     "reward": ("reward", RewardLoss(), ("scores",)),
 }
 SEQUENCES = {"one token": 0, "1": 1, "2": 2, "64": 64, "65": 65}
@@ -64,28 +64,30 @@ OPTIONS: Mapping[str, Mapping[str, Capability | None]] = {
         "first layer": Capability.FROZEN_PARAMETERS,
     },
     "sequences": dict.fromkeys(SEQUENCES),
-    "cut": {name: Capability.SHARED_PREFIX if cut.share_prefixes else None for name, cut in CUTS.items()},
     "values": dict.fromkeys(("drawn", "equal", "equal rewards", "a loss of 0", "some losses of 0")),
 }
 """Values of each option, and the capability that each needs."""
-FEWEST = 8
+FEWEST = 6
 """Combinations of a quick session."""
 
 
-@check("I1.combined-batches")
+@check("I1.combined-batches", on_three_ranks=True)
 def batches_of_every_kind_follow_the_oracle(subject: EngineUnderTest) -> None:
-    """Outputs and gradients are the oracle's for any pair of a head, frozen parts, a size, a cut and kinds of values.
+    """Outputs and gradients are the oracle's for any pair of a head, frozen parts, a size and kinds of values.
 
-    Batches have one token, or 1, 2, 64 or 65 sequences, which share prefixes. Some sequences are equal; rewards are
-    equal, so that advantages are 0 next to an entropy bonus; the loss of all micro-batches, or of some, is 0 and has a
-    gradient. All models together run each pair; the first has some, which the seed picks.
+    Each batch is cut in several ways. Batches have one token, or 1, 2, 64 or 65 sequences, which share prefixes: fewer
+    sequences than ranks or micro-batches, too. Some sequences are equal; rewards are equal, so that advantages are 0
+    next to an entropy bonus; the loss of all micro-batches, or of some, is 0 and has a gradient. All models together
+    run each pair; the first has some, which the seed picks.
 
     Why: in the first step of GRPO the ratio is 1 and advantages cancel, so a pass that skips a loss of 0 learns
-    nothing; a feature that is tested with one head is forgotten in another one; a mask or a position of a shared prefix
-    that is wrong by one lets answers see each other.
+    nothing; a feature that is tested with one head is forgotten in another one; ranks with different numbers of
+    micro-batches wait for each other forever (verl #5591, AReaL #1139), or scale a critic's gradients (verl #6957); a
+    mask or a position of a shared prefix that is wrong by one lets answers see each other.
     Look at: the combination that the message names; conditions on the value of a loss, caches by the tokens of a
-    sequence, and buffers with a fixed number of sequences. With shared prefixes: the state that the first token of a
-    branch is predicted from, and gradients of shared states, which are the **sum** over branches.
+    sequence, and buffers with a fixed number of sequences; empty ranks, which must run every collective and add
+    nothing; the scalar head, which has float32, no bias and no temperature. With shared prefixes: the state that the
+    first token of a branch is predicted from, and gradients of shared states, which are the **sum** over branches.
     """
     rows = sorted(rows_of(subject, OPTIONS, FEWEST), key=_engine_of)
     for (head, frozen), group in groupby(rows, key=_engine_of):
@@ -115,30 +117,34 @@ def _verify(
     options: Combination,
 ) -> None:
     _, loss, names = HEADS[options["head"]]
-    data, cut = _data(subject, model, options), CUTS[options["cut"]]
-    label = "of a batch with " + ", ".join(f"{name}: {value}" for name, value in options.items())
-    temperature = loss.temperature
-    if names == ("scores",):  # one for each sequence, which `verify_forward` does not know
-        got = per_sequence(group.forward(data.batch(), cut, names), "scores", data)
-        subject.verify_tokens(f"scores {label}", got, subject.outputs(model, data, "scores"))
-    else:
-        verify_forward(subject, group, names, model, data, label, cut=cut, temperature=temperature)
-    if loss.weight(data.batch()) == 0:
-        return
-    some = options["values"] == "some losses of 0"
+    data, temperature = _data(subject, model, options), loss.temperature
+    trains, some = loss.weight(data.batch()) != 0, options["values"] == "some losses of 0"
     if some or options["values"] == "a loss of 0":
         loss = CancellingLoss(loss=loss, temperature=temperature, some=some)
-    expected = subject.gradients(model, data, loss)
-    metrics = group.forward_backward(data.batch(), loss.spec(), cut)
-    if not some:
-        subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
-    trained = {
-        name: grad
-        for name, grad in expected.oracle.grads.items()
-        if not any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
-    subject.verify_named(f"gradients {label}", group.named_tensors("grads"), trained, expected.tolerances)
-    group.optimizer_zero_grad()
+    for name, cut in CUTS.items():
+        if cut.share_prefixes and not subject.spec.supports(Capability.SHARED_PREFIX):
+            continue
+        label = (
+            f"of a batch with {', '.join(f'{key}: {value}' for key, value in options.items())}, cut: {name}"
+        )
+        if names == ("scores",):  # one for each sequence, which `verify_forward` does not know
+            got = per_sequence(group.forward(data.batch(), cut, names), "scores", data)
+            subject.verify_tokens(f"scores {label}", got, subject.outputs(model, data, "scores"))
+        else:
+            verify_forward(subject, group, names, model, data, label, cut=cut, temperature=temperature)
+        if not trains:
+            continue
+        expected = subject.gradients(model, data, loss)
+        metrics = group.forward_backward(data.batch(), loss.spec(), cut)
+        if not some:
+            subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
+        trained = {
+            parameter: grad
+            for parameter, grad in expected.oracle.grads.items()
+            if not any(fnmatchcase(parameter, pattern) for pattern in patterns)
+        }
+        subject.verify_named(f"gradients {label}", group.named_tensors("grads"), trained, expected.tolerances)
+        group.optimizer_zero_grad()
 
 
 def _data(subject: EngineUnderTest, model: TinyModel, options: Combination) -> Ragged:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from core_rl.config.capability import Capability
-from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -15,8 +14,7 @@ from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderT
 from core_rl_conformance.findings import reproduced
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
-from core_rl_conformance.inputs.losses import CheckLoss, OutputsLoss, RewardLoss, TokenMeanLoss, ValueLoss
-from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.inputs.losses import OutputsLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE, verify_forward, verify_precision
 from core_rl_conformance.procedures.training import (
     CONFIG,
@@ -266,34 +264,3 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
         verify_precision(subject, "scores", scores)
         expected = subject.outputs(model, data, "scores")
         subject.verify_tokens(f"scores{of}", list(scores.unbind()), expected)
-
-
-@check("I1.value-gradients", requires={Capability.VALUE_HEAD}, each="layout")
-def value_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
-    """The gradients of a loss over values and bootstraps, with any cut and at any temperature, are the oracle's.
-
-    Why: a critic whose learning rate scales with the number of micro-batches (verl #6957); a value that is
-    detached, or divided by a temperature in training only.
-    Look at: the scalar head (float32, no bias, trained like every other parameter) and the loss scale.
-    """
-    _verify_head_gradients(subject, subject.model(head="value"), ValueLoss(temperature=0.7))
-
-
-@check("I1.reward-gradients", requires={Capability.REWARD_HEAD}, each="layout")
-def reward_gradients_match_the_oracle(subject: EngineUnderTest) -> None:
-    """The gradients of a loss over sequence scores, with any cut into micro-batches, are the oracle's.
-
-    Why: a loss that counts sequences and is divided by tokens, or by the sequences of one micro-batch.
-    Look at: the scalar head, the position it reads, and the loss scale.
-    """
-    _verify_head_gradients(subject, subject.model(head="reward"), RewardLoss())
-
-
-def _verify_head_gradients(subject: EngineUnderTest, model: TinyModel, loss: CheckLoss) -> None:
-    group, short = subject.start(model), subject.data()
-    for of, data, cut in (
-        ("", short, ONE_PASS),
-        ("", short, MicroBatchSpec(max_tokens=48)),
-        (" over a long batch", subject.data(lengths=LONG, seed=3), ONE_PASS),
-    ):
-        subject.verify_backward(f"of the {model.head} head{of} with {cut}", group, model, data, loss, cut)

@@ -82,25 +82,6 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
         subject.verify_scalar("the norm of train_batch()", norm, truth.norm, gradients.norm)
 
 
-@check("I5.several-train-batches", each="layout")
-def each_train_batch_starts_from_zero(subject: EngineUnderTest) -> None:
-    """A second ``train_batch`` has only its own gradients, and later outputs follow the new weights.
-
-    Why: gradients that are never dropped, and forward passes that still use the old weights.
-    Look at: ``TrainBackend.zero_grad``, and gathered or cached copies of weights that outlive a step.
-    """
-    model, first, second = subject.model(), subject.data(seed=1), subject.data()
-    group = subject.start(model, optimizer={"lr": 0.0})
-    group.train_batch(first.batch(), LOSS.spec(), TWO)
-    norm = group.train_batch(second.batch(), LOSS.spec(), TWO)["grad_norm"]
-    expected = subject.gradients(model, second, LOSS)
-    subject.verify_norm("the norm of the second batch", norm, expected)
-    group = subject.start(model, optimizer={"lr": 5e-2})
-    group.forward(second.batch(), ONE_PASS)
-    group.train_batch(first.batch(), LOSS.spec(), TWO)
-    verify_outputs(subject, group, model, "after a step")
-
-
 @check("I10.tied-after-steps", families=("qwen3", "gpt2", "gemma2"), each="layout")
 def tied_weights_stay_tied(subject: EngineUnderTest) -> None:
     """After several steps the head still equals the embedding, on every rank's shard.
@@ -158,27 +139,6 @@ def all_masked_skips_the_step(subject: EngineUnderTest) -> None:
     reported = group.train_batch(subject.data().without_mask().batch(), LOSS.spec(), TWO)
     subject.require(reported["update_successful"] == 0.0, f"an all-masked batch made an update: {reported}")
     verify_state(subject, "after an all-masked batch", group, before)
-
-
-@check("I16.few-sequences", each="layout", on_three_ranks=True)
-def few_sequences_are_enough(subject: EngineUnderTest) -> None:
-    """A batch with fewer sequences, or tokens, than ranks or micro-batches trains like the oracle, and in time.
-
-    Why: ranks with different micro-batch counts wait for each other forever (verl #5591, AReaL #1139). So do
-    context-parallel ranks when one has no tokens.
-    Look at: empty ranks and dummy micro-batches, which must run every collective and add exactly nothing; with
-    context or sequence parallelism, one token in all, and odd numbers of them.
-    """
-    model, data = subject.model(), subject.data().select([0, 9])
-    single, three = data.select([0]), subject.data(lengths=(3,), seed=6).all_trained()
-    one = subject.data(lengths=(1,), seed=7)
-    group = subject.start(model)
-    for part in (single, data, three, subject.data(lengths=(2, 1), seed=8).all_trained()):
-        label = f"of {len(part.rows)} sequences with {sum(part.lengths)} tokens"
-        subject.verify_backward(label, group, model, part, LOSS, MicroBatchSpec(count=3))
-    for part in (single, three, one):
-        label = f"of a single sequence of {part.lengths[0]} tokens"
-        subject.verify_logprobs(label, group, model, part, MicroBatchSpec(count=3))
 
 
 @check("I1.training", each="layout", on_three_ranks=True)

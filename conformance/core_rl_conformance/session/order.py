@@ -17,7 +17,6 @@ BASICS = {
     "I8.temperature": 1,
     "I7.values": 1,
     "I1.gradients": 2,
-    "I1.value-gradients": 2,
     "T1.cross-entropy": 2,
     "T1.reinforce": 2,
     "I1.micro-batches": 3,

@@ -115,6 +115,15 @@ class TemperatureOfSeveralSequences(Packed):
         return ModelOutput(**self.packed(micro_batch, *arguments))
 
 
+@Mutant(CHECK, "three options together", "head: lm at a temperature.* sequences: 6[45].* cut: none")
+class TemperatureOfFewSequences(Packed):
+    """The temperature is for micro-batches of fewer than 64 sequences."""
+
+    def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
+        temperature = step.temperature if micro_batch.num_sequences < 64 else 1.0
+        return ModelOutput(**self.packed(micro_batch, step.outputs, temperature, step.trained_only))
+
+
 @Mutant(
     "contract.callers-batch",
     "pixels that are scaled in place",

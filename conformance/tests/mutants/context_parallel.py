@@ -175,7 +175,7 @@ class PaddingEndsTheLastSequence(ContextParallelBackend):
 
 
 @Mutant(
-    "I16.few-sequences",
+    "I1.combined-batches",
     "verl #5591, for a rank without tokens",
     "rank 1 was killed|during forward_backward",
     layout=CP2,

@@ -62,7 +62,7 @@ class ZeroGradInForwardBackward(ReferenceBackend):
         super().run(micro_batches, step, mode)
 
 
-@Mutant("I5.several-train-batches", "accumulation", "second batch")
+@Mutant("I1.training", "accumulation", "the norm of step 1")
 class NeverZeroesGradients(ReferenceBackend):
     """Gradients of one step are still there in the next."""
 
@@ -111,7 +111,7 @@ class DropsMicroBatchesWithNan(ReferenceBackend):
                 loss.backward()
 
 
-@Mutant("I10.tied-gradient", "verl #6334", "tied", family="qwen3")
+@Mutant("I1.gradients", "verl #6334", "tied", family="qwen3")
 class DetachesTheHead(ReferenceBackend):
     """The tied embedding gets the gradient of its use at the input only."""
 
@@ -123,7 +123,7 @@ class DetachesTheHead(ReferenceBackend):
         return self.language_model(ids, hidden @ head.weight.detach().T / step.temperature, step)
 
 
-@Mutant("I1.value-gradients", "verl #6913", "score.weight")
+@Mutant("I1.combined-batches", "verl #6913", "score.weight")
 class UntrainedValueHead(ReferenceBackend):
     """The scalar head is used, and gets no gradient."""
 
@@ -138,7 +138,7 @@ class UntrainedValueHead(ReferenceBackend):
         return {"values": torch.cat([zero, states[:-1]]), "bootstrap": states[-1:]}
 
 
-@Mutant("I1.reward-gradients", "verl #6957", "of the reward head")
+@Mutant("I1.combined-batches", "verl #6957", "gradients of a batch with head")
 class RewardDividedByTokens(ReferenceBackend):
     """The gradient of a loss over sequences is divided by their tokens."""
 
@@ -202,7 +202,7 @@ class ReducesInEachCall(Replicated):
         pass
 
 
-@Mutant("I16.few-sequences", "verl #5591", "(?i)time|answer", timeout_s=8.0, layout=DP2)
+@Mutant("I1.combined-batches", "verl #5591", "(?i)time|answer", timeout_s=8.0, layout=DP2)
 class EmptyRankStaysAway(Replicated):
     """A rank without work leaves out a collective that the others wait in."""
 

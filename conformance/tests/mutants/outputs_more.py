@@ -41,7 +41,7 @@ class LogitsScaledInPlace(ReferenceBackend):
         return outputs
 
 
-@Mutant("I1.value-gradients", "a detached output", "gradients of the value head")
+@Mutant("I1.combined-batches", "a detached output", "gradients of a batch with head: value")
 class DetachedBootstrap(ReferenceBackend):
     """The value after the last token has no graph."""
 
@@ -50,7 +50,7 @@ class DetachedBootstrap(ReferenceBackend):
         return {name: value.detach() if name == "bootstrap" else value for name, value in outputs.items()}
 
 
-@Mutant("I1.value-gradients", "I8", "of the value head")
+@Mutant("I1.combined-batches", "I8", "of a batch with head: value")
 class TrainedValuesOverTemperature(ReferenceBackend):
     """Values are divided by the temperature where they are trained."""
 

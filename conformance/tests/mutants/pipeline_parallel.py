@@ -63,7 +63,7 @@ class ActivationsInHalf(PipelineBackend):
 
 
 @Mutant(
-    "I10.tied-gradient",
+    "I1.gradients",
     "Megatron-LM, embedding gradients over the first and the last stage",
     "embed_tokens",
     layout=PP2,

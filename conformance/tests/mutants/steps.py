@@ -133,7 +133,7 @@ class FrozenParametersDecay(ReferenceBackend):
                     parameter.mul_(1 - 1e-3)
 
 
-@Mutant("I5.several-train-batches", "vllm #44371", "logprobs after a step")
+@Mutant("I1.training", "vllm #44371", "the loss of step 1")
 class StaleHead(ReferenceBackend):
     """The head computes with a copy of its weights from the first pass."""
 

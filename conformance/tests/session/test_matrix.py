@@ -129,7 +129,7 @@ def test_a_layout_may_take_some_models_only() -> None:
     assert {case.family for case in selected if not (case.not_run or case.not_supported)} == {"llama"}
     (moving,) = cases(CHECKS["I11.other-layout"], target, Selection(layouts=("dp1",), families=("qwen3",)))
     assert moving.other_setting == AT_DP2
-    (tied,) = (case for case in selected if case.check.identifier == "I10.tied-gradient")
+    (tied,) = (case for case in selected if case.check.identifier == "I10.tied-after-steps")
     assert "takes a model that this can use" in tied.not_run
 
 
@@ -233,7 +233,7 @@ def test_single_dtype_checks_keep_their_dtype() -> None:
     [
         ("I2.data-parallel", NARROW, Selection(), "undeclared: data_parallel"),
         ("I2.data-parallel", WIDE, Selection(layouts=("dp1",)), "dp >= 2"),
-        ("I10.tied-gradient", WIDE, Selection(families=("llama",)), "qwen3, gpt2, gemma2"),
+        ("I10.tied-after-steps", WIDE, Selection(families=("llama",)), "qwen3, gpt2, gemma2"),
         ("I20.bfloat16-steps", WIDE, Selection(), "undeclared: bfloat16"),
         ("I20.bfloat16-steps", replace(HALVES, profile=WIDE.profile), Selection(), "has no dtype bfloat16"),
     ],
@@ -244,7 +244,7 @@ def test_left_out_checks_have_a_reason(name: str, target: Target, selection: Sel
 
 
 def test_tied_checks_need_tied_model() -> None:
-    (selected,) = cases(CHECKS["I10.tied-gradient"], WIDE, Selection(layouts=("dp2",)))
+    (selected,) = cases(CHECKS["I10.tied-after-steps"], WIDE, Selection(layouts=("dp2",)))
     assert (selected.family, selected.not_run) == ("qwen3", "")
 
 

@@ -143,13 +143,18 @@ class TinyBackend(TrainBackend[TrainEngineConfig]):
 def _load(state: TinyState, model: ModelConfig, seed: int) -> None:
     """Fill the parameters from the files of ``model.path``; without one, with what every engine draws from ``seed``."""
     source: TensorSource
+    shapes = state.shapes("master")
+    names = {name: name for name in shapes}
     try:
         if model.path is None:
             source = TensorDict(build_model(model, seed=seed, attn_implementation="eager").state_dict())
         else:
             source = TensorFiles(Path(model.path), "model")
-            check_source(source, state.shapes("master"), "the weights")
+            # Files of a base model have names without its prefix.
+            if "model.norm.weight" not in source.names():
+                names = {name: name.removeprefix("model.") for name in shapes}
+            check_source(source, {names[name]: shape for name, shape in shapes.items()}, "the weights")
         for part in state.local("master"):
-            part.tensor.copy_(source.read(part.name))
+            part.tensor.copy_(source.read(names[part.name]))
     except (CheckpointError, WeightsError) as error:
         raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error

@@ -98,7 +98,8 @@ class Llama(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         rope = getattr(config, "rope_parameters", None) or {}
-        plain = rope.get("rope_type", "default") in ("default", *SCALED) and config.hidden_act == "silu"
+        plain = rope.get("rope_type", "default") in ("default", *SCALED)
+        plain = plain and getattr(config, "hidden_act", None) == "silu"
         if config.model_type != "llama" or not plain or config.attention_bias or config.mlp_bias:
             raise UnsupportedCapability(
                 f"the engine 'tiny' runs plain models of type 'llama', and this is {config.model_type!r} with "
