@@ -35,6 +35,13 @@ def test_complete_report_is_verified() -> None:
     verify_reports({"mine.json": GOOD})
 
 
+def test_certified_bfloat16_is_verified_from_a_file() -> None:
+    cases = [case(check.identifier, dtype="bfloat16", capabilities=("bfloat16",)) for check in CHECKS]
+    written = report(*cases, declared=("bfloat16",))
+    assert written.engines[0].capabilities[0].meaning
+    verify_reports({"mine.json": Report.model_validate_json(written.model_dump_json())})
+
+
 PROBLEMS: list[tuple[Change, str]] = [
     (lambda r: r["results"].pop(), "checks without a result: I10.value"),
     (lambda r: r["results"][0].update(outcome="failed"), "failed without a message"),
