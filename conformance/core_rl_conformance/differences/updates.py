@@ -1,9 +1,9 @@
-"""Reads betas, weight decay and clipping norm of a trainer's AdamW from the weights and gradients of its steps."""
+"""Reads a trainer's AdamW (betas, weight decay, clipping norm) and its precision from weights and gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,9 +65,9 @@ class _Samples:
     moves: Tensor
     """``[T, P]``: differences of weights, divided by the rate; 0 where that is 0."""
     weights: Tensor
-    """``[T, P]``: those that decay, and 0 for others and where the rate is 0."""
+    """``[T, P]``: weights that decay; 0 for others and where the rate is 0."""
     errors: Tensor
-    """``[T, P]``: of moves, by rounding."""
+    """``[T, P]``: rounding errors of moves."""
 
     def residual(self, place: Tensor) -> tuple[Tensor, float]:
         """Moves that AdamW with ``place`` (log of 1 - beta1, of 1 - beta2, of the norm) leaves, and the best decay.
@@ -89,7 +89,7 @@ class _Samples:
         return (rest - decay * weights).flatten(), decay
 
     def slopes(self, place: Tensor, rest: Tensor) -> Tensor:
-        """Of the ``rest`` at ``place``, ``[3, TP]``."""
+        """Slopes of the ``rest`` at ``place``, ``[3, TP]``."""
         shifts = SHIFT * torch.eye(3, dtype=torch.float64)
         return torch.stack([(self.residual(place + shift)[0] - rest) / SHIFT for shift in shifts])
 
@@ -199,14 +199,10 @@ def _descend(samples: _Samples, start: Tensor) -> Tensor:
 
 def precision_of(grads: Mapping[str, Tensor]) -> str:
     """The precision of matrix products: float32 gradients of lower ones end in zero bits."""
-    bits = torch.cat(list(_bits(grads)))
+    values = torch.cat([grad.detach().float().flatten() for grad in grads.values()])
+    # NaN, as of advantages that are whitened over one sequence, and negative zeros end in zero bits too.
+    bits = values[values.isfinite() & (values != 0)].view(torch.int32)
     for dropped, name in ((16, "bfloat16"), (13, "float16")):
         if len(bits) and (bits % (1 << dropped) == 0).double().mean() > 0.5:
             return name
     return "float32"
-
-
-def _bits(grads: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    for value in grads.values():
-        bits = value.detach().float().contiguous().view(torch.int32).flatten()
-        yield bits[bits != 0]

@@ -119,7 +119,7 @@ def _parts(after: Mapping[str, Tensor], embedding: str) -> dict[str, set[str]]:
             for layer in sorted(set(layers.values()))
         },
         "all layers have": set(layers),
-        "all but the layers has": after.keys() - layers,
+        "all parts but the layers have": after.keys() - layers,
     }
 
 
