@@ -121,7 +121,7 @@ def write_data(directory: Path, seed: int) -> None:
         ("pairs", words, pair_row),
     ]
     for name, tasks, row in files:
-        number = min(HELD_OUT, len(tasks) // 3)
+        number = min(HELD_OUT, len(tasks) // 5)
         write_rows(directory / f"{name}_eval.jsonl", [row(task) for task in tasks[:number]])
         write_rows(directory / f"{name}.jsonl", [row(task) for task in tasks[number:]])
 
