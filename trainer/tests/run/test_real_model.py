@@ -35,7 +35,7 @@ def test_drawn_solutions_earn_the_reward(prepare: ModuleType, tmp_path: Path) ->
             for file in (f"{name}.jsonl", f"{name}_eval.jsonl")
         )
         assert not [row for row in held_out if row in train]
-        assert len(held_out) >= 40
+        assert len(held_out) >= 24
     tasks = prepare.word_tasks(prepare.random.Random(5), 300)
     assert len({task.question for task in tasks}) == 300
     for task in [*tasks, *prepare.product_tasks()]:
