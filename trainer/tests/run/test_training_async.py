@@ -98,7 +98,14 @@ def test_a_synchronous_run_has_no_lag(recipe: Path, trained: list[tuple[int, lis
     rows = run(recipe)
     assert trained == [(step, list(range(6 * step - 6, 6 * step))) for step in (1, 2, 3, 4)]
     assert all(row["staleness_max"] == row["mixed_versions"] == row["prompts_ahead"] == 0 for row in rows)
-    names = {"mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatch_ppl_ratio"}
+    names = {
+        "mismatch_k1",
+        "mismatch_k3",
+        "mismatch_chi2",
+        "mismatch_max",
+        "mismatch_share",
+        "mismatch_ppl_ratio",
+    }
     assert all(names | {f"{name}_lag0" for name in names} <= row.keys() for row in rows)
 
 

@@ -45,6 +45,7 @@ MAIN: Groups = (
     ("Share of completions and groups", ("truncated", "groups_without_signal", "mixed_versions")),
     ("Mismatch: KL(rollout ‖ trainer)", ("mismatch_k1", "mismatch_k3", "mismatch_chi2")),
     ("Mismatch: largest difference", ("mismatch_max",)),
+    ("Mismatch: share of tokens above 0.01 nats", ("mismatch_share",)),
     ("Staleness in versions", ("staleness_mean", "staleness_max")),
     ("Learning rate", ("lr", "critic_lr")),
     ("Seconds of each phase", ("time_*",)),

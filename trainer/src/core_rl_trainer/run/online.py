@@ -56,11 +56,20 @@ def _largest_advantage(batch: SequenceBatch) -> dict[str, float]:
 
 
 LOGPROBS, VERSIONS = "logprobs", "versions"
-NAMES = ("mismatch_k1", "mismatch_k3", "mismatch_chi2", "mismatch_max", "mismatch_ppl_ratio")
+NAMES = (
+    "mismatch_k1",
+    "mismatch_k3",
+    "mismatch_chi2",
+    "mismatch_max",
+    "mismatch_share",
+    "mismatch_ppl_ratio",
+)
+NOTABLE_NATS = 0.01
 
 
 def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = None) -> dict[str, float]:
-    """k1, k3 and chi-squared of KL(rollout ‖ trainer), the largest difference, and the ratio of perplexities.
+    """k1, k3 and chi-squared of KL(rollout ‖ trainer), the largest difference, the share of tokens above 0.01
+    nats, and the ratio of perplexities.
 
     ``trainer [T]`` are the train engine's log-probs; the rollout's are the batch's ``logprobs``.
     ``counted`` (bool ``[T]``) narrows the trained tokens further. Values at other tokens may be
@@ -75,6 +84,7 @@ def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = 
         (torch.expm1(d) - d).mean(),
         torch.expm1(2 * d).mean(),
         d.abs().max(),
+        (d.abs() > NOTABLE_NATS).double().mean(),
         _reduce(-d, _owners(mask, batch), "mean").exp().mean(),
     )
     return dict(zip(NAMES, map(float, values), strict=True))
