@@ -1,10 +1,11 @@
-"""Seconds to a held-out reward on the quickstart's task: ``core-rl train``, and TRL's ``GRPOTrainer``.
+"""Seconds to a held-out reward on the task of a GRPO recipe: ``core-rl train``, and TRL's ``GRPOTrainer``.
 
     python examples/arithmetic/prepare.py
     python benchmarks/quickstart_race.py --output race.json
+    python benchmarks/quickstart_race.py --recipe examples/smollm2/grpo_products.yaml --every 1 --seeds 0
 
-Both sides start from the same weights and take the settings of ``examples/grpo_arithmetic.yaml``. Each run is a process
-of its own that ends, with its model saved, at the first evaluation with the reward; runs of both sides alternate.
+Both sides start from the same weights and take the settings of the recipe, the quickstart's by default. Each run is a
+process of its own that ends, its model saved, at the first evaluation with the reward; runs of both sides alternate.
 ``steps, s`` is the time of rollouts and updates (and weight syncs); ``process, s`` the wall time of the whole
 process with imports, evaluations and saving, ``process, CPU s`` the CPU time of all its processes.
 """
@@ -61,7 +62,6 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", type=Path, default=Path("examples/grpo_arithmetic.yaml"))
-    parser.add_argument("--start", type=Path, default=Path("runs/arithmetic/start"))
     parser.add_argument("--target", type=float, default=0.6, help="mean reward of sampled completions")
     parser.add_argument("--every", type=int, default=5, help="training steps between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -98,20 +98,13 @@ def command(side: str, seed: int, output: Path, arguments: argparse.Namespace) -
     """The command of a run that writes ``metrics.jsonl`` to ``output``."""
     if side == "TRL":
         options = ["--seed", str(seed), "--target", str(arguments.target), "--every", str(arguments.every)]
-        places = [arguments.recipe, arguments.start, output]
-        return [
-            sys.executable,
-            str(Path(__file__).parent / "common" / "race_trl.py"),
-            *map(str, places),
-            *options,
-        ]
+        program = Path(__file__).parent / "common" / "race_trl.py"
+        return [sys.executable, *map(str, (program, arguments.recipe, output)), *options]
     return [
         *(sys.executable, "-m", "core_rl.cli", "train", str(arguments.recipe)),
         *(f"{name}={value}" for name, value in {
             "seed": seed, "output_dir": output, "eval_every": arguments.every, "save_every": 10**6,
             "callbacks": f"[{Path(__file__).resolve()}:stop_at_target]",
-            "model.path": arguments.start / "model", "data.train": arguments.start / "train.jsonl",
-            "data.eval": arguments.start / "eval.jsonl",
         }.items()),
     ]  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The quickstart's task with TRL's GRPOTrainer, until a held-out reward; a program for `quickstart_race.py`.
+"""A GRPO recipe with TRL's GRPOTrainer, until a held-out reward; a program for `quickstart_race.py`.
 
-    python benchmarks/common/race_trl.py RECIPE START OUTPUT --seed 0 --target 0.6 --every 5
+    python benchmarks/common/race_trl.py RECIPE OUTPUT --seed 0 --target 0.6 --every 5
 
 All settings are read from the recipe. The rows in ``OUTPUT/metrics.jsonl`` have the same names as core-rl's.
 """
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import yaml
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
+from core_rl_trainer.algorithms.interface import make_interface
+from core_rl_trainer.recipe.recipe import Recipe, load_recipe
 from core_rl_trainer.rewards.text import integer_match
 
 
@@ -27,32 +28,34 @@ def main() -> None:
     """Train and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("start", type=Path, help="the directory that examples/arithmetic/prepare.py wrote")
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--target", type=float, required=True)
     parser.add_argument("--every", type=int, required=True, help="rollouts between two evaluations")
     arguments = parser.parse_args()
-    recipe: dict[str, Any] = yaml.safe_load(arguments.recipe.read_text(encoding="utf-8"))
-    config, start = trainer_config(recipe, arguments), arguments.start
+    recipe = load_recipe(arguments.recipe)
+    config = trainer_config(recipe, arguments)
+    train, held_out = (read_rows(sources[0].path) for sources in (recipe.data.train, recipe.data.eval))
     trainer = _WarmedUp(
-        model=str(start / "model"),
+        model=recipe.model.path,
         reward_funcs=_reward,
         args=config,
-        train_dataset=read_rows(start / "train.jsonl"),
-        eval_dataset=read_rows(start / "eval.jsonl"),
-        processing_class=AutoTokenizer.from_pretrained(start / "tokenizer", padding_side="left"),
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=AutoTokenizer.from_pretrained(recipe.model.path, padding_side="left"),
         callbacks=[_Stopwatch(arguments.output, config.steps_per_generation, arguments.target)],
     )
-    trainer.warmup_rollouts = recipe["optimizer"]["schedule"]["warmup_steps"]
+    trainer.warmup_rollouts = recipe.optimizer.schedule.warmup_steps
     trainer.train()
     trainer.save_model(str(arguments.output / "model"))
 
 
-def trainer_config(recipe: dict[str, Any], arguments: argparse.Namespace) -> GRPOConfig:
+def trainer_config(recipe: Recipe, arguments: argparse.Namespace) -> GRPOConfig:
     """The recipe's settings, at their fastest on a CPU: no checkpointing, no logging, no saving."""
-    rollout, optimizer, algorithm = recipe["rollout"], recipe["optimizer"], recipe["algorithm"]["args"]
-    updates, sequences = algorithm["minibatches"], rollout["prompts_per_step"] * rollout["group_size"]
+    rollout, optimizer = recipe.rollout, recipe.optimizer
+    algorithm = make_interface(recipe.algorithm).config
+    updates, sequences = algorithm.minibatches, rollout.prompts_per_step * rollout.group_size
+    per_token = algorithm.loss.aggregation == "token_mean"
     return GRPOConfig(
         output_dir=str(arguments.output),
         seed=arguments.seed,
@@ -63,25 +66,27 @@ def trainer_config(recipe: dict[str, Any], arguments: argparse.Namespace) -> GRP
         per_device_train_batch_size=sequences // updates,
         gradient_accumulation_steps=1,
         steps_per_generation=updates,
-        max_steps=recipe["steps"] * updates,
-        num_generations=rollout["group_size"],
-        max_completion_length=rollout["max_new_tokens"],
+        max_steps=recipe.steps * updates,
+        num_generations=rollout.group_size,
+        max_completion_length=rollout.max_new_tokens,
         temperature=1.0,
-        loss_type="bnpo",  # the mean over the tokens of an update, as core-rl's default
+        loss_type="bnpo"
+        if per_token
+        else "grpo",  # a mean over the tokens of an update, or over its sequences
         scale_rewards="group",
-        epsilon=algorithm["loss"]["clip_low"],
-        epsilon_high=algorithm["loss"]["clip_high"],
-        beta=algorithm["kl_coef"],
-        learning_rate=optimizer["lr"],
-        adam_beta1=optimizer["betas"][0],
-        adam_beta2=optimizer["betas"][1],
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        epsilon=algorithm.loss.clip_low,
+        epsilon_high=algorithm.loss.clip_high,
+        beta=algorithm.kl_coef,
+        learning_rate=optimizer.lr,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
         eval_strategy="steps",
         eval_on_start=True,
         eval_steps=arguments.every * updates,
-        num_generations_eval=recipe["eval_samples"],
-        per_device_eval_batch_size=256 * recipe["eval_samples"],
+        num_generations_eval=recipe.eval_samples,
+        per_device_eval_batch_size=256 * recipe.eval_samples,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
@@ -89,9 +94,9 @@ def trainer_config(recipe: dict[str, Any], arguments: argparse.Namespace) -> GRP
     )
 
 
-def read_rows(path: Path) -> datasets.Dataset:
+def read_rows(path: str) -> datasets.Dataset:
     """Prompts with their answers."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
     return datasets.Dataset.from_list([json.loads(line) for line in lines])
 
 
@@ -137,9 +142,9 @@ class _Stopwatch(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
 
-def _reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    pairs = zip(completions, answer, strict=True)
-    return [integer_match(completion, {"answer": right}) for completion, right in pairs]
+def _reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]  # or one message
+    return [integer_match(text, {"answer": right}) for text, right in zip(texts, answer, strict=True)]
 
 
 if __name__ == "__main__":

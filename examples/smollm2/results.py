@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 REWARD, GREEDY, LOSS = "eval_reward", "eval_reward_greedy", "eval_loss"
+MISMATCH = re.compile(r"mismatch_(k1|k3|max|share)_lag\d+")
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -21,11 +23,24 @@ def outcome(run: Path) -> dict[str, Any]:
         moment: {name: value for name, value in result[moment].items() if name in (REWARD, GREEDY, LOSS)}
         for moment in ("before", "after")
     }
-    return {"run": run.name, "steps": result["steps"], "minutes": minutes, **held_out}
+    outcome = {"run": run.name, "steps": result["steps"], "minutes": minutes, **held_out}
+    if mismatch := mismatch_of(run):
+        outcome["mismatch"] = {"first": mismatch[0], "last": mismatch[-1]}
+    return outcome
+
+
+def mismatch_of(run: Path) -> list[dict[str, float]]:
+    """Differences of the log-probs of server and actor in each step, in nats, by the lag of the weights."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [
+        {name: value for name, value in json.loads(line).items() if MISMATCH.fullmatch(name)}
+        for line in lines
+    ]
+    return [row for row in rows if row]
 
 
 def table(outcomes: list[dict[str, Any]]) -> str:
-    """A Markdown table with a row for each run and measure."""
+    """A Markdown table of held-out measures, with a row for each run and measure."""
     rows = ["| run | steps | minutes | held out | before | after |", "| --- | --- | --- | --- | --- | --- |"]
     for run in outcomes:
         for name, before in run["before"].items():
