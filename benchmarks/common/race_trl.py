@@ -35,7 +35,9 @@ def main() -> None:
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe)
     config = trainer_config(recipe, arguments)
-    train, held_out = (read_rows(sources[0].path) for sources in (recipe.data.train, recipe.data.eval))
+    train, held_out = (
+        read_rows(sources[0].path) for sources in (recipe.data.train, recipe.data.eval) if sources
+    )
     trainer = _WarmedUp(
         model=recipe.model.path,
         reward_funcs=_reward,
