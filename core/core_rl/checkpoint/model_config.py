@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from core_rl.config.engine import ModelConfig
+from core_rl.config.hub import require_config
 from core_rl.errors import ConfigError
 
 PLAIN_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
@@ -36,10 +37,8 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
     Raises `ConfigError` for a missing directory or a config that transformers refuses.
     """
     file = None if model.path is None else Path(model.path, "config.json")
-    if file is not None and not file.is_file():
-        raise ConfigError(
-            f"model.path = {model.path!r} holds no config.json; name a Hugging Face model directory"
-        )
+    if file is not None:
+        require_config(file.parent, f"model.path = {model.path!r}")
     config: PretrainedConfig
     try:
         if file is None:

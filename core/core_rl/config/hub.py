@@ -54,9 +54,19 @@ def local_model_path(path: str, local_files_only: bool = False, field: str = "mo
             )
         subject = f"{field} = {path!r}: no such directory, and"
         directory = Path(_download(hub_id["name"], hub_id["revision"], local_files_only, subject))
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"{field} = {path!r} holds no config.json; name a Hugging Face model directory")
+    require_config(directory, f"{field} = {path!r}")
     return str(directory)
+
+
+def require_config(directory: Path, subject: str) -> None:
+    """Raise `ConfigError` that begins with ``subject`` for a ``directory`` without a model's config."""
+    if (directory / "config.json").is_file():
+        return
+    if (directory / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{subject} holds an adapter alone; set model.lora.path to it, and model.path to its base"
+        )
+    raise ConfigError(f"{subject} holds no config.json; name a Hugging Face model directory")
 
 
 def _download(name: str, revision: str | None, local_files_only: bool, subject: str) -> str:

@@ -1,4 +1,4 @@
-"""Texts of configs that name files: `~` is expanded and they are made absolute where a config is read.
+"""Texts of configs that name files: `~` and variables are expanded and they are made absolute where a config is read.
 
 Ranks may start in another directory, and a recipe is read again by another command.
 """
@@ -12,16 +12,25 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator
 
+from core_rl.errors import ConfigError
+
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
+VARIABLE = re.compile(r"\$(\w+|\{.*?\})")
 FILE_REFERENCE = re.compile(r"(?P<file>.*\.py)(?P<attribute>:[\w.]+)", re.DOTALL)
 
 
 def absolute_path(text: str) -> str:
-    """``text`` with the home directory for ``~``, from the root of the file system on; URLs and nothing stay."""
+    """``text`` from the root of the file system on, with ``~`` and ``$NAME`` expanded; URLs and nothing stay.
+
+    Raises `ConfigError` for a variable that is not set.
+    """
     if not text or "://" in text:
         return text
     # pathlib would take "./~", a file of that name, for the home directory.
-    return str(Path(os.path.expanduser(text)).absolute())  # noqa: PTH111
+    path = Path(os.path.expandvars(os.path.expanduser(text))).absolute()  # noqa: PTH111
+    if (variable := VARIABLE.search(str(path))) and not path.exists():
+        raise ConfigError(f"the path {text!r} has {variable[0]}, which is not set; set it, or write the path")
+    return str(path)
 
 
 def _hub_path(text: str) -> str:

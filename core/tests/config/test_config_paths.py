@@ -54,6 +54,7 @@ def test_paths_mean_the_same_from_anywhere(parts: list[str], start: str) -> None
         ("here", "{cwd}/here"),
         ("a/b/c", "{cwd}/a/b/c"),
         ("~/m", "{cwd}/home/m"),
+        ("$HOME/m", "{cwd}/home/m"),
         ("~nobody-here/m", "{cwd}/~nobody-here/m"),
         ("s3://bucket/x", "s3://bucket/x"),
         ("", ""),

@@ -150,15 +150,19 @@ def lines_of(script: str, paths: list[str], home: Path, **variables: str) -> lis
 
 
 def test_directories_need_no_hub(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "adapter"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter/adapter_config.json").touch()
     snapshot = prepared_cache(tmp_path)
-    found, empty, missing = lines_of(
+    found, *others = lines_of(
         PATHS_OF,
-        [str(snapshot), str(tmp_path / "empty"), str(tmp_path / "nowhere")],
+        [str(snapshot), *(str(tmp_path / name) for name in ("empty", "adapter", "nowhere"))],
         tmp_path,
         HF_ENDPOINT=NOWHERE,
     )
+    empty, adapter, missing = others
     assert found == str(snapshot)
+    assert "adapter' holds an adapter alone; set model.lora.path to it" in adapter
     assert empty.endswith("empty' holds no config.json; name a Hugging Face model directory")
     assert "nowhere': no such directory, and no Hub id of the form 'organization/name[@revision]'" in missing
 

@@ -308,6 +308,23 @@ def test_rows_of_other_tools_are_trained(
     assert not result.warning
 
 
+@pytest.mark.parametrize(
+    ("messages", "names"),
+    [
+        ([U1 | {"name": "Ann"}, A1], ["messages.name"]),
+        ([U1 | {"name": "Ann"}, A1 | {"name": "Bot"}], []),  # the template shows one of them
+        ([U1, A1, U1], ["messages after the last answer"]),
+    ],
+)
+def test_unshown_messages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]], names: list[str]
+) -> None:
+    bot = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.name }}{% endif %}{% endfor %}"
+    monkeypatch.setattr(TOKENIZER, "chat_template", bot + TEMPLATE)
+    result = outcome(tmp_path / "a.jsonl", [{"messages": messages}], DEMONSTRATIONS)
+    assert result.warning.partition("not used: ")[2] == ", ".join(map(repr, names))
+
+
 @pytest.mark.parametrize("kind", [DEMONSTRATIONS, PROMPTS], ids=lambda kind: str(kind.name))
 def test_variables_of_templates_are_named(
     tmp_path: Path, kind: ExampleKind, monkeypatch: pytest.MonkeyPatch

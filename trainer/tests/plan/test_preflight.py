@@ -86,6 +86,8 @@ def test_damaged_weights_name_field_and_file(
             "'engines.reference-rollout.options.api_key' = '${env:CORE_RL_UNSET}': the environment variable",
         ),
         ("output_dir={file}", "output_dir = '{file}': Not a directory ({file})"),
+        ("output_dir=s3://a/run", "output_dir' = 's3://a/run' is a URL; name a directory"),
+        ("output_dir=$UNSET/run", "the path '$UNSET/run' has $UNSET, which is not set"),
         ("output_dir={file}/run", "output_dir = '{file}/run': Not a directory ({file})"),
         ("model.lora={rank: 4, path: /nowhere}", "model.lora.path = '/nowhere': there is no such directory"),
     ],
@@ -95,9 +97,8 @@ def test_wrong_fields_are_named_without_torch(
 ) -> None:
     (tmp_path / "file").touch()
     override, message = (text.replace("{file}", str(tmp_path / "file")) for text in (override, message))
-    recipe = load_recipe(support.recipe_values(start, tmp_path / "out"), [override])
     with pytest.raises(ConfigError) as raised:
-        preflight(recipe)
+        preflight(load_recipe(support.recipe_values(start, tmp_path / "out"), [override]))
     assert message in str(raised.value)
 
 

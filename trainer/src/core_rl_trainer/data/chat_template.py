@@ -66,19 +66,11 @@ class ChatFormat:
         return leading_ids(self.tokenizer)
 
     @cached_property
-    def words(self) -> frozenset[str]:
-        """The words of the chat templates, among them the fields of messages that they read."""
-        return frozenset(re.findall(r"\w+", " ".join(self._texts)))
-
-    @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the chat templates read."""
-        return frozenset().union(*map(_variables, self._texts))
-
-    @property
-    def _texts(self) -> list[str]:
         templates = self.tokenizer.chat_template or ""
-        return [templates] if isinstance(templates, str) else [*templates.values()]
+        texts = [templates] if isinstance(templates, str) else templates.values()
+        return frozenset().union(*map(_variables, texts))
 
     def opened(self, ids: list[int]) -> list[int]:
         """``ids`` behind the leading tokens, once, also where a template or text spells them out."""
@@ -172,6 +164,20 @@ class ChatTemplate:
             assert refused is not None
             raise refused
         return incomplete  # a missing text is named with its turn
+
+    def shows(self, messages: Sequence[Message], name: str) -> bool:
+        """Whether the field ``name`` of ``messages`` changes their text, or whether they are refused without it."""
+        if name not in self.text:
+            return False
+        without = [{field: turn[field] for field in turn if field != name} for turn in messages]
+        try:
+            texts = [
+                self.render(self.formed(chat, to_be_continued=False), to_be_continued=False)
+                for chat in (messages, without)
+            ]
+        except BatchError:
+            return True
+        return texts[0] != texts[1]
 
     def render(self, messages: Rendered, *, to_be_continued: bool) -> str:
         """The text of ``messages``, as a prompt or as a conversation. Raises `BatchError` where it is refused."""

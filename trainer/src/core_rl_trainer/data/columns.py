@@ -102,14 +102,15 @@ def unused_columns(
     elif kind.name == "demonstrations" and _lacks(example, "prompt"):
         used = used - {*kind.fields} | {"text"}
     columns = [name for name, value in example.items() if name not in used and value not in EMPTY]
-    read = chat_format.words | MESSAGE_FIELDS
+    chats = {name: example[name] for name in used.intersection(CHATS) if isinstance(example.get(name), list)}
     fields = [
         f"{name}.{field}"
-        for name in used.intersection(CHATS)
-        for message in (example[name] if isinstance(example.get(name), list) else ())
-        for field, value in message.items()
-        if field not in read and value not in EMPTY
+        for name, chat in chats.items()
+        for field in {field for turn in chat for field in turn if turn[field] not in EMPTY} - MESSAGE_FIELDS
+        if not chat_format.template(example).shows(chat, field)
     ]
+    completions = [name for name in chats if name != "prompt" and chats[name][-1]["role"] != "assistant"]
+    fields += [f"{name} after the last answer" for name in completions]
     return [*example.get(REPLACED, ()), *columns, *sorted(fields)]
 
 

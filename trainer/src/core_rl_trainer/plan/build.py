@@ -254,7 +254,11 @@ def check_adapter(model: ModelConfig) -> None:
         raise_all(ConfigError, subject, [*adapter_problems(model.lora, model.head, directory)])
         shapes = HFShardedState(model_on_meta(model), None, {}, Comm()).shapes("adapter")
         files = TensorFiles(directory, TENSOR_FILE)
-        check_source(files, shapes, "its tensors are not those of model.lora")
+        modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in files.names()})
+        required = (
+            f"its tensors are for {modules}, and model.lora.target_modules is {model.lora.target_modules!r}"
+        )
+        check_source(files, shapes, required)
         damaged = [name for name in files.names() if not files.read(name).isfinite().all()]
     except (CheckpointError, WeightsError) as error:
         raise ConfigError(f"{subject}: {error}") from error

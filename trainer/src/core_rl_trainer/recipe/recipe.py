@@ -266,6 +266,10 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
         for source in sources
         if is_missing(source)
     ]
+    if "://" in directory:
+        missing.append(
+            f"field 'output_dir' = {directory!r} is a URL; name a directory (checkpoint_url takes URLs)"
+        )
     raise_all(ConfigError, str(path), missing)  # before a model is downloaded
     return with_local_models(recipe, str(path))
 
