@@ -35,7 +35,7 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.plain import NUMBER
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.config import RewardSection
-from core_rl_trainer.run.rollouts import Rollouts
+from core_rl_trainer.run.rollouts import Rollouts, objects_frozen
 from core_rl_trainer.workflows.user_code import LoadedCode, open_user_code
 
 VOCABULARY, PROMPT, COMPLETION = 1000, 8, 12
@@ -106,9 +106,12 @@ def open_rollouts(completions: int, group: int) -> Iterator[Rollouts]:
     engine = InferenceEngine(spec, config, InstantBackend())
     engine.initialize()
     try:
-        with open_user_code(
-            code, tokenizer, reward_processes=0, reward_timeout_s=None, skip_special_tokens=True
-        ) as user:
+        with (
+            open_user_code(
+                code, tokenizer, reward_processes=0, reward_timeout_s=None, skip_special_tokens=True
+            ) as user,
+            objects_frozen(),
+        ):
             yield Rollouts(
                 engine=engine,
                 user=user,

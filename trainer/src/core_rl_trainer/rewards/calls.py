@@ -238,12 +238,12 @@ async def call_user(
     A plain function cannot be interrupted. One that is given up is left behind in its thread, which
     does not keep the process alive.
     """
-    if loop is not None and is_coroutine_function(function):
-        return await call_on_loop(loop, function, *args)
-    if is_coroutine_function(function):
-        value = function(*args)
-    else:
+    if not is_coroutine_function(function):
         value = await (threads or UserThreads()).call(function, args)
+    elif loop is not None:
+        return await call_on_loop(loop, function, *args)
+    else:
+        value = function(*args)
     if not inspect.isawaitable(value):
         return value
     return await value if loop is None else await call_on_loop(loop, awaited, value)
@@ -295,7 +295,10 @@ def _raised(error: BaseException) -> Any:
 
 async def gather_group(members: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
     """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
-    tasks = [asyncio.ensure_future(member) for member in members]
+    coroutines = list(members)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(member) for member in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:

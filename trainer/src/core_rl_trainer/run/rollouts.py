@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,16 @@ TRAINING, EVALUATION = 0, 1
 
 SHOWN = 120
 """Characters of a prompt that an error shows."""
+
+
+@contextmanager
+def objects_frozen() -> Iterator[None]:
+    """Hide the present objects from the garbage collector, which runs often where completions are many."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True, kw_only=True)
