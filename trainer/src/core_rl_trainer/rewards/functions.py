@@ -25,7 +25,7 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 class RewardFn(Protocol):
     """Scores one completion, from token ids: a function that needs text decodes them.
 
-    It may be a plain function, which runs in a thread of its own, a coroutine function, or either of
+    It may be a plain function, which runs in a thread, a coroutine function, or either of
     them in other processes (`core_rl_trainer.rewards.process.ProcessReward`). ``data`` is the sample that the
     loader gave, with whatever the function needs, such as ``answer``. None: it does not apply to this sample.
     """
