@@ -35,7 +35,7 @@ from core_rl.registry.spec import EngineSpec
 from core_rl_trainer.data.plain import NUMBER
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.rewards.config import RewardSection
-from core_rl_trainer.run.rollouts import Rollouts, objects_frozen
+from core_rl_trainer.run.rollouts import Rollouts, rare_collections
 from core_rl_trainer.workflows.user_code import LoadedCode, open_user_code
 
 VOCABULARY, PROMPT, COMPLETION = 1000, 8, 12
@@ -110,7 +110,7 @@ def open_rollouts(completions: int, group: int) -> Iterator[Rollouts]:
             open_user_code(
                 code, tokenizer, reward_processes=0, reward_timeout_s=None, skip_special_tokens=True
             ) as user,
-            objects_frozen(),
+            rare_collections(),
         ):
             yield Rollouts(
                 engine=engine,

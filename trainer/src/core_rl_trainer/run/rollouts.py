@@ -34,17 +34,22 @@ if TYPE_CHECKING:
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
 
+ALLOCATIONS = 50_000
+"""Objects that are made between two collections of garbage."""
 SHOWN = 120
 """Characters of a prompt that an error shows."""
 
 
 @contextmanager
-def objects_frozen() -> Iterator[None]:
-    """Hide the present objects from the garbage collector, which runs often where completions are many."""
+def rare_collections() -> Iterator[None]:
+    """Run the garbage collector seldom, since it reads all completions in flight; leave out the present objects."""
+    before = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(ALLOCATIONS, *before[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 
