@@ -108,8 +108,8 @@ def _request_violations(request: LLMRequest, limits: ModelLimits) -> Iterable[st
         )
     yield from media_violations([request.media], 1)
     if request.input_ids:
-        prompt = torch.tensor(request.input_ids)
-        yield from placeholder_violations([prompt], [request.media], limits.image_model)
+        rows = (torch.tensor(ids) for ids in [request.input_ids])  # made only where a model takes images
+        yield from placeholder_violations(rows, [request.media], limits.image_model)
 
 
 def check_response(request: LLMRequest, response: LLMResponse, limits: ModelLimits, weights: range) -> None:

@@ -18,7 +18,7 @@ VIDEO = "video"
 
 
 def placeholder_violations(
-    rows: Sequence[Tensor], media: Sequence[Media], model: PretrainedConfig | None
+    rows: Iterable[Tensor], media: Sequence[Media], model: PretrainedConfig | None
 ) -> Iterator[str]:
     """Sequences whose placeholders are not as many as the features of their images.
 

@@ -34,6 +34,7 @@ class WorkflowExecutor:
         self._episodes = EpisodeQueue(limit, version)
         self._changed = threading.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._will_start = False
         self._loop = LoopThread("core-rl-rollout")
 
     # ------------------------------------------------------------ synchronous
@@ -146,7 +147,8 @@ class WorkflowExecutor:
         self._loop.soon(self._start_ready)
 
     def _start_ready(self) -> None:
-        """On the loop: start waiting episodes while there is room."""
+        """On the loop: start waiting episodes while there is room, and wake the callers."""
+        self._will_start = False
         with self._changed:
             while (episode := self._episodes.start_next()) is not None:
                 task = asyncio.ensure_future(self._run_counted(episode))
@@ -162,8 +164,9 @@ class WorkflowExecutor:
             result = error
         with self._changed:
             self._episodes.end(episode.number, result)
-            self._changed.notify_all()
-        self._start_ready()
+        if not self._will_start:  # once for all episodes that end at one time
+            self._will_start = True
+            asyncio.get_running_loop().call_soon(self._start_ready)
 
     # ------------------------------------------------------------------- state
 

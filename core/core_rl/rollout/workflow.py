@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import NO_MEDIA, Media
+from core_rl.data.order import bounds_of
 from core_rl.data.requests import LLMRequest, LLMResponse, StopReason
 from core_rl.distributed.loop_thread import being_cancelled
 from core_rl.errors import RolloutError
@@ -138,15 +139,21 @@ class Transcript:
         Token fields: ``loss_mask`` (bool; the completions, their stop tokens included), ``logprobs`` (float32;
         from the rollout, 0 elsewhere) and ``versions`` (int64; -1 elsewhere). Meta: ``stop_reason``.
         """
-        return SequenceBatch.from_sequences(
-            [t._ids for t in transcripts],
+
+        def joined(values: Iterable[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+            # A tensor for each sequence would cost more than its values.
+            return torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
+
+        return SequenceBatch(
+            input_ids=joined((t._ids for t in transcripts), torch.long),
+            cu_seqlens=bounds_of(torch.tensor([len(t) for t in transcripts])),
             tokens={
-                "loss_mask": [torch.tensor(t._mask, dtype=torch.bool) for t in transcripts],
-                "logprobs": [torch.tensor(t._logprobs, dtype=torch.float32) for t in transcripts],
-                "versions": [torch.tensor(t._versions, dtype=torch.long) for t in transcripts],
+                "loss_mask": joined((t._mask for t in transcripts), torch.bool),
+                "logprobs": joined((t._logprobs for t in transcripts), torch.float32),
+                "versions": joined((t._versions for t in transcripts), torch.long),
             },
             meta={"stop_reason": [t.stop_reason for t in transcripts]},
-            media=[t.media for t in transcripts] if any(t.media for t in transcripts) else (),
+            media=tuple(t.media for t in transcripts) if any(t.media for t in transcripts) else (),
         )
 
 

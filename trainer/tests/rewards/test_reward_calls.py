@@ -15,7 +15,7 @@ import pytest
 
 from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import RolloutError
-from core_rl_trainer.rewards.calls import call_on_loop
+from core_rl_trainer.rewards.calls import UserThreads, call_on_loop
 from core_rl_trainer.rewards.functions import compute_reward
 
 SOURCE = Path(__file__).read_text().splitlines()
@@ -126,3 +126,31 @@ async def ask(loop: LoopThread, where: str, do: str, timeout_s: float = 20) -> f
     on_loop.__name__, on_loop.__wrapped__ = "score_later", score_later  # type: ignore[attr-defined]
     function = {"thread": score, "coroutine": score_later, "loop": on_loop}[where]
     return await compute_reward(function, [1], [2], {"do": do}, subject="sample 7", timeout_s=timeout_s)
+
+
+def results_of(function: Any, *args: Any, count: int) -> list[Any]:
+    async def work() -> list[Any]:
+        threads = UserThreads()
+        return await asyncio.gather(*(threads.call(function, args) for _ in range(count)))
+
+    return asyncio.run(work())
+
+
+def test_slow_calls_run_at_once() -> None:
+    assert sorted(results_of(threading.Barrier(8).wait, 10.0, count=8)) == list(range(8))
+
+
+def test_quick_calls_share_threads() -> None:
+    assert len(set(results_of(threading.get_ident, count=2000))) < 20
+
+
+def test_hanging_call_delays_no_other() -> None:
+    async def work() -> int:
+        threads = UserThreads()
+        hanging = asyncio.ensure_future(threads.call(ENDED.wait, (10.0,)))
+        await asyncio.sleep(0.05)
+        result: int = await asyncio.wait_for(threads.call(abs, (-1,)), 5)
+        hanging.cancel()
+        return result
+
+    assert asyncio.run(work()) == 1

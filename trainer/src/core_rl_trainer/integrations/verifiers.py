@@ -17,7 +17,7 @@ from core_rl_trainer.data.encoding import encode_prompt, ended_ids
 from core_rl_trainer.data.pieces import continuation_ids, decoded
 from core_rl_trainer.data.tokenizers import all_end_tokens
 from core_rl_trainer.environments import Observation
-from core_rl_trainer.rewards.calls import call_user, guarded, name_of, place_of
+from core_rl_trainer.rewards.calls import call_user, guarded, name_of
 from core_rl_trainer.rewards.functions import as_reward
 from core_rl_trainer.rewards.text import completion_text
 
@@ -157,7 +157,7 @@ class VerifiersEnvironment:
             known = {name: value for name, value in known.items() if name in parameters}
         subject = f"the rubric's function {name_of(function)}"
         value = await guarded(call_user(partial(function, **known)), subject=subject, function=function)
-        return None if value is None else as_reward(value, subject, place_of(function))
+        return None if value is None else as_reward(value, subject, function)
 
     async def close(self) -> None:
         """There are no resources to free."""

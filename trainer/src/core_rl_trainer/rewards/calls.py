@@ -6,11 +6,15 @@ import asyncio
 import inspect
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -22,6 +26,11 @@ _Value = TypeVar("_Value")
 OWN = Path(__file__).parent
 ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 """Exceptions that end a program or an event loop unless caught, such as from ``exit()`` in a function."""
+
+SLOW_S = 0.01
+"""Seconds after which a call counts as slow."""
+IDLE_S = 1.0
+"""Seconds for which a thread waits for another call."""
 
 
 def name_of(function: object) -> str:
@@ -115,17 +124,126 @@ def _note_place(
     cancelled.add_note(place_of(function, lines))
 
 
-async def call_user(function: Callable[..., Any], *args: Any, loop: LoopThread | None = None) -> Any:
-    """``function(*args)``: of a coroutine function on ``loop``, of any other in a thread of its own.
+class UserThreads:
+    """Threads for plain functions of users. Belongs to one event loop.
 
-    Without ``loop``, coroutines run on the running loop.
+    One thread runs call after call, and the results of many come back to the loop at one time. While calls are slow,
+    threads are added, so that these run at once. They are daemons: a hanging call does not keep the process alive.
+    """
 
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._running: set[_Call] = set()
+        self._ended: list[_Call] = []
+        self._lock = threading.Lock()
+        """Guards the threads' number, which is not 0 while calls wait, and the calls that have ended."""
+        self._threads = 0
+        self._watched = False
+
+    async def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """``function(*args)``. A call that is given up is left behind in its thread, or not begun."""
+        loop = asyncio.get_running_loop()
+        call = _Call(partial(function, *args), loop.create_future())
+        with self._lock:
+            self._calls.put(call)
+            idle = not self._threads
+        if idle:
+            self._add_thread()
+        if not self._watched:
+            self._watched = True
+            loop.call_later(SLOW_S, self._watch, loop)
+        try:
+            value, error = await call.result
+        except asyncio.CancelledError as cancelled:
+            frame = sys._current_frames().get(call.thread) if call in self._running else None
+            _note_place(cancelled, function, [] if frame is None else [*traceback.walk_stack(frame)][::-1])
+            raise
+        if error is not None:
+            raise error
+        return value
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            self._threads += 1
+        threading.Thread(target=self._work, name="core-rl-user-code", daemon=True).start()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Add a thread for each slow call, as long as others wait."""
+        waiting, now = self._calls.qsize(), time.monotonic()
+        slow = sum(now - call.started > SLOW_S for call in self._running.copy())
+        for _ in range(min(slow, waiting)):
+            self._add_thread()
+        self._watched = waiting > 0
+        if self._watched:
+            loop.call_later(SLOW_S, self._watch, loop)
+
+    def _work(self) -> None:
+        """In a thread: run calls until none has come for a while."""
+        while True:
+            try:
+                call = self._calls.get(timeout=IDLE_S)
+            except Empty:
+                with self._lock:
+                    if self._calls.empty():
+                        self._threads -= 1
+                        return
+                continue
+            if not call.result.cancelled():
+                self._run(call)
+
+    def _run(self, call: _Call) -> None:
+        call.thread, call.started = threading.get_ident(), time.monotonic()
+        self._running.add(call)
+        try:
+            call.outcome = call.work(), None
+        except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
+            call.outcome = None, error
+        self._running.discard(call)
+        with self._lock:
+            self._ended.append(call)
+            first = len(self._ended) == 1
+        if first:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                call.result.get_loop().call_soon_threadsafe(self._hand_over)
+
+    def _hand_over(self) -> None:
+        """On the loop: the results of all calls that have ended."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+        for call in ended:
+            if not call.result.done():
+                call.result.set_result(call.outcome)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a user's function."""
+
+    work: Callable[[], Any]
+    result: asyncio.Future[tuple[Any, BaseException | None]]
+    thread: int = 0
+    started: float = 0.0
+    outcome: tuple[Any, BaseException | None] = (None, None)
+
+
+async def call_user(
+    function: Callable[..., Any],
+    *args: Any,
+    loop: LoopThread | None = None,
+    threads: UserThreads | None = None,
+) -> Any:
+    """``function(*args)``: of a coroutine function on ``loop``, of any other in ``threads``.
+
+    Without ``loop``, coroutines run on the running loop; without ``threads``, a plain function has a thread of its own.
     A plain function cannot be interrupted. One that is given up is left behind in its thread, which
     does not keep the process alive.
     """
-    if loop is not None and is_coroutine_function(function):
+    if not is_coroutine_function(function):
+        value = await (threads or UserThreads()).call(function, args)
+    elif loop is not None:
         return await call_on_loop(loop, function, *args)
-    value = function(*args) if is_coroutine_function(function) else await _in_thread(function, args)
+    else:
+        value = function(*args)
     if not inspect.isawaitable(value):
         return value
     return await value if loop is None else await call_on_loop(loop, awaited, value)
@@ -135,28 +253,6 @@ def is_coroutine_function(function: object) -> bool:
     """Whether a call of ``function`` runs nothing yet; also for objects with such a ``__call__``."""
     call = getattr(function, "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run ``function`` in a daemon thread, since a hanging thread of a pool would keep the process alive."""
-    outcome = _pending()
-
-    def work() -> None:
-        try:
-            value = function(*args)
-        except BaseException as error:  # noqa: BLE001  (the thread's boundary: the caller raises it)
-            outcome.set_result(partial(_raised, error))
-        else:
-            outcome.set_result(lambda: value)
-
-    thread = threading.Thread(target=work, name="core-rl-user-code", daemon=True)
-    thread.start()
-    try:
-        return (await asyncio.wrap_future(outcome))()
-    except asyncio.CancelledError as cancelled:
-        frame = sys._current_frames().get(thread.ident or 0) if thread.is_alive() else None
-        _note_place(cancelled, function, [] if frame is None else [*traceback.walk_stack(frame)][::-1])
-        raise
 
 
 async def awaited(value: Awaitable[_Value]) -> _Value:
@@ -199,7 +295,10 @@ def _raised(error: BaseException) -> Any:
 
 async def gather_group(members: Iterable[Coroutine[Any, Any, _Value]]) -> list[_Value]:
     """The results of all ``members``, which run at once. When one fails, the others are ended before it is raised."""
-    tasks = [asyncio.ensure_future(member) for member in members]
+    coroutines = list(members)
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(member) for member in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:

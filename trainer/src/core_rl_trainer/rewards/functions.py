@@ -25,7 +25,7 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 class RewardFn(Protocol):
     """Scores one completion, from token ids: a function that needs text decodes them.
 
-    It may be a plain function, which runs in a thread of its own, a coroutine function, or either of
+    It may be a plain function, which runs in a thread, a coroutine function, or either of
     them in other processes (`core_rl_trainer.rewards.process.ProcessReward`). ``data`` is the sample that the
     loader gave, with whatever the function needs, such as ``answer``. None: it does not apply to this sample.
     """
@@ -62,7 +62,7 @@ async def compute_reward(
     """
     full_subject = f"{subject}: the reward function {name_of(reward)}"
     value = await _returned(reward, prompt_ids, output_ids, data, subject=full_subject, timeout_s=timeout_s)
-    return None if value is None else as_reward(value, full_subject, place_of(reward))
+    return None if value is None else as_reward(value, full_subject, reward)
 
 
 async def compute_rewards(
@@ -77,7 +77,7 @@ async def compute_rewards(
     """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
     full_subject = f"{subject}: the reward function {name_of(reward)}"
     value = await _returned(reward, prompt_ids, completions, data, subject=full_subject, timeout_s=timeout_s)
-    return as_rewards(value, len(completions), full_subject, place_of(reward))
+    return as_rewards(value, len(completions), full_subject, reward)
 
 
 async def _returned(
@@ -87,21 +87,22 @@ async def _returned(
     return await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
 
 
-def as_reward(value: object, subject: str, place: str = "") -> float:
+def as_reward(value: object, subject: str, function: object = None) -> float:
     """``value`` as a float in the range of float32, or a `RolloutError` that begins with ``subject``.
 
+    It names the line of ``function``.
     Arrays and tensors of one element are numbers, as truth values are. A text is none.
     """
     number = None if np.ma.is_masked(value) else _number(value)
     if number is None:
         batched = ", or set 'batched: true' in 'rewards'" if isinstance(value, list | tuple) else ""
         raise RolloutError(
-            f"{subject} returned {shown(value)}, not a number{place}\n"
+            f"{subject} returned {shown(value)}, not a number{place_of(function)}\n"
             f"fix: return a float for every completion{batched}"
         )
     if not abs(number) <= FLOAT32_MAX:
         raise RolloutError(
-            f"{subject} returned {shown(value)}; rewards are finite, and in the range of float32{place}\n"
+            f"{subject} returned {shown(value)}; rewards are finite, and in the range of float32{place_of(function)}\n"
             "fix: return a finite number"
         )
     return number
@@ -122,18 +123,20 @@ def _number(value: object) -> float | None:
         return None
 
 
-def as_rewards(value: object, count: int, subject: str, place: str = "") -> list[float | None]:
+def as_rewards(value: object, count: int, subject: str, function: object = None) -> list[float | None]:
     """``value``, a list, array or tensor, as ``count`` floats or None; else a `RolloutError`, as of `as_reward`."""
     values = value.tolist() if hasattr(value, "tolist") else value
     fix = "fix: return a list with a float for each completion, in their order"
     if not isinstance(values, list | tuple):
-        raise RolloutError(f"{subject} returned {shown(value)}, not a list of {count} numbers{place}\n{fix}")
+        raise RolloutError(
+            f"{subject} returned {shown(value)}, not a list of {count} numbers{place_of(function)}\n{fix}"
+        )
     if len(values) != count:
         raise RolloutError(
-            f"{subject} returned a list of length {len(values)} for {count} completions{place}\n{fix}"
+            f"{subject} returned a list of length {len(values)} for {count} completions{place_of(function)}\n{fix}"
         )
     return [
-        None if number is None else as_reward(number, f"{subject}, for completion {n},", place)
+        None if number is None else as_reward(number, f"{subject}, for completion {n},", function)
         for n, number in enumerate(values)
     ]
 

@@ -200,5 +200,5 @@ def _checked(
     if inspect.isawaitable(value):
         value = _event_loop().run(awaited(value))
     if batched:
-        return as_rewards(value, len(args[-2]), "it", place_of(function))
-    return None if value is None else as_reward(value, "it", place_of(function))
+        return as_rewards(value, len(args[-2]), "it", function)
+    return None if value is None else as_reward(value, "it", function)

@@ -43,7 +43,7 @@ from core_rl_trainer.rewards.config import REWARD_MODEL
 from core_rl_trainer.rewards.terms import TERM, reward_metrics
 from core_rl_trainer.run.engines import Roles, open_roles
 from core_rl_trainer.run.loop import Learner
-from core_rl_trainer.run.rollouts import Rollouts
+from core_rl_trainer.run.rollouts import Rollouts, rare_collections
 from core_rl_trainer.run.run_directory import RunDirectory
 from core_rl_trainer.workflows.user_code import open_user_code
 
@@ -322,6 +322,7 @@ def open_online(
             reward_timeout_s=settings.reward_timeout_s,
             skip_special_tokens=settings.skip_special_tokens,
         ) as user,
+        rare_collections(),
     ):
         rollouts = Rollouts(
             engine=roles.rollout,

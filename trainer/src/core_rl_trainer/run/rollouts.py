@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,8 +34,23 @@ if TYPE_CHECKING:
 TRAINING, EVALUATION = 0, 1
 """Streams of seeds."""
 
+ALLOCATIONS = 50_000
+"""Objects that are made between two collections of garbage."""
 SHOWN = 120
 """Characters of a prompt that an error shows."""
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Run the garbage collector seldom, since it reads all completions in flight; leave out the present objects."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(ALLOCATIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 @dataclass(frozen=True, kw_only=True)

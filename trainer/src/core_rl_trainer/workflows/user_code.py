@@ -13,7 +13,7 @@ from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
-from core_rl_trainer.rewards.calls import call_on_loop, call_user, name_of
+from core_rl_trainer.rewards.calls import UserThreads, call_on_loop, call_user, name_of
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
@@ -129,28 +129,30 @@ def open_user_code(
 ) -> Iterator[UserCode]:
     """``loaded``, ready to be called; its processes and its event loop end with the context."""
     with ExitStack() as stack:
-        loop = LoopThread("core-rl-rewards")
+        loop, threads = LoopThread("core-rl-rewards"), UserThreads()
         stack.callback(_close_loop, loop)
         opened: dict[tuple[str, bool], Callable[..., Any]] = {}
         for (name, batched), function in loaded.rewards.items():
+            as_text = partial(
+                TextReward, tokenizer=tokenizer, skip_special_tokens=skip_special_tokens, batched=batched
+            )
             if reward_processes and not isinstance(function, HttpReward):
                 assert reward_timeout_s is not None  # the recipe requires both
-                opened[name, batched] = stack.enter_context(
-                    ProcessReward(
-                        NamedReward(name),
-                        processes=reward_processes,
-                        timeout_s=reward_timeout_s,
-                        batched=batched,
-                    )
+                process = ProcessReward(
+                    NamedReward(name),
+                    processes=reward_processes,
+                    timeout_s=reward_timeout_s,
+                    batched=batched,
                 )
+                opened[name, batched] = _OnLoop(as_text(stack.enter_context(process)), None, threads)
             else:
                 if isinstance(function, HttpReward):
                     stack.callback(_close_endpoint, loop, function)
-                opened[name, batched] = _OnLoop(function, loop)
+                opened[name, batched] = _OnLoop(as_text(function), loop, threads)
         terms = tuple(
             RewardTerm(
                 name=section.label,
-                function=TextReward(opened[section.call], tokenizer, skip_special_tokens, section.batched),
+                function=opened[section.call],
                 weight=section.weight,
                 batched=section.batched,
             )
@@ -166,18 +168,18 @@ def open_user_code(
 
 
 class _OnLoop:
-    """A function whose coroutines run on the loop of rewards, also where a plain function returns them.
+    """A function in ``threads`` whose coroutines run on ``loop``, that of rewards, or else on the caller's.
 
     So a blocking call does not stall the generation, and clients that functions keep belong to one loop.
     """
 
-    def __init__(self, function: Any, loop: LoopThread) -> None:
+    def __init__(self, function: Any, loop: LoopThread | None, threads: UserThreads) -> None:
         self.__name__ = name_of(function)
         self.__wrapped__ = function
-        self._loop = loop
+        self._loop, self._threads = loop, threads
 
     async def __call__(self, *args: Any) -> Any:
-        return await call_user(self.__wrapped__, *args, loop=self._loop)
+        return await call_user(self.__wrapped__, *args, loop=self._loop, threads=self._threads)
 
 
 class _EnvironmentOnLoop:
