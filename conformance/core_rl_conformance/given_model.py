@@ -76,14 +76,16 @@ class GivenModel:
 
 
 def read_given(path: Path) -> GivenModel:
-    """The model in ``path``; raises `ConfigError` where the oracle cannot compute it, or this machine cannot hold it."""
+    """The model in ``path``; raises `ConfigError` where the oracle cannot compute it, or memory is too small."""
     option = f"--model-dir={path}"
     if not (path / "config.json").is_file():
         raise ConfigError(f"{option}: no config.json there; give the directory of a Hugging Face model")
     try:
         model_type = str(json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{option}: config.json has no model_type; transformers reads it by that") from error
+        raise ConfigError(
+            f"{option}: config.json has no model_type; transformers reads it by that"
+        ) from error
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
             f"{option}: the oracle does not know the model type {model_type!r}; give a causal language model of "

@@ -19,6 +19,7 @@ from core_rl_conformance.procedures.training import (
     Shadow,
     expected_training,
     optimizer_config,
+    rows_of,
     train_end_to_end,
     training_of,
     verify_rates,
@@ -63,8 +64,9 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
     gradients = subject.gradients(model, data, LOSS)
     for cut in (ONE_PASS, MicroBatchSpec(count=4), MicroBatchSpec(max_tokens=48)):
         group = subject.start(optimizer=optimizer_config(config))
-        start = OptimizerState.start(subject.expected.oracle(model).parameters())
-        steps = Steps(config=config, start=start, grads=[gradients.oracle.grads], rates=[config.lr])
+        start = OptimizerState.start(rows_of(subject.expected.oracle(model).parameters()))
+        grads = rows_of(gradients.oracle.grads)
+        steps = Steps(config=config, start=start, grads=[grads], rates=[config.lr])
         reported = group.train_batch(data.batch(), LOSS.spec(), cut)
         largest = max(float(value.abs().max()) for value in steps.state().params.values())
         slope = config.lr / config.eps
@@ -73,7 +75,7 @@ def train_batch_follows_the_oracle(subject: EngineUnderTest) -> None:
             name: Tolerance(baseline=slope * t.baseline, floor=floor + slope * t.floor)
             for name, t in gradients.tolerances.items()
         }
-        got = {"params": group.named_tensors("master")}
+        got = {"params": rows_of(group.named_tensors("master"))}
         label = f"after train_batch() with {cut}"
         for finding in compare_steps(label, got, steps, {"params": allowed}, subject.layout.dp):
             subject.verify(finding)
