@@ -16,7 +16,7 @@ from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.base import parse_config
 from core_rl.config.engine import DType
 from core_rl.config.layout import ParallelLayout
-from core_rl.errors import ConfigError
+from core_rl.errors import CheckpointError, ConfigError
 from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import Check
 from core_rl_conformance.profile import Profile
@@ -25,7 +25,7 @@ LAYOUT = re.compile(r"((dp|tp|pp|cp|ep)[1-9]\d*)+(sp)?")
 DEGREE = re.compile(r"([dtpce]p)(\d+)")
 BYTES_EACH = 100
 """For each parameter: the oracle with gradients, the plain models, AdamW in float64, and the engine with exports."""
-SECONDS_EACH = 1.5e-7
+MINUTES_EACH = 1e-8
 """For each parameter and check, on one core."""
 GIB = 2**30
 
@@ -67,7 +67,7 @@ class GivenModel:
         """The line of a session of ``checks`` that says what it takes."""
         train = [check for check in checks if check.kind == "train" and check.partner is None]
         count = sum(check.any_model for check in train)
-        minutes = math.ceil(self.parameters * SECONDS_EACH * count * layouts)
+        minutes = math.ceil(self.parameters * MINUTES_EACH * count * layouts)
         return (
             f"model: {self.path} ({self.model_type}, {self.parameters:,} parameters); about {self.memory_gib:.1f} GiB "
             f"of memory and {minutes} min; {count} of {len(train)} checks, since the others invent a config, a head "
@@ -91,12 +91,12 @@ def read_given(path: Path) -> GivenModel:
             f"{option}: the oracle does not know the model type {model_type!r}; give a causal language model of "
             "transformers"
         )
-    files = TensorFiles(path, "model")
-    model = GivenModel(
-        path=path.resolve(),
-        model_type=model_type,
-        parameters=sum(math.prod(files.shape(name)) for name in files.names()),
-    )
+    try:
+        files = TensorFiles(path, "model")
+        parameters = sum(math.prod(files.shape(name)) for name in files.names())
+    except CheckpointError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    model = GivenModel(path=path.resolve(), model_type=model_type, parameters=parameters)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if model.memory_gib > memory:
         raise ConfigError(
