@@ -30,7 +30,7 @@ class Target:
     spec: EngineSpec
     profile: Profile
     model_dir: str = ""
-    """The model directory that a running server serves; empty for an engine that loads the suite's models."""
+    """The user's model: served by a running server, or loaded by a train engine; empty for the suite's models."""
     longest: int | None = None
     """The tokens that tiny models take; None is their own number."""
     version: str = ""
@@ -52,6 +52,11 @@ class Target:
         return self.spec.kind if self.trainer is None else "trainer"
 
     @property
+    def given(self) -> bool:
+        """Whether a train engine loads the user's model."""
+        return bool(self.model_dir) and self.kind == "train"
+
+    @property
     def noun(self) -> str:
         """The word for it in messages."""
         return "engine" if self.trainer is None else "trainer"
@@ -65,7 +70,8 @@ class Target:
         three, layouts = Setting(layout=ParallelLayout(dp=3)), self.profile.layouts
         several = any(layout.dp > 1 and layout == ParallelLayout(dp=layout.dp) for layout in layouts)
         trains = self.kind != "inference"
-        return three if trains and several and three not in self.profile.places else None
+        added = trains and several and not self.given and three not in self.profile.places
+        return three if added else None
 
     @property
     def places(self) -> tuple[Setting, ...]:

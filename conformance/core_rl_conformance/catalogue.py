@@ -80,6 +80,8 @@ class Check:
     """Whether it runs on vision-language models, with images, as well."""
     quick: bool = True
     """Whether quick sessions run it."""
+    any_model: bool = False
+    """Whether it runs on a user's model too (``--model-dir``): it invents no config and no head."""
     description: str = ""
     """Docstring: the requirement, the reason, and where to look."""
     function: Callable[..., None] = lambda _: None

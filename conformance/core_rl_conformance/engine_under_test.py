@@ -47,7 +47,7 @@ from core_rl_conformance.findings import (
 from core_rl_conformance.hints import diagnose
 from core_rl_conformance.hints.diagnose import Again, Explain, explain_loss, explain_named, explain_tokens
 from core_rl_conformance.hints.tokens import Places
-from core_rl_conformance.inputs.data import LENGTHS, Ragged, Repeated, ragged, with_images
+from core_rl_conformance.inputs.data import GIVEN_LENGTHS, LENGTHS, Ragged, Repeated, ragged, with_images
 from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel, layer_of, save_with
@@ -86,8 +86,10 @@ class EngineUnderTest:
     def model(self, head: Head = "lm", dropout: float = 0.0, layers: int | None = None) -> TinyModel:
         """The tiny model, with this head, and this number of layers or more; None is the family's own.
 
-        ``dropout`` is for an engine that declares it, and 0 for others.
+        ``dropout`` is for an engine that declares it, and 0 for others. A user's model comes as it is.
         """
+        if self.case.target.given:
+            return TinyModel(family=self.case.family, source=self.case.target.model_dir, head=head)
         model = TinyModel(
             family=self.case.family,
             seed=0 if (source := self.case.target.model_dir) else self.case.seed,
@@ -101,9 +103,9 @@ class EngineUnderTest:
         return model.with_multiples(*self.case.multiples)
 
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
-        """Ragged sequences; ``seed`` distinguishes several."""
+        """Ragged sequences, few for a user's model; ``seed`` distinguishes several."""
         drawn = 1000 * self.case.seed + seed
-        data = ragged(self.model().vocab_size, drawn, lengths)
+        data = ragged(self.model().vocab_size, drawn, GIVEN_LENGTHS if self.case.target.given else lengths)
         return with_images(data, self.case.family, drawn) if self.model().vision else data
 
     @property
@@ -184,7 +186,12 @@ class EngineUnderTest:
             raise AssertionError(self.failure_message(problem)) from error
 
     def start_long(self, model: TinyModel) -> tuple[EngineGroup, TinyModel]:
-        """The engine with a ``long`` form of ``model``, without rotary scaling where it refuses the family's."""
+        """The engine with a ``long`` form of ``model``, without rotary scaling where it refuses the family's.
+
+        A user's model comes as it is.
+        """
+        if self.case.target.given:
+            return self.start(), self.model()
         long = replace(model, long=True).with_multiples(*self.case.multiples)
         group = self.start_unless_refused(long)
         if group is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -53,6 +54,8 @@ Judged = TinyModel | TinyAdapter | Snapshot
 """A model, with or without an adapter, whose outputs and gradients the oracle knows."""
 
 ValueT = TypeVar("ValueT")
+LARGE_KEPT = 4
+"""Values of a user's model that are kept: an oracle, a plain model, and two that these have computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +275,9 @@ class ExpectedValues:
         if isinstance(of, Snapshot):
             return compute()
         if (of, *key) not in self._kept:
+            if _of_directory(of):  # each may be as large as the model
+                for oldest in list(self._kept)[: 1 - LARGE_KEPT]:
+                    del self._kept[oldest]
             self._kept[of, *key] = compute()
         value: ValueT = self._kept[of, *key]
         return value
@@ -324,13 +330,20 @@ def run_gradients(
     ``rest`` are runs of the plain model that compute the same from more sequences.
     """
     truth = oracle.gradients(sequences, loss, temperature)
-    runs = [plain.gradients(variant, sequences, loss, temperature) for variant in VARIANTS]
-    runs += rest
+    runs = (plain.gradients(variant, sequences, loss, temperature) for variant in VARIANTS)
+    losses, norms = [], []
+
+    def gradients() -> Iterator[dict[str, Tensor]]:
+        for value, grads in chain(runs, rest):
+            losses.append(value)
+            norms.append(grad_norm(grads))
+            yield grads
+
     return (
         truth,
-        tolerances([grads for _, grads in runs], truth.grads, plain.dtype),
-        scalar_tolerance([value for value, _ in runs], truth.loss, plain.dtype),
-        scalar_tolerance([grad_norm(grads) for _, grads in runs], truth.norm, plain.dtype),
+        tolerances(gradients(), truth.grads, plain.dtype),
+        scalar_tolerance(losses, truth.loss, plain.dtype),
+        scalar_tolerance(norms, truth.norm, plain.dtype),
     )
 
 

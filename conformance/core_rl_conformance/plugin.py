@@ -56,7 +56,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "check servers that this starts with tiny models: 'vllm serve {model} --port {port}'; with --wire",
     },
     "--wire": {"metavar": "WIRE", "help": "the interface of its requests: openai, or an engine over servers"},
-    "--model-dir": {"metavar": "DIR", "help": "the model that it serves, for expected values"},
+    "--model-dir": {
+        "metavar": "DIR",
+        "help": "the model that a server serves, or a Hugging Face directory that train engines are checked on",
+    },
     "--take-over": {
         "action": "store_true",
         "help": "checks may change its weights, its version and its state",

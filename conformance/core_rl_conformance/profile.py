@@ -214,10 +214,7 @@ class Profile:
         for name in ("layouts", "dtypes", "families"):
             if not getattr(self, name):
                 yield f"{name!r} is empty; name at least one"
-        for place in self.places:
-            missing = ", ".join(sorted(place.layout.needed_capabilities() - spec.capabilities))
-            if missing:
-                yield f"layout {place} needs {missing}, undeclared by the engine; declare it or drop the layout"
+        yield from self.undeclared_layouts(spec)
         for setting in self.settings:
             yield from setting.violations(self.families)
         yield from _lost_options("the profile", self.options)
@@ -229,6 +226,13 @@ class Profile:
         yield from self._undeclared(spec)
         for waiver in self.waivers:
             yield from self._waiver_violations(waiver, known_checks)
+
+    def undeclared_layouts(self, spec: EngineSpec) -> Iterator[str]:
+        """Layouts that need a capability which ``spec`` does not declare."""
+        for place in self.places:
+            missing = ", ".join(sorted(place.layout.needed_capabilities() - spec.capabilities))
+            if missing:
+                yield f"layout {place} needs {missing}, undeclared by the engine; declare it or drop the layout"
 
     def _undeclared(self, spec: EngineSpec) -> Iterator[str]:
         for family in sorted(set(self.families) & set(MIXTURES)):

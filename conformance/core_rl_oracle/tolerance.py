@@ -12,7 +12,7 @@ always points the same way, see `signed_mean`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -87,17 +87,19 @@ def scalar_tolerance(variants: Sequence[float], expected: float, dtype: torch.dt
 
 
 def tolerances(
-    variants: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor], dtype: torch.dtype
+    variants: Iterable[Mapping[str, Tensor]], expected: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tolerance]:
-    """The tolerance of each tensor of one kind (all gradients, all weights); they share the floor."""
+    """The tolerance of each tensor of one kind (all gradients, all weights); they share the floor.
+
+    ``variants`` are read one at a time: each may be as large as the model.
+    """
     largest = max((float(value.abs().max()) for value in expected.values() if value.numel()), default=0.0)
     floor = FLOOR_ULPS * torch.finfo(dtype).eps * largest
-    return {
-        name: Tolerance(
-            baseline=max(largest_difference(variant[name], value) for variant in variants), floor=floor
-        )
-        for name, value in expected.items()
-    }
+    baselines = dict.fromkeys(expected, 0.0)
+    for variant in variants:
+        for name, value in expected.items():
+            baselines[name] = max(baselines[name], largest_difference(variant[name], value))
+    return {name: Tolerance(baseline=baseline, floor=floor) for name, baseline in baselines.items()}
 
 
 def signed_mean(

@@ -33,7 +33,7 @@ LOSS = TokenMeanLoss(temperature=0.8)
 MOVED: tuple[CheckpointFormat, ...] = ("sharded", "adapter")
 
 
-@check("I12.adapter-merged", requires={Capability.LORA}, images=True)
+@check("I12.adapter-merged", requires={Capability.LORA}, images=True, any_model=True)
 def exports_are_merged(subject: EngineUnderTest) -> None:
     """``params``, an ``hf`` export and every sync hold ``W + alpha / rank * B A``; the engine's own base stays.
 
@@ -100,7 +100,7 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     return params
 
 
-@check("I11.adapter-alone", requires={Capability.LORA}, each="layout")
+@check("I11.adapter-alone", requires={Capability.LORA}, each="layout", any_model=True)
 def an_adapter_is_saved_alone(subject: EngineUnderTest) -> None:
     """``format="adapter"`` writes what ``peft`` and servers read, float32 and nothing else; it comes back bit for bit.
 

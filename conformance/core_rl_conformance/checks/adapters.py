@@ -25,7 +25,7 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 """Clipped in every step, with an epsilon that makes the update depend on the scale."""
 
 
-@check("I7.adapter-logprobs", requires={Capability.LORA})
+@check("I7.adapter-logprobs", requires={Capability.LORA}, any_model=True)
 def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     """Log-probs and entropy with an adapter are the oracle's, which computes ``W x + alpha / rank * B A x``.
 
@@ -50,7 +50,7 @@ def adapted_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
         )
 
 
-@check("I20.adapter-gradients", requires={Capability.LORA}, images=True)
+@check("I20.adapter-gradients", requires={Capability.LORA}, images=True, any_model=True)
 def gradients_of_the_adapter_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradients of ``A`` and ``B`` are the oracle's, with any cut; nothing below them has one.
 
@@ -86,7 +86,7 @@ def _verify_gradients(
     group.optimizer_zero_grad()
 
 
-@check("I20.adapter-steps", requires={Capability.LORA}, each="layout")
+@check("I20.adapter-steps", requires={Capability.LORA}, each="layout", any_model=True)
 def steps_of_a_new_adapter_are_adamws(subject: EngineUnderTest) -> None:
     """A new adapter is one adapter on all ranks; its steps are AdamW's, and the base stays bit for bit.
 

@@ -156,7 +156,7 @@ def _verify_refused(
     subject.require_error(error, lambda: group.load(label), problem)
 
 
-@check("I11.resume", requires={Capability.SHARDED_CHECKPOINT}, images=True)
+@check("I11.resume", requires={Capability.SHARDED_CHECKPOINT}, images=True, any_model=True)
 def resume_is_bitwise(subject: EngineUnderTest) -> None:
     """Steps, three saves, load of the last into a fresh engine, steps again: bitwise what all give.
 

@@ -34,7 +34,7 @@ LOSSES: tuple[CheckLoss, ...] = (TOKEN_MEAN, SequenceMeanLoss())
 OF_ENTROPY = OutputsLoss(names=("entropy",), temperature=0.8)
 
 
-@check("I1.gradients", images=True)
+@check("I1.gradients", images=True, any_model=True)
 def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     """The gradient of every parameter is that of (sum of totals) / (sum of weights), the oracle's.
 
@@ -57,7 +57,7 @@ def gradients_match_the_oracle(subject: EngineUnderTest) -> None:
     verify_steps_of_losses(subject, group, losses)
 
 
-@check("I1.micro-batches", images=True)
+@check("I1.micro-batches", images=True, any_model=True)
 def micro_batches_change_nothing(subject: EngineUnderTest) -> None:
     """Loss, metrics and gradients do not depend on the number of micro-batches or their budget.
 
@@ -103,6 +103,7 @@ def _verify_metrics(
     min_dp=2,
     on_three_ranks=True,
     images=True,
+    any_model=True,
 )
 def unequal_ranks_change_nothing(subject: EngineUnderTest) -> None:
     """The gradients do not depend on how sequences fall on data-parallel ranks, even if one has none.
@@ -170,7 +171,7 @@ def means_of_ranks_are_averaged(subject: EngineUnderTest) -> None:
         group.optimizer_zero_grad()
 
 
-@check("I4.grad-norm", images=True)
+@check("I4.grad-norm", images=True, any_model=True)
 def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None:
     """The reported norm is the norm of the gathered gradients before clipping, and the oracle's.
 
@@ -201,7 +202,7 @@ def reported_norm_is_the_norm_of_the_gradients(subject: EngineUnderTest) -> None
     )
 
 
-@check("I5.two-calls", each="layout", on_three_ranks=True, images=True)
+@check("I5.two-calls", each="layout", on_three_ranks=True, images=True, any_model=True)
 def several_calls_equal_one(subject: EngineUnderTest) -> None:
     """Two, three and five calls of ``forward_backward`` with the ``total_weight`` of all leave the gradients of one.
 
@@ -246,7 +247,7 @@ def _loss_part(group: EngineGroup, data: Ragged, total_weight: float) -> float:
     return metrics["loss"] * weight / total_weight if weight else 0.0
 
 
-@check("I5.eval-leaves-nothing", each="layout")
+@check("I5.eval-leaves-nothing", each="layout", any_model=True)
 def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     """``eval_batch`` reports the oracle's loss, never steps, and neither leaves nor disturbs gradients.
 
@@ -270,7 +271,7 @@ def evaluation_leaves_nothing(subject: EngineUnderTest) -> None:
     subject.verify_same("weights after evaluations", group.named_tensors("master"), before)
 
 
-@check("I6.masked-nan", each="layout")
+@check("I6.masked-nan", each="layout", any_model=True)
 def masked_nan_is_harmless(subject: EngineUnderTest) -> None:
     """NaN in a field at positions that are not trained changes neither the loss nor any gradient.
 
@@ -288,7 +289,7 @@ def masked_nan_is_harmless(subject: EngineUnderTest) -> None:
         group.optimizer_zero_grad()
 
 
-@check("I6.masked-tokens", each="layout")
+@check("I6.masked-tokens", each="layout", any_model=True)
 def untrained_tokens_count_nothing(subject: EngineUnderTest) -> None:
     """Tokens that are not trained enter neither the loss, nor its weight, nor a gradient through their log-prob.
 

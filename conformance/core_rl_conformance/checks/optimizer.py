@@ -50,7 +50,7 @@ CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_
 """Clipped in every step, with an epsilon that makes the update depend on the scale."""
 
 
-@check("I20.adamw", images=True)
+@check("I20.adamw", images=True, any_model=True)
 def steps_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """Weights and moments after several steps match a float64 AdamW on the engine's own gradients.
 

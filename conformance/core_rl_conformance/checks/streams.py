@@ -28,7 +28,7 @@ TINY_BUCKET = 4096
 """Less than most tensors of a tiny model have."""
 
 
-@check("I12.tensor", requires={Capability.SYNC_TENSOR}, images=True)
+@check("I12.tensor", requires={Capability.SYNC_TENSOR}, images=True, any_model=True)
 def tensor_sync_sends_the_present_weights(subject: EngineUnderTest) -> None:
     """``upload_weights`` by tensor sends every parameter once, as it is after the last step or load, bit for bit.
 

@@ -6,6 +6,7 @@ amplifies the noise of tiny ones and hides bugs in large ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +28,7 @@ from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.procedures.outputs import PROBE
 from core_rl_conformance.trajectory import ExpectedTraining, Training
-from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule
+from core_rl_oracle.oracle import AdamW, OptimizerState, Schedule, grad_norm
 from core_rl_oracle.plain_adamw import step_tolerances
 from core_rl_oracle.tolerance import Tolerance, largest_difference
 
@@ -36,6 +37,8 @@ CONSTANT = Schedule()
 MOMENTS: tuple[TensorKind, ...] = ("exp_avg", "exp_avg_sq")
 LOSS = TokenMeanLoss(temperature=0.8)
 CUT = MicroBatchSpec(max_tokens=48)
+LARGE = 1 << 16
+"""More numbers than any tensor of a tiny model has."""
 BATCHES = (0, 1, 0, 2)
 """The batch of each step; one comes again, as in a second epoch."""
 CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_norm=0.5)
@@ -54,6 +57,14 @@ def optimizer_config(config: AdamW, schedule: Schedule = CONSTANT) -> dict[str, 
     }
 
 
+def rows_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, and of those above `LARGE` numbers rows at equal distances: an optimizer step is elementwise."""
+    return {
+        name: value if value.numel() <= LARGE else value[:: math.ceil(value.numel() / LARGE)].clone()
+        for name, value in tensors.items()
+    }
+
+
 @dataclass(kw_only=True)
 class Shadow:
     """A float64 AdamW that takes every step that the engine takes."""
@@ -65,6 +76,8 @@ class Shadow:
     lr_steps: int = 0
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
     """Frozen parameters, unchanged bit for bit."""
+    clipping: AdamW | None = None
+    """The config that clips by the norm of whole gradients, where ``state`` has rows of them; ``config`` has none."""
     _start: OptimizerState = field(init=False)
     _grads: list[Mapping[str, Tensor]] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
@@ -83,13 +96,15 @@ class Shadow:
         """
         progress = group.progress
         master = group.named_tensors("master")
-        trained = {name: value for name, value in master.items() if name not in frozen}
+        trained = rows_of({name: value for name, value in master.items() if name not in frozen})
+        whole = all(trained[name].numel() == master[name].numel() for name in trained)
         state = replace(OptimizerState.start(trained), count=progress.updates)
         for kind in MOMENTS:
-            tensors = group.named_tensors(kind)
+            tensors = rows_of(group.named_tensors(kind))
             getattr(state, kind).update({name: tensors[name].double() for name in tensors if name in trained})
         return Shadow(
-            config=config,
+            config=config if whole else replace(config, max_grad_norm=None),
+            clipping=None if whole else config,
             state=state,
             schedule=schedule,
             lr_steps=progress.lr_steps,
@@ -125,7 +140,10 @@ class Shadow:
         broken = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
         subject.require(not broken, f"gradients {label} are not finite: {', '.join(broken[:6])}")
         reported = group.optimizer_step()
-        norm = self.config.step(self.state, grads, self.rate)
+        norm, rows = grad_norm(grads), rows_of(grads)
+        if self.clipping is not None:
+            rows = {name: grad * self.clipping.clip_scale(norm) for name, grad in rows.items()}
+        self.config.step(self.state, rows, self.rate)
         tolerance = Tolerance(baseline=0.0, floor=1e-6 * norm)
         subject.verify_scalar(
             f"the norm {label}",
@@ -137,9 +155,9 @@ class Shadow:
         exact = Tolerance(baseline=0.0, floor=1e-12 * self.config.lr)
         subject.verify_scalar(f"the learning rate {label}", reported["lr"], self.rate, exact)
         subject.require(reported["update_successful"] == 1.0, f"the update {label} was not made: {reported}")
-        self._grads.append(grads)
+        self._grads.append(rows)
         self._rates.append(self.rate)
-        self._weights.append(group.named_tensors("master"))
+        self._weights.append(rows_of(group.named_tensors("master")))
         group.lr_scheduler_step()
         self.lr_steps += 1
         return reported["grad_norm"]
@@ -154,6 +172,7 @@ class Shadow:
         if self.frozen:
             subject.verify_same(f"frozen weights {label}", still, self.frozen)
         got = {"params": weights, **{kind: group.named_tensors(kind) for kind in MOMENTS}}
+        got = {kind: rows_of(tensors) for kind, tensors in got.items()}
         steps = Steps(config=self.config, start=self._start, grads=self._grads, rates=self._rates)
         for finding in compare_steps(label, got, steps, allowed, subject.layout.dp):
             if finding.problem is not None:

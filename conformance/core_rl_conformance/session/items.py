@@ -24,6 +24,7 @@ from core_rl_conformance.case import Case, Target
 from core_rl_conformance.catalogue import Check, checks_in, declared_checks
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import ExpectedValues
+from core_rl_conformance.given_model import GivenModel
 from core_rl_conformance.outcomes import (
     CaseRecord,
     LostRequests,
@@ -102,6 +103,8 @@ class Plan(NamedTuple):
 
     targets: list[Target]
     selection: Selection
+    given: GivenModel | None = None
+    """The user's model for train engines."""
 
 
 PLAN = pytest.StashKey[Plan]()
@@ -133,10 +136,11 @@ class CheckFile(pytest.File):
             yield CheckItem.build(self, replace(case, check=share))
 
     def _cases(self, check: Check, plan: Plan) -> Iterator[Case]:
-        for target in plan.targets:
+        targets = [target for target in plan.targets if check.any_model or not target.given]
+        for target in targets:
             yield from cases(check, target, plan.selection)
             yield from three_rank_cases(check, target, plan.selection)
-        yield from pair_cases(check, plan.targets, plan.selection)
+        yield from pair_cases(check, targets, plan.selection)
 
 
 class CheckItem(pytest.Item):

@@ -24,6 +24,7 @@ from core_rl_conformance.case import Target
 from core_rl_conformance.catalogue import CHECKS_DIRECTORY, load_checks
 from core_rl_conformance.disk_cache import DiskCache
 from core_rl_conformance.expected_values import ExpectedValues
+from core_rl_conformance.given_model import read_given
 from core_rl_conformance.outcomes import CaseRecord, Outcome
 from core_rl_conformance.profile import MOE
 from core_rl_conformance.report.code import suite_code
@@ -82,7 +83,7 @@ class ConformanceSession:
         self.plan = _plan(config)
         config.stash[PLAN] = self.plan
         self._aim()
-        narrowed = self.plan.selection.narrowed or self._filtered()
+        narrowed = self.plan.selection.narrowed or self._filtered() or self.plan.given is not None
         self.summary = Summary(self.plan, narrowed)
         # Imported objects are no garbage; pytest looks through it five times at the end, for half a second each.
         gc.freeze()
@@ -103,9 +104,15 @@ class ConformanceSession:
 
     # ------------------------------------------------------------ collection
 
-    def pytest_report_header(self) -> str:
-        names = ", ".join(target.spec.name for target in self.plan.targets)
-        return f"core-rl conformance: {names}; checks in {CHECKS_DIRECTORY}; seed {self.plan.selection.seed}"
+    def pytest_report_header(self) -> list[str]:
+        targets, selection, given = self.plan
+        names = ", ".join(target.spec.name for target in targets)
+        lines = [f"core-rl conformance: {names}; checks in {CHECKS_DIRECTORY}; seed {selection.seed}"]
+        if given is not None:
+            checks = [check for name, check in load_checks().items() if selection.wants(name)]
+            places = sum(len(target.profile.layouts) for target in targets if target.given)
+            lines.append(given.header(checks, places))
+        return lines
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_ignore_collect(self, collection_path: Path) -> bool:
@@ -282,15 +289,21 @@ def _plan(config: pytest.Config) -> Plan:
         targets += [
             load_trainer(name, checks) for name in dict.fromkeys(config.getoption("core_rl_trainer") or ())
         ]
-        targets += [] if (server := _server_arguments(config)) is None else [_load_server(server)]
+        server, directory = _server_arguments(config), config.getoption("core_rl_model_dir")
+        given = read_given(Path(directory)) if directory and server is None else None
+        if given is not None:
+            targets = [given.judged_by(target, selection.layouts, selection.dtype) for target in targets]
+        targets += [] if server is None else [_load_server(server)]
         select(targets, selection, checks)
     except CoreRLError as error:
         raise pytest.UsageError(str(error)) from error
+    if given is not None and selection.soak_minutes is not None:
+        raise pytest.UsageError("--soak with --model-dir: a soak draws models; give one of the two")
     if selection.soak_minutes is not None and all(target.kind != "train" for target in targets):
         raise pytest.UsageError(
             f"--soak: {', '.join(engines)}: no train engine; a soak draws calls of train engines"
         )
-    return Plan(targets, selection)
+    return Plan(targets, selection, given)
 
 
 def _load_server(arguments: ServerArguments) -> Target:
