@@ -100,7 +100,8 @@ class EngineUnderTest:
             layers=layers,
             head_size=self.case.head_size,
         )
-        return model.with_multiples(*self.case.multiples)
+        multiples = self.case.multiples
+        return self.expected.keep(model, ("multiples", multiples), lambda: model.with_multiples(*multiples))
 
     def data(self, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Ragged:
         """Ragged sequences, few for a user's model; ``seed`` distinguishes several."""

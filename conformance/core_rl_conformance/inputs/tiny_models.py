@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,7 +128,7 @@ class TinyModel:
     usual: str = ""
     """The part of `UNUSUAL` that a ``long`` model does without: an engine that ignores it computes such a model."""
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """The number of token ids, of text alone for a vision-language model."""
         return VOCABULARY if self.vision else int(self.config().vocab_size)

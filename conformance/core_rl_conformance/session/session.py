@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 import re
 import secrets
@@ -85,8 +84,6 @@ class ConformanceSession:
         self._aim()
         narrowed = self.plan.selection.narrowed or self._filtered() or self.plan.given is not None
         self.summary = Summary(self.plan, narrowed)
-        # Imported objects are no garbage; pytest looks through it five times at the end, for half a second each.
-        gc.freeze()
 
     def _aim(self) -> None:
         """Let paths that hold a copy of the suite, or no path at all, mean the checks of this one."""

@@ -50,6 +50,7 @@ TRANSFORMERS = PackageVersions(name="transformers", tried=">=5.13,<5.25")
 """Of every engine that builds on models of transformers."""
 
 
+@functools.cache
 def refuse_packages(engine: str, packages: tuple[PackageVersions, ...]) -> None:
     """Raise where a package of ``engine`` is missing, or has a version with which a check fails.
 

@@ -145,7 +145,8 @@ def finished(
     require_causal(built, model)
     use_experts_kernel(built, experts)
     make_rotary_stateless(built)
-    freeze(built, model.frozen)
+    if model.frozen:
+        freeze(built, model.frozen)
     if model.lora is not None:
         add_adapter(built, model.lora, model.head, seed)
     built.config.architectures = [type(built).__name__]  # the class that loads an export

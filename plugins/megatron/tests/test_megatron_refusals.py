@@ -80,6 +80,7 @@ def test_failing_megatron_version_is_refused(
 ) -> None:
     megatron = [package for package in SPEC.packages if package.name == "megatron-core"]
     monkeypatch.setattr(importlib_metadata, "version", lambda name: version)
+    refuse_packages.cache_clear()
     if not refused:
         refuse_packages("megatron", tuple(megatron))
         return
