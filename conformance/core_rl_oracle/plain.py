@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.low_rank import LowRank
@@ -88,15 +88,26 @@ class PlainModel:
         adapter: LowRank | None = None,
         vision: bool = False,
     ) -> None:
-        self.directory = directory
-        self.adapter = adapter
         self.head = head
-        self.vision = vision
         self.dtype = dtype
         self.device = device
-        self._models: dict[str, tuple[PreTrainedModel, dict[str, Tensor]]] = {}
+        self._model: PreTrainedModel = (
+            model_class(head, vision)
+            .from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                local_files_only=True,
+            )
+            .eval()
+        )
+        if adapter is not None:
+            adapter.attach(self._model)
+        torch.nn.Module.to(self._model, device)
+        named = parameters_of(self._model)
+        self._weights = {name: parameter.detach().clone() for name, parameter in named.items()}
         self._nudged: dict[int, list[Tensor]] = {}
-        self._own: dict[str, Tensor] = {}
 
     def outputs(
         self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
@@ -151,7 +162,7 @@ class PlainModel:
         weight: float,
     ) -> float:
         """Run one batch forward and backward; its part of the loss."""
-        model, _ = self._models[variant.attention]
+        model = self._model
         outputs = self._batch(model, variant, rows, sequences, temperature)
         parts = [loss(outputs[index], sequences[index].in_dtype(torch.float32))[0] for index in rows]
         part = torch.stack(parts).sum() / weight
@@ -161,48 +172,26 @@ class PlainModel:
 
     def set_weights(self, values: Mapping[str, Tensor]) -> None:
         """Compute with ``values`` from now on, rounded to the model's dtype."""
-        self._own = dict(values)
         self._nudged.clear()
-        for _, weights in self._models.values():
-            overwrite(weights, self._own)
+        overwrite(self._weights, values)
 
     def model(self, variant: Variant) -> PreTrainedModel:
-        """The model with the weights of ``variant`` and without gradients; one object for each attention."""
-        if variant.attention not in self._models:
-            self._models[variant.attention] = self._load(variant.attention)
-        model, weights = self._models[variant.attention]
-        values = list(weights.values())
+        """The model with the weights and the attention of ``variant`` and without gradients; always one object."""
+        values = list(self._weights.values())
         if variant.nudge is not None:
             if variant.nudge not in self._nudged:
                 self._nudged[variant.nudge] = _nudged(values, variant.nudge)
             values = self._nudged[variant.nudge]
+        model, config = self._model, self._model.config
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), values, strict=True):
                 parameter.copy_(value)
         model.zero_grad(set_to_none=True)
+        capped = getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS
+        attention = "eager" if capped else variant.attention  # torch's sdpa cannot cap the scores, and has no sinks
+        model.set_attn_implementation(attention)
+        model.set_experts_implementation(EXPERTS[attention])
         return model
-
-    def _load(self, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-        config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
-        if getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS:
-            attention = "eager"  # torch's sdpa cannot cap the scores, and has no sinks
-        model: PreTrainedModel = (
-            model_class(self.head, self.vision)
-            .from_pretrained(
-                self.directory,
-                dtype=self.dtype,
-                attn_implementation=attention,
-                experts_implementation=EXPERTS[attention],
-                local_files_only=True,
-            )
-            .eval()
-        )
-        if self.adapter is not None:
-            self.adapter.attach(model)
-        torch.nn.Module.to(model, self.device)
-        weights = {name: parameter.detach().clone() for name, parameter in parameters_of(model).items()}
-        overwrite(weights, self._own)
-        return model, weights
 
     def _batch(
         self,

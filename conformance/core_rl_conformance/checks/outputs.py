@@ -79,13 +79,13 @@ def logits_match_the_oracle(subject: EngineUnderTest) -> None:
     of the drawn tokens cannot show an error in the others.
     Look at: padded vocabulary rows, the alignment with the tokens, the temperature.
     """
-    _verify_token_output(subject, "logits", 1.0)
     model, label = subject.model(), "asked together at temperature 0.6"
     group = subject.start(model)
+    _verify_token_output(subject, "logits", 1.0, group=group)
     names: tuple[OutputName, ...] = ("logprobs", "entropy", "logits")
     verify_forward(subject, group, names, model, subject.data(), label, cut=BUDGET, temperature=0.6)
     long = subject.data(lengths=LONG, seed=3)
-    verify_forward(subject, subject.start(model), ("logits",), model, long, "of a long batch")
+    verify_forward(subject, group, ("logits",), model, long, "of a long batch")
 
 
 @check("I1.logits-gradients", requires={Capability.LOGITS}, each="layout")
