@@ -188,7 +188,9 @@ class PlainModel:
                 parameter.copy_(value)
         model.zero_grad(set_to_none=True)
         capped = getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS
-        attention = "eager" if capped else variant.attention  # torch's sdpa cannot cap the scores, and has no sinks
+        attention = (
+            "eager" if capped else variant.attention
+        )  # torch's sdpa cannot cap the scores, and has no sinks
         model.set_attn_implementation(attention)
         model.set_experts_implementation(EXPERTS[attention])
         return model
