@@ -177,7 +177,7 @@ class SupervisedLearner(Learner):
 
 
 def _drawn_rows(plan: RunPlan) -> dict[str, list[int]]:
-    """The samples that the steps of ``plan`` draw, and those of evaluations and of the page."""
+    """The samples that the steps of ``plan`` draw, its evaluations read, and its page shows."""
     train, held_out = plan.data.train, plan.data.held_out
     order = train.order(plan.recipe.seed)
     drawn = {next(order) for _ in range(plan.schedule.steps * plan.batch_size)}
