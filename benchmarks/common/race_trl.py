@@ -131,7 +131,7 @@ class _Stopwatch(TrainerCallback):
         reward = keywords["logs"].get("eval_reward")
         if reward is not None:
             self._write({"step": state.global_step // self._updates, "eval_reward": reward})
-            control.should_training_stop = reached(reward)
+            control.should_training_stop |= reached(reward)  # or at its last step
 
     def _write(self, row: dict[str, float]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
