@@ -30,7 +30,7 @@ def step_options(doc: str) -> argparse.ArgumentParser:
 
 
 def read(parser: argparse.ArgumentParser, tiny: Mapping[str, object]) -> argparse.Namespace:
-    """The values of the command line; with ``--rehearse`` those of ``tiny`` instead."""
+    """The values of the command line; with ``--rehearse`` the sizes of ``tiny`` instead."""
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes: does the command run?")
     arguments = parser.parse_args()
     if arguments.rehearse:
