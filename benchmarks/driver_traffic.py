@@ -1,7 +1,7 @@
 """Bytes and CPU seconds of the driver in a GRPO step of up to 1,024 ranks.
 
-    python benchmarks/driver_traffic.py --ranks 8 64 --tokens 1000000
-    python benchmarks/driver_traffic.py --ranks 64 --tokens 16000000 --share-prefixes
+    python benchmarks/driver_traffic.py
+    python benchmarks/driver_traffic.py --ranks 64 --tokens 1000000 16000000 --share-prefixes
 
 `EngineGroup` plans, splits, pickles, sends and collects as in a run. Each rank is a TCP connection to a single process,
 which answers for all ranks. Seconds are CPU seconds of the driver; the bandwidth and the FLOP/s of a rank are assumed.
@@ -9,7 +9,6 @@ which answers for all ranks. Seconds are CPU seconds of the driver; the bandwidt
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import socket
@@ -25,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from common.options import options, read
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -34,7 +34,7 @@ from core_rl.data.batch import SequenceBatch
 from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.distributed.channel import Buffer, Channel
-from core_rl.launch.hosts import Slot
+from core_rl.launch.hosts import SharedMessage, Slot
 from core_rl.launch.kept import KeptMessage
 from core_rl.launch.messages import pack_reply
 from core_rl.launch.remote import RankState
@@ -129,10 +129,11 @@ def fake_rank(rank: int, machine: int, sock: socket.socket, clock: Clock) -> Any
     """Return a rank without a process."""
     channel, sentinel = CountingChannel(sock, clock), os.eventfd(0)
 
-    def keep(parts: Sequence[Buffer], _: float) -> KeptMessage:
+    def keep(parts: Sequence[Buffer], _: float) -> SharedMessage:
         clock.first_send = clock.first_send or time.process_time()
         clock.count_sent(parts)
-        return KeptMessage.of(parts)
+        message = KeptMessage.of(parts)
+        return message.reference, message.close
 
     return SimpleNamespace(
         rank=rank, machine=machine, channel=channel, sentinel=sentinel, place="", pid=0, keep=keep,
@@ -220,7 +221,7 @@ def measure(batch: SequenceBatch, ranks: int, tp: int, budget: MicroBatchSpec, r
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=(8, 64, 512, 1024))
     parser.add_argument("--tokens", type=int, nargs="+", default=(1_000_000, 16_000_000))
     parser.add_argument("--flops", type=float, default=400e12, help="model FLOP/s of a rank")
@@ -229,7 +230,7 @@ def main() -> None:
         "--share-prefixes", action="store_true", help="plan for engines that compute prompts once"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = read(parser, {"ranks": [8, 64], "tokens": [100_000], "repeats": 1})
     torch.set_num_threads(1)
     assumed = f"{arguments.gbits:g} Gbit/s, {arguments.flops / 1e12:g} TFLOP/s a rank"
     table = Table(title=f"driver of a GRPO step, {assumed}")

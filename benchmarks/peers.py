@@ -9,29 +9,20 @@ left out; see docs/benchmarks.md to install them.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import tempfile
 from functools import partial
-from pathlib import Path
-
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from common.bare import bare_step, build, pack
-from common.engine import each_rank, engine_step, start_engine, step_options, work_of
+from common.engine import each_rank, engine_step, start_engine, work_of
 from common.measure import Side, compare
+from common.options import installed, read, step_options
 from common.workload import MODEL, make_batch, skewed_lengths
 
 from core_rl.distributed.process_group import RankAddress
 
 COMPILED = {"compile": True, "reshard_after_forward": False, "reduce_scatter": "last"}
 """Options for users with enough memory, and time for the compiler."""
-INSTALL = {
-    "trl": "pip install trl==1.16.0",
-    "verl": "pip install --no-deps verl==0.9.1, with what docs/benchmarks.md lists",
-}
+TINY = {"repeats": 1, "sequences": 4, "rows": 2, "threads": 1}
 
 
 def main() -> None:
@@ -40,7 +31,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="sequences in one micro-batch of TRL")
     parser.add_argument("--no-checkpointing", action="store_true",
                         help="turn off TRL's activation checkpointing, which it does by default")  # fmt: skip
-    each_rank(measure, 1, parser.parse_args())
+    each_rank(measure, 1, read(parser, TINY))
 
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
@@ -71,16 +62,8 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
             from common.verl_side import verl_step
 
             steps["verl, fsdp2"] = verl_step(path, ids, budget=arguments.budget)
-        title = work_of(batch, arguments)
+        title = work_of(batch, arguments.budget, 1)
         compare(title, steps, batch.num_tokens, base="fsdp engine", repeats=arguments.repeats)
-
-
-def installed(peer: str) -> bool:
-    """Whether ``peer`` can be imported; prints the install command if not."""
-    installed = importlib.util.find_spec(peer) is not None
-    if not installed:
-        Console().print(f"{peer} is left out, since it is not installed: {INSTALL[peer]}")
-    return installed
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -26,16 +27,22 @@ from pathlib import Path
 
 import psutil
 import torch
+from common.options import installed, options, read
+from common.race_target import VARIABLE
 from rich.console import Console
 from rich.table import Table
 
-from core_rl_trainer.callbacks import EvaluationEnd, Event, StopRun
-
 SIDES = ("core-rl", "TRL")
-TARGET = "CORE_RL_RACE_TARGET"
-"""Environment variable with the reward to reach."""
+COMMON = Path(__file__).resolve().parent / "common"
 POLL_S = 0.2
 """Seconds between two looks at the CPU times of a run's processes."""
+TINY = {
+    "fields": ["steps=1", "rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.max_new_tokens=4"],
+    "seeds": [0],
+    "every": 1,
+    "target": math.nan,
+}
+"""No reward reaches the target, and none misses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +59,21 @@ class Run:
     process_cpu_s: float
 
 
-def stop_at_target(event: Event) -> None:
-    """Stop the run once the sampled reward on the evaluation prompts is at the target: a callback of core-rl's side."""
-    if isinstance(event, EvaluationEnd) and event.metrics["eval_reward"] >= float(os.environ[TARGET]):
-        raise StopRun("the reward is at the target")
-
-
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--recipe", type=Path, default=Path("examples/grpo_arithmetic.yaml"))
     parser.add_argument("--target", type=float, default=0.6, help="mean reward of sampled completions")
     parser.add_argument("--every", type=int, default=5, help="training steps between two evaluations")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sides", choices=SIDES, nargs="+", default=SIDES)
     parser.add_argument("--output", type=Path, help="a JSON file of all runs")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--fields", nargs="+", default=[], metavar="FIELD=VALUE", help="of the recipe, on both sides"
+    )
+    arguments = read(parser, TINY)
+    if not installed("trl"):
+        arguments.sides = ["core-rl"]
     runs: list[Run] = []
     for number, seed in enumerate(arguments.seeds):
         for side in arguments.sides[:: -1 if number % 2 else 1]:
@@ -96,17 +102,12 @@ def race(side: str, seed: int, arguments: argparse.Namespace) -> Run:
 
 def command(side: str, seed: int, output: Path, arguments: argparse.Namespace) -> list[str]:
     """The command of a run that writes ``metrics.jsonl`` to ``output``."""
-    if side == "TRL":
-        options = ["--seed", str(seed), "--target", str(arguments.target), "--every", str(arguments.every)]
-        program = Path(__file__).parent / "common" / "race_trl.py"
-        return [sys.executable, *map(str, (program, arguments.recipe, output)), *options]
-    return [
-        *(sys.executable, "-m", "core_rl.cli", "train", str(arguments.recipe)),
-        *(f"{name}={value}" for name, value in {
-            "seed": seed, "output_dir": output, "eval_every": arguments.every, "save_every": 10**6,
-            "callbacks": f"[{Path(__file__).resolve()}:stop_at_target]",
-        }.items()),
-    ]  # fmt: skip
+    fields = [*arguments.fields, f"seed={seed}", f"output_dir={output}", f"eval_every={arguments.every}"]
+    program = [str(COMMON / "race_trl.py")]
+    if side == "core-rl":
+        program = ["-m", "core_rl.cli", "train"]
+        fields += ["save_every=1000000", f"callbacks=[{COMMON / 'race_target.py'}:stop_at_target]"]
+    return [sys.executable, *program, str(arguments.recipe), *fields]
 
 
 def measured(arguments: Sequence[str], target: float) -> tuple[float, float]:
@@ -116,7 +117,7 @@ def measured(arguments: Sequence[str], target: float) -> tuple[float, float]:
     start, spent = time.perf_counter(), dict[int, float]()
     with tempfile.TemporaryFile("w+") as messages:
         process = subprocess.Popen(
-            arguments, env=env | {TARGET: str(target)}, stdout=messages, stderr=messages
+            arguments, env=env | {VARIABLE: str(target)}, stdout=messages, stderr=messages
         )
         while process.poll() is None:
             note_cpu_times(process.pid, spent)

@@ -15,36 +15,41 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core/tests"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from common.measure import spread
+from common.options import options, read
 from common.real_memory import equal, export, load
-from common.real_sides import LENGTHS, QWEN2_5_0_5B, Cost, Line, steps_of
+from common.real_sides import QWEN2_5_0_5B, Cost, Line, steps_of
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+SMALL = {**QWEN2_5_0_5B, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 1024}
+TINY = {"rounds": 1, "steps": 1, "model": None, "shape": SMALL}
+
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--part", choices=PARTS, action="append", help="only this one; may be repeated")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--steps", type=int, default=2, help="that count, of each process; one more comes first"
     )
     parser.add_argument("--model", type=Path, help="a directory that keeps the model for the next run")
-    arguments = parser.parse_args()
+    parser.set_defaults(shape=QWEN2_5_0_5B)
+    arguments = read(parser, TINY)
     lines: list[Line] = []
     with tempfile.TemporaryDirectory() as scratch:
         arguments.scratch = Path(scratch)
-        arguments.model = make_model(arguments.model or arguments.scratch / "model")
+        arguments.model = make_model(arguments.model or arguments.scratch / "model", arguments.shape)
         for part in arguments.part or PARTS:
             lines += PARTS[part](arguments)
     table = Table(caption=f"torch {torch.__version__}, one thread for each rank")
@@ -56,11 +61,11 @@ def main() -> None:
     Console(width=max(120, Console().width)).print(table)
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, shape: Mapping[str, Any]) -> Path:
     """Save the model, unless it is there."""
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
-        config = AutoConfig.for_model(**QWEN2_5_0_5B)
+        config = AutoConfig.for_model(**shape)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     return directory
 
@@ -80,14 +85,7 @@ def _beside(label: str, engine: str, hand: str, arguments: argparse.Namespace) -
     costs: dict[str, list[Cost]] = {engine: [], hand: []}
     for number in range(arguments.rounds):
         for side in (engine, hand) if number % 2 else (hand, engine):
-            steps = steps_of(
-                side,
-                str(arguments.model),
-                LENGTHS,
-                QWEN2_5_0_5B["vocab_size"],
-                warmup=1,
-                count=arguments.steps,
-            )
+            steps = steps_of(side, str(arguments.model), warmup=1, count=arguments.steps)
             costs[side].append(Cost(*map(statistics.median, zip(*map(astuple, steps), strict=True))))
             Console(stderr=True).log(side, steps)
     figures: dict[str, Callable[[Cost], float]] = {
@@ -103,11 +101,7 @@ def _beside(label: str, engine: str, hand: str, arguments: argparse.Namespace) -
 
 def _compared(label: str, ours: list[float], by_hand: list[float]) -> Line:
     ratio = statistics.median(a / b for a, b in zip(ours, by_hand, strict=True))
-    return Line(label, f"{_spread(ours)}; by hand {_spread(by_hand)}", ratio, 1.05)
-
-
-def _spread(values: list[float]) -> str:
-    return spread(values) if len(values) > 1 else f"{values[0]:.3f}"
+    return Line(label, f"{spread(ours)}; by hand {spread(by_hand)}", ratio, 1.05)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Line]]] = {

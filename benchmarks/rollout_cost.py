@@ -1,6 +1,6 @@
 """CPU of the driver for each completion of a GRPO rollout: request, reward, text, record and tensors.
 
-    python benchmarks/rollout_cost.py --completions 512 4096 16384 --groups 8 1
+    python benchmarks/rollout_cost.py --completions 512
     python benchmarks/rollout_cost.py --parts
 
 The trainer's `Rollouts` draws from an engine that responds at once. Milliseconds are CPU time of all threads of the
@@ -9,7 +9,6 @@ process; wall time is not measured.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common.options import options, read
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models
@@ -178,12 +178,12 @@ def _module(file: str) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--completions", type=int, nargs="+", default=(512, 4096, 16384))
     parser.add_argument("--groups", type=int, nargs="+", default=(8, 1), help="completions of a prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", action="store_true", help="also the shares of modules, profiled")
-    arguments = parser.parse_args()
+    arguments = read(parser, {"completions": [64], "repeats": 1})
     torch.set_num_threads(1)
     console = Console(width=100)
     table = Table("group", "completions", "CPU ms for each", title="driver of a GRPO rollout")

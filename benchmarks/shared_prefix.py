@@ -1,6 +1,6 @@
 """Steps of GRPO with shared prompts computed once, against the same engine that packs whole sequences.
 
-    python benchmarks/shared_prefix.py [4:1] [1:1] [1:4] --group 8 16
+    python benchmarks/shared_prefix.py --prompts 1 --repeats 4 --threads 1
     python benchmarks/shared_prefix.py 4:1 --group 8 --prompts 24 --ranks 2 4 8
 
 For each ratio of prompt to completion and each group size: log-probs of all tokens, and an update over the completions,
@@ -13,21 +13,17 @@ tokens alone, and by what they share; completions have half to one and a half of
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
+from common.bare import bare_step, build, pack
+from common.engine import each_rank, start_engine
+from common.measure import Side, compare
+from common.options import read, step_options
+from common.workload import MODEL, token_nll
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from common.bare import bare_step, build, pack
-from common.engine import each_rank, start_engine, step_options
-from common.measure import Side, compare
-from common.workload import MODEL, token_nll
 
 from core_rl import LossSpec, MicroBatchSpec
 from core_rl.data.batch import SequenceBatch
@@ -37,6 +33,7 @@ from core_rl.distributed.process_group import RankAddress
 
 LENGTHS = {"4:1": (512, 128), "1:1": (256, 256), "1:4": (128, 512)}
 """Tokens of a prompt and of a completion."""
+TINY = {"repeats": 1, "group": [2], "prompts": 1, "threads": 1}
 
 
 def main() -> None:
@@ -49,7 +46,7 @@ def main() -> None:
         "--ranks", type=int, nargs="*", help="count the tokens of so many data-parallel ranks"
     )
     parser.set_defaults(repeats=5, budget=8192)
-    arguments = parser.parse_args()
+    arguments = read(parser, TINY)
     if arguments.ranks:
         spread_over_ranks(arguments)
     else:

@@ -1,6 +1,6 @@
 """One training step of the engines against hand-written loops, and against each other.
 
-    python benchmarks/train_step.py [loops] [gains] [padded] [megatron]
+    python benchmarks/train_step.py loops
     python benchmarks/train_step.py options --ranks 2
     python benchmarks/train_step.py megatron --profile
 
@@ -13,25 +13,23 @@ parts. ``padded``: padded against packed training on rollouts of skewed lengths.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from common.bare import bare_step, build, pack, pad, shard_model
-from common.engine import each_rank, engine_step, start_engine, step_options, work_of
+from common.engine import each_rank, engine_step, start_engine, work_of
 from common.measure import Side, compare
+from common.options import read, step_options
 from common.workload import MODEL, make_batch, skewed_lengths, train_last
+from rich.console import Console
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.process_group import RankAddress
+
+TINY = {"repeats": 1, "sequences": 4, "rows": 2, "threads": 1}
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rows", type=int, default=8, help="sequences in one padded micro-batch")
     parser.add_argument("--profile", action="store_true", help="list the operations of the last side instead")
-    arguments = parser.parse_args()
+    arguments = read(parser, TINY)
     for name in arguments.comparisons or [name for name in COMPARISONS if name != "options"]:
         arguments.comparison = name
         each_rank(measure, arguments.ranks, arguments)
@@ -103,7 +101,7 @@ def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     if arguments.profile:
         profile(sides[last])
     else:
-        title = work_of(full_batch, arguments)
+        title = work_of(full_batch, arguments.budget, arguments.ranks)
         compare(title, sides, full_batch.num_tokens, base=base, repeats=arguments.repeats)
     for engine in reversed(engines.values()):
         engine.destroy()

@@ -11,24 +11,19 @@ out rewards, decoding and metrics of its rollouts. see docs/benchmarks.md to ins
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from common.bare import build
 from common.measure import rounds, spread
+from common.options import installed, options, read
 from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
 from common.workload import MODEL
+from rich.console import Console
+from rich.table import Table
 
 from core_rl import EngineGroup, MicroBatchSpec
 from core_rl_trainer.algorithms import ModelInterfaceAbstraction, make_interface
@@ -36,11 +31,12 @@ from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 
 PHASES = ("logprobs", "update")
 OURS = "fsdp engine"
+TINY = {"repeats": 1, "prompts": 4, "group": 2, "rows": 2, "threads": 1}
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=4, help="completions to each prompt")
@@ -49,11 +45,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="sequences in one micro-batch of TRL")
     parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
     parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    if importlib.util.find_spec("trl") is None:
-        Console().print("left out, since trl is not installed: pip install trl==1.16.0")
-        return
-    measure(arguments)
+    arguments = read(parser, TINY)
+    if installed("trl"):
+        measure(arguments)
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -23,22 +23,12 @@ Work = Callable[[RankAddress, argparse.Namespace], None]
 HOST = "127.0.0.1"
 
 
-def step_options(doc: str) -> argparse.ArgumentParser:
-    """The options of a script that times training steps; its description is the first line of ``doc``."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
-    parser.add_argument("--threads", type=int, help="of each rank; 2 in all by default")
-    parser.set_defaults(ranks=1)
-    return parser
-
-
-def work_of(batch: SequenceBatch, arguments: argparse.Namespace) -> str:
+def work_of(batch: SequenceBatch, budget: int, ranks: int) -> str:
     """The work of a step in a title."""
-    ranks = "one rank" if arguments.ranks == 1 else f"{arguments.ranks} ranks"
-    tokens = f"{batch.num_sequences} sequences, {batch.num_tokens} tokens, packed to {arguments.budget}"
-    return f"{ranks}, {tokens}, float32"
+    places = "one rank" if ranks == 1 else f"{ranks} ranks"
+    return (
+        f"{places}, {batch.num_sequences} sequences, {batch.num_tokens} tokens, packed to {budget}, float32"
+    )
 
 
 def each_rank(work: Work, ranks: int, arguments: argparse.Namespace) -> None:

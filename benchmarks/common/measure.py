@@ -89,7 +89,9 @@ def _wait() -> None:
 
 
 def spread(values: list[float]) -> str:
-    """The median and the quartiles."""
+    """The median and the quartiles, or the one value."""
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 

@@ -1,20 +1,21 @@
 """A GRPO recipe with TRL's GRPOTrainer, until a held-out reward; a program for `quickstart_race.py`.
 
-    python benchmarks/common/race_trl.py RECIPE OUTPUT --seed 0 --target 0.6 --every 5
+    CORE_RL_RACE_TARGET=0.6 python benchmarks/common/race_trl.py RECIPE [FIELD=VALUE ...]
 
-All settings are read from the recipe. The rows in ``OUTPUT/metrics.jsonl`` have the same names as core-rl's.
+All settings are read from the recipe. The rows in ``metrics.jsonl`` of its output have the same names as core-rl's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import datasets
+from race_target import reached
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState
 from trl import GRPOConfig, GRPOTrainer
@@ -26,15 +27,8 @@ from core_rl_trainer.rewards.text import integer_match
 
 def main() -> None:
     """Train and save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--target", type=float, required=True)
-    parser.add_argument("--every", type=int, required=True, help="rollouts between two evaluations")
-    arguments = parser.parse_args()
-    recipe = load_recipe(arguments.recipe)
-    config = trainer_config(recipe, arguments)
+    recipe = load_recipe(sys.argv[1], sys.argv[2:])
+    config = trainer_config(recipe)
     train, held_out = (
         read_rows(sources[0].path) for sources in (recipe.data.train, recipe.data.eval) if sources
     )
@@ -45,22 +39,22 @@ def main() -> None:
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=AutoTokenizer.from_pretrained(recipe.model.path, padding_side="left"),
-        callbacks=[_Stopwatch(arguments.output, config.steps_per_generation, arguments.target)],
+        callbacks=[_Stopwatch(Path(recipe.output_dir), config.steps_per_generation)],
     )
     trainer.warmup_rollouts = recipe.optimizer.schedule.warmup_steps
     trainer.train()
-    trainer.save_model(str(arguments.output / "model"))
+    trainer.save_model(f"{recipe.output_dir}/model")
 
 
-def trainer_config(recipe: Recipe, arguments: argparse.Namespace) -> GRPOConfig:
+def trainer_config(recipe: Recipe) -> GRPOConfig:
     """The recipe's settings, at their fastest on a CPU: no checkpointing, no logging, no saving."""
     rollout, optimizer = recipe.rollout, recipe.optimizer
     algorithm = make_interface(recipe.algorithm).config
     updates, sequences = algorithm.minibatches, rollout.prompts_per_step * rollout.group_size
     per_token = algorithm.loss.aggregation == "token_mean"
     return GRPOConfig(
-        output_dir=str(arguments.output),
-        seed=arguments.seed,
+        output_dir=recipe.output_dir,
+        seed=recipe.seed,
         use_cpu=True,
         bf16=False,
         model_init_kwargs={"dtype": "float32"},
@@ -86,7 +80,7 @@ def trainer_config(recipe: Recipe, arguments: argparse.Namespace) -> GRPOConfig:
         max_grad_norm=optimizer.max_grad_norm,
         eval_strategy="steps",
         eval_on_start=True,
-        eval_steps=arguments.every * updates,
+        eval_steps=recipe.eval_every * updates,
         num_generations_eval=recipe.eval_samples,
         per_device_eval_batch_size=256 * recipe.eval_samples,
         logging_strategy="no",
@@ -118,9 +112,9 @@ class _WarmedUp(GRPOTrainer):
 class _Stopwatch(TrainerCallback):
     """Writes the seconds of each rollout with its updates, and the reward of each evaluation."""
 
-    def __init__(self, output: Path, updates: int, target: float) -> None:
+    def __init__(self, output: Path, updates: int) -> None:
         output.mkdir(parents=True)
-        self._file, self._updates, self._target = output / "metrics.jsonl", updates, target
+        self._file, self._updates = output / "metrics.jsonl", updates
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._start = 0.0
 
@@ -137,7 +131,7 @@ class _Stopwatch(TrainerCallback):
         reward = keywords["logs"].get("eval_reward")
         if reward is not None:
             self._write({"step": state.global_step // self._updates, "eval_reward": reward})
-            control.should_training_stop = reward >= self._target
+            control.should_training_stop |= reached(reward)  # or at its last step
 
     def _write(self, row: dict[str, float]) -> None:
         with self._file.open("a", encoding="utf-8") as file:

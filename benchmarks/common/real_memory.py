@@ -13,7 +13,7 @@ import torch
 from memory_probe import own_bytes, peaks_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.real_sides import LENGTHS, QWEN2_5_0_5B, Line
+from common.real_sides import LENGTHS, Line
 from common.workload import make_batch, token_nll
 from core_rl import LossSpec, MicroBatchSpec, load_config
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
@@ -30,7 +30,7 @@ MMAP_THRESHOLD = -3
 
 def equal(arguments: argparse.Namespace) -> list[Line]:
     """Memory of two data-parallel ranks with equally many tokens."""
-    batch = make_batch([*LENGTHS, *LENGTHS], QWEN2_5_0_5B["vocab_size"])
+    batch = make_batch([*LENGTHS, *LENGTHS], AutoConfig.from_pretrained(arguments.model).vocab_size)
     cut = MicroBatchSpec(max_tokens=sum(LENGTHS))
     lines = []
     with _group("fsdp", arguments, {"dp": 2}, trained=True) as group:
@@ -65,7 +65,7 @@ def _loaded(
         with peaks_of(group.pids) as peaks:
             group.initialize()
         resident = [own_bytes(pid) - before for pid, before in zip(group.pids, peaks.before, strict=True)]
-    count = _parameters()
+    count = _parameters(arguments.model)
     state = _config(engine, arguments, layout, trained=trained).state_bytes(count, count if trained else 0)
     part = state.weights + state.moments
     figure = (
@@ -117,9 +117,9 @@ def _stream(group: EngineGroup, path: Path) -> None:
     receiver.join()
 
 
-def _parameters() -> int:
+def _parameters(path: Path) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN2_5_0_5B))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from common.bare import segment_attention
 from common.engine import engine_step, start_engine
@@ -158,13 +158,11 @@ SIDES: Mapping[str, Callable[[str, SequenceBatch], Callable[[], object]]] = {
 }
 
 
-def steps_of(
-    side: str, path: str, lengths: list[int], vocabulary: int, *, warmup: int, count: int
-) -> list[Cost]:
+def steps_of(side: str, path: str, *, warmup: int, count: int) -> list[Cost]:
     """``count`` steps of ``side`` after ``warmup`` others, in a fresh process with one thread."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_take, args=(sender, side, path, lengths, vocabulary, warmup + count))
+    process = context.Process(target=_take, args=(sender, side, path, warmup + count))
     process.start()
     sender.close()
     costs: list[Cost] = receiver.recv()
@@ -172,11 +170,9 @@ def steps_of(
     return costs[warmup:]
 
 
-def _take(
-    connection: Connection, side: str, path: str, lengths: list[int], vocabulary: int, count: int
-) -> None:
+def _take(connection: Connection, side: str, path: str, count: int) -> None:
     torch.set_num_threads(1)
-    step = SIDES[side](path, make_batch(lengths, vocabulary))
+    step = SIDES[side](path, make_batch(LENGTHS, AutoConfig.from_pretrained(path).vocab_size))
     connection.send([_cost(step) for _ in range(count)])
 
 

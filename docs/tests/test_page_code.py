@@ -14,11 +14,9 @@ from pathlib import Path
 import cli_support
 import pytest
 import torch
-from arithmetic_support import load_example
 from distributions import install_project
 from page_blocks import PAGES, ROOT, Block, blocks_of, commands_of, name_of
-
-from core_rl_conformance.inputs.tiny_models import TinyModel, build
+from page_stand_ins import write_arithmetic_start, write_tiny_model
 
 RUNNABLE = ("python", "sh")
 WITH_CODE = [
@@ -31,15 +29,9 @@ WITH_CODE = [
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which a tiny model stands under every path that the pages name."""
-    directory, arithmetic = tmp_path_factory.mktemp("stand-ins"), load_example()
-    model, start = directory / "Qwen" / "Qwen3-0.6B", directory / "runs" / "arithmetic" / "start"
-    build(TinyModel(family="qwen3")).save_pretrained(model)
-    arithmetic.make_tokenizer().save_pretrained(model)
-    shutil.copytree(model, start / "model")
-    settings = arithmetic.Settings(engine="reference", seed=0, largest=9, held_out=16)
-    train, held_out = arithmetic.make_problems(settings)
-    arithmetic.write_problems(start / "train.jsonl", train)
-    arithmetic.write_problems(start / "eval.jsonl", held_out)
+    directory = tmp_path_factory.mktemp("stand-ins")
+    write_tiny_model(directory / "Qwen" / "Qwen3-0.6B")
+    write_arithmetic_start(directory / "runs" / "arithmetic" / "start")
     return directory
 
 

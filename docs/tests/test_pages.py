@@ -40,7 +40,7 @@ NOT_RUN = {
     "needs a server": 1,
     "needs reports": 2,
     "downloads a processor": 1,
-    "takes minutes": 10,
+    "takes minutes": 11,
     "needs a run": 1,
     "two machines": 1,
     "needs a cluster": 3,

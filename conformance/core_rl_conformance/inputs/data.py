@@ -17,7 +17,7 @@ LENGTHS = (17, 2, 31, 5, 1, 23, 9, 40, 3, 12, 28, 7, 19, 4, 2, 14)
 usual micro-batches on one, two and four data-parallel ranks."""
 
 GIVEN_LENGTHS = (9, 1, 14, 6, 3, 7)
-"""Those of a user's model, whose passes take seconds."""
+"""Lengths for a user's model, whose passes take seconds."""
 
 LONG = (64, 47, 1, 58, 33, 64, 51, 29, 60, 44, 63, 38, 57, 2, 49, 62, 41, 55, 36, 61, 53, 46, 59, 40)
 """More than 1,024 tokens in all, which is more than the usual pieces of chunked kernels; some have the

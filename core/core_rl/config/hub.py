@@ -45,7 +45,10 @@ def local_model_path(path: str, local_files_only: bool = False, field: str = "mo
     and ``HF_HUB_OFFLINE`` count; with ``local_files_only`` it must be there. Raises `ConfigError` about
     ``field`` for a model that is not found.
     """
-    directory, hub_id = Path(absolute_path(path)), HUB_ID.fullmatch(path)
+    try:
+        directory, hub_id = Path(absolute_path(path)), HUB_ID.fullmatch(path)
+    except ValueError as error:
+        raise ConfigError(f"{field} = {path!r}: {error}") from error
     if not directory.is_dir():
         if hub_id is None:
             raise ConfigError(

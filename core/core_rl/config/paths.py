@@ -12,8 +12,6 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator
 
-from core_rl.errors import ConfigError
-
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 VARIABLE = re.compile(r"\$(\w+|\{.*?\})")
 FILE_REFERENCE = re.compile(r"(?P<file>.*\.py)(?P<attribute>:[\w.]+)", re.DOTALL)
@@ -22,14 +20,14 @@ FILE_REFERENCE = re.compile(r"(?P<file>.*\.py)(?P<attribute>:[\w.]+)", re.DOTALL
 def absolute_path(text: str) -> str:
     """``text`` from the root of the file system on, with ``~`` and ``$NAME`` expanded; URLs and nothing stay.
 
-    Raises `ConfigError` for a variable that is not set.
+    Raises `ValueError` for a variable that is not set: configs add the field.
     """
     if not text or "://" in text:
         return text
     # pathlib would take "./~", a file of that name, for the home directory.
     path = Path(os.path.expandvars(os.path.expanduser(text))).absolute()  # noqa: PTH111
     if (variable := VARIABLE.search(str(path))) and not path.exists():
-        raise ConfigError(f"the path {text!r} has {variable[0]}, which is not set; set it, or write the path")
+        raise ValueError(f"{variable[0]} is not set; set it, or write the path")
     return str(path)
 
 

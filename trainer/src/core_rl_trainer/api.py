@@ -39,13 +39,17 @@ def train_loaded(
     recipe: Recipe, callbacks: Sequence[Callback] = (), console: Console | None = None
 ) -> dict[str, Any]:
     """`train`, for a recipe that `load_recipe` gave."""
+    from rich.console import Console
+
     from core_rl.launch.process import end_if_rank_imports_script
-    from core_rl_trainer.logs.progress import TerminalLog
+    from core_rl_trainer.logs.progress import TerminalLog, print_line
     from core_rl_trainer.run.signals import StopSignals
 
     end_if_rank_imports_script()
     signals, log = StopSignals(), TerminalLog()
     with log.attached(), signals.caught():
+        console = console or Console(stderr=True)
+        print_line(console, "reading models and data …")
         plan = resolve(recipe)
 
         from core_rl_trainer.run.training import run_plan

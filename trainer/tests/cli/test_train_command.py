@@ -48,6 +48,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | dict[str,
     ("override", "message"),
     [
         ("optimizer.lr=abc", "field 'optimizer.lr' = 'abc'"),
+        ("foo=1", "unknown field 'foo' = 1"),
+        ("data.train=nowhere.jsonl", "nowhere.jsonl': there is no such file"),
         ("engine=fspd", "no installed engine is called 'fspd'"),
         ("engines.fsdp.layout.dp=two", "engine 'fsdp': field 'layout.dp' = 'two'"),
         ("model.path=nowhere", "nowhere': no such directory"),

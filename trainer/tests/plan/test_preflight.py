@@ -87,7 +87,11 @@ def test_damaged_weights_name_field_and_file(
         ),
         ("output_dir={file}", "output_dir = '{file}': Not a directory ({file})"),
         ("output_dir=s3://a/run", "output_dir' = 's3://a/run' is a URL; name a directory"),
-        ("output_dir=$UNSET/run", "the path '$UNSET/run' has $UNSET, which is not set"),
+        ("output_dir=$UNSET/run", "field 'output_dir' = '$UNSET/run': $UNSET is not set; set it"),
+        (
+            "data.train=${UNSET}/run.jsonl",
+            "'data.train.0.path' = '${UNSET}/run.jsonl': ${UNSET} is not set; set it",
+        ),
         ("output_dir={file}/run", "output_dir = '{file}/run': Not a directory ({file})"),
         ("model.lora={rank: 4, path: /nowhere}", "model.lora.path = '/nowhere': there is no such directory"),
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import training_support as support
+from safetensors.torch import load_file
 from torch import Tensor
 from training_support import run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -425,6 +426,27 @@ def test_dpo_starts_at_the_reference_and_leaves_it(start: Path, tmp_path: Path) 
         "train.safetensors",
         "eval.safetensors",
     }
+
+
+def test_dpo_extends_with_references_of_new_rows(start: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (start / "pairs.jsonl").read_text().splitlines()]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({**row, "index": 7}) + "\n" for row in rows))  # a column of the user's
+
+    def reference_rows(output: str, steps: int) -> int:
+        values = support.supervised_values(start, tmp_path / output, "dpo", steps=steps, eval_every=0)
+        run({**values, "data": {"train": str(data), "batch_size": 2}})
+        return len(load_file(tmp_path / output / "reference" / "train.safetensors"))
+
+    assert (
+        reference_rows("extended", 2)
+        < reference_rows("extended", 6)
+        == reference_rows("whole", 6)
+        < len(rows)
+    )
+    curves = [support.curve(tmp_path / output)[1:] for output in ("extended", "whole")]
+    assert curves[0] == curves[1]
+    assert curves[0][0]["preference_loss"] == pytest.approx(0.693147, abs=1e-5)
 
 
 @pytest.mark.nightly

@@ -259,7 +259,10 @@ def load_recipe(source: RecipeSource, overrides: Sequence[str] = ()) -> Recipe:
             f"{path}: field 'output_dir' = {recipe.output_dir!r}: only {{engine}} and {{seed}}, and {{here}} for the "
             "directory of the recipe, can stand in braces"
         ) from error
-    recipe = recipe.model_copy(update={"output_dir": absolute_path(directory)})
+    try:
+        recipe = recipe.model_copy(update={"output_dir": absolute_path(directory)})
+    except ValueError as error:
+        raise ConfigError(f"{path}: field 'output_dir' = {directory!r}: {error}") from error
     missing = [
         f"field 'data.{name}' = {source.path!r}: there is no such file; {RELATIVE}"
         for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval or ()))

@@ -58,6 +58,7 @@ def open_supervised(
             tokenizer_path=recipe.model.path,
             engine=groups[MODEL],
             data=plan.data,
+            rows=_drawn_rows(plan) if REFERENCE in interface.wanted_fields else {},
             mb_spec=micro_batches_of([groups[MODEL]], recipe.micro_batch_tokens, recipe.share_prefixes),
             directory=directory,
             tokenizer=plan.tokenizer,
@@ -73,24 +74,29 @@ class SupervisedLearner(Learner):
     interface: SupervisedInterface[Any]
     engine: EngineGroup
     data: TrainingData
+    rows: dict[str, list[int]]
+    """Samples of the training data (``train``) and the evaluation data (``eval``) whose reference log-probs count."""
     mb_spec: MicroBatchSpec
     directory: RunDirectory
     tokenizer: PreTrainedTokenizerBase
     references: dict[str, LogProbs] = field(default_factory=dict)
-    """The reference's log-probs of the training data (``train``) and the evaluation data (``eval``)."""
+    """The reference's log-probs of ``rows``."""
 
     @property
     def start_phase(self) -> str:
-        return "log-probs of the reference" if self._referenced else "first step"
+        return "log-probs of the reference" if self.rows else "first step"
 
     def start(self) -> None:
         """Compute the reference's log-probs, with the initial weights, and keep them on the disk."""
-        for name, dataset in self._referenced.items():
-            self.references[name] = self._reference_logprobs(dataset)
-            path = self.directory.reference(name)
-            temporary = path.with_suffix(".tmp")
-            save_file({str(index): value for index, value in self.references[name].items()}, temporary)
-            temporary.replace(path)
+        for name, rows in self.rows.items():
+            values = self.references.setdefault(name, {})
+            missing = [row for row in rows if row not in values]
+            if missing:
+                values |= self._reference_logprobs(self._datasets[name], missing)
+                path = self.directory.reference(name)
+                temporary = path.with_suffix(".tmp")
+                save_file({str(row): value for row, value in values.items()}, temporary)
+                temporary.replace(path)
 
     def batch(self, step: int) -> SequenceBatch:
         """The next examples."""
@@ -122,33 +128,28 @@ class SupervisedLearner(Learner):
         return {MODEL: self.engine}
 
     def restore(self, checkpoint: RunCheckpoint) -> None:
-        places = {name: self.directory.reference(name) for name in self._referenced}
-        if all(place.is_file() for place in places.values()):
-            for name, place in places.items():
-                values = load_file(place).items()
-                self.references[name] = {int(index): value for index, value in values}
-        else:  # from another run, with the initial weights, which the engine still has
-            self.start()
+        for name in self.rows:
+            if (path := self.directory.reference(name)).is_file():
+                self.references[name] = {int(row): value for row, value in load_file(path).items()}
+        self.start()  # of rows that more steps draw, or of another run: the engine still has the initial weights
         super().restore(checkpoint)
 
     @property
-    def _referenced(self) -> dict[str, SampleDataset]:
-        """The datasets of which the algorithm needs the reference's log-probs."""
-        datasets = {"train": self.data.train, "eval": self.data.held_out}
-        wanted = REFERENCE in self.interface.wanted_fields
-        return {name: dataset for name, dataset in datasets.items() if wanted and dataset is not None}
+    def _datasets(self) -> dict[str, SampleDataset]:
+        held_out = {} if self.data.held_out is None else {"eval": self.data.held_out}
+        return {"train": self.data.train} | held_out
 
-    def _reference_logprobs(self, dataset: SampleDataset) -> LogProbs:
-        """The log-probs of ``dataset`` with the present weights."""
+    def _reference_logprobs(self, dataset: SampleDataset, rows: Sequence[int]) -> LogProbs:
+        """The log-probs of ``rows`` of ``dataset`` with the present weights."""
         values: LogProbs = {}
-        samples = [dataset[index] for index in range(len(dataset))]
-        for first in range(0, len(samples), CHUNK):
-            chunk = samples[first : first + CHUNK]
+        for first in range(0, len(rows), CHUNK):
+            numbers = rows[first : first + CHUNK]
+            chunk = [dataset[row] for row in numbers]
             batch = self._make_batch(chunk)
             logprobs = self.interface.inference(self.engine, batch, self.mb_spec)[BEHAVIOUR].float()
             lengths = [self._make_batch([sample]).num_tokens for sample in chunk]
-            pieces = zip(chunk, logprobs.split(lengths), strict=True)
-            values |= {sample["index"]: piece.clone() for sample, piece in pieces}
+            pieces = zip(numbers, logprobs.split(lengths), strict=True)
+            values |= {row: piece.clone() for row, piece in pieces}
         return values
 
     def _make_batch(self, samples: Sequence[Sample]) -> SequenceBatch:
@@ -173,3 +174,13 @@ class SupervisedLearner(Learner):
             images = images_of(sample)
             samples += example_samples(batch, titles, self.tokenizer, metrics, images)
         return tuple(samples)
+
+
+def _drawn_rows(plan: RunPlan) -> dict[str, list[int]]:
+    """The samples that the steps of ``plan`` draw, its evaluations read, and its page shows."""
+    train, held_out = plan.data.train, plan.data.held_out
+    order = train.order(plan.recipe.seed)
+    drawn = {next(order) for _ in range(plan.schedule.steps * plan.batch_size)}
+    if held_out is None:
+        return {"train": sorted(drawn.union(range(min(SHOWN, len(train)))))}
+    return {"train": sorted(drawn), "eval": list(range(len(held_out)))}

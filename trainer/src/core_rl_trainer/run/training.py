@@ -104,12 +104,11 @@ logger = logging.getLogger(__name__)
 def run_plan(
     plan: RunPlan,
     added: Sequence[Callback],
-    console: Console | None,
+    console: Console,
     signals: StopSignals,
     log: TerminalLog,
 ) -> dict[str, Any]:
     """Run ``plan``; return the result as plain values. See `core_rl_trainer.api.train`."""
-    console = console or Console(stderr=True)
     callbacks = Callbacks(plan.recipe, added)
     for remark in plan.remarks:
         logger.warning("%s", remark)
