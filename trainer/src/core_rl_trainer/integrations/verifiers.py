@@ -28,11 +28,17 @@ Message = Mapping[str, Any]
 State = dict[str, Any]
 
 
+class Rubric(Protocol):
+    """Reward functions and their weights. A function names its inputs: ``completion``, ``answer``, ``state``, …"""
+
+    funcs: Sequence[Callable[..., Any]]
+    weights: Sequence[float]
+
+
 class MessageEnvironment(Protocol):
     """The part of ``verifiers.MultiTurnEnv`` that is used; one object serves all episodes, each with a state."""
 
-    rubric: Any
-    """Its ``funcs`` give rewards, each with one of ``weights``, and name their inputs: ``completion``, ``state``, …"""
+    rubric: Rubric
 
     async def setup_state(self, state: State) -> Any:
         """Fill the state of an episode; its new keys stay."""
