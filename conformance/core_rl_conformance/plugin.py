@@ -35,7 +35,6 @@ def _positive(text: str) -> int:
 
 
 def _minutes(text: str) -> float:
-    """A positive number of minutes."""
     if not (number := float(text)) > 0:
         raise ValueError
     return number

@@ -55,7 +55,10 @@ class GroupPool:
         Raises `NotRun` where this machine has fewer GPUs than ranks.
         """
         if config.device == "cuda":
-            _require_devices(config.layout.world_size)
+            ranks = config.layout.world_size
+            devices = torch.cuda.device_count()
+            if ranks > devices:
+                raise NotRun(f"{ranks} ranks need a GPU each, and this machine has {devices}")
         group = self._groups.get(spec.name)
         if group is None or group.spec != spec:
             self.discard(spec.name)
@@ -85,12 +88,6 @@ class GroupPool:
         """End all processes."""
         for name in list(self._groups):
             self.discard(name)
-
-
-def _require_devices(ranks: int) -> None:
-    devices = torch.cuda.device_count()
-    if ranks > devices:
-        raise NotRun(f"{ranks} ranks need a GPU each, and this machine has {devices}")
 
 
 class ServerPool:
@@ -167,16 +164,16 @@ class _SharedServers:
         key = (spec.name, _architecture(config))
         launched = self._launched.pop(key, None)
         if launched is None:
-            self._make_room(config.layout.dp)
+            while (
+                self._launched
+                and config.layout.dp + sum(len(a) for _, a in self._launched.values()) > MOST_SERVERS
+            ):
+                self._end(next(iter(self._launched)))
             owner = self._make(spec, config)
             self._launched[key] = (owner, ())
             launched = (owner, owner.launch_server())
         self._launched[key] = launched
         return launched[1]
-
-    def _make_room(self, count: int) -> None:
-        while self._launched and count + sum(len(a) for _, a in self._launched.values()) > MOST_SERVERS:
-            self._end(next(iter(self._launched)))
 
     def discard(self, name: str) -> None:
         """End the servers of the engine ``name``."""

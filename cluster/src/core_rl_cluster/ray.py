@@ -212,7 +212,6 @@ class RayHosts:
         self._is_driver_of_ray = True
 
     def _bundle(self) -> dict[str, float]:
-        """The resources of one machine."""
         gpus = self.ranks_per_machine if self._ray.cluster_resources().get("GPU") else 0
         bundle = {"CPU": self.ranks_per_machine, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
@@ -334,7 +333,6 @@ def _misfits(infos: Sequence[MachineInfo]) -> Iterator[str]:
 
 
 def _end_actors(ray: Any, actors: list[Any]) -> None:
-    """End ``actors`` and their ranks, and forget them."""
     while actors:
         actor = actors.pop()
         if ray.is_initialized():

@@ -22,10 +22,9 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.combinations import rows_of
 from core_rl_conformance.checks.process_state import public_calls
-from core_rl_conformance.checks.shared_prefixes import PIECES, prefix_trees
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.inputs.covering import Combination
-from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.data import PIECES, Ragged, prefix_trees
 from core_rl_conformance.inputs.losses import (
     CancellingLoss,
     CheckLoss,

@@ -234,7 +234,13 @@ class _Training:
     def _load(self) -> None:
         form = self.options["load"]
         if form == "weights":
-            self._load_weights()
+            if self.adapter is not None:
+                self.adapter = replace(self.adapter, seed=1)
+                load(self.subject, self.group, self.adapter, f"{self.name}-second-adapter")
+            else:
+                self.model = moving.elsewhere(self.model)
+                moving.load_weights(self.subject, self.group, self.model)
+            self._gradients(self.subject.data(PROBE))
         elif form != "none":
             path = self.subject.directory(f"{self.name}-{form}")
             meta = moving.meta(path, "sharded" if form == "sharded" else "portable")
@@ -244,13 +250,3 @@ class _Training:
             self.group.load(meta)
             label = f"after the load of {form!r} {self.label}"
             moving.verify_state(self.subject, label, self.group, before, progress)
-
-    def _load_weights(self) -> None:
-        """Other weights, which the oracle has as well: of the adapter, or of the model."""
-        if self.adapter is not None:
-            self.adapter = replace(self.adapter, seed=1)
-            load(self.subject, self.group, self.adapter, f"{self.name}-second-adapter")
-        else:
-            self.model = moving.elsewhere(self.model)
-            moving.load_weights(self.subject, self.group, self.model)
-        self._gradients(self.subject.data(PROBE))

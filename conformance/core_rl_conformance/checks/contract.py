@@ -56,7 +56,6 @@ def verify_undeclared(subject: EngineUnderTest, actions: Mapping[Capability, Cal
 
 
 def _refusals(subject: EngineUnderTest) -> dict[Capability, Callable[[], object]]:
-    """For each capability, something that must raise where it is not declared."""
     data = subject.data().batch()
 
     def sync(meta: WeightUpdateMeta) -> Callable[[], object]:

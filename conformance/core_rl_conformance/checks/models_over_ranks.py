@@ -104,7 +104,9 @@ def new_weights_are_drawn_from_the_seed(subject: EngineUnderTest) -> None:
     """
     for label, section in _drawn_sections(subject).items():
         group = subject.start(subject.model(), changes={"model": section, "seed": SEED})
-        drawn = _drawn(section)
+        built = build_model(ModelConfig(**section), seed=SEED, attn_implementation="eager")
+        state = HFShardedState(built, None, {}, Comm())
+        drawn = {part.name: part.tensor.clone() for part in state.local("master")}
         subject.verify_same(label, group.named_tensors("master"), drawn)
         for rank, names in enumerate(group.run(_different_slices, drawn)):
             problem = f"{label}: rank {rank} has other values than the exported ones: {', '.join(names[:6])}"
@@ -140,13 +142,6 @@ def _different_slices(engine: TrainEngine, expected: Mapping[str, Tensor]) -> li
             if not value.equal(expected[part.name][part.region].to(value.dtype)):
                 names.append(f"{part.name} ({kind})")
     return names
-
-
-def _drawn(section: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of the model, with its adapter, by the names under which they are written."""
-    built = build_model(ModelConfig(**section), seed=SEED, attn_implementation="eager")
-    state = HFShardedState(built, None, {}, Comm())
-    return {part.name: part.tensor.clone() for part in state.local("master")}
 
 
 @check(

@@ -151,7 +151,6 @@ def partners_part(subject: EngineUnderTest) -> Iterator[None]:
 
 
 def _gist(error: AssertionError) -> str:
-    """The line below the place."""
     lines = str(error).splitlines()
     return lines[min(1, len(lines) - 1)].strip() if lines else "AssertionError"
 
@@ -205,7 +204,6 @@ def two_engines_have_the_same_gradients(subject: EngineUnderTest) -> None:
 
 
 def _backward(side: EngineUnderTest) -> tuple[float, float, dict[str, Tensor]]:
-    """Loss, norm and gradients of one backward pass and the step after it."""
     group = side.start(side.model(), optimizer={"max_grad_norm": 1e-2})
     loss = group.forward_backward(side.data().batch(), LOSS.spec(), CUT)["loss"]
     grads = group.named_tensors("grads")

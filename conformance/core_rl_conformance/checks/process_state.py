@@ -202,9 +202,6 @@ def _enter(mode: AbstractContextManager[None]) -> None:
         pass
 
 
-# ------------------------------------------------------------------- memory
-
-
 def grown(
     engine: TrainEngine, batch: SequenceBatch, loss: LossSpec, count: int
 ) -> dict[str, tuple[int, int]]:

@@ -50,7 +50,6 @@ def undeclared_capabilities_of_rollouts_refuse(subject: EngineUnderTest) -> None
 
 
 def _refusals(subject: EngineUnderTest, engine: InferenceEngine) -> dict[Capability, Callable[[], object]]:
-    """For each capability, something that must raise where it is not declared."""
     batch = subject.data().batch()
 
     def update(meta: WeightUpdateMeta) -> Callable[[], object]:

@@ -15,7 +15,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest
-from core_rl_conformance.inputs.data import Ragged
+from core_rl_conformance.inputs.data import Ragged, prefix_trees
 from core_rl_conformance.inputs.losses import BalancedTokenMeanLoss, BalanceLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_experts import alike
 from core_rl_conformance.inputs.tiny_models import TinyModel
@@ -101,6 +101,27 @@ def _cuts(
             backward_on_parts, batches, spec, BUDGET
         )[0]
     return cuts
+
+
+@check(
+    "I18.shared-aux", requires={Capability.SHARED_PREFIX, Capability.AUX_LOSS}, families=(MOE,), each="layout"
+)
+def shared_prefixes_change_no_balance(subject: EngineUnderTest) -> None:
+    """The routers' balance counts a shared token for every sequence that it belongs to, as the oracle does.
+
+    Why: a balance over computed tokens gives prompts less weight the more answers they have.
+    Look at: the tokens that ``aux_loss`` is over: of the whole batch, not of the rows that were computed.
+    """
+    model = subject.model()
+    data = prefix_trees(model.vocab_size, subject.case.seed)
+    group = subject.start(changes={"model": {"router_aux_coef": 1.0}})
+    for label, cut in (
+        ("in one micro-batch", MicroBatchSpec(count=1, share_prefixes=True)),
+        ("in three micro-batches", MicroBatchSpec(count=3, share_prefixes=True)),
+        ("with a budget that splits a tree", MicroBatchSpec(max_tokens=48, share_prefixes=True)),
+    ):
+        metrics = group.forward_backward(data.batch(), ALONE.spec(), cut)
+        _verify_balance(subject, group, model, data, label, metrics)
 
 
 @check("I18.aux-beside-loss", requires={Capability.AUX_LOSS}, families=ROUTED, each="layout")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from core_rl.data.micro_batch import MicroBatchSpec
-from core_rl.data.outputs import ModelOutput, OutputName
+from core_rl.data.outputs import OutputName
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import ExpectedOutputs, Snapshot
@@ -62,7 +62,16 @@ def long_sequences_match_the_oracle(subject: EngineUnderTest) -> None:
     (group, model), data = subject.start_long(subject.model()), _repeated(subject, ROWS)
     output = group.forward(data.all.batch(), ONE_PASS, OUTPUTS)
     for name in OUTPUTS:
-        _verify_outputs(subject, output, model, data, name)
+        expected = subject.outputs(model, data.distinct, name)
+        got = per_sequence(output, name, data.all)
+        label = f"{name} of {len(got)} sequences"
+        values = [expected.values[number] for number in data.order]
+        finding = compare_tokens(label, got, values, expected.tolerance, subject.places(data.all))
+        if finding.problem is not None:
+            firsts = [got[data.order.index(number)] for number in range(len(LENGTHS))]
+            ignored = _ignored_constant(subject, model, data.distinct, firsts, name)
+            finding = replace(finding, problem=finding.problem + ignored)
+        subject.verify(finding)
 
 
 @check("I8.low-temperature", each="layout")
@@ -125,21 +134,6 @@ def _repeated(subject: EngineUnderTest, rows: int) -> Repeated:
     distinct = subject.data(LENGTHS, seed=9)
     short = [1 + number % (len(LENGTHS) - 1) for number in range(rows - 2)]
     return Repeated.of(distinct, [0, *short[: rows // 2], 0, *short[rows // 2 :]] * subject.layout.dp)
-
-
-def _verify_outputs(
-    subject: EngineUnderTest, output: ModelOutput, model: TinyModel, data: Repeated, name: OutputName
-) -> None:
-    expected = subject.outputs(model, data.distinct, name)
-    got = per_sequence(output, name, data.all)
-    label = f"{name} of {len(got)} sequences"
-    values = [expected.values[number] for number in data.order]
-    finding = compare_tokens(label, got, values, expected.tolerance, subject.places(data.all))
-    if finding.problem is not None:
-        firsts = [got[data.order.index(number)] for number in range(len(LENGTHS))]
-        ignored = _ignored_constant(subject, model, data.distinct, firsts, name)
-        finding = replace(finding, problem=finding.problem + ignored)
-    subject.verify(finding)
 
 
 def _ignored_constant(

@@ -59,7 +59,6 @@ def published(
 
 
 def _other(model: TinyModel, number: int) -> TinyModel:
-    """The same architecture with other weights."""
     return replace(model, seed=model.seed + 1000 * number)
 
 

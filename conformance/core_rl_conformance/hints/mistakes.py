@@ -116,7 +116,6 @@ def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Toler
 
 
 def _growth(wrong: Iterable[Tensor], right: Iterable[Tensor]) -> float:
-    """Growth of the largest value."""
     largest, before = (max(float(value.abs().max()) for value in values) for values in (wrong, right))
     return largest / max(before, 1e-300)
 
@@ -290,7 +289,6 @@ def _pad(multiple: int, outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
 
 
 def _round(outputs: Outputs, ids: Tensor) -> dict[str, Tensor]:
-    """Logits in bfloat16."""
     log_p = outputs["logits"].bfloat16().double().log_softmax(-1)
     later = torch.arange(len(ids)) > 0
     drawn, entropy = log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)

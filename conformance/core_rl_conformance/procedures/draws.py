@@ -92,7 +92,6 @@ def most_surprising(tokens: Sequence[int], logprobs: Tensor) -> Surprise:
 
 
 def _events(tokens: Sequence[int], logprobs: Tensor) -> Iterator[tuple[str, int, float]]:
-    """The counted tokens, their number, and their probability."""
     counts, probabilities = Counter(tokens), logprobs.exp()
     order = logprobs.argsort(descending=True).tolist()
     rank = {token: place for place, token in enumerate(order)}

@@ -72,7 +72,9 @@ def certify(
     line left out has no result at all.
     """
     counted = [case for case in results if not case.partner]
-    unknown = _unknown(counted)
+    tried = [case for case in counted if case.outcome is not Outcome.NOT_SUPPORTED]
+    ran = {name for case in tried if case.outcome is not Outcome.NOT_RUN for name in case.capabilities}
+    unknown = frozenset({name for case in tried for name in case.capabilities} - ran - ANY_CHECK)
     present = {case.check for case in results}
     absent = {check: required for check, required in needs.items() if check not in present}
     return tuple(
@@ -88,13 +90,6 @@ def certify(
         )
         for name in sorted(declared)
     )
-
-
-def _unknown(cases: Sequence[CaseRecord]) -> frozenset[str]:
-    """Capabilities without a run, such as for want of a package."""
-    tried = [case for case in cases if case.outcome is not Outcome.NOT_SUPPORTED]
-    ran = {name for case in tried if case.outcome is not Outcome.NOT_RUN for name in case.capabilities}
-    return frozenset({name for case in tried for name in case.capabilities} - ran - ANY_CHECK)
 
 
 def _is_about(case: CaseRecord, unknown: frozenset[str]) -> bool:

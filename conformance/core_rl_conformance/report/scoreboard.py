@@ -201,7 +201,6 @@ def table_lines(rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _pair_rows(board: Scoreboard) -> Iterator[list[str]]:
-    """A row for each engine and partner whose cases ran."""
     for title, entry in zip(board.titles, board.entries, strict=True):
         executed = [case for case in entry.cases if case.partner and case.outcome.executed]
         for partner in dict.fromkeys(case.partner for case in executed):

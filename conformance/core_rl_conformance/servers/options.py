@@ -43,7 +43,13 @@ class ServerArguments:
         if self.wire not in (*WIRES, *(entry.name for entry in list_engines())):
             yield f"--wire={self.wire}: give --wire={'|'.join(WIRES)}, or the name of an installed engine over servers"
         if self.command:
-            yield from self._command_problems()
+            if self.url:
+                yield "--server and --server-command are two servers; give one of them"
+            if self.model_dir:
+                yield f"--model-dir={self.model_dir}: the command serves the suite's models; leave it out"
+            for name in ("{model}", "{port}"):
+                if name not in self.command:
+                    yield f"--server-command={self.command!r} has no {name}"
             return
         try:
             server_address(self.url)
@@ -55,15 +61,6 @@ class ServerArguments:
                 f"--model-dir={self.model_dir}: no config.json there; give the directory of the model that the server "
                 "serves: expected values are computed from its weights"
             )
-
-    def _command_problems(self) -> Iterator[str]:
-        if self.url:
-            yield "--server and --server-command are two servers; give one of them"
-        if self.model_dir:
-            yield f"--model-dir={self.model_dir}: the command serves the suite's models; leave it out"
-        for name in ("{model}", "{port}"):
-            if name not in self.command:
-                yield f"--server-command={self.command!r} has no {name}"
 
     @property
     def address(self) -> str:

@@ -81,7 +81,10 @@ def write_in_background(
                     if world.rank == 0:
                         records = _await_parts(staged, world.size, timeout_s)
                 if records is not None:
-                    records = _finish_files(staged, deferred.finish, records)
+                    if deferred.finish is not None:
+                        deferred.finish(staged)
+                    rest = [name for name in file_names(staged) if name not in records]
+                    records = {**records, **records_of(staged, rest, threads=1)}
                     LocalStorage(path).commit(staged, Manifest.of(kind, state, records))
 
         return BackgroundSave(path, complete)
@@ -150,13 +153,3 @@ def _await_parts(staged: Path, ranks: int, timeout_s: float) -> dict[str, FileRe
     for marker in staged.glob(".rank-*"):
         marker.unlink()
     return records if all(marker.suffix == ".done" for marker in markers) else None
-
-
-def _finish_files(
-    staged: Path, finish: Write | None, records: Mapping[str, FileRecord]
-) -> dict[str, FileRecord]:
-    """Records of all files in ``staged`` after ``finish``, with the known ``records``."""
-    if finish is not None:
-        finish(staged)
-    rest = [name for name in file_names(staged) if name not in records]
-    return {**records, **records_of(staged, rest, threads=1)}

@@ -179,7 +179,10 @@ class LocalStorage:
         Raises `CheckpointError` if something that is not a checkpoint is at the path.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._check_replaceable()
+        if self._occupied():
+            check_ours(self.manifest_bytes(), str(self.path))
+        elif self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file; choose another path, or remove it")
         self._recover()
         remove_stale(self.path.parent, f".{self.path.name}.")
         staged = _temporary(self.path)
@@ -252,12 +255,6 @@ class LocalStorage:
 
     def _occupied(self) -> bool:
         return self.path.is_dir() and any(self.path.iterdir())
-
-    def _check_replaceable(self) -> None:
-        if self._occupied():
-            check_ours(self.manifest_bytes(), str(self.path))
-        elif self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is a file; choose another path, or remove it")
 
 
 def _temporary(path: Path) -> Path:

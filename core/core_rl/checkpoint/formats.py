@@ -141,7 +141,12 @@ def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
     with open_checkpoint(meta.path, contents.world, kind="sharded") as directory:
         state = on_all(contents.world, lambda: contents.checked_state(meta, directory), subject)
         saved = ParallelLayout.model_validate(state["layout"])
-        _require_layout(contents, meta, saved)
+        layout = contents.config.layout
+        if saved != layout and not contents.resharding:
+            raise UnsupportedCapability(
+                f"{meta.path!r} was saved at the layout {saved}, and this is {layout}: the engine {contents.engine!r} "
+                f"does not declare {Capability.RESHARDING.value!r}; load it at {saved}, or save with format='portable'"
+            )
         # Rank 0 reads the headers of all files; each rank then opens the files of its slices.
         files = on_leader(contents.world, lambda: ShardFiles(directory / SHARDS), subject)
         backend = contents.backend
@@ -156,15 +161,6 @@ def _load_sharded(contents: Contents, meta: SaveLoadMeta) -> EngineProgress | No
             same = saved == contents.config.layout
             on_all(contents.world, lambda: _load_local_state(contents, files, same_layout=same), subject)
     return EngineProgress(**state["progress"]) if meta.with_optimizer else None
-
-
-def _require_layout(contents: Contents, meta: SaveLoadMeta, saved: ParallelLayout) -> None:
-    layout = contents.config.layout
-    if saved != layout and not contents.resharding:
-        raise UnsupportedCapability(
-            f"{meta.path!r} was saved at the layout {saved}, and this is {layout}: the engine {contents.engine!r} does "
-            f"not declare {Capability.RESHARDING.value!r}; load it at {saved}, or save with format='portable'"
-        )
 
 
 def _shards(contents: Contents, meta: SaveLoadMeta) -> Iterator[Shard]:

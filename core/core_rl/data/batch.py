@@ -387,7 +387,6 @@ def _position_ids(batch: SequenceBatch) -> Tensor:
 
 
 def _slices(fields: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Consecutive slices of all ``fields``, one for each of ``sizes``."""
     sliced = {name: value.split(list(sizes)) for name, value in fields.items()}
     return [{name: parts[number] for name, parts in sliced.items()} for number in range(len(sizes))]
 

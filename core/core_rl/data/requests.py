@@ -84,7 +84,6 @@ class SamplingParams:
         yield from self._optional_violations()
 
     def _optional_violations(self) -> Iterable[str]:
-        """Violations of the optional fields."""
         if "" in self.stop:
             yield "stop has an empty text, which every response contains; remove it"
         if not 0 <= self.min_p < 1:

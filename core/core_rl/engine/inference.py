@@ -163,7 +163,8 @@ class InferenceEngine:
             with self._gate.counted("agenerate()"):
                 oldest = self._version
                 response = await self._backend.agenerate(request)
-        self._check_response(request, response, oldest)
+        newest = max(self._version, self._incoming or 0)
+        inference_guards.check_response(request, response, self._limits, range(oldest, newest + 1))
         return replace(response, latency_s=time.perf_counter() - started)
 
     async def _admit(self, method: str, request: LLMRequest) -> None:
@@ -173,10 +174,6 @@ class InferenceEngine:
         inference_guards.check_request(request, self._limits)
         await self._gate.wait()
         self._require_serving(method)
-
-    def _check_response(self, request: LLMRequest, response: LLMResponse, oldest: int) -> None:
-        newest = max(self._version, self._incoming or 0)
-        inference_guards.check_response(request, response, self._limits, range(oldest, newest + 1))
 
     def _require_serving(self, method: str) -> None:
         guards.require_state(self._state, "ready", method)

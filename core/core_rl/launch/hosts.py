@@ -34,20 +34,7 @@ SharedMessage: TypeAlias = tuple[Reference, Callable[[], None]]
 """A message in a machine's memory: the reference that each rank gets instead, and a function that frees the memory."""
 
 
-class Endable(Protocol):
-    """A process that can be ended."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when the process has ended or is out of reach, or after ``timeout_s`` seconds."""
-
-    def kill(self) -> None:
-        """Kill the process and its children. Does not wait; does nothing after `release`."""
-
-    def release(self) -> None:
-        """Free the resources of a process that has ended."""
-
-
-class Rank(Endable, Protocol):
+class Rank(Protocol):
     """The process of one rank, and the channel to it."""
 
     rank: int
@@ -74,6 +61,15 @@ class Rank(Endable, Protocol):
 
     def stacks(self, ask: bool = False) -> str:
         """Return the stacks of the rank's threads at a crash, or with ``ask`` at this moment."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the process has ended or is out of reach, or after ``timeout_s`` seconds."""
+
+    def kill(self) -> None:
+        """Kill the process and its children. Does not wait; does nothing after `release`."""
+
+    def release(self) -> None:
+        """Free the resources of a process that has ended."""
 
     def keep(self, parts: Sequence[Buffer], deadline: float) -> SharedMessage:
         """Send a message to the machine once, for several ranks that are there; raises ``OSError``.
@@ -124,11 +120,11 @@ def load_hosts(name: str) -> Callable[..., Hosts]:
     return cast("Callable[..., Hosts]", load_entry_point("hosts", claims, ConfigError))
 
 
-def end_ranks(ranks: Sequence[Endable], wait_s: float = EXIT_WAIT_S) -> None:
-    """Kill ``ranks``, wait until they have ended, ``wait_s`` seconds at most, and release them."""
+def end_ranks(ranks: Sequence[Rank]) -> None:
+    """Kill ``ranks``, wait until they have ended, `EXIT_WAIT_S` at most, and release them."""
     for rank in ranks:
         rank.kill()
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + EXIT_WAIT_S
     for rank in ranks:
         rank.wait(max(0.0, deadline - time.monotonic()))
         rank.release()

@@ -163,7 +163,8 @@ class PrefixRouter:
 
     def pick(self, ids: Sequence[int], loads: Mapping[str, int]) -> str:
         """The name of a server in ``loads``, the requests in flight of each server."""
-        prefixes = _prefixes(ids)
+        blocks = (ids[start : start + BLOCK] for start in range(0, len(ids), BLOCK))
+        prefixes = list(accumulate(blocks, lambda before, block: hash((before, *block)), initial=0))[1:]
         idlest = min(loads, key=lambda name: loads[name])
         known = next((self._seen[key] for key in reversed(prefixes) if self._seen.get(key) in loads), idlest)
         server = known if loads[known] <= loads[idlest] + SLACK else idlest
@@ -177,9 +178,3 @@ class PrefixRouter:
     def forget(self, name: str) -> None:
         """The caches of the server ``name`` are empty."""
         self._seen = OrderedDict((key, owner) for key, owner in self._seen.items() if owner != name)
-
-
-def _prefixes(ids: Sequence[int]) -> list[int]:
-    """A hash of each prefix whose length is a multiple of `BLOCK`, and of the whole, the shortest first."""
-    blocks = (ids[start : start + BLOCK] for start in range(0, len(ids), BLOCK))
-    return list(accumulate(blocks, lambda before, block: hash((before, *block)), initial=0))[1:]

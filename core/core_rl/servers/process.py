@@ -263,9 +263,6 @@ def _reached() -> Iterator[None]:
         raise RolloutError(f"the machine of a server cannot be reached: {error}") from error
 
 
-# ------------------------------------------------------------- on the machine
-
-
 @dataclass
 class _LocalServer:
     """The server of this process."""

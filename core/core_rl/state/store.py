@@ -248,7 +248,7 @@ def global_grad_norm(slices: Iterable[LocalSlice], world: Comm) -> float:
 def _square_sum(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64)
-    if _on_cuda(grads):
+    if all(grad.is_cuda for grad in grads):
         # One kernel for all; squares below 1e-38 are 0 in float32.
         return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
@@ -259,10 +259,6 @@ def _square_sum(grads: list[Tensor]) -> Tensor:
     return total
 
 
-def _on_cuda(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.is_cuda for tensor in tensors)
-
-
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
     """A digest of float tensors, of which the ranks hold ``parts``, each element once; collective.
 
@@ -271,12 +267,9 @@ def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:
     """
     local_sums: Counter[str] = Counter()
     for name, part in parts:
-        local_sums[name] += int(_bits(part).sum(dtype=torch.int64))
+        bits = part.detach().float().contiguous().view(torch.int32)
+        local_sums[name] += int(bits.sum(dtype=torch.int64))
     totals: Counter[str] = Counter()
     for sums in world.gather(local_sums):
         totals.update(sums)
     return hashlib.sha256(json.dumps(sorted(totals.items())).encode()).hexdigest()[:32]
-
-
-def _bits(part: Tensor) -> Tensor:
-    return part.detach().float().contiguous().view(torch.int32)

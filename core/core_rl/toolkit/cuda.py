@@ -10,7 +10,6 @@ from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from core_rl.backend.train_backend import BuildContext, C
-from core_rl.config.engine import TrainEngineConfig
 from core_rl.distributed.agreement import on_all
 from core_rl.errors import MissingPackage, OutOfDeviceMemory
 
@@ -81,23 +80,19 @@ def require_device_memory(context: BuildContext[C], model: nn.Module) -> None:
     """
     if context.device.type != "cuda":
         return
-    needed = _needed(context.config, model)
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    state = context.config.state_bytes(
+        sum(parameter.numel() for parameter in parameters), 0 if context.config.optimizer is None else trained
+    )
+    # Experts are spread over more ranks than other weights: this is the least that a rank has.
+    needed = (state.weights + state.gradients + state.moments) / context.config.layout.ep
     on_all(
         context.world,
         lambda: _require(needed, context.device),
         "the engine was not built",
         OutOfDeviceMemory,
     )
-
-
-def _needed(config: TrainEngineConfig, model: nn.Module) -> float:
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    state = config.state_bytes(
-        sum(parameter.numel() for parameter in parameters), 0 if config.optimizer is None else trained
-    )
-    # Experts are spread over more ranks than other weights: this is the least that a rank has.
-    return (state.weights + state.gradients + state.moments) / config.layout.ep
 
 
 def _require(needed: float, device: torch.device) -> None:

@@ -92,7 +92,11 @@ def _copies(packed: PackedModel, output: OutputName) -> tuple[list[Tensor], list
 
     Both passes have equally many tokens: matrix products of other shapes round otherwise.
     """
-    known = _text_tokens(packed.model.config)
+    config = packed.model.config
+    ids = torch.arange(int(config.get_text_config().vocab_size))
+    names = ("image_token_id", "video_token_id")
+    placeholders = [number for name in names if isinstance(number := getattr(config, name, None), int)]
+    known = ids[~torch.isin(ids, torch.tensor(placeholders, dtype=torch.long))]
     short, long = (torch.arange(length) * 7919 + 3 for length in (SHORT, LONG))
     near = [torch.arange(SHORT + 1) * 104729 + 17 * number for number in (1, 2, 3)]
     first, second = (
@@ -100,14 +104,6 @@ def _copies(packed: PackedModel, output: OutputName) -> tuple[list[Tensor], list
         for sequences in ([short, near[0], short, near[1], near[2]], [short, short, long, long])
     )
     return [first[0], first[2], second[0], second[1]], [second[2], second[3]]
-
-
-def _text_tokens(config: PretrainedConfig) -> Tensor:
-    """All token ids but placeholders, which stand for the features of an image or a video."""
-    ids = torch.arange(int(config.get_text_config().vocab_size))
-    names = ("image_token_id", "video_token_id")
-    placeholders = [number for name in names if isinstance(number := getattr(config, name, None), int)]
-    return ids[~torch.isin(ids, torch.tensor(placeholders, dtype=torch.long))]
 
 
 def _outputs(packed: PackedModel, output: OutputName, sequences: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -213,7 +213,6 @@ class Muon:
                 self._apply(name, parts.get(name, ()), update, lr)
 
     def _parts(self) -> dict[str, list[_Part]]:
-        """This rank's slices of each matrix."""
         tensors = {
             kind: {(part.name, part.offsets): part.tensor for part in self._state.local(kind)}
             for kind in ("master", "grads")

@@ -213,7 +213,11 @@ class Sender:
         sent = RemoteBucket.of(tensors) if remote else tensors
         self.post(Kind.BUCKET, sent, self._bucket.used, digest, self.broadcasts, memory)
         if remote:
-            self._send_bytes(tensors)
+            assert self._channel is not None
+            try:
+                RemoteBucket.send_bytes(tensors, self._channel)
+            except OSError as error:
+                raise WeightsError(f"the receiver of the weights is gone: {describe(error)}") from error
         self._unacknowledged += 1
         self.after_bucket(tensors, self._bucket.tensors)
         if self._on_bucket is not None:
@@ -249,13 +253,6 @@ class Sender:
         except ConnectionError:
             while True:
                 receive_message(self._channel, "receiver")
-
-    def _send_bytes(self, tensors: Bucket) -> None:
-        assert self._channel is not None
-        try:
-            RemoteBucket.send_bytes(tensors, self._channel)
-        except OSError as error:
-            raise WeightsError(f"the receiver of the weights is gone: {describe(error)}") from error
 
     def reply(self, expected: Kind) -> list[Any]:
         """The other fields of the receiver's next message, which is of the kind ``expected``."""

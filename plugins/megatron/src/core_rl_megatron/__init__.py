@@ -6,8 +6,6 @@ from core_rl.config.capability import Capability
 from core_rl.registry.packages import TORCH, TRANSFORMERS, FailingVersions, PackageVersions
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["SPEC"]
-
 SPEC = EngineSpec(
     name="megatron",
     kind="train",

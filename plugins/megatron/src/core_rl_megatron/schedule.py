@@ -27,7 +27,7 @@ from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_output
 from core_rl.toolkit.parallel_context import TokenSlice
 from core_rl.toolkit.routers import Routing, own_routing
 from core_rl_megatron.config import MegatronConfig
-from core_rl_megatron.experts import PackedRouter, routers_of, whole_outputs
+from core_rl_megatron.experts import routers_of, whole_outputs
 from core_rl_megatron.model import StageModel
 from core_rl_megatron.parallel_state import model_shards
 
@@ -55,7 +55,12 @@ class Schedule:
         self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, *, forward_only: bool
     ) -> None:
         """One pass; see `TrainBackend.run`."""
-        self._check_routing(micro_batches, step)
+        requested = {"aux_loss", "routing"}.intersection(step.outputs)
+        if self._layout.pp > 1 and (requested or any("routing" in batch.tokens for batch in micro_batches)):
+            raise UnsupportedCapability(
+                f"pp={self._layout.pp}: the last stage does not see the routers of the others, so it can neither "
+                "balance (model.router_aux_coef), nor record, nor replay their choices; set pp to 1"
+            )
         schedule = get_forward_backward_func()
         schedule(
             forward_step_func=partial(self._forward_step, step),
@@ -90,13 +95,7 @@ class Schedule:
         tree = PrefixTree.of(micro_batch) if step.share_prefixes else None
         tokens = self._shards.slice_of(micro_batch, tree)
         routers = routers_of(chunk)
-        self._prescribe(routers, own_routing(micro_batch, tokens))
-        hidden: Tensor = chunk(tokens, self._shards.context, micro_batch)
-        routings = [router.recorded for router in routers if router.recorded is not None]
-        return hidden, partial(self._loss, step, micro_batch, tokens, routings)
-
-    def _prescribe(self, routers: Sequence[PackedRouter], routing: Tensor | None) -> None:
-        """Let routers choose as recorded: ``[L, layers, k]`` for the tokens of this context parallel rank."""
+        routing = own_routing(micro_batch, tokens)
         if routing is not None and routing.shape[1] != len(routers):
             raise BatchError(
                 f"token field 'routing' is for {routing.shape[1]} layers; this "
@@ -106,15 +105,9 @@ class Schedule:
             routing = routing.chunk(self._layout.tp)[self._shards.tensor.rank]
         for layer, router in enumerate(routers):
             router.replay = None if routing is None else routing[:, layer]
-
-    def _check_routing(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep) -> None:
-        """Refuse, on all ranks alike, what would need the routers of other stages."""
-        requested = {"aux_loss", "routing"}.intersection(step.outputs)
-        if self._layout.pp > 1 and (requested or any("routing" in batch.tokens for batch in micro_batches)):
-            raise UnsupportedCapability(
-                f"pp={self._layout.pp}: the last stage does not see the routers of the others, so it can neither "
-                "balance (model.router_aux_coef), nor record, nor replay their choices; set pp to 1"
-            )
+        hidden: Tensor = chunk(tokens, self._shards.context, micro_batch)
+        routings = [router.recorded for router in routers if router.recorded is not None]
+        return hidden, partial(self._loss, step, micro_batch, tokens, routings)
 
     def _loss(
         self,

@@ -107,7 +107,6 @@ class MegatronState:
             yield LocalSlice(exported_name(kind, name), offsets, tensor, replicas[key])
 
     def _parts(self, kind: str) -> Iterator[tuple[str, Shape, Tensor]]:
-        """Names, offsets and views of this rank's boxes."""
         names = self._tensors.of_kind(kind)
         for parameter, boxes in self._boxes.items():
             requested = [box for box in boxes if box.name in names]

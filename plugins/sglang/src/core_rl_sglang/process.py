@@ -236,15 +236,6 @@ def _shared_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, share or cores[:1])) for share in shares)
 
 
-def _require_images(config: PretrainedConfig) -> None:
-    """Raise `UnsupportedCapability` for a model of whose images SGLang's features are not known to be right."""
-    if config.model_type not in IMAGE_MODELS:
-        raise UnsupportedCapability(
-            f"model.vision with the model type {config.model_type!r}: images through SGLang servers are for "
-            f"{', '.join(IMAGE_MODELS)}; take the engine 'reference-rollout'"
-        )
-
-
 def served_model(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
     """The model in the directory of ``model``, and the form of its adapters; raises `ConfigError`.
 
@@ -252,7 +243,12 @@ def served_model(model: ModelConfig, cpu_ranks: int = 0) -> ServedModel:
     """
     served = ServedModel.of(model, "sglang")
     if model.vision:
-        _require_images(served.config)
+        config = served.config
+        if config.model_type not in IMAGE_MODELS:
+            raise UnsupportedCapability(
+                f"model.vision with the model type {config.model_type!r}: images through SGLang servers are for "
+                f"{', '.join(IMAGE_MODELS)}; take the engine 'reference-rollout'"
+            )
     if model.lora is None:
         return served
     form = SglangAdapterForm.of(model.lora, served.path, served.config, served.shapes, cpu_ranks)

@@ -60,7 +60,7 @@ def apply_workarounds() -> None:
     if "--enable-lora" in sys.argv:
         _disable_pinned_memory()
     if SERVES_IMAGES in os.environ:
-        _declare_operators()
+        _declare("sgl_kernel", *(f"{name}() -> ()" for name in CPU_OPERATORS))
 
 
 def _declare_torchvision() -> None:
@@ -73,11 +73,6 @@ def _declare_torchvision() -> None:
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
         "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     )
-
-
-def _declare_operators() -> None:
-    """Let Qwen-VL models be imported without SGLang's CPU kernels, which Qwen3.5 alone calls."""
-    _declare("sgl_kernel", *(f"{name}() -> ()" for name in CPU_OPERATORS))
 
 
 def _declare(namespace: str, *schemas: str) -> None:

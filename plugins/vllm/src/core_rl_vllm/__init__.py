@@ -5,8 +5,6 @@ from __future__ import annotations
 from core_rl.config.capability import Capability
 from core_rl.registry.spec import EngineSpec
 
-__all__ = ["SPEC"]
-
 SPEC = EngineSpec(
     name="vllm",
     kind="inference",

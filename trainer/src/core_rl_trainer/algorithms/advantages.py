@@ -76,16 +76,12 @@ def token_rewards(rewards: Tensor, batch: SequenceBatch, penalties: Tensor | Non
     earned = torch.zeros(batch.num_tokens, dtype=torch.float32, device=rewards.device)
     if penalties is not None:
         earned -= masked_fill(penalties, mask).float()
-    last = _last_trained(mask, batch)
-    trained = last >= 0
-    return earned.index_add(0, last[trained], rewards[trained].float())
-
-
-def _last_trained(mask: Tensor, batch: SequenceBatch) -> Tensor:
-    """The position of the last trained token of each sequence, int64 ``[B]``; -1 where there is none."""
     places = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
     parts = places.split(batch.lengths) if batch.num_sequences else ()
-    return torch.stack([part.max() for part in parts]) if parts else places.new_zeros(0)
+    # The last trained token of each sequence, int64 ``[B]``; -1 where there is none.
+    last = torch.stack([part.max() for part in parts]) if parts else places.new_zeros(0)
+    trained = last >= 0
+    return earned.index_add(0, last[trained], rewards[trained].float())
 
 
 def overlong_penalty(batch: SequenceBatch, max_length: int, buffer: int) -> Tensor:

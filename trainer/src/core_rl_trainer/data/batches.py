@@ -99,7 +99,6 @@ def preference_batch(samples: Sequence[Sample]) -> SequenceBatch:
 def _packed(
     sequences: Sequence[Encoded], media: Sequence[Media], unit: Tensor | None = None
 ) -> SequenceBatch:
-    """``sequences`` with the images of each."""
     return SequenceBatch.from_sequences(
         [ids for ids, _ in sequences],
         tokens={"loss_mask": [mask for _, mask in sequences]},

@@ -147,7 +147,8 @@ class ChatTemplate:
         """
         refused: BatchError | None = None
         incomplete: Rendered | None = None
-        for alternatives in message_forms(messages, self._reasoning_field()):
+        reasoning = next((name for name in REASONING if re.search(rf"\b{name}\b", self.text)), None)
+        for alternatives in message_forms(messages, reasoning):
             complete: list[tuple[int, Rendered]] = []
             for form in alternatives:
                 try:
@@ -195,10 +196,6 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BatchError(f"the chat template refuses these messages: {error}") from error
         return str(rendered[0][0])
-
-    def _reasoning_field(self) -> str | None:
-        """The field from which the template reads reasoning."""
-        return next((name for name in REASONING if re.search(rf"\b{name}\b", self.text)), None)
 
 
 def _at_time(text: str, time: datetime) -> str:

@@ -161,7 +161,6 @@ def _has(example: Example, column: str) -> bool:
 
 
 def _check_columns(examples: Examples, columns: Mapping[str, str], kind: ExampleKind) -> None:
-    """Raise `ConfigError` for mapped columns that no row has."""
     rows = examples.readable()
     first = next((row.example for row in rows if row.example), Example())
     for name, column in columns.items() if rows else ():
@@ -216,9 +215,6 @@ def _is_chat(value: object) -> bool:
 def _names(example: Example) -> str:
     text = ", ".join(map(repr, example))
     return text if len(text) <= MOST else f"{text[:MOST]}… ({len(example)} columns)"
-
-
-# --------------------------------------------------------------------- formats
 
 
 def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Example, str | None]:

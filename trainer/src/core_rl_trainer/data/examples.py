@@ -86,9 +86,6 @@ def joined(origin: str, parts: Sequence[Examples]) -> Examples:
     return Examples(origin=origin, rows=rows)
 
 
-# ---------------------------------------------------------------------- checks
-
-
 def check_prompt(example: Example) -> str | None:
     """A ``prompt``: a text, or chat messages."""
     prompt = example.get("prompt")

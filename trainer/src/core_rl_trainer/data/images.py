@@ -101,9 +101,6 @@ def with_images(kind: ExampleKind, encoder: ImageEncoder) -> ExampleKind:
     return replace(kind, check=check, encode=encode)
 
 
-# --------------------------------------------------------------------- encoder
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageEncoder:
     """The image processor of a model directory, and the tokens of the model that stand for images."""

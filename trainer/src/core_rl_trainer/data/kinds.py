@@ -101,10 +101,6 @@ def _encode_prompt(chat_format: ChatFormat, example: Example) -> Sample:
     return {**example, "prompt_ids": ids}
 
 
-def _encode_demonstration(chat_format: ChatFormat, example: Example) -> Sample:
-    return {"sequences": demonstration_sequences(chat_format, example)}
-
-
 def _encode_pair(chat_format: ChatFormat, example: Example) -> Sample:
     pair = {
         name: encode_completion(chat_format, example["prompt"], example[name], example)
@@ -140,7 +136,7 @@ DEMONSTRATIONS = ExampleKind(
     needs="a 'prompt' and an 'answer', or 'messages'",
     fields=("prompt", "answer"),
     check=check_demonstration,
-    encode=_encode_demonstration,
+    encode=lambda chat_format, example: {"sequences": demonstration_sequences(chat_format, example)},
     sequences=lambda sample: sample["sequences"],
 )
 """Sequences to imitate: ``sequences``, each token ids and mask."""

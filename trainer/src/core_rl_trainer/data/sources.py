@@ -145,7 +145,7 @@ def read_directory(path: Path, config: str | None, split: str | None, default_sp
     except (OSError, ValueError, datasets.builder.DatasetGenerationError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name one that does"
+            f"{path} holds no dataset of datasets.save_to_disk, and no files of a dataset: {reason}; name another one"
         ) from error
     return _rows(str(path), _select_split(str(path), table, split, default_split))
 
@@ -214,9 +214,6 @@ def _datasets() -> ModuleType:
     datasets.logging.get_logger("datasets.packaged_modules").setLevel("CRITICAL")  # it raises them as well
     module: ModuleType = datasets
     return module
-
-
-# ------------------------------------------------------------------------- Hub
 
 
 def read_hub(
@@ -290,7 +287,6 @@ def _offline() -> list[str]:
 
 
 def _problem(name: str, revision: str | None, error: Exception) -> str:
-    """The message for a dataset that cannot be read."""
     lines = str(error).splitlines() or [type(error).__name__]
     if lines[0].startswith(("Config name", "BuilderConfig")):
         return f"{name!r} on the Hub: {' '.join(lines[:2])}; set 'config' of the source"

@@ -167,9 +167,6 @@ def _split(sources: Sequence[Examples], fraction: float, seed: int) -> tuple[lis
     return train, held_out
 
 
-# --------------------------------------------------------------------- summary
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataSummary:
     """The training data of a run."""

@@ -10,6 +10,7 @@ from typing import Any
 from core_rl.errors import BatchError
 from core_rl_trainer.data.examples import Example
 from core_rl_trainer.data.messages import shortened
+from core_rl_trainer.data.pieces import shared_length
 from core_rl_trainer.data.plain import parse_json
 
 ROLES: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +61,6 @@ def _as_turn(turn: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _calls(content: object, number: int) -> list[Any]:
-    """The calls in the text of a turn."""
     try:
         calls = parse_json(content) if isinstance(content, str) else content
     except BatchError as error:
@@ -102,7 +102,7 @@ def with_implicit_prompt(example: Example) -> Example:
     first, second, prompt = example["chosen"], example["rejected"], example.get("prompt")
     if type(first) is not type(second) or not isinstance(first, str | list):
         raise BatchError("needs two texts or two chats as 'chosen' and 'rejected'")
-    same = _common_length(first, second)
+    same = shared_length(first, second)
     if first == second:
         raise BatchError(
             "has equal 'chosen' and 'rejected': nothing can be learned from them; remove the row"
@@ -129,12 +129,6 @@ def with_implicit_prompt(example: Example) -> Example:
             "correct it, or leave the column out"
         )
     return {"prompt": first[:same], "chosen": first[same:], "rejected": second[same:]}
-
-
-def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
-    pairs = zip(first, second, strict=False)
-    shorter = min(len(first), len(second))
-    return next((n for n, (left, right) in enumerate(pairs) if left != right), shorter)
 
 
 def _between_words(first: str, second: str, same: int) -> int:

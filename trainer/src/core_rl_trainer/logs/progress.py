@@ -61,7 +61,8 @@ class TrainingProgress(Progress):
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=console,
-            disable=not _shows_bar(console),
+            # A bar is drawn again and again: on a terminal, and in a notebook that has widgets.
+            disable=not (find_spec("ipywidgets") if console.is_jupyter else console.is_terminal),
         )
         self._total = total
         self._done = done
@@ -102,11 +103,6 @@ def print_line(console: Console, text: str) -> None:
     """Print a line, above a bar where there is one, and to the log of the run."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     TERMINAL.info(text)
-
-
-def _shows_bar(console: Console) -> bool:
-    """Whether a bar can be drawn again and again: on a terminal, and in a notebook that has widgets."""
-    return find_spec("ipywidgets") is not None if console.is_jupyter else console.is_terminal
 
 
 def _headline(metrics: Mapping[str, float]) -> str:

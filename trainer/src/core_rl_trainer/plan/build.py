@@ -322,9 +322,6 @@ def _untouchable(options: ServerOptions) -> Iterator[str]:
         )
 
 
-# --------------------------------------------------------------------------------------- remarks
-
-
 def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
     """Remarks on a plan that can run, and is probably not meant."""
     schedule, workload, data = plan.schedule, plan.workload, plan.recipe.data
@@ -340,7 +337,6 @@ def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
 
 
 def _ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], is_local: bool) -> Iterator[str]:
-    """Remarks on CPU ranks of this machine."""
     alone = [plan.config for plan in trainers.values() if plan.colocated_with is None]
     ranks, cores = sum(config.layout.world_size for config in alone), os.cpu_count() or 1
     on_cpu = device_type(alone[0].device) == "cpu"
@@ -349,7 +345,6 @@ def _ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], is_local: bool
 
 
 def _idle_ranks(trainers: Mapping[str, EnginePlan[TrainEngineConfig]], sequences: int) -> Iterator[str]:
-    """Remarks on data parallel ranks without a sequence."""
     for name, plan in trainers.items():
         dp = plan.config.layout.dp
         if dp > sequences:

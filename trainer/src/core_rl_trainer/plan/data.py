@@ -75,7 +75,6 @@ def _example_kind(interface: ModelInterface[Any]) -> ExampleKind:
 
 
 def _supervised_workload(data: TrainingData, batch_size: int) -> Workload:
-    """The workload of training on ``data`` alone, with ``batch_size`` examples a step."""
     datasets = [dataset for dataset in (data.train, data.held_out) if dataset is not None]
     return Workload(
         examples=len(data.train),
@@ -90,7 +89,6 @@ def _supervised_workload(data: TrainingData, batch_size: int) -> Workload:
 def _online_workload(
     data: TrainingData, rollout: RolloutSection, completion: int, context: int | None, config: Config
 ) -> Workload:
-    """The workload of training on rollouts of at most ``completion`` tokens each."""
     longest = min(data.train.longest + completion, context or sys.maxsize)
     return Workload(
         examples=len(data.train),
@@ -121,7 +119,9 @@ def with_template_time(
     A run that resumes, or starts from another run, has the time of that run, whose directory is among ``earlier``.
     Raises `ConfigError` for a time that no template reads.
     """
-    time_setting, reads = section.template_time, _reads_clock(tokenizer)
+    templates = tokenizer.chat_template or ""
+    texts = [templates] if isinstance(templates, str) else templates.values()
+    time_setting, reads = section.template_time, any(CLOCK in text for text in texts)
     if time_setting is not None and not reads:
         raise ConfigError(
             f"data.template_time = {time_setting}: the chat template does not read the time ({CLOCK}); remove it"
@@ -145,12 +145,6 @@ def earlier_runs(directory: Path, fresh: bool, resume_from: str | None) -> list[
         source = Path(resume_from).resolve()
         directories += [source, *source.parents[1:2]]  # a run, or a checkpoint of it
     return directories
-
-
-def _reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    templates = tokenizer.chat_template or ""
-    texts = [templates] if isinstance(templates, str) else templates.values()
-    return any(CLOCK in text for text in texts)
 
 
 def _recorded_data(earlier: Sequence[Path]) -> Mapping[str, Any] | None:

@@ -267,6 +267,5 @@ def _digest(path: Path, files: Sequence[Path]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    """The sha256 of a file, read in blocks."""
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -181,9 +181,6 @@ def _role(
     )
 
 
-# ------------------------------------------------------------------------------------------ memory
-
-
 def estimate_memory(config: TrainEngineConfig, model: Footprint, tokens: int) -> MemoryEstimate:
     """The memory of one rank for micro-batches of ``tokens``; see the module's docstring."""
     state = config.state_bytes(model.parameters, 0 if config.optimizer is None else model.trained)

@@ -75,9 +75,6 @@ def preflight(recipe: Recipe) -> tuple[str, ...]:
     return (*_unread_sections(recipe.engines, used), *_disk_remarks(recipe.directory, needed))
 
 
-# ------------------------------------------------------------------------------- sections of engines
-
-
 def _engine_problems(sections: Collection[str], used: Collection[str]) -> Iterator[str]:
     unknown = [name for name in sections if name not in used]
     known = engine_names() if unknown else []
@@ -94,9 +91,6 @@ def _unread_sections(sections: Collection[str], used: Collection[str]) -> Iterat
         yield f"engines.{', engines.'.join(ignored)} not read: the engines of this recipe are {engines}"
 
 
-# --------------------------------------------------------------------------- directories and hosts
-
-
 def _directory_problems(directory: Path) -> Iterator[str]:
     try:
         require_free_directory(directory)
@@ -110,9 +104,6 @@ def _cluster_problems(cluster: ClusterSection) -> Iterator[str]:
             load_hosts(cluster.type)
     except ConfigError as error:
         yield f"cluster.type = {cluster.type!r}: {error}"
-
-
-# ----------------------------------------------------------------------------------------- weights
 
 
 def _weights(path: str, prefix: str) -> WeightFiles:
@@ -134,9 +125,6 @@ def _weights(path: str, prefix: str) -> WeightFiles:
     if pointers := git_lfs_pointers(directory):
         raise ConfigError(f"{', '.join(pointers[:3])}: a pointer of Git LFS, not the file; run: git lfs pull")
     return weights
-
-
-# -------------------------------------------------------------------------------------------- disk
 
 
 def _disk_remarks(directory: Path, needed: float) -> Iterator[str]:

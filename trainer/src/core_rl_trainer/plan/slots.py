@@ -104,9 +104,6 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-# --------------------------------------------------------------------------------- checks of roles
-
-
 def sender_slot(actor: EnginePlan[TrainEngineConfig]) -> Slot:
     """The slot of the actor's rank that sends weights."""
     layout = actor.config.layout

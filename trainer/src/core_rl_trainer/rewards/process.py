@@ -157,12 +157,8 @@ class _Worker:
         return f" ({Path(code.co_filename).name}:{line[1]})"
 
 
-# ------------------------------------------------------------- in the process
-
-
 @functools.cache
 def _function(pickled: bytes) -> Callable[..., Any]:
-    """The function of this process."""
     function: Callable[..., Any] = pickle.loads(pickled)  # noqa: S301 - the driver's
     return function
 

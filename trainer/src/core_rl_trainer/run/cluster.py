@@ -90,9 +90,6 @@ def machine_request(
     return resources | scheduling.resources, variables | scheduling.env
 
 
-# ---------------------------------------------------------------- shared paths
-
-
 def check_machines(
     hosts: Hosts,
     trainers: Mapping[str, EnginePlan[TrainEngineConfig]],

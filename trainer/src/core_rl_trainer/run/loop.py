@@ -72,7 +72,6 @@ def _raise_if_bad(models: Mapping[str, str], cause: Exception | None) -> None:
 
 
 def _bad(field: str, directory: Path) -> Iterator[str]:
-    """A line for each file with such weights."""
     by_file: dict[str, list[str]] = {}
     try:
         files = TensorFiles(directory, "model")

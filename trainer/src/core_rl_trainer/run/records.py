@@ -38,7 +38,11 @@ class RunRecords:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
-            self._draw_last(error)
+            try:
+                text = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}"
+                self.draw("stopped", text.rstrip(": "))
+            except CheckpointError as second:
+                logger.warning("the page of the run could not be written: %s", second)
         self._samples.close()
         self._metrics.close()
 
@@ -69,11 +73,3 @@ class RunRecords:
         chart = main_chart(self._metrics.rows)
         self._directory.write_page(text, svg_document(chart) if chart else None)
         self._directory.write_status(status, problem)
-
-    def _draw_last(self, error: BaseException) -> None:
-        """Show on the page why the run stopped. A full disk must not hide the error on its way."""
-        try:
-            text = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}"
-            self.draw("stopped", text.rstrip(": "))
-        except CheckpointError as second:
-            logger.warning("the page of the run could not be written: %s", second)

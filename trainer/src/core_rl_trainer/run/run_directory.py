@@ -271,9 +271,6 @@ def _has_steps(path: Path) -> bool:
     return (path / RESULT).is_file() or any((row.get("step") or 0) > 0 for row in rows)
 
 
-# ------------------------------------------------------------------------------------ resume_from
-
-
 def find_source(files: RunFiles, steps: int, identity: Callable[[], RunIdentity]) -> RunCheckpoint | None:
     """The verified checkpoint from which a run of ``steps`` steps starts; None where it has no other run to start from.
 

@@ -104,19 +104,13 @@ class RunSaver:
             except (
                 BaseException
             ):  # at a signal too: the engines wait for their saves in any case when they end
-                self._finish_after_error()
+                step = self._pending.step if self._pending is not None else None
+                try:
+                    self.finish()
+                except CoreRLError as second:  # it must not hide the error that is on its way
+                    logger.warning("the checkpoint of step %s was not completed: %s", step, second)
                 raise
             self.finish()
-
-    def _finish_after_error(self) -> None:
-        step = self._pending.step if self._pending is not None else None
-        try:
-            self.finish()
-        except CoreRLError as second:  # it must not hide the error that is on its way
-            logger.warning("the checkpoint of step %s was not completed: %s", step, second)
-
-
-# ------------------------------------------------------------------------------------------- parts
 
 
 def part_writers(

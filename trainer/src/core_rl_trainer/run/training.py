@@ -257,7 +257,6 @@ def _warn_of_ended_schedule(plan: RunPlan, schedule_steps: int) -> None:
 
 
 def _result(plan: RunPlan, directory: RunDirectory, loop: RunLoop, step: int) -> dict[str, Any]:
-    """The result of a run that ends after ``step``."""
     best, evaluations = loop.best.state_dict(), loop.evaluations
     return {
         "engine": next(iter(plan.trainers.values())).spec.name,

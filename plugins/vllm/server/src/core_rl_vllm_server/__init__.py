@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Called by vLLM, perhaps more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from core_rl_vllm_server.heads import keep_tied_heads_current
-    from core_rl_vllm_server.sampling import report_full_distribution, take_every_temperature
+    from core_rl_vllm_server.patches import (
+        keep_tied_heads_current,
+        report_full_distribution,
+        take_every_temperature,
+    )
 
     report_full_distribution()
     take_every_temperature()
