@@ -90,8 +90,10 @@ def _planned_units(
 
 def units(batch: SequenceBatch) -> list[list[int]]:
     """The sequences of each unit, in order of first appearance; a sequence alone without ``unit``."""
+    if batch.unit is None:
+        return [[index] for index in range(batch.num_sequences)]
     groups: dict[int, list[int]] = {}
-    for index, number in enumerate(range(batch.num_sequences) if batch.unit is None else batch.unit.tolist()):
+    for index, number in enumerate(batch.unit.tolist()):
         groups.setdefault(number, []).append(index)
     return list(groups.values())
 

@@ -309,6 +309,9 @@ def batch_violations(batch: SequenceBatch, limits: ModelLimits) -> Iterator[str]
     """Token ids and lengths beyond ``limits``, and images that do not fit their placeholders."""
     rows = batch.input_ids.split(batch.lengths)
     yield from placeholder_violations(rows, batch.media, limits.image_model)
+    fits = limits.context_length is None or batch.max_length <= limits.context_length
+    if fits and not (batch.input_ids >= limits.vocab_size).any():
+        return  # without a look at each sequence
     for index, ids in enumerate(rows):
         highest, position = (int(value) for value in ids.max(dim=0))
         if highest >= limits.vocab_size:

@@ -37,13 +37,17 @@ class Modes:
         """``train`` or ``eval`` inside the context; offloaded weights are on the device there."""
         previous = self.mode
         with self.onloaded("model"):
-            self.mode = mode
-            self.runtime.backend.set_training(mode == "train")
+            self._enter(mode)
             try:
                 yield
             finally:
-                self.mode = previous
-                self.runtime.backend.set_training(previous == "train")
+                self._enter(previous)
+
+    def _enter(self, mode: str | None) -> None:
+        """Nothing where the mode stays, since the backend looks at each of its modules."""
+        if mode != self.mode:
+            self.mode = mode
+            self.runtime.backend.set_training(mode == "train")
 
     # ------------------------------------------------------------- adapters
 

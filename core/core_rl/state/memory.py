@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+RETAINED_BYTES = 2**27
+"""Free memory of the C library up to which looking through it in each step costs more time than it is worth."""
+
 CHUNK_BYTES = 2**28
 """Host memory is taken in pieces of this size: CUDA's pinned allocations are rounded up to a power of two."""
 
@@ -101,10 +104,23 @@ def own_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def give_back_freed() -> None:
-    """Return the pages of freed blocks to the system; does nothing without glibc.
+    """Return the pages of freed blocks to the system, if these have `RETAINED_BYTES`; does nothing without glibc.
 
     glibc keeps freed blocks below a block in use, up to 32 MiB each (M_MMAP_THRESHOLD in mallopt(3)): after a step,
     as much as the gradients of a model, and on equal ranks not equally much.
     """
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(library, "malloc_trim") or not hasattr(library, "mallinfo2"):
+        return
+    library.mallinfo2.restype = _HeapCounts
+    if library.mallinfo2().fordblks >= RETAINED_BYTES:
         library.malloc_trim(0)
+
+
+class _HeapCounts(ctypes.Structure):
+    """``struct mallinfo2`` of glibc 2.33; ``fordblks`` is the free part of the heap, in bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    )

@@ -19,7 +19,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.seeds import derive_seed
 from core_rl.toolkit import cuda
-from core_rl.toolkit.segments import Blocks, Segments, ShapeGroup, group_by_shape
+from core_rl.toolkit.segments import Blocks, Segments, ShapeGroup
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -169,7 +169,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
     queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
     attended: dict[int, Tensor] = {}
-    for group in group_by_shape(call.segments, call.widest_square):
+    for group in call.segments.shape_groups(call.widest_square):
         attended |= zip(group.stretches, _calls(queries, keys, values, group, call), strict=True)
     return torch.cat([attended[stretch] for stretch in range(len(queries))], dim=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -29,13 +30,13 @@ class LocalPart:
 
 
 def local_part(tensor: Tensor) -> LocalPart:
-    """This rank's part of ``tensor``, as a view of its memory; all of a plain tensor.
+    """This rank's part of ``tensor``, as a view of its memory without a graph; all of a plain tensor.
 
     A `DTensor` may be sharded over several dimensions of its mesh, also along the same dimension of the tensor, as by
     FSDP over tensor parallelism. Raises `UnsupportedCapability` for partial sums.
     """
     if not isinstance(tensor, DTensor):
-        return LocalPart(tensor, (0,) * tensor.dim())
+        return LocalPart(tensor.detach(), (0,) * tensor.dim())
     bounds = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
     # Not `get_local_rank`, which asks the mesh's groups: DTensor's caches may give an equal mesh whose groups are gone.
@@ -53,7 +54,8 @@ def local_part(tensor: Tensor) -> LocalPart:
         dim = _cut_dim(placement)
         if dim is not None:
             bounds[dim] = _chunk(bounds[dim], mesh.size(axis), coordinate[axis])
-    return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
+    with torch.no_grad():  # the tensor inside, without a dispatch
+        return LocalPart(tensor.to_local(), tuple(start for start, _ in bounds))
 
 
 def own_part(parameter: Tensor) -> Tensor:

@@ -185,6 +185,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         # Tensors of a mapped file are not aligned, and kernels round by alignment: offloading would change results.
         own_memory(parameter for parameter in model.parameters() if type(parameter) is nn.Parameter)
         parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+        self.__parameters = parameters
         planned = self.planned or model
         layout = self.layout or checkpoint_layout(model)
         if optimizer is None:
@@ -245,7 +246,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
         self.model.train(training)
 
     def zero_grad(self) -> None:
-        for parameter in (*self.model.parameters(), *self.owned.values()):
+        for parameter in (*self.__parameters.values(), *self.owned.values()):
             parameter.grad = None
 
     def reduce_grads(self) -> None:
@@ -258,13 +259,13 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
 
     def local_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Checkpoint names and this rank's parts of the gradients that exist."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.__parameters.items():
             if parameter.grad is not None:
-                yield checkpoint_name(name), local_part(parameter.grad).tensor
+                yield name, local_part(parameter.grad).tensor
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The same of all gradients, in the same order on every rank; missing ones become 0."""
-        for parameter in self.model.parameters():
+        for parameter in self.__parameters.values():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         yield from self.local_grads()
@@ -322,7 +323,7 @@ class HFBackend(TrainBackend[C], SupportsOpaqueState):
 
     def memory(self, part: MemoryPart) -> Iterable[Tensor]:
         if part == "weights":
-            yield from (local_part(parameter.detach()).tensor for parameter in self.model.parameters())
+            yield from (local_part(parameter).tensor for parameter in self.__parameters.values())
         elif part == "gradients":
             yield from (grad for _, grad in self.local_grads())
         elif self.optimizer is not None:
@@ -370,7 +371,7 @@ def add_up(tensors: Sequence[Tensor], comm: Comm) -> None:
 
 def _owned(parameter: nn.Parameter) -> nn.Parameter:
     """This rank's part as a parameter for the optimizer, in the same memory."""
-    part = local_part(parameter.detach()).tensor
+    part = local_part(parameter).tensor
     if part.shape == parameter.shape and type(parameter) is nn.Parameter:
         return parameter
     return nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -51,7 +51,7 @@ class HFShardedState:
         self._world = world
         self._named = {checkpoint_name(name): p for name, p in model.named_parameters()}
         self._layout = layout or checkpoint_layout(model)
-        regions = {name: local_part(parameter.detach()).region for name, parameter in self._named.items()}
+        regions = {name: local_part(parameter).region for name, parameter in self._named.items()}
         self._replicas = _replicas(regions, world)
         stepped: Collection[Tensor] = () if optimizer is None else optimizer.state.keys()
         with_moments = {name: region for name, region in regions.items() if owned.get(name) in stepped}
@@ -112,16 +112,16 @@ class HFShardedState:
     def _part(self, name: str, parameter: nn.Parameter, kind: str) -> Iterator[LocalPart]:
         """This rank's part of the parameter, its gradient or a moment."""
         if kind in VALUES:
-            yield local_part(parameter.detach())
+            yield local_part(parameter)
         elif kind == "grads":
             grad = parameter.grad
-            yield local_part(torch.zeros_like(parameter.detach()) if grad is None else grad)
+            yield local_part(torch.zeros_like(parameter) if grad is None else grad)
         else:
             with self._moment(name, kind) as moment:
                 if isinstance(moment, DTensor):
                     yield local_part(moment)
                 else:
-                    yield LocalPart(moment, local_part(parameter.detach()).offsets)
+                    yield LocalPart(moment, local_part(parameter).offsets)
 
     def _moment(self, name: str, kind: str) -> AbstractContextManager[Tensor]:
         assert self._optimizer is not None  # it has the kinds of `optimizer_kinds`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from core_rl.data.pinned import to_device
 from core_rl.distributed.comm import Comm
 
-__all__ = ["Blocks", "Segments", "ShapeGroup", "group_by_shape"]
+__all__ = ["Blocks", "Segments", "ShapeGroup"]
 
 SCORES_AT_ONCE = 2**14
 """Scores of each head in a call of a kernel for several sequences of equal shape: with more, copies cost more time than
@@ -24,24 +24,49 @@ Blocks = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class ShapeGroup:
+    """Stretches of equal shape, which share calls of a kernel: where they are short, calls cost more than tokens."""
+
+    stretches: list[int]
+    length: int
+    """Tokens of each stretch."""
+    queries: list[tuple[int, ...]]
+    """For each stretch, the stretches whose queries are computed, itself last."""
+    paths: list[tuple[int, ...]]
+    """For each stretch, the stretches that it sees, itself last."""
+    blocks: Blocks
+    at_once: int
+    """Stretches of a call."""
+
+
 class Segments:
     """Bounds of the sequences of a packed batch, or of the stretches of a `PrefixTree`.
 
-    An object, so that compiled code does not depend on their number.
+    An object, so that compiled code does not depend on their number. No dataclass: FSDP looks for tensors in all fields
+    of these, for each block.
     """
 
-    bounds: tuple[int, ...]
-    """``cu_seqlens`` of the whole batch as ``B + 1`` integers, or the bounds of stretches."""
-    context: Comm | None = None
-    """The ranks over which the tokens of the batch are spread, if they are."""
-    tensor: Comm | None = None
-    """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
-    paths: tuple[tuple[int, ...], ...] | None = None
-    """For each stretch of a tree, the stretches whose tokens it sees, itself last; None where all are sequences."""
-    blocks: tuple[Blocks, ...] = ()
-    """For each sequence, its stretches ``start, end`` of tokens that see each other in both directions; empty without
-    any."""
-    _copies: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    def __init__(
+        self,
+        bounds: tuple[int, ...],
+        context: Comm | None = None,
+        tensor: Comm | None = None,
+        paths: tuple[tuple[int, ...], ...] | None = None,
+        blocks: tuple[Blocks, ...] = (),
+    ) -> None:
+        self.bounds = bounds
+        """``cu_seqlens`` of the whole batch as ``B + 1`` integers, or the bounds of stretches."""
+        self.context = context
+        """The ranks over which the tokens of the batch are spread, if they are."""
+        self.tensor = tensor
+        """The ranks over which the heads are spread, if they are; all else that is random is the same on them."""
+        self.paths = paths
+        """For each stretch of a tree, the stretches whose tokens it sees, itself last; None where all are sequences."""
+        self.blocks = blocks
+        """For each sequence, its stretches ``start, end`` of tokens that see each other in both directions; empty
+        without any."""
+        self._copies: dict[tuple[str, torch.device], Tensor] = {}
+        self._groups: dict[int, list[ShapeGroup]] = {}
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -89,41 +114,26 @@ class Segments:
             self._copies[name, device] = to_device(compute(), device)
         return self._copies[name, device]
 
+    def shape_groups(self, widest_square: int) -> list[ShapeGroup]:
+        """All stretches, or sequences, by their shapes; found once for all layers.
 
-@dataclass(frozen=True)
-class ShapeGroup:
-    """Stretches of equal shape, which share calls of a kernel: where they are short, calls cost more than tokens."""
-
-    stretches: list[int]
-    length: int
-    """Tokens of each stretch."""
-    queries: list[tuple[int, ...]]
-    """For each stretch, the stretches whose queries are computed, itself last."""
-    paths: list[tuple[int, ...]]
-    """For each stretch, the stretches that it sees, itself last."""
-    blocks: Blocks
-    at_once: int
-    """Stretches of a call."""
-
-
-def group_by_shape(segments: Segments, widest_square: int) -> list[ShapeGroup]:
-    """All stretches of ``segments``, or sequences, by their shapes.
-
-    Up to ``widest_square`` visible tokens, a stretch that is longer than those before it is computed with its path.
-    """
-    lengths = segments.lengths
-    paths = segments.paths or [(sequence,) for sequence in range(len(lengths))]
-    groups: dict[tuple[int, int, Blocks], ShapeGroup] = {}
-    for stretch, path in enumerate(paths):
-        length, visible = lengths[stretch], sum(lengths[part] for part in path)
-        blocks = segments.blocks[stretch] if segments.blocks else ()
-        # Causal kernels leave out half of a square, and no part of a masked rectangle.
-        square = visible <= widest_square and 2 * length > visible
-        group = groups.setdefault(
-            (length, visible, blocks),
-            ShapeGroup([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
-        )
-        group.stretches.append(stretch)
-        group.queries.append(path if square else path[-1:])
-        group.paths.append(path)
-    return list(groups.values())
+        Up to ``widest_square`` visible tokens, a stretch that is longer than those before it is computed with its path.
+        """
+        if widest_square in self._groups:
+            return self._groups[widest_square]
+        lengths = self.lengths
+        paths = self.paths or [(sequence,) for sequence in range(len(lengths))]
+        groups: dict[tuple[int, int, Blocks], ShapeGroup] = {}
+        for stretch, path in enumerate(paths):
+            length, visible = lengths[stretch], sum(lengths[part] for part in path)
+            blocks = self.blocks[stretch] if self.blocks else ()
+            # Causal kernels leave out half of a square, and no part of a masked rectangle.
+            square = visible <= widest_square and 2 * length > visible
+            group = groups.setdefault(
+                (length, visible, blocks),
+                ShapeGroup([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
+            )
+            group.stretches.append(stretch)
+            group.queries.append(path if square else path[-1:])
+            group.paths.append(path)
+        return self._groups.setdefault(widest_square, list(groups.values()))

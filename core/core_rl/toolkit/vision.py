@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, cast
 
@@ -145,7 +145,8 @@ class PackedVision:
             return segments
         padding = len(segments.lengths) - batch.num_sequences
         rows = batch.original.input_ids.split(batch.lengths)
-        return replace(segments, blocks=(*map(self._image_stretches, rows), *((),) * padding))
+        blocks = (*map(self._image_stretches, rows), *((),) * padding)
+        return Segments(segments.bounds, segments.context, segments.tensor, segments.paths, blocks)
 
     def _image_stretches(self, ids: Tensor) -> Blocks:
         """Stretches of placeholders among the ids of one sequence."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
@@ -26,7 +25,7 @@ from core_rl.toolkit.attention import PACKED_ATTENTION, check_heads, register_pa
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory, use_flash_attention
 from core_rl.toolkit.experts import check_expert_parallel
-from core_rl.toolkit.fully_sharded import check_copies, reset_pass, reshard
+from core_rl.toolkit.fully_sharded import check_copies, fsdp_modules, reset_pass, reshard
 from core_rl.toolkit.hf_backend import HFBackend, add_up
 from core_rl.toolkit.hf_state import fill
 from core_rl.toolkit.lora import checkpoint_name
@@ -233,8 +232,8 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         if unloaded is None:
             self.packed.to(context.device)
         self._shard(model, context.config)
-        gathered = [module for module in self.packed.modules() if isinstance(module, FSDPModule)]
-        self.activation_offload = ActivationOffload(gathered) if options.activation_offload else None
+        self._units = [*fsdp_modules(self.packed)]
+        self.activation_offload = ActivationOffload(self._units) if options.activation_offload else None
         if unloaded is not None:
             unloaded.materialize(self.packed, context.device)
         if context.layout.cp > 1:
@@ -260,9 +259,10 @@ class FSDPBackend(HFBackend[FSDPConfig]):
         offload = None if mode == "forward" else self.activation_offload
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches)
-            self._root.set_requires_gradient_sync(reduces_each or last)
-            # Between copies of the weights, gradients need to be added up once.
-            self._root.set_requires_all_reduce(last)
+            for unit in self._units:
+                unit.set_requires_gradient_sync(reduces_each or last, recurse=False)
+                # Between copies of the weights, gradients need to be added up once.
+                unit.set_requires_all_reduce(last, recurse=False)
             with nullcontext() if offload is None else offload.active():
                 output = self.outputs(micro_batch, step)
             loss = step(output, micro_batch)
@@ -283,7 +283,7 @@ class FSDPBackend(HFBackend[FSDPConfig]):
 
     def reduce_grads(self) -> None:
         """Add up the parts that tensor parallel ranks have; over all others FSDP adds in each backward pass."""
-        grads = [grad for name, grad in self.local_grads() if name in self._partial]
+        grads = [grad for name, grad in self.local_grads() if name in self._partial] if self._partial else []
         if grads:
             add_up(grads, self._meshes.shards.tensor)
 

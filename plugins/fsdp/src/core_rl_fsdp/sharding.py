@@ -43,34 +43,47 @@ def shard_modules(
     if expert_mesh is not None:
         shard_experts(packed.model, expert_mesh, exact, reshard)
     ignored = _ready(packed, config) if mesh.size() == 1 else set()
+    shard = partial(fully_shard, mesh=mesh, ignored_params=ignored)
+
+    def has_work(part: nn.Module) -> bool:
+        """Whether there are weights to gather, to reduce or to cast."""
+        return compute is not None or not ignored.issuperset(part.parameters())
+
     blocks = _blocks(packed.model)
-    for block in blocks:
-        if config.options.compile:
+    if config.options.compile:
+        for block in blocks:
             # Sequences of all lengths meet here, so sizes stay symbols.
             block.compile(dynamic=True)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=ignored)
     embedding, head = _ends_apart(packed.model)
+    blocks = [*filter(has_work, blocks)]
+    embedding, head = (end if end is not None and has_work(end) else None for end in (embedding, head))
+    for block in blocks:
+        shard(block, mp_policy=policy, reshard_after_forward=reshard)
     if embedding is not None:
-        fully_shard(
-            embedding, mesh=mesh, mp_policy=exact, reshard_after_forward=reshard, ignored_params=ignored
-        )
+        shard(embedding, mp_policy=exact, reshard_after_forward=reshard)
     if head is not None:  # the backward pass begins with it
-        fully_shard(head, mesh=mesh, mp_policy=exact, reshard_after_forward=False, ignored_params=ignored)
+        shard(head, mp_policy=exact, reshard_after_forward=False)
     if mesh.device_type == "cuda":
         _prefetch([part for part in (embedding, *blocks, head) if part is not None])
     if packed.head != "lm":
         # The scalar head computes in float32, whatever the blocks do.
-        fully_shard(cast("nn.Module", packed.model.score), mesh=mesh, reshard_after_forward=False)
-    root = fully_shard(packed, mesh=mesh, mp_policy=exact, ignored_params=ignored)
+        shard(cast("nn.Module", packed.model.score), reshard_after_forward=False)
+    root = shard(packed, mp_policy=exact)
     add_up_gradients(packed, mesh.size())
     return root
 
 
 def _ready(packed: PackedModel, config: FSDPConfig) -> set[nn.Parameter]:
-    """Parameters that are not trained and have the compute dtype: of these, one rank would only make copies."""
+    """Parameters that have the compute dtype, and gradients of the dtype of their sum, if any: of these, one rank would
+    only make copies.
+    """
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    fixed = {p for p in packed.model.parameters() if config.optimizer is None or not p.requires_grad}
-    return {parameter for parameter in fixed if parameter.dtype == compute}
+    adds_up = compute == REDUCE_DTYPES[config.options.reduce_dtype] == torch.float32
+    return {
+        parameter
+        for parameter in packed.model.parameters()
+        if parameter.dtype == compute and (adds_up or config.optimizer is None or not parameter.requires_grad)
+    }
 
 
 def _ends_apart(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
