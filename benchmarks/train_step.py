@@ -2,12 +2,14 @@
 
     python benchmarks/train_step.py loops
     python benchmarks/train_step.py options --ranks 2
+    python benchmarks/train_step.py loops --width 64 --sequences 256 --budget 352
     python benchmarks/train_step.py megatron --profile
 
-``loops``: a hand-written ``fully_shard`` loop that packs in the same way, and a loop without FSDP. ``options``:
-gradients reduced once and weights kept gathered, for several ranks. ``gains``: work that the engine leaves out. The
-loop computes the head at every token. The engine computes it where a token is trained, and no gradients for frozen
-parts. ``padded``: padded against packed training on rollouts of skewed lengths. ``megatron``: the two engines.
+``loops``: a hand-written ``fully_shard`` loop that packs in the same way, and a loop without FSDP. With ``--width`` on
+a model of two layers, where calls cost more than tokens, and on sequences of 11 tokens, which the loops pad.
+``options``: gradients reduced once and weights kept gathered, for several ranks. ``gains``: work that the engine leaves
+out. The loop computes the head at every token. The engine computes it where a token is trained, and no gradients for
+frozen parts. ``padded``: padded against packed training on rollouts of skewed lengths. ``megatron``: the two engines.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from common.bare import bare_step, build, pack, pad, shard_model
 from common.engine import each_rank, engine_step, start_engine, work_of
 from common.measure import Side, compare
 from common.options import read, step_options
-from common.workload import MODEL, make_batch, skewed_lengths, train_last
+from common.workload import MODEL, make_batch, model_of, skewed_lengths, train_last
 from rich.console import Console
 
 from core_rl.data.batch import SequenceBatch
@@ -77,6 +79,9 @@ def main() -> None:
     parser.add_argument("comparisons", nargs="*", metavar="COMPARISON", help=f"of {', '.join(COMPARISONS)}")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rows", type=int, default=8, help="sequences in one padded micro-batch")
+    parser.add_argument(
+        "--width", type=int, help="of a small model of two layers, for sequences of 11 tokens"
+    )
     parser.add_argument("--profile", action="store_true", help="list the operations of the last side instead")
     arguments = read(parser, TINY)
     for name in arguments.comparisons or [name for name in COMPARISONS if name != "options"]:
@@ -86,11 +91,14 @@ def main() -> None:
 
 def measure(address: RankAddress, arguments: argparse.Namespace) -> None:
     """All sides of ``arguments.comparison`` on this rank."""
-    full_batch = make_batch(skewed_lengths(arguments.sequences))
-    variants, layout = COMPARISONS[arguments.comparison], {"layout": {"dp": arguments.ranks}}
+    lengths = skewed_lengths(arguments.sequences) if arguments.width is None else [11] * arguments.sequences
+    model = model_of(arguments.width)
+    full_batch = make_batch(lengths, model["vocab_size"])
+    variants = COMPARISONS[arguments.comparison]
+    fields = {"layout": {"dp": arguments.ranks}, "model": {"config": model}}
     # The first engine joins the process group, and the others find it there.
     engines = {
-        name: start_engine(variant.engine, None if number else address, {**layout, **variant.fields})
+        name: start_engine(variant.engine, None if number else address, {**fields, **variant.fields})
         for number, (name, variant) in enumerate(variants.items())
     }
     batch = next(iter(engines.values())).shard_data(full_batch)
@@ -117,9 +125,12 @@ def by_hand(arguments: argparse.Namespace, batch: SequenceBatch) -> dict[str, Si
         cut = partial(pad, rows=rows)
         size = sum(tokens.numel() for tokens, *_ in cut(ids))
         return {f"padded by {rows} to {size} tokens": bare_step(build(MODEL, packed=False), ids, cut)}
-    sides: dict[str, Side] = {"hand-written": bare_step(shard_model(build(MODEL, packed=True)), ids, cut)}
+    model, packed = model_of(arguments.width), arguments.width is None
+    if not packed:  # equal lengths, of which a padded loop wastes nothing
+        cut = partial(pad, rows=arguments.budget // len(ids[0]))
+    sides: dict[str, Side] = {"hand-written": bare_step(shard_model(build(model, packed=packed)), ids, cut)}
     if arguments.comparison == "loops" and arguments.ranks == 1:
-        sides["bare, no FSDP"] = bare_step(build(MODEL, packed=True), ids, cut)
+        sides["bare, no FSDP"] = bare_step(build(model, packed=packed), ids, cut)
     return sides
 
 

@@ -26,6 +26,14 @@ MODEL: dict[str, Any] = {
 }
 
 
+def model_of(width: int | None) -> dict[str, Any]:
+    """`MODEL`, or the two layers of this ``width`` that the quickstart trains."""
+    if width is None:
+        return MODEL
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "head_dim": width // 4, "vocab_size": 15}
+    return {**MODEL, **sizes, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
 def skewed_lengths(
     count: int, *, seed: int = 0, low: int = 16, high: int = 512, mean: float = 120.0
 ) -> list[int]:

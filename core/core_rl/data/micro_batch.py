@@ -101,7 +101,7 @@ def units(batch: SequenceBatch) -> list[list[int]]:
 def weighted_units(batch: SequenceBatch) -> tuple[list[list[int]], list[int]]:
     """The sequences of each unit, and its tokens and patches."""
     groups, lengths = units(batch), batch.computed_lengths
-    return groups, [sum(lengths[i] for i in group) for group in groups]
+    return groups, lengths if batch.unit is None else [sum(lengths[i] for i in group) for group in groups]
 
 
 def shard_plan(batch: SequenceBatch, parts: int, share_prefixes: bool = False) -> list[list[int]]:

@@ -19,7 +19,7 @@ from core_rl.data.outputs import ModelOutput
 from core_rl.toolkit.build import build_model
 from core_rl.toolkit.cuda import require_device_memory
 from core_rl.toolkit.hf_backend import HFBackend
-from core_rl.toolkit.positions import require_positions
+from core_rl.toolkit.positions import learned_positions, require_positions
 from core_rl.toolkit.routers import Routers
 from core_rl.toolkit.vision import sequence_arguments
 
@@ -35,7 +35,7 @@ class ReferenceBackend(HFBackend[TrainEngineConfig]):
         self.adopt(model, context)
 
     def outputs(self, micro_batch: SequenceBatch, step: MicroBatchStep) -> ModelOutput:
-        require_positions(self.model, max(micro_batch.lengths))
+        require_positions(self.model, learned_positions(self.model), max(micro_batch.lengths))
         rows = [
             self.routed(micro_batch.select([number]), step) for number in range(micro_batch.num_sequences)
         ]

@@ -23,7 +23,7 @@ from core_rl.errors import UnsupportedCapability
 from core_rl.toolkit.dtensor import own_part
 from core_rl.toolkit.heads import LanguageModelHead, PackedStates, scalar_outputs
 from core_rl.toolkit.parallel_context import WHOLE, ModelShards, TokenSlice
-from core_rl.toolkit.positions import RotaryEmbeddings, require_positions
+from core_rl.toolkit.positions import RotaryEmbeddings, learned_positions, require_positions
 from core_rl.toolkit.routers import Routers, Routing, own_routing
 from core_rl.toolkit.sequence_layers import StatefulLayers, stateful_layers
 from core_rl.toolkit.token_logprobs import HeadMap, token_logits
@@ -166,6 +166,7 @@ class PackedModel(nn.Module):
             check_head(model, self._language_model)
         self.model = model
         self.head = head
+        self._positions = learned_positions(model)
         self.shards = shards
         self.routers = Routers(model)
         self.stateful = StatefulLayers(model.base_model)
@@ -185,7 +186,7 @@ class PackedModel(nn.Module):
         With ``trained_only`` the language-model head runs on the positions of ``loss_mask`` alone and
         the other outputs are 0. With ``share_prefixes`` tokens that sequences share are computed once.
         """
-        require_positions(self.model, max(batch.lengths))
+        require_positions(self.model, self._positions, max(batch.lengths))
         tree = PrefixTree.of(batch) if share_prefixes else None
         tokens = self.shards.slice_of(batch, tree)
         segments = tokens.attention(self.shards.context, self.shards.tensor)

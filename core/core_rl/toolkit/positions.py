@@ -137,9 +137,8 @@ def _with_last(position_ids: Tensor, index: Tensor, length: int) -> Tensor:
     return torch.cat([position_ids, last], dim=-1)
 
 
-def require_positions(model: PreTrainedModel, longest: int) -> None:
-    """Raise `BatchError` for a sequence of ``longest`` tokens where the model has fewer learned positions."""
-    limit = _learned_positions(model)
+def require_positions(model: PreTrainedModel, limit: int | None, longest: int) -> None:
+    """Raise `BatchError` for a sequence of ``longest`` tokens where the model has fewer `learned_positions`."""
     if limit is not None and longest > limit:
         raise BatchError(
             f"a sequence has {longest} tokens, and the model type {model.config.model_type!r} has learned positions "
@@ -147,7 +146,7 @@ def require_positions(model: PreTrainedModel, longest: int) -> None:
         )
 
 
-def _learned_positions(model: PreTrainedModel) -> int | None:
+def learned_positions(model: PreTrainedModel) -> int | None:
     """Positions in the table of learned ones, by the config; None without a table or a field for it."""
     tables = (
         name
