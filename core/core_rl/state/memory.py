@@ -104,13 +104,12 @@ def own_memory(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def give_back_freed() -> None:
-    """Return the pages of freed blocks to the system, if these have `RETAINED_BYTES`; does nothing without glibc.
+    """Return the pages of freed blocks to the system, if these have `RETAINED_BYTES`; does nothing without glibc 2.33.
 
     glibc keeps freed blocks below a block in use, up to 32 MiB each (M_MMAP_THRESHOLD in mallopt(3)): after a step,
     as much as the gradients of a model, and on equal ranks not equally much.
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(library, "malloc_trim") or not hasattr(library, "mallinfo2"):
+    if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallinfo2"):
         return
     library.mallinfo2.restype = _HeapCounts
     if library.mallinfo2().fordblks >= RETAINED_BYTES:

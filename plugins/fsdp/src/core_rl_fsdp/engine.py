@@ -233,7 +233,8 @@ class FSDPBackend(HFBackend[FSDPConfig]):
             self.packed.to(context.device)
         self._shard(model, context.config)
         self._units = [*fsdp_modules(self.packed)]
-        self.activation_offload = ActivationOffload(self._units) if options.activation_offload else None
+        gathered = [unit for unit in self._units if isinstance(unit, nn.Module)]
+        self.activation_offload = ActivationOffload(gathered) if options.activation_offload else None
         if unloaded is not None:
             unloaded.materialize(self.packed, context.device)
         if context.layout.cp > 1:
