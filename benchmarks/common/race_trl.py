@@ -51,7 +51,8 @@ def trainer_config(recipe: Recipe) -> GRPOConfig:
     rollout, optimizer = recipe.rollout, recipe.optimizer
     algorithm = make_interface(recipe.algorithm).config
     updates, sequences = algorithm.minibatches, rollout.prompts_per_step * rollout.group_size
-    per_token = algorithm.loss.aggregation == "token_mean"
+    # A mean over the tokens of an update, or over its sequences.
+    loss_type = "bnpo" if algorithm.loss.aggregation == "token_mean" else "grpo"
     return GRPOConfig(
         output_dir=recipe.output_dir,
         seed=recipe.seed,
@@ -66,9 +67,7 @@ def trainer_config(recipe: Recipe) -> GRPOConfig:
         num_generations=rollout.group_size,
         max_completion_length=rollout.max_new_tokens,
         temperature=1.0,
-        loss_type="bnpo"
-        if per_token
-        else "grpo",  # a mean over the tokens of an update, or over its sequences
+        loss_type=loss_type,
         scale_rewards="group",
         epsilon=algorithm.loss.clip_low,
         epsilon_high=algorithm.loss.clip_high,

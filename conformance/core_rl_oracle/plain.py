@@ -187,10 +187,9 @@ class PlainModel:
             for parameter, value in zip(model.parameters(), values, strict=True):
                 parameter.copy_(value)
         model.zero_grad(set_to_none=True)
-        capped = getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS
-        attention = (
-            "eager" if capped else variant.attention
-        )  # torch's sdpa cannot cap the scores, and has no sinks
+        # torch's sdpa cannot cap the scores, and has no sinks.
+        only_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type in SINKS
+        attention = "eager" if only_eager else variant.attention
         model.set_attn_implementation(attention)
         model.set_experts_implementation(EXPERTS[attention])
         return model

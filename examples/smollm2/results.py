@@ -23,10 +23,9 @@ def outcome(run: Path) -> dict[str, Any]:
         moment: {name: value for name, value in result[moment].items() if name in (REWARD, GREEDY, LOSS)}
         for moment in ("before", "after")
     }
-    outcome = {"run": run.name, "steps": result["steps"], "minutes": minutes, **held_out}
-    if mismatch := mismatch_of(run):
-        outcome["mismatch"] = {"first": mismatch[0], "last": mismatch[-1]}
-    return outcome
+    mismatch = mismatch_of(run)
+    ends = {"mismatch": {"first": mismatch[0], "last": mismatch[-1]}} if mismatch else {}
+    return {"run": run.name, "steps": result["steps"], "minutes": minutes, **held_out, **ends}
 
 
 def mismatch_of(run: Path) -> list[dict[str, float]]:

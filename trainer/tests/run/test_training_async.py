@@ -27,7 +27,7 @@ from core_rl.reference import ROLLOUT_SPEC, ReferenceRolloutConfig
 from core_rl.reference.rollout import ReferenceRolloutBackend
 from core_rl.registry.engines import register_engine
 from core_rl_trainer.rewards.functions import rewards_differ
-from core_rl_trainer.run.online import OnlineLearner, interrupted
+from core_rl_trainer.run.online import NAMES, OnlineLearner, interrupted
 from core_rl_trainer.run.rollouts import Rollouts
 from core_rl_trainer.workflows.episodes import SingleTurnWorkflow
 
@@ -98,15 +98,7 @@ def test_a_synchronous_run_has_no_lag(recipe: Path, trained: list[tuple[int, lis
     rows = run(recipe)
     assert trained == [(step, list(range(6 * step - 6, 6 * step))) for step in (1, 2, 3, 4)]
     assert all(row["staleness_max"] == row["mixed_versions"] == row["prompts_ahead"] == 0 for row in rows)
-    names = {
-        "mismatch_k1",
-        "mismatch_k3",
-        "mismatch_chi2",
-        "mismatch_max",
-        "mismatch_share",
-        "mismatch_ppl_ratio",
-    }
-    assert all(names | {f"{name}_lag0" for name in names} <= row.keys() for row in rows)
+    assert all({*NAMES, *(f"{name}_lag0" for name in NAMES)} <= row.keys() for row in rows)
 
 
 @pytest.mark.nightly

@@ -51,6 +51,8 @@ def open_supervised(
     """Open the engine of ``plan``; it is closed on the way out."""
     recipe, interface = plan.recipe, make_interface(plan.algorithm)
     assert isinstance(interface, SupervisedInterface)  # of a plan without rollouts
+    drawn = plan.schedule.steps * plan.batch_size
+    rows = _drawn_rows(plan.data, recipe.seed, drawn) if REFERENCE in interface.wanted_fields else {}
     with open_trainers(plan.trainers, finetune, recipe.timeouts.call_s, hosts) as groups:
         yield SupervisedLearner(
             interface=interface,
@@ -58,7 +60,7 @@ def open_supervised(
             tokenizer_path=recipe.model.path,
             engine=groups[MODEL],
             data=plan.data,
-            rows=_drawn_rows(plan) if REFERENCE in interface.wanted_fields else {},
+            rows=rows,
             mb_spec=micro_batches_of([groups[MODEL]], recipe.micro_batch_tokens, recipe.share_prefixes),
             directory=directory,
             tokenizer=plan.tokenizer,
@@ -176,11 +178,10 @@ class SupervisedLearner(Learner):
         return tuple(samples)
 
 
-def _drawn_rows(plan: RunPlan) -> dict[str, list[int]]:
-    """The samples that the steps of ``plan`` draw, its evaluations read, and its page shows."""
-    train, held_out = plan.data.train, plan.data.held_out
-    order = train.order(plan.recipe.seed)
-    drawn = {next(order) for _ in range(plan.schedule.steps * plan.batch_size)}
-    if held_out is None:
-        return {"train": sorted(drawn.union(range(min(SHOWN, len(train)))))}
-    return {"train": sorted(drawn), "eval": list(range(len(held_out)))}
+def _drawn_rows(data: TrainingData, seed: int, count: int) -> dict[str, list[int]]:
+    """The first ``count`` samples in the order of ``seed``, and the samples of evaluations and of the page."""
+    order = data.train.order(seed)
+    drawn = {next(order) for _ in range(count)}
+    if data.held_out is None:
+        return {"train": sorted(drawn.union(range(min(SHOWN, len(data.train)))))}
+    return {"train": sorted(drawn), "eval": list(range(len(data.held_out)))}
