@@ -1,6 +1,7 @@
 """Log-probs and updates of a GRPO step with the ``fsdp`` engine, and with TRL's ``GRPOTrainer``.
 
     python benchmarks/trl_grpo.py
+    python benchmarks/trl_grpo.py --model-dir runs/smollm2/start/model --prompts 8 --repeats 5
 
 The same weights, prompts and completions on both sides. The completions are given (TRL gets them from a
 ``rollout_func``), so that neither side pays for drawing them: the clock runs for the log-probs before the updates
@@ -11,17 +12,15 @@ out rewards, decoding and metrics of its rollouts. see docs/benchmarks.md to ins
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from common.bare import build
+from common.bare import model_directory
 from common.measure import rounds, spread
-from common.options import installed, options, read
+from common.options import installed, model_dir_option, options, read
 from common.rollouts import GRPOPhases, Rollout, given_rollout, packed_rollout
-from common.workload import MODEL
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +30,7 @@ from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 
 PHASES = ("logprobs", "update")
 OURS = "fsdp engine"
-TINY = {"repeats": 1, "prompts": 4, "group": 2, "rows": 2, "threads": 1}
+TINY = {"repeats": 1, "prompts": 4, "group": 2, "rows": 2, "threads": 1, "model_dir": None}
 
 
 def main() -> None:
@@ -45,6 +44,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="sequences in one micro-batch of TRL")
     parser.add_argument("--budget", type=int, default=2048, help="tokens in one packed micro-batch")
     parser.add_argument("--threads", type=int, default=2)
+    model_dir_option(parser)
     arguments = read(parser, TINY)
     if installed("trl"):
         measure(arguments)
@@ -56,8 +56,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(arguments.threads)
     rollout = given_rollout(arguments.prompts, arguments.group, arguments.prompt_tokens)
-    with tempfile.TemporaryDirectory() as path:
-        build(MODEL, packed=False).save_pretrained(path)
+    with model_directory(arguments.model_dir) as path:
         fields: dict[str, Any] = {"model": {"path": path}, "optimizer": {"lr": 1e-6}, "device": "cpu"}
         # One rank in a process of its own, as ``core-rl train`` starts it.
         with EngineGroup("fsdp", threads_per_rank=arguments.threads, **fields) as group:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from common.workload import MODEL
 
 CHUNK = 512
 MicroBatch = tuple[Tensor, Tensor, list[int] | None, Tensor | None]
@@ -46,6 +50,15 @@ def build(config: dict[str, Any], *, packed: bool, seed: int = 0, path: str | No
             AutoConfig.for_model(**config), attn_implementation=implementation
         )
     return model.train()
+
+
+@contextmanager
+def model_directory(given: str | None) -> Iterator[str]:
+    """The directory ``given``, or a temporary one of the benchmarks' model."""
+    with tempfile.TemporaryDirectory() as path:
+        if given is None:
+            build(MODEL, packed=False).save_pretrained(path)
+        yield given or path
 
 
 class WithLoss(nn.Module):

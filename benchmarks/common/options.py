@@ -29,6 +29,11 @@ def step_options(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
+def model_dir_option(parser: argparse.ArgumentParser) -> None:
+    """The option of a script that takes a Hugging Face directory."""
+    parser.add_argument("--model-dir", help="a directory of a model, in place of a small Qwen3")
+
+
 def read(parser: argparse.ArgumentParser, tiny: Mapping[str, object]) -> argparse.Namespace:
     """The values of the command line; with ``--rehearse`` the sizes of ``tiny`` instead."""
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes: does the command run?")
