@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -36,6 +37,7 @@ GRACE_S = 10.0
 SERVER_SIDE = Path(__file__).with_name("server_side.py")
 """First part of a server's script, which finds it in the environment variable CORE_RL_SERVER_SIDE."""
 LIMIT_S = 60.0
+ERROR_LINE = re.compile(r"\b\w*(Error|Exception): \S")
 HAS_MODULE = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 
 
@@ -162,12 +164,17 @@ class ServerProcess:
             raise RolloutError(f"{name} {how}; {tail}")
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last lines that the server wrote, for a message."""
+        """The last lines that the server wrote, for a message, behind the last error before them.
+
+        A server of several processes ends with an error of the first one that refers to the cause in another.
+        """
         size = self._log.seek(0, os.SEEK_END)
         text = os.pread(self._log.fileno(), 64 * 1024, max(0, size - 64 * 1024)).decode(errors="replace")
         if self._key is not None:  # servers may log their arguments with the key
             text = text.replace(self._key, HIDDEN)
-        return "\n".join(["the end of its log:", *text.splitlines()[-lines:]])
+        written = text.splitlines()
+        causes = [line.strip() for line in written[:-lines] if ERROR_LINE.search(line)]
+        return "\n".join([*causes[-1:], "the end of its log:", *written[-lines:]])
 
     def stop(self) -> None:
         """End the server and its children; returns when all of them are gone."""

@@ -96,6 +96,21 @@ sys.exit(3)
 """
 
 
+def test_last_error_before_the_tail_is_shown(tmp_path: Path) -> None:
+    """Servers of several processes end with an error that only refers to the cause."""
+    lines = "for n in $(seq 60); do echo line $n; done"
+    python = script(
+        tmp_path,
+        f"echo '(worker) ValueError: too little cache'; {lines}; echo 'RuntimeError: see above'; exit 1",
+    )
+    engine = build(tiny_model(tmp_path), python=python)
+    with pytest.raises(
+        RolloutError, match=r"exit code 1; \(worker\) ValueError: too little cache\nthe end of its log"
+    ):
+        engine.launch_server()
+    engine.destroy()
+
+
 def test_server_port_is_reserved_until_listening(tmp_path: Path) -> None:
     """A port that was only looked up was taken by a process group while the server was starting."""
     (tmp_path / "listens.py").write_text(LISTENS)

@@ -21,7 +21,14 @@ from core_rl.servers.adapters import ServedModel
 from core_rl.servers.server import Server
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.procedures.streaming import tensors_of
-from core_rl_vllm.backend import VllmConfig, arguments_of, require_cpu_heads, visible_devices
+from core_rl_vllm.backend import (
+    CPU_CACHE_BYTES,
+    VllmConfig,
+    arguments_of,
+    cpu_cache_bytes,
+    require_cpu_heads,
+    visible_devices,
+)
 
 __all__ = ["gpu"]
 
@@ -163,3 +170,20 @@ def test_heads_beyond_cpu_kernels_are_refused(sizes: dict[str, int | None], mess
     model.update(sizes)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         require_cpu_heads(model)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "context", "itemsize", "expected"),
+    [
+        (2, 1, 1024, 4, CPU_CACHE_BYTES),
+        (30, 3, 8193, 4, 8448 * 30 * 3 * 64 * 2 * 4),
+        (30, None, 8193, 2, 8448 * 30 * 9 * 64 * 2 * 2),
+    ],
+)
+def test_cpu_cache_takes_a_full_context(
+    layers: int, heads: int | None, context: int, itemsize: int, expected: int
+) -> None:
+    model = LlamaConfig(
+        hidden_size=576, num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=heads
+    )
+    assert cpu_cache_bytes(model, context, itemsize) == expected

@@ -34,6 +34,8 @@ HELD = 8
 """Adapters that a server holds: one for each version that a request in flight may have begun with."""
 SCRIPT = Path(__file__).with_name("serve.py")
 CPU_CACHE_BYTES = 2**28
+CPU_BLOCK = 128
+"""Tokens of a block of the cache on CPUs."""
 CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 """Sizes of heads that vLLM's attention has on CPUs; with another one a server dies at its first request."""
 
@@ -52,7 +54,7 @@ class VllmOptions(ServerOptions):
 
     cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of the cache of keys and values of one launched server. By default vLLM decides by the memory of the
-    accelerator; on a CPU they are 256 MiB."""
+    accelerator; on a CPU they are 256 MiB, or what one sequence that fills the model's context takes."""
 
     private_network: bool = False
     """Whether every machine that reaches launched servers is trusted. Needed for servers that listen on another address
@@ -163,7 +165,7 @@ class VllmBackend(ServerBackend[VllmConfig]):
 def require_cpu_heads(config: PretrainedConfig) -> None:
     """Raise `ConfigError` for a model whose heads are too small or too large for vLLM's attention on CPUs."""
     text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = _head_size(text)
     if size not in CPU_HEAD_SIZES and not hasattr(
         text, "kv_lora_rank"
     ):  # latent attention has a kernel of its own
@@ -171,6 +173,18 @@ def require_cpu_heads(config: PretrainedConfig) -> None:
             f"head_dim = {size} in the model's config.json: vLLM's attention on CPUs has heads of "
             f"{', '.join(map(str, sorted(CPU_HEAD_SIZES)))}; set device to cuda, or take another model"
         )
+
+
+def cpu_cache_bytes(config: PretrainedConfig, context_length: int, itemsize: int) -> int:
+    """Bytes of a cache on a CPU: vLLM does not start with less than a sequence of ``context_length`` tokens takes."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * _head_size(text) * itemsize
+    return max(CPU_CACHE_BYTES, (context_length // CPU_BLOCK + 2) * CPU_BLOCK * token)
+
+
+def _head_size(text: PretrainedConfig) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _gpu_names() -> list[str]:
@@ -193,7 +207,9 @@ def visible_devices(devices: Sequence[int], names: Sequence[str]) -> str:
 def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str) -> list[str]:
     """The command-line arguments of a server of ``model`` for its `VllmConfig.of_server`, without the API key."""
     context_length, options = model.limits.context_length, config.options
-    on_cpu = device == "cpu"
+    cache, on_cpu = options.cache_bytes, device == "cpu"
+    if cache is None and on_cpu:
+        cache = cpu_cache_bytes(model.config, context_length or 0, getattr(torch, config.dtype).itemsize)
     values = {
         "--model": model.path,
         "--host": options.host,
@@ -203,7 +219,7 @@ def arguments_of(config: VllmConfig, model: ServedModel, port: int, device: str)
         "--seed": config.seed,
         "--max-num-seqs": options.max_running_requests,
         "--gpu-memory-utilization": options.memory_fraction,
-        "--kv-cache-memory-bytes": options.cache_bytes or (CPU_CACHE_BYTES if on_cpu else None),
+        "--kv-cache-memory-bytes": cache,
         # A sequence that fills the context is scored as a prompt, after which vLLM draws a token.
         "--max-model-len": None if context_length is None else context_length + 1,
         "--logprobs-mode": "processed_logprobs",
