@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, SequenceLoss, grad_norm
-from core_rl_oracle.plain import MANY_VARIANTS, VARIANTS, PlainModel
+from core_rl_oracle.plain import ALONE, MANY_VARIANTS, VARIANTS, PlainModel, Variant
 from core_rl_oracle.tolerance import (
     Tolerance,
     mean_square,
@@ -180,7 +180,8 @@ class ExpectedValues:
         sequences, oracle = data.for_oracle(), partial(self.oracle, of)
 
         def run() -> _OutputRuns:
-            return _run_outputs(oracle(), self.plain(of, dtype, device), sequences, temperature)
+            plain = self.plain(of, dtype, device)
+            return _run_outputs(oracle(), plain, _variants_of(of), sequences, temperature)
 
         def select() -> _Values:
             runs = self.keep(of, ("outputs", *key), run)
@@ -211,7 +212,9 @@ class ExpectedValues:
 
         def run() -> GradientRuns:
             plain, sequences = self.plain(of, dtype, device), data.for_oracle()
-            return run_gradients(self.oracle(of), plain, sequences, loss.of_sequence, loss.temperature)
+            added = _variants_of(of)[len(VARIANTS) :]
+            rest = (plain.gradients(each, sequences, loss.of_sequence, loss.temperature) for each in added)
+            return run_gradients(self.oracle(of), plain, sequences, loss.of_sequence, loss.temperature, rest)
 
         # The digest of the suite's code says nothing about losses of other distributions.
         keep = self.stored if type(loss).__module__ == RepeatedLoss.__module__ else self.keep
@@ -283,6 +286,11 @@ class ExpectedValues:
         return value
 
 
+def _variants_of(of: Judged) -> tuple[Variant, ...]:
+    """The variants of the plain model of ``of``, with the widths of a user's model also `ALONE`."""
+    return VARIANTS if isinstance(of, Snapshot) or not _of_directory(of) else (*VARIANTS, ALONE)
+
+
 def _of_directory(of: TinyModel | TinyAdapter) -> bool:
     """Whether ``of`` is a directory of the user's, whose files may change between sessions."""
     return bool(of.source if isinstance(of, TinyModel) else of.model.source)
@@ -297,10 +305,14 @@ GradientRuns = tuple[Gradients, dict[str, Tolerance], Tolerance, Tolerance]
 
 
 def _run_outputs(
-    oracle: Oracle, plain: PlainModel, sequences: Sequence[OracleSequence], temperature: float
+    oracle: Oracle,
+    plain: PlainModel,
+    variants: Sequence[Variant],
+    sequences: Sequence[OracleSequence],
+    temperature: float,
 ) -> _OutputRuns:
     truth = oracle.evaluate(sequences, temperature)
-    return [truth, *(plain.outputs(variant, sequences, temperature) for variant in VARIANTS)]
+    return [truth, *(plain.outputs(variant, sequences, temperature) for variant in variants)]
 
 
 def _output_mistakes(
@@ -323,7 +335,7 @@ def run_gradients(
     sequences: Sequence[OracleSequence],
     loss: SequenceLoss,
     temperature: float,
-    rest: Sequence[tuple[float, dict[str, Tensor]]] = (),
+    rest: Iterable[tuple[float, dict[str, Tensor]]] = (),
 ) -> GradientRuns:
     """The oracle's gradients of ``loss``, with the tolerances of each, of the loss and of the norm.
 

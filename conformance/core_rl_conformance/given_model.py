@@ -23,8 +23,10 @@ from core_rl_conformance.profile import Profile
 
 LAYOUT = re.compile(r"((dp|tp|pp|cp|ep)[1-9]\d*)+(sp)?")
 DEGREE = re.compile(r"([dtpce]p)(\d+)")
-BYTES_EACH = 100
-"""For each parameter: the oracle with gradients, the plain models, AdamW in float64, and the engine with exports."""
+BYTES_EACH = 115
+"""For each parameter: the oracle with gradients, the plain models, and AdamW in float64. Measured with SmolLM2."""
+RANK_BYTES_EACH = 25
+"""The same in a data-parallel rank, of an engine's weights, moments and exports."""
 MINUTES_EACH = 1e-8
 """For each parameter and check, on one core."""
 GIB = 2**30
@@ -40,7 +42,7 @@ class GivenModel:
 
     @property
     def memory_gib(self) -> float:
-        """Memory that the session takes at most."""
+        """Memory that the session's own process takes at most."""
         return self.parameters * BYTES_EACH / GIB
 
     def judged_by(self, target: Target, layouts: Sequence[str] | None, dtype: DType | None) -> Target:
@@ -70,7 +72,7 @@ class GivenModel:
         minutes = math.ceil(self.parameters * MINUTES_EACH * count * layouts)
         return (
             f"model: {self.path} ({self.model_type}, {self.parameters:,} parameters); about {self.memory_gib:.1f} GiB "
-            f"of memory and {minutes} min; {count} of {len(train)} checks, since the others invent a config, a head "
+            f"of memory, {self.parameters * RANK_BYTES_EACH / GIB:.1f} more for each rank, and {minutes} min; {count} of {len(train)} checks, since the others invent a config, a head "
             "or an input of its size"
         )
 
@@ -100,7 +102,7 @@ def read_given(path: Path) -> GivenModel:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     if model.memory_gib > memory:
         raise ConfigError(
-            f"{option}: the float64 oracle, AdamW and the engine of {model.parameters:,} parameters need about "
+            f"{option}: the float64 oracle and AdamW of {model.parameters:,} parameters need about "
             f"{model.memory_gib:.1f} GiB; this machine has {memory:.1f}; give a model with fewer layers"
         )
     return model

@@ -51,6 +51,10 @@ VARIANTS = (
 )
 
 
+ALONE = Variant(rows_at_once=1)
+"""Each row in a pass of its own: where layers are wide, the products of two or three tokens round ten times as much."""
+
+
 MANY_VARIANTS = (
     Variant(rows_at_once=1000, nudge=1),
     Variant(rows_at_once=1000, softmax="logsumexp", shuffle=1, nudge=2),
@@ -137,13 +141,12 @@ class PlainModel:
 
         Equal sequences have equal gradients, which are computed once.
         """
-        alone = Variant(rows_at_once=1)
         weights = [_weight(loss, sequence, self.head) for sequence in distinct]
         weight = sum(weights[number] for number in order)
         results: list[tuple[float, list[Tensor]]] = []
         for number in range(len(distinct)):
-            model = self.model(alone)
-            part = self._add_gradients(alone, [number], distinct, loss, temperature, weight)
+            model = self.model(ALONE)
+            part = self._add_gradients(ALONE, [number], distinct, loss, temperature, weight)
             results.append((part, list(gradients_of(model).values())))
         total, sums = 0.0, [torch.zeros_like(grad) for grad in results[0][1]]
         for number in order:

@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from core_rl.errors import ConfigError
 from core_rl_conformance import given_model
+from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.given_model import read_given
+from core_rl_conformance.inputs.data import ragged
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures import training
 from core_rl_conformance.procedures.training import rows_of
+from core_rl_oracle.plain import VARIANTS, Variant
 
 pytest_plugins = ["pytester"]
 CHECKS = ("I7.logprobs", "I1.gradients", "I4.clipping")
@@ -105,6 +108,20 @@ def test_too_little_memory_is_refused(directory: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(given_model, "BYTES_EACH", 1 << 40)
     with pytest.raises(ConfigError, match=r"need about \S+ GiB; this machine has"):
         read_given(directory)
+
+
+@pytest.mark.parametrize(("given", "alone"), [(True, 1), (False, 0)])
+def test_rounding_of_lone_rows_counts(tmp_path: Path, directory: Path, given: bool, alone: int) -> None:
+    """On SmolLM2 the products of a micro-batch of three tokens round ten times as much as those of a longer one."""
+    model = TinyModel(family="mistral", source=str(directory)) if given else TinyModel(family="llama")
+    data = ragged(model.vocab_size, seed=0)
+    with ExpectedValues(tmp_path) as values:
+        expected = values.outputs(model, data, "logprobs", 1.0, torch.float32)
+        plain = values.plain(model, torch.float32)
+        rows = plain.outputs(Variant(rows_at_once=1), data.for_oracle(), 1.0)
+    assert len(expected.variants) == len(VARIANTS) + alone
+    if alone:
+        assert all(row["logprobs"].equal(got) for row, got in zip(rows, expected.variants[-1], strict=True))
 
 
 def test_rows_of_large_tensors_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
