@@ -70,10 +70,11 @@ class GivenModel:
         train = [check for check in checks if check.kind == "train" and check.partner is None]
         count = sum(check.any_model for check in train)
         minutes = math.ceil(self.parameters * MINUTES_EACH * count * layouts)
+        each_rank = self.parameters * RANK_BYTES_EACH / GIB
         return (
             f"model: {self.path} ({self.model_type}, {self.parameters:,} parameters); about {self.memory_gib:.1f} GiB "
-            f"of memory, {self.parameters * RANK_BYTES_EACH / GIB:.1f} more for each rank, and {minutes} min; {count} of {len(train)} checks, since the others invent a config, a head "
-            "or an input of its size"
+            f"of memory, {each_rank:.1f} more for each rank, and {minutes} min; {count} of {len(train)} checks, since "
+            "the others invent a config, a head or an input of its size"
         )
 
 
