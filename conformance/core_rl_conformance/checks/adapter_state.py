@@ -86,10 +86,8 @@ def _verify_merged(subject: EngineUnderTest, group: EngineGroup, adapter: TinyAd
     adapted = {low_rank.weight_of(name) for name in low_rank.layers}
     expected = {name: value for name, value in low_rank.merged(base).items() if name in adapted}
     orders: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
-    variants = [
-        {name: low_rank.merged(base_values, order)[name].to(subject.dtype) for name in expected}
-        for order in orders
-    ]
+    merges = [low_rank.merged(base_values, order) for order in orders]
+    variants = [{name: merge[name].to(subject.dtype) for name in expected} for merge in merges]
     allowed = tolerances(variants, expected, subject.dtype)
     adapted_params = {name: value for name, value in params.items() if name in adapted}
     label = f"merged weights (rslora: {adapter.rslora})"
