@@ -43,15 +43,8 @@ def rollout_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     engine = subject.serve(model)
     requests = serving.requests_for(data)
     responses = serving.ask(engine, requests)
-    serving.verify_logprobs(
-        subject,
-        "log-probs of tokens generated in a crowd",
-        model,
-        responses,
-        1.0,
-        _late(subject, model, responses),
-        plotted=True,
-    )
+    label, late = "log-probs of tokens generated in a crowd", _late(subject, model, responses)
+    serving.verify_logprobs(subject, label, model, responses, 1.0, late, plotted=True)
     alone = [serving.ask(engine, [requests[index]])[0] for index in serving.FEW]
     serving.verify_logprobs(subject, "log-probs of tokens generated alone", model, alone)
     serving.verify_logprobs(
@@ -139,10 +132,9 @@ def prompts_are_taken_as_they_are(subject: EngineUnderTest) -> None:
     }
     engine = subject.serve(model)
     for label, prompt_ids in prompts.items():
-        responses = serving.ask(
-            engine, [LLMRequest(input_ids=ids, sampling=serving.PLAIN) for ids in prompt_ids]
-        )
-        serving.verify_logprobs(subject, f"log-probs after prompts {label}", model, responses)
+        requests = [LLMRequest(input_ids=ids, sampling=serving.PLAIN) for ids in prompt_ids]
+        answers = serving.ask(engine, requests)
+        serving.verify_logprobs(subject, f"log-probs after prompts {label}", model, answers)
 
 
 @check("contract.rollout-limits", kind="inference", each="layout")
@@ -157,10 +149,8 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
     model = subject.model()
     engine = subject.serve(model)
     limits = engine.limits
-    subject.require(
-        limits.vocab_size == model.vocab_size,
-        f"limits.vocab_size is {limits.vocab_size}; the model has {model.vocab_size} tokens",
-    )
+    problem = f"limits.vocab_size is {limits.vocab_size}; the model has {model.vocab_size} tokens"
+    subject.require(limits.vocab_size == model.vocab_size, problem)
     context = limits.context_length or MAX_LENGTH
     if subject.case.target.model_dir:
         # A published model's context takes the oracle too long.
@@ -185,7 +175,7 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """``score`` gives the oracle's log-prob of every token at temperature 1 and others, also when asked again.
 
-    Also of 1, 2, 64 and 65 sequences, some of which have one token.
+    Also of 1, 2, 64 and 65 sequences, some of which have one token. The caller's batch stays as it was.
 
     Why: a reference policy on a server that is off by one position, or without the temperature, makes every
     KL term wrong.
@@ -193,13 +183,15 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     temperature, sequences that share a cached prefix.
     """
     model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
-    engine = subject.serve(model)
+    engine, batch = subject.serve(model), data.batch()
     for temperature, when in ((1.0, ""), (0.6, ""), (1.0, ", asked again")):
         expected = subject.outputs(model, data, "logprobs", temperature)
-        got = list(engine.score(data.batch(), temperature).split(data.lengths))
+        got = list(engine.score(batch, temperature).split(data.lengths))
         label = f"scores at temperature {temperature:g}{when}"
         subject.verify_tokens(label, got, expected, subject.places(data))
         verify_overall(subject, label, got, expected)
+        unchanged = torch.equal(batch.input_ids, data.batch().input_ids)
+        subject.require(unchanged, "score() changed input_ids of the caller's batch")
     for count, crowd in _crowds(subject):
         got = list(engine.score(crowd.batch()).split(crowd.lengths))
         expected = subject.outputs(model, crowd, "logprobs")
@@ -215,13 +207,13 @@ def top_logprobs_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: the alignment, the order, the temperature, and padded rows of the vocabulary.
     """
     model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
-    engine = subject.serve(model)
+    engine, batch = subject.serve(model), data.batch()
     for temperature in (1.0, 0.6):
         expected = subject.outputs(model, data, "logprobs", temperature)
         rows = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
         full = [torch.log_softmax(row["logits"], -1) for row in rows]
         for count in (1, 5, model.vocab_size):
-            top = engine.top_logprobs(data.batch(), count, temperature)
+            top = engine.top_logprobs(batch, count, temperature)
             label = f"top {count} log-probs at temperature {temperature:g}"
             verify_top(subject, label, top, data, full, expected.tolerance)
 

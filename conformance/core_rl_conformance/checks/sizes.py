@@ -221,6 +221,8 @@ def gradients_of_any_size_match_the_oracle(subject: EngineUnderTest) -> None:
 def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
     """After 20 updates, of which the last four have a learning rate of exactly 0, all is as a float64 AdamW leaves it.
 
+    The gradients of the update before those are exactly 0.
+
     Why: a rate of 0 that is taken for none at all, so that another one is used; small errors of each step that add up.
     Look at: ``lr or ...`` and defaults of the optimizer's groups; the dtype of weights and moments.
     """
@@ -228,12 +230,11 @@ def many_updates_are_those_of_adamw(subject: EngineUnderTest) -> None:
     group = subject.start(model, optimizer=optimizer_config(CONFIG, FALLING))
     shadow = Shadow.of(group, CONFIG, FALLING)
     loss, batches = TokenMeanLoss().spec(), [subject.data((9, 2, 6), seed).batch() for seed in range(UPDATES)]
-    shadow.train(subject, group, batches[:DECAYED], loss, ONE_PASS)
+    shadow.train(subject, group, batches[: DECAYED - 1], loss, ONE_PASS)
+    shadow.train(subject, group, batches[DECAYED - 1 : DECAYED], ScaledLoss(exponent=-2000).spec(), ONE_PASS)
     shadow.verify(subject, group, f"after {DECAYED} updates")
     weights = group.named_tensors("master")
     shadow.train(subject, group, batches[DECAYED:], loss, ONE_PASS)
-    after = group.named_tensors("master")
-    subject.verify_same(
-        f"weights after {UPDATES - DECAYED} updates with a learning rate of 0", after, weights
-    )
+    label = f"weights after {UPDATES - DECAYED} updates with a learning rate of 0"
+    subject.verify_same(label, group.named_tensors("master"), weights)
     shadow.verify(subject, group, f"after {UPDATES} updates")

@@ -242,14 +242,18 @@ def _drawn(
 def _old(
     rng: random.Random, mask: Sequence[bool], logprobs: Sequence[float], log_ratios: Sequence[float]
 ) -> tuple[float, ...]:
-    """Log-probs of the policy that drew the tokens: no ratio is near a clip bound, alone or in the mean."""
-    possible = [[ratio for ratio in log_ratios if value - ratio <= 0] for value in logprobs]
+    """Log-probs, some exactly 0, of the policy that drew the tokens: no ratio or mean is near a clip bound."""
+    possible = [[ratio for ratio in log_ratios if _is_clear(max(ratio, value))] for value in logprobs]
     while True:
         pairs = zip(logprobs, possible, strict=True)
-        old = tuple(_exact(value - rng.choice(ratios)) for value, ratios in pairs)
+        old = tuple(min(0.0, _exact(value - rng.choice(ratios))) for value, ratios in pairs)
         mean = fmean(own - other for own, other, use in zip(logprobs, old, mask, strict=True) if use)
-        if all(abs(mean - bound) > NEAREST for bound in BOUNDS):
+        if _is_clear(mean):
             return old
+
+
+def _is_clear(log_ratio: float) -> bool:
+    return all(abs(log_ratio - bound) > NEAREST for bound in BOUNDS)
 
 
 def _cancelling(mask: Sequence[bool]) -> tuple[float, ...]:

@@ -158,6 +158,18 @@ class ScoresOneTokenEarly(ReferenceRolloutBackend):
         return early
 
 
+@Mutant(
+    "I7.score", "tensors of a driver in the same process (I7)", r"score\(\) changed input_ids of the caller's"
+)
+class ScoresInPlace(ReferenceRolloutBackend):
+    """The first id of the caller's batch is cleared."""
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        scores = super().score(batch, temperature)
+        batch.input_ids[0] = 0
+        return scores
+
+
 @Mutant("I7.score", "batches of 64 (I7)", "scores of 65 short sequences")
 class ForgetsTheLastBatch(ReferenceRolloutBackend):
     """Beyond 64 sequences, one that is left over is scored as the one before it."""

@@ -83,3 +83,12 @@ THRESHOLDS = (
     (MicroBatchesBehind32, r"Cut\(33\)"),
 )
 """Each fault with the part of the smallest calls that shows its threshold."""
+
+
+@Mutant("I20.many-updates", "gradients of 0 that are taken for none (I20)", "after 16 updates")
+class ZeroGradientsAreNone(Packed):
+    """There is no update where all gradients are 0."""
+
+    def step(self, scale: float, lr: float, count: int) -> None:
+        if any(bool(grad.any()) for _, grad in self.gradients()):
+            super().step(scale, lr, count)

@@ -370,6 +370,13 @@ class MostRatio(PlainTrainer):
         return super().ratios(logprobs, old, mask, loss).clamp(max=100.0)
 
 
+class ZeroIsMissing(PlainTrainer):
+    """A log-prob of 0 of the old policy is taken for none."""
+
+    def ratios(self, logprobs: Tensor, old: Tensor, mask: Tensor, loss: PolicyLoss) -> Tensor:
+        return super().ratios(logprobs, torch.where(old == 0, logprobs.detach(), old), mask, loss)
+
+
 class ClampsAdvantages(PlainTrainer):
     """Advantages are clamped to 5."""
 
@@ -513,6 +520,8 @@ MUTANTS = [
     (LeastRatio, "T1.clipped", "differ"),
     (LeastRatio, "T1.dual-clipped", "differ"),
     (MostRatio, "T1.clipped", "differ"),
+    (ZeroIsMissing, "T1.clipped", "differ"),
+    (ZeroIsMissing, "T1.gspo", "differ"),
     (ClampsAdvantages, "T1.reinforce", "differ"),
     (ClampsAdvantages, "T1.cispo", "differ"),
     (ClampsGap, "T1.dpo", "differ"),
