@@ -53,12 +53,12 @@ def build(config: dict[str, Any], *, packed: bool, seed: int = 0, path: str | No
 
 
 @contextmanager
-def model_directory(given: str | None) -> Iterator[str]:
-    """The directory ``given``, or a temporary one of the benchmarks' model."""
-    with tempfile.TemporaryDirectory() as path:
-        if given is None:
-            build(MODEL, packed=False).save_pretrained(path)
-        yield given or path
+def model_directory(path: str | None) -> Iterator[str]:
+    """The directory ``path``; without it, a temporary directory with the benchmarks' model."""
+    with tempfile.TemporaryDirectory() as temporary:
+        if path is None:
+            build(MODEL, packed=False).save_pretrained(temporary)
+        yield path or temporary
 
 
 class WithLoss(nn.Module):

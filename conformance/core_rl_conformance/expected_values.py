@@ -213,7 +213,9 @@ class ExpectedValues:
         def run() -> GradientRuns:
             plain, sequences = self.plain(of, dtype, device), data.for_oracle()
             added = _variants_of(of)[len(VARIANTS) :]
-            rest = (plain.gradients(each, sequences, loss.of_sequence, loss.temperature) for each in added)
+            rest = (
+                plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in added
+            )
             return run_gradients(self.oracle(of), plain, sequences, loss.of_sequence, loss.temperature, rest)
 
         # The digest of the suite's code says nothing about losses of other distributions.

@@ -166,7 +166,7 @@ class ServerProcess:
     def log_tail(self, lines: int = 25) -> str:
         """The last lines that the server wrote, for a message, behind the last error before them.
 
-        A server of several processes ends with an error of the first one that refers to the cause in another.
+        A server of several processes ends with an error of the first, which refers to the cause in another.
         """
         size = self._log.seek(0, os.SEEK_END)
         text = os.pread(self._log.fileno(), 64 * 1024, max(0, size - 64 * 1024)).decode(errors="replace")
