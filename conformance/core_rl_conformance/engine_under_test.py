@@ -416,8 +416,8 @@ class EngineUnderTest:
 
         def again() -> tuple[float, dict[str, Tensor]]:
             group.optimizer_zero_grad()
-            found = group.forward_backward(data.batch(), loss.spec(), cut)
-            return found["loss"], group.named_tensors("grads")
+            repeated = group.forward_backward(data.batch(), loss.spec(), cut)
+            return repeated["loss"], group.named_tensors("grads")
 
         metrics = group.forward_backward(data.batch(), loss.spec(), cut)
         self.verify_gradients(label, group, metrics, self.gradients(model, data, loss), again)

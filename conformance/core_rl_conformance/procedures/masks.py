@@ -134,10 +134,10 @@ class PairMasks:
         pairs = MaskedPairs(firsts=ids[:, 0], seconds=ids[:, 1], factors=keep_mask.double() / (1 - RATE))
         loss, grads = pairs.gradients(self._oracle.model, self.loss.entropy_coef, exact=True)
         runs = plain_gradients(self._plain, pairs, self.loss.entropy_coef)
-        norms = [grad_norm(found) for _, found in runs]
+        norms = [grad_norm(part) for _, part in runs]
         return ExpectedGradients(
             oracle=Gradients(loss=loss, weight=float(len(ids)), grads=grads),
-            tolerances=tolerances([found for _, found in runs], grads, torch.float32),
+            tolerances=tolerances([part for _, part in runs], grads, torch.float32),
             loss=scalar_tolerance([value for value, _ in runs], loss, torch.float32),
             norm=scalar_tolerance(norms, grad_norm(grads), torch.float32),
         )

@@ -409,8 +409,8 @@ def verify_version(
     subject: EngineUnderTest, engine: InferenceEngine | EngineGroup, version: int, when: str
 ) -> None:
     """Require that the version of ``engine`` equals the driver's last value."""
-    found = engine.get_version()
-    subject.require(found == version, f"get_version() is {found} {when}; the driver set {version}")
+    actual = engine.get_version()
+    subject.require(actual == version, f"get_version() is {actual} {when}; the driver set {version}")
 
 
 def _known_mistakes(
