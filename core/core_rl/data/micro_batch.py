@@ -47,6 +47,8 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
     """
     if spec.max_tokens is None:
         return spec.count or 1
+    if sum(batch.computed_lengths) <= spec.max_tokens:
+        return 1
     groups, weights, shared = _planned_units(batch, spec)
     counted = "tokens and patches" if batch.media else "tokens"
     too_long = [
@@ -66,6 +68,8 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
     ``count`` is the largest `count_micro_batches` of the data-parallel ranks, so that all run
     equally many; an empty list stands for a dummy.
     """
+    if count == 1:
+        return [list(range(batch.num_sequences))]
     groups, weights, shared = _planned_units(batch, spec)
     budget = spec.max_tokens
     if shared is not None:
