@@ -184,7 +184,11 @@ def _shared_prefill(
     rows = {number: row for row, number in enumerate(numbers.values())}
     distinct = torch.tensor(list(rows), device=ids.device)
     cache = DynamicCache(config=model.config)
-    arguments: dict[str, Any] = {"attention_mask": mask[distinct, :-1], "past_key_values": cache, "use_cache": True}
+    arguments: dict[str, Any] = {
+        "attention_mask": mask[distinct, :-1],
+        "past_key_values": cache,
+        "use_cache": True,
+    }
     if "position_ids" in signature(type(model.base_model).forward).parameters:
         arguments["position_ids"] = (arguments["attention_mask"].cumsum(1) - 1).clamp(min=0)
     model.base_model(input_ids=ids[distinct, :-1], **arguments)
