@@ -181,7 +181,9 @@ def _rows(part: Tensor, index: Tensor) -> Tensor:
 
 def _attend_once(one: KernelCall, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """The stretches of one call of a kernel, ``[count * tokens, heads, D]`` each; the result has their tokens alone."""
-    stacked = [part.unflatten(0, (one.count, -1)).transpose(1, 2) for part in (query, key, value)]
+    stacked = [
+        part.unflatten(0, (one.count, len(part) // one.count)).transpose(1, 2) for part in (query, key, value)
+    ]
     computed = _segment(*stacked, call, one.blocks)
     return computed[:, :, -one.length :].transpose(1, 2).flatten(0, 1)
 
