@@ -167,25 +167,27 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     if _kernel_computes(query, call):
         return _varlen(query, key, value, call)
     plan = call.segments.kernel_calls(call.widest_square, query.device)
-    queries = _rows(query, plan.queries).split([one.count * one.queries for one in plan.calls])
-    visible = [one.count * one.visible for one in plan.calls]
-    keys, values = (_rows(part, plan.keys).split(visible) for part in (key, value))
+    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+    queries = _taken(rows[0], plan.queries).split([batch.count * batch.queries for batch in plan.calls])
+    visible = [batch.count * batch.visible for batch in plan.calls]
+    keys, values = (_taken(part, plan.keys).split(visible) for part in rows[1:])
     attended = [_attend_once(*parts, call) for parts in zip(plan.calls, queries, keys, values, strict=True)]
-    return torch.cat(attended).index_select(0, plan.places)[None]
+    return _taken(torch.cat(attended), plan.places)[None]
 
 
-def _rows(part: Tensor, index: Tensor) -> Tensor:
-    """Tokens ``index [N]`` of ``[1, heads, T, D]``, as ``[N, heads, D]``."""
-    return part[0].transpose(0, 1).index_select(0, index)
+def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
+    """Rows ``index [N]`` of ``[T, heads, D]``; all for None."""
+    return rows if index is None else rows.index_select(0, index)
 
 
-def _attend_once(one: KernelCall, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+def _attend_once(batch: KernelCall, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """The stretches of one call of a kernel, ``[count * tokens, heads, D]`` each; the result has their tokens alone."""
     stacked = [
-        part.unflatten(0, (one.count, len(part) // one.count)).transpose(1, 2) for part in (query, key, value)
+        part.unflatten(0, (batch.count, len(part) // batch.count)).transpose(1, 2)
+        for part in (query, key, value)
     ]
-    computed = _segment(*stacked, call, one.blocks)
-    return computed[:, :, -one.length :].transpose(1, 2).flatten(0, 1)
+    computed = _segment(*stacked, call, batch.blocks)
+    return computed[:, :, -batch.length :].transpose(1, 2).flatten(0, 1)
 
 
 def _kernel_computes(query: Tensor, call: _Call) -> bool:

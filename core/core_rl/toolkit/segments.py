@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -44,11 +44,11 @@ class KernelCalls:
     """The calls for all stretches, and the rows of the batch in their order."""
 
     calls: list[KernelCall]
-    queries: Tensor
-    """Rows whose queries are computed, int64."""
-    keys: Tensor
+    queries: Tensor | None
+    """Rows whose queries are computed, int64; None for all in their order, as below."""
+    keys: Tensor | None
     """Rows of the keys and values, int64."""
-    places: Tensor
+    places: Tensor | None
     """The place of each row of the batch in the result of all calls, int64 ``[T]``."""
 
 
@@ -104,7 +104,8 @@ class Segments:
         if self.paths is None:
             return None
         flat = [stretch for path in self.paths for stretch in path]
-        return self._copied("seen", device, lambda: self._rows_of(flat))
+        bounds = torch.tensor(self.bounds)
+        return self._copied("seen", device, lambda: token_index(bounds, torch.tensor(flat)))
 
     def visible_starts(self, device: torch.device) -> Tensor:
         """Bounds of the paths in `seen`, int32 ``[B + 1]``; without paths, `starts`."""
@@ -125,10 +126,6 @@ class Segments:
         if (name, device) not in self._copies:
             self._copies[name, device] = to_device(compute(), device)
         return self._copies[name, device]
-
-    def _rows_of(self, stretches: Sequence[int]) -> Tensor:
-        """The rows of ``stretches`` in turn, int64."""
-        return token_index(torch.tensor(self.bounds), torch.tensor(stretches))
 
     def kernel_calls(self, widest_square: int, device: torch.device) -> KernelCalls:
         """All stretches, or sequences, by their shapes; found once for all layers.
@@ -159,6 +156,11 @@ class Segments:
             queries += of_keys if square else stretches
             keys += of_keys
             order += stretches
-        rows = [self._rows_of(stretches) for stretches in (queries, keys)]
-        places = self._rows_of(order).argsort()
-        return KernelCalls(calls, *(to_device(index, device) for index in (*rows, places)))
+        bounds, in_order = torch.tensor(self.bounds), list(range(len(lengths)))
+        rows = [
+            None if stretches == in_order else token_index(bounds, torch.tensor(stretches))
+            for stretches in (queries, keys, order)
+        ]
+        if rows[2] is not None:
+            rows[2] = rows[2].argsort()
+        return KernelCalls(calls, *(None if index is None else to_device(index, device) for index in rows))
