@@ -182,11 +182,11 @@ def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
 
 def _attend_once(batch: KernelCall, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """The stretches of one call of a kernel, ``[count * tokens, heads, D]`` each; the result has their tokens alone."""
-    stacked = [
+    query, key, value = (
         part.unflatten(0, (batch.count, len(part) // batch.count)).transpose(1, 2)
         for part in (query, key, value)
-    ]
-    computed = _segment(*stacked, call, batch.blocks)
+    )
+    computed = _segment(query, key, value, call, batch.blocks)
     return computed[:, :, -batch.length :].transpose(1, 2).flatten(0, 1)
 
 
