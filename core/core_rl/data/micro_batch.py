@@ -47,6 +47,8 @@ def count_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec) -> int:
     """
     if spec.max_tokens is None:
         return spec.count or 1
+    if sum(batch.computed_lengths) <= spec.max_tokens:
+        return 1
     groups, weights, shared = _planned_units(batch, spec)
     counted = "tokens and patches" if batch.media else "tokens"
     too_long = [
@@ -66,6 +68,8 @@ def plan_micro_batches(batch: SequenceBatch, spec: MicroBatchSpec, count: int) -
     ``count`` is the largest `count_micro_batches` of the data-parallel ranks, so that all run
     equally many; an empty list stands for a dummy.
     """
+    if count == 1:
+        return [list(range(batch.num_sequences))]
     groups, weights, shared = _planned_units(batch, spec)
     budget = spec.max_tokens
     if shared is not None:
@@ -111,9 +115,11 @@ def shard_plan(batch: SequenceBatch, parts: int, share_prefixes: bool = False) -
     the most tokens gets no more of them: no rank is slower than the slowest one without. A rank's list is empty when
     there are fewer units than ranks.
     """
+    if parts == 1:
+        return [list(range(batch.num_sequences))]
     groups, weights = weighted_units(batch)
     plan = [[i for item in part for i in groups[item]] for part in balanced(weights, parts)]
-    shared = SharedUnits.of(batch, groups) if share_prefixes and parts > 1 and groups else None
+    shared = SharedUnits.of(batch, groups) if share_prefixes and groups else None
     if shared is None:
         return plan
     runs = shared.evenly(parts)
@@ -136,6 +142,8 @@ def unshard_output(
     pairs = [(output, part) for output, part in zip(outputs, plan, strict=True) if part]
     if not pairs:
         return outputs[0] if outputs else ModelOutput()
+    if len(pairs) == 1 and list(pairs[0][1]) == list(range(batch.num_sequences)):
+        return pairs[0][0]
     # Outputs lie end to end as their sequences do in `order`; `places` finds each sequence of `batch` in it.
     order = torch.tensor([index for _, part in pairs for index in part], dtype=torch.long)
     places, bounds = order.argsort(), bounds_of(batch.cu_seqlens.diff()[order])

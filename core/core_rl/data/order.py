@@ -59,8 +59,8 @@ class PrefixOrder:
         order = sorted(range(len(keys)), key=texts.__getitem__)
         places = np.empty(len(order), dtype=np.int64)
         places[order] = np.arange(len(order))
-        common = [0, *(_common(keys[first], keys[second]) for first, second in pairwise(order))]
-        return PrefixOrder(np.array([len(key) for key in keys]), places, np.array(common))
+        common = _common([keys[index] for index in order])
+        return PrefixOrder(np.array([len(key) for key in keys]), places, common)
 
     def shared(self, first: int, second: int) -> int:
         """Tokens that two sequences have in common: the fewest between any neighbours from one to the other."""
@@ -77,8 +77,14 @@ class PrefixOrder:
         return int(self.lengths[list(sequences)].sum() - shared)
 
 
-def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Equal keys at the beginning of both."""
-    length = min(len(first), len(second))
-    differs = (first[:length] != second[:length]).ravel()
-    return int(differs.argmax()) // first.shape[1] if differs.any() else length
+def _common(keys: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Equal rows at the beginning of each of ``keys`` and the one before; 0 at the first."""
+    pairs = [(first[: len(second)], second[: len(first)]) for first, second in pairwise(keys)]
+    if not pairs:
+        return np.zeros(1, dtype=np.int64)
+    lengths = np.array([len(first) for first, _ in pairs])
+    starts = lengths.cumsum() - lengths
+    differs = np.concatenate([first for first, _ in pairs]) != np.concatenate([second for _, second in pairs])
+    places = np.append(differs.any(axis=1).nonzero(), len(differs))
+    following = places[np.searchsorted(places, starts)]
+    return np.append(0, np.minimum(following - starts, lengths))

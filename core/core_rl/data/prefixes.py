@@ -145,7 +145,7 @@ class PrefixTree:
         starts = batch.cu_seqlens.tolist()
         if sum(shared) < max(1, LEAST_SAVED * batch.num_tokens):
             return None
-        rows, kept = torch.empty(batch.num_tokens, dtype=torch.long), []
+        rows, kept = np.empty(batch.num_tokens, dtype=np.int64), []
         parents: dict[int, int] = {}
         """The row before each first row of a stretch; -1 before the first token of a sequence."""
         previous, count = rows[:0], 0
@@ -153,16 +153,21 @@ class PrefixTree:
             start, end = starts[index], starts[index + 1]
             path, fresh = rows[start:end], end - start - common
             path[:common] = previous[:common]
-            path[common:] = torch.arange(count, count + fresh)
+            path[common:] = np.arange(count, count + fresh)
             before = int(path[common - 1]) if common else -1
             if fresh:
                 parents[count] = before
             if common and before + 1 < count:  # another sequence goes on where this one leaves it
                 parents.setdefault(before + 1, before)
-            kept.append(torch.arange(start + common, end))
+            kept.append(np.arange(start + common, end))
             previous, count = path, count + fresh
         bounds = (*sorted(parents), count)
-        return PrefixTree(bounds, _paths(bounds, parents), torch.cat(kept), rows)
+        return PrefixTree(
+            bounds,
+            _paths(bounds, parents),
+            torch.from_numpy(np.concatenate(kept)),
+            torch.from_numpy(rows),
+        )
 
 
 def _paths(bounds: Sequence[int], parents: dict[int, int]) -> tuple[tuple[int, ...], ...]:

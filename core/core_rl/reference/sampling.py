@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -26,6 +28,7 @@ from transformers import (
 from core_rl.data.media import Media, join_media
 from core_rl.data.requests import SamplingParams, StopReason
 from core_rl.toolkit.positions import frequencies_change
+from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl.toolkit.vision import is_vision_model, sequence_arguments
 
 
@@ -138,10 +141,12 @@ def generate(
         )
     at_text = StopAtText(sampling.stop, tokenizer, ids.shape[1]) if tokenizer is not None else None
     generate_: Any = model.generate
-    ids = ids.to(model.device)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    shared = {} if any(media) or not config.use_cache else _shared_prefill(model, prompts, ids, mask)
     output = generate_(
         ids,
-        attention_mask=mask.to(model.device),
+        attention_mask=mask,
+        **shared,
         **sequence_arguments(model.base_model, ids, join_media(media)),
         generation_config=config,
         logits_processor=LogitsProcessorList(processors),
@@ -163,6 +168,32 @@ def generate(
     )
     rows_and_values = zip(drawn.tolist(), logprobs.tolist(), strict=True)
     return [_cut(row, values, stops, at_text) for row, values in rows_and_values]
+
+
+@torch.no_grad()
+def _shared_prefill(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], ids: Tensor, mask: Tensor
+) -> dict[str, DynamicCache]:
+    """Keys and values of all but the last token of ``prompts``, equal ones computed once; empty where none are equal.
+
+    ``ids`` and ``mask`` are the prompts ``[B, L]``.
+    """
+    numbers = {tuple(prompt): number for number, prompt in enumerate(prompts)}
+    if len(numbers) == len(prompts) or ids.shape[1] == 1 or stateful_layers(model.base_model):
+        return {}
+    rows = {number: row for row, number in enumerate(numbers.values())}
+    distinct = torch.tensor(list(rows), device=ids.device)
+    cache = DynamicCache(config=model.config)
+    arguments: dict[str, Any] = {
+        "attention_mask": mask[distinct, :-1],
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+    if "position_ids" in signature(type(model.base_model).forward).parameters:
+        arguments["position_ids"] = (arguments["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    model.base_model(input_ids=ids[distinct, :-1], **arguments)
+    cache.batch_select_indices(torch.tensor([rows[numbers[tuple(prompt)]] for prompt in prompts]))
+    return {"past_key_values": cache}
 
 
 def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

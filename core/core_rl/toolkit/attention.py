@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from core_rl.distributed.comm import Comm
 from core_rl.errors import LayoutError, UnsupportedCapability
 from core_rl.seeds import derive_seed
 from core_rl.toolkit import cuda
-from core_rl.toolkit.segments import Blocks, Segments, ShapeGroup
+from core_rl.toolkit.segments import Blocks, KernelCall, Segments
 
 __all__ = [
     "PACKED_ATTENTION",
@@ -166,39 +166,28 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     """All tokens, ``[1, heads, T, D]`` to ``[1, T, heads, D]``, contiguous as of transformers' own functions."""
     if _kernel_computes(query, call):
         return _varlen(query, key, value, call)
-    # The backward of a split writes each gradient once; that of a slice writes zeros for all other segments.
-    queries, keys, values = (part.split(call.segments.lengths, 2) for part in (query, key, value))
-    attended: dict[int, Tensor] = {}
-    for group in call.segments.shape_groups(call.widest_square):
-        attended |= zip(group.stretches, _calls(queries, keys, values, group, call), strict=True)
-    return torch.cat([attended[stretch] for stretch in range(len(queries))], dim=1)
+    plan = call.segments.kernel_calls(call.widest_square, query.device)
+    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+    queries = _taken(rows[0], plan.queries).split([batch.count * batch.queries for batch in plan.calls])
+    visible = [batch.count * batch.visible for batch in plan.calls]
+    keys, values = (_taken(part, plan.keys).split(visible) for part in rows[1:])
+    attended = [_attend_once(*parts, call) for parts in zip(plan.calls, queries, keys, values, strict=True)]
+    return _taken(torch.cat(attended), plan.places)[None]
 
 
-def _calls(
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    group: ShapeGroup,
-    call: _Call,
-) -> Iterator[Tensor]:
-    """Each stretch of ``group``, ``[1, L, heads, D]``."""
-    for number in range(0, len(group.stretches), group.at_once):
-        rows = slice(number, number + group.at_once)
-        query = _stacked(queries, group.queries[rows])
-        key, value = (_stacked(parts, group.paths[rows]) for parts in (keys, values))
-        computed = _segment(query, key, value, call, group.blocks)
-        yield from computed[:, :, -group.length :].transpose(1, 2).split(1)
+def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
+    """Rows ``index [N]`` of ``[T, heads, D]``; all for None."""
+    return rows if index is None else rows.index_select(0, index)
 
 
-def _stacked(parts: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Tensor:
-    """The stretches of each path, ``[paths, heads, L, D]``, from ``[1, heads, L, D]`` each."""
-    stretches = [parts[stretch] for path in paths for stretch in path]
-    if len(stretches) == 1:
-        return stretches[0]
-    if len(stretches) == len(paths):
-        return torch.cat(stretches)
-    joined = torch.cat(stretches, dim=2)[0]
-    return joined.view(joined.shape[0], len(paths), -1, joined.shape[2]).transpose(0, 1)
+def _attend_once(batch: KernelCall, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+    """The stretches of one call of a kernel, ``[count * tokens, heads, D]`` each; the result has their tokens alone."""
+    query, key, value = (
+        part.unflatten(0, (batch.count, len(part) // batch.count)).transpose(1, 2)
+        for part in (query, key, value)
+    )
+    computed = _segment(query, key, value, call, batch.blocks)
+    return computed[:, :, -batch.length :].transpose(1, 2).flatten(0, 1)
 
 
 def _kernel_computes(query: Tensor, call: _Call) -> bool:

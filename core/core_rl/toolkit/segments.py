@@ -10,10 +10,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from core_rl.data.order import token_index
 from core_rl.data.pinned import to_device
 from core_rl.distributed.comm import Comm
 
-__all__ = ["Blocks", "Segments", "ShapeGroup"]
+__all__ = ["Blocks", "KernelCall", "Segments"]
 
 SCORES_AT_ONCE = 2**14
 """Scores of each head in a call of a kernel for several sequences of equal shape: with more, copies cost more time than
@@ -24,19 +25,31 @@ Blocks = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class ShapeGroup:
-    """Stretches of equal shape, which share calls of a kernel: where they are short, calls cost more than tokens."""
+class KernelCall:
+    """Stretches of equal shape in one call of a kernel: where they are short, calls cost more than tokens."""
 
-    stretches: list[int]
+    count: int
+    """Stretches."""
     length: int
     """Tokens of each stretch."""
-    queries: list[tuple[int, ...]]
-    """For each stretch, the stretches whose queries are computed, itself last."""
-    paths: list[tuple[int, ...]]
-    """For each stretch, the stretches that it sees, itself last."""
+    queries: int
+    """Tokens whose queries are computed for each stretch, its own last."""
+    visible: int
+    """Tokens that each stretch sees, its own last."""
     blocks: Blocks
-    at_once: int
-    """Stretches of a call."""
+
+
+@dataclass(frozen=True)
+class KernelCalls:
+    """The calls for all stretches, and the rows of the batch in their order."""
+
+    calls: list[KernelCall]
+    queries: Tensor | None
+    """Rows whose queries are computed, int64; None for all in their order, as below."""
+    keys: Tensor | None
+    """Rows of the keys and values, int64."""
+    places: Tensor | None
+    """The place of each row of the batch in the result of all calls, int64 ``[T]``."""
 
 
 class Segments:
@@ -66,7 +79,7 @@ class Segments:
         """For each sequence, its stretches ``start, end`` of tokens that see each other in both directions; empty
         without any."""
         self._copies: dict[tuple[str, torch.device], Tensor] = {}
-        self._groups: dict[int, list[ShapeGroup]] = {}
+        self._calls: dict[tuple[int, torch.device], KernelCalls] = {}
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -90,9 +103,9 @@ class Segments:
         """The rows of all paths in turn, int64; None where all are sequences."""
         if self.paths is None:
             return None
-        rows = [torch.arange(start, end) for start, end in pairwise(self.bounds)]
-        stretches = [rows[stretch] for path in self.paths for stretch in path]
-        return self._copied("seen", device, lambda: torch.cat(stretches))
+        flat = [stretch for path in self.paths for stretch in path]
+        bounds = torch.tensor(self.bounds)
+        return self._copied("seen", device, lambda: token_index(bounds, torch.tensor(flat)))
 
     def visible_starts(self, device: torch.device) -> Tensor:
         """Bounds of the paths in `seen`, int32 ``[B + 1]``; without paths, `starts`."""
@@ -114,26 +127,40 @@ class Segments:
             self._copies[name, device] = to_device(compute(), device)
         return self._copies[name, device]
 
-    def shape_groups(self, widest_square: int) -> list[ShapeGroup]:
+    def kernel_calls(self, widest_square: int, device: torch.device) -> KernelCalls:
         """All stretches, or sequences, by their shapes; found once for all layers.
 
         Up to ``widest_square`` visible tokens, a stretch that is longer than those before it is computed with its path.
         """
-        if widest_square in self._groups:
-            return self._groups[widest_square]
+        if (widest_square, device) not in self._calls:
+            self._calls[widest_square, device] = self._grouped(widest_square, device)
+        return self._calls[widest_square, device]
+
+    def _grouped(self, widest_square: int, device: torch.device) -> KernelCalls:
         lengths = self.lengths
         paths = self.paths or [(sequence,) for sequence in range(len(lengths))]
-        groups: dict[tuple[int, int, Blocks], ShapeGroup] = {}
+        groups: dict[tuple[int, int, Blocks], list[int]] = {}
         for stretch, path in enumerate(paths):
-            length, visible = lengths[stretch], sum(lengths[part] for part in path)
+            visible = sum(lengths[part] for part in path)
             blocks = self.blocks[stretch] if self.blocks else ()
+            groups.setdefault((lengths[stretch], visible, blocks), []).append(stretch)
+        calls, queries, keys, order = [], [], [], []
+        for (length, visible, blocks), stretches in groups.items():
             # Causal kernels leave out half of a square, and no part of a masked rectangle.
             square = visible <= widest_square and 2 * length > visible
-            group = groups.setdefault(
-                (length, visible, blocks),
-                ShapeGroup([], length, [], [], blocks, max(1, SCORES_AT_ONCE // max(1, length * visible))),
-            )
-            group.stretches.append(stretch)
-            group.queries.append(path if square else path[-1:])
-            group.paths.append(path)
-        return self._groups.setdefault(widest_square, list(groups.values()))
+            at_once = max(1, SCORES_AT_ONCE // max(1, length * visible))
+            for start in range(0, len(stretches), at_once):
+                count = min(at_once, len(stretches) - start)
+                calls.append(KernelCall(count, length, visible if square else length, visible, blocks))
+            of_keys = [part for stretch in stretches for part in paths[stretch]]
+            queries += of_keys if square else stretches
+            keys += of_keys
+            order += stretches
+        bounds, in_order = torch.tensor(self.bounds), list(range(len(lengths)))
+        rows = [
+            None if stretches == in_order else token_index(bounds, torch.tensor(stretches))
+            for stretches in (queries, keys, order)
+        ]
+        if rows[2] is not None:
+            rows[2] = rows[2].argsort()
+        return KernelCalls(calls, *(None if index is None else to_device(index, device) for index in rows))

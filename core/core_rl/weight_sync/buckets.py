@@ -20,7 +20,7 @@ DIRECTORY = Path("/dev/shm")  # noqa: S108  # where Linux keeps it
 
 
 class Filling:
-    """A bucket that is being filled, on ``device``: on the CPU in shared memory, whose untouched pages use none."""
+    """A bucket that is being filled, on ``device``: on the CPU in shared memory."""
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self._limit = limit

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 300.0
 """The longest wait for a receiver."""
-POLL_S = 0.02
+FIRST_POLL_S, POLL_S = 0.001, 0.02
 HANDSHAKE_S = 20.0
 HANDSHAKE_BYTES = 4096
 """The largest message before the key is proven."""
@@ -143,7 +143,7 @@ def connect(meta: WeightUpdateMeta) -> Channel:
 
     Raises `WeightsError` with the error of a receiver that has failed, and when none waits within five minutes.
     """
-    file, deadline = _file(meta), time.monotonic() + CONNECT_S
+    file, deadline, pause_s = _file(meta), time.monotonic() + CONNECT_S, FIRST_POLL_S
     while time.monotonic() < deadline:
         record = _read(file)
         if record is not None and record.error is not None and record.version == meta.version:
@@ -151,7 +151,8 @@ def connect(meta: WeightUpdateMeta) -> Channel:
             raise WeightsError(f"the receiver of the weights failed: {record.error}")
         if record is not None and (channel := _met(meta, record)) is not None:
             return channel
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
     raise WeightsError(
         f"no inference engine waits for weights at {file} after {CONNECT_S:g} s; call its update_weights() with the "
         "same meta first: it returns at once"

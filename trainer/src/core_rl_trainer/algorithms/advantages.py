@@ -76,10 +76,10 @@ def token_rewards(rewards: Tensor, batch: SequenceBatch, penalties: Tensor | Non
     earned = torch.zeros(batch.num_tokens, dtype=torch.float32, device=rewards.device)
     if penalties is not None:
         earned -= masked_fill(penalties, mask).float()
-    places = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
-    parts = places.split(batch.lengths) if batch.num_sequences else ()
+    owners = torch.repeat_interleave(batch.cu_seqlens.diff())[mask]
     # The last trained token of each sequence, int64 ``[B]``; -1 where there is none.
-    last = torch.stack([part.max() for part in parts]) if parts else places.new_zeros(0)
+    last = torch.full((batch.num_sequences,), -1, device=mask.device)
+    last = last.scatter_reduce(0, owners, mask.nonzero().flatten(), "amax")
     trained = last >= 0
     return earned.index_add(0, last[trained], rewards[trained].float())
 

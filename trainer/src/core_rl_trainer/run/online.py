@@ -368,8 +368,8 @@ def interrupted(engine: InferenceEngine) -> Iterator[None]:
 
 def _describe(batch: SequenceBatch) -> dict[str, float]:
     """Metrics of the rollouts of a step."""
-    rewards, groups = batch["rewards"].double(), batch["group"]
-    means = [rewards[groups == group] for group in groups.unique()]
+    rewards, groups = batch["rewards"].double(), batch["group"].unique(return_inverse=True)[1]
+    equal = _reduce(rewards, groups, "amax") == _reduce(rewards, groups, "amin")
     reasons = batch.meta["stop_reason"]
     turns = {"turns": float(batch["turns"].double().mean())} if "turns" in batch else {}
     return (
@@ -380,7 +380,7 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
             "reward_std": float(rewards.std(correction=0)),
             "reward_min": float(rewards.min()),
             "reward_max": float(rewards.max()),
-            "groups_without_signal": sum(bool((part == part[0]).all()) for part in means) / len(means),
+            "groups_without_signal": float(equal.double().mean()),
             "completion_tokens": float(batch.loss_mask.sum()) / batch.num_sequences,
             "truncated": reasons.count("length") / len(reasons),
         }
