@@ -178,8 +178,8 @@ def require_cpu_heads(config: PretrainedConfig) -> None:
 def cpu_cache_bytes(config: PretrainedConfig, context_length: int, itemsize: int) -> int:
     """Bytes of a cache on a CPU: vLLM does not start with less than a sequence of ``context_length`` tokens takes."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * _head_size(text) * itemsize
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    token: int = 2 * text.num_hidden_layers * heads * _head_size(text) * itemsize
     return max(CPU_CACHE_BYTES, (context_length // CPU_BLOCK + 2) * CPU_BLOCK * token)
 
 
