@@ -256,7 +256,8 @@ def check_adapter(model: ModelConfig) -> None:
         files = TensorFiles(directory, TENSOR_FILE)
         modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in files.names()})
         required = (
-            f"its tensors are for {modules}, and model.lora.target_modules is {model.lora.target_modules!r}"
+            f"its tensors are for {modules}, and model.lora.target_modules is {model.lora.target_modules!r} in all "
+            "layers, without the exclude_modules of peft"
         )
         check_source(files, shapes, required)
         damaged = [name for name in files.names() if not files.read(name).isfinite().all()]
