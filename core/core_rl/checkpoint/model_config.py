@@ -24,7 +24,7 @@ BUILD_ERRORS = (
 )
 """Errors of transformers for files and configs. A wrong value fails where a layer first computes with it."""
 GENERATION = "generation_config.json"
-NUMBER = re.compile(r"[\d.]+")
+NUMBER = re.compile(r"\d+(\.\d+)?")
 SHOWN = 300
 """Characters of another library's error that are shown; names of all models may follow."""
 
