@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -10,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from core_rl.config.engine import ModelConfig
 from core_rl.config.hub import require_config
+from core_rl.config.secret import leaves
 from core_rl.errors import ConfigError
 
 PLAIN_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError)
@@ -19,6 +24,7 @@ BUILD_ERRORS = (
 )
 """Errors of transformers for files and configs. A wrong value fails where a layer first computes with it."""
 GENERATION = "generation_config.json"
+NUMBER = re.compile(r"\d+(\.\d+)?")
 SHOWN = 300
 """Characters of another library's error that are shown; names of all models may follow."""
 
@@ -29,6 +35,18 @@ def cause_of(error: Exception) -> str:
     if not isinstance(error, PLAIN_ERRORS) or not text:
         text = f"{type(error).__name__}: {text}"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 2]} …"
+
+
+def cause_in(model: ModelConfig, error: Exception) -> str:
+    """The same, with fields of the config of ``model``, as written: names that ``error`` quotes, numbers in quotes."""
+    fields: Mapping[str, Any] = model.config or {}
+    if model.path is not None:
+        with suppress(*BUILD_ERRORS):  # the error tells of a file without fields
+            fields, _ = PretrainedConfig.get_config_dict(model.path, local_files_only=True)
+    quoted = re.findall(r"['`](\w+)['`]", str(error))
+    texts = ((path, value) for path, _, value in leaves(fields) if isinstance(value, str))
+    suspects = [f"{path} = {value!r}" for path, value in texts if value in quoted or NUMBER.fullmatch(value)]
+    return f"{cause_of(error)} ({', '.join(suspects)})" if suspects else cause_of(error)
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
@@ -47,7 +65,7 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(file.parent, local_files_only=True)
     except BUILD_ERRORS as error:
         raise ConfigError(
-            f"transformers refuses the model config {file or model.config}: {cause_of(error)}; correct it"
+            f"transformers refuses the model config {file or model.config}: {cause_in(model, error)}; correct it"
         ) from error
     if model.head != "lm":
         config.num_labels = 1

@@ -66,7 +66,7 @@ def unset_references(values: Mapping[str, Any]) -> list[str]:
     """A sentence for each ``${env:NAME}`` in ``values``, at any depth, whose variable is not set."""
     return [
         f"field {path!r} = {value!r}: the environment variable {name} is not set; export it before the start"
-        for path, _, value in _leaves(values)
+        for path, _, value in leaves(values)
         if (name := _name_of(value)) is not None and not os.environ.get(name)
     ]
 
@@ -79,13 +79,13 @@ def _name_of(value: object) -> str | None:
     return None if match is None else match[1]
 
 
-def _leaves(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
+def leaves(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, str, Any]]:
     """Dotted path, field and value of all below ``value`` that is no mapping or list; a list's field is its items'."""
     if isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             field = str(key) if isinstance(value, Mapping) else name
-            yield from _leaves(item, f"{path}.{key}" if path else str(key), field)
+            yield from leaves(item, f"{path}.{key}" if path else str(key), field)
     else:
         yield path, name, value
 
@@ -94,7 +94,7 @@ def literal_secrets(values: Mapping[str, Any]) -> list[str]:
     """A sentence for each field of ``values``, at any depth, that holds a secret itself."""
     return [
         f"field {path!r} = {HIDDEN}: {HOW}"
-        for path, name, value in _leaves(values)
+        for path, name, value in leaves(values)
         if _is_literal(name, value)
     ]
 

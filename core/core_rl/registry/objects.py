@@ -144,4 +144,7 @@ def _missing_module(module: str, error: ModuleNotFoundError) -> str:
         return f"there is no module {absent!r}"
     if absent.partition(".")[0] == module.partition(".")[0]:
         return f"the package of {module!r} is incomplete: {error}; reinstall it"
+    directory = Path(module).resolve().parent
+    if module.endswith(".py") and [*directory.glob(absent), *directory.glob(f"{absent}.py")]:
+        return f"needs the module {absent!r} beside it; add its directory to PYTHONPATH: {directory}"
     return f"needs the module {absent!r}, which is not installed; install the package that provides it"

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as hf_logging
 
-from core_rl.checkpoint.model_config import BUILD_ERRORS, cause_of, read_config
+from core_rl.checkpoint.model_config import BUILD_ERRORS, cause_in, read_config
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import ConfigError, UnsupportedCapability
 from core_rl.toolkit.attention import PACKED_ATTENTION
@@ -29,21 +29,6 @@ from core_rl.toolkit.lora import add_adapter
 from core_rl.toolkit.model_files import model_files, require_causal, require_text, transpose_as_in_files
 from core_rl.toolkit.positions import make_rotary_stateless
 from core_rl.toolkit.vision import check_vision
-
-__all__ = [
-    "ExpertsKernel",
-    "attention_of",
-    "build_model",
-    "buildable_config",
-    "building",
-    "drawn_head",
-    "finished",
-    "freeze",
-    "is_new_head",
-    "model_family",
-    "require_fitting",
-    "use_experts_kernel",
-]
 
 
 def buildable_config(model: ModelConfig) -> PretrainedConfig:
@@ -118,7 +103,7 @@ def building(model: ModelConfig) -> Iterator[None]:
                 "'reference'"
             ) from error
         raise ConfigError(
-            f"the model {model.path or model.config!r} cannot be built: {cause_of(error)}"
+            f"the model {model.path or model.config!r} cannot be built: {cause_in(model, error)}"
         ) from error
 
 

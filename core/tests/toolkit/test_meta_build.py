@@ -215,26 +215,33 @@ def test_damaged_file_is_named(tmp_path: Path) -> None:
         build_on_meta(ModelConfig(path=str(tmp_path)), seed=0, attn_implementation="eager")
 
 
+ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "part"),
     [
-        {"pad_token_id": 300},
-        {"hidden_act": "nothing"},
-        {"rope_parameters": {"rope_type": "mine", "factor": 4.0, "rope_theta": 1e4}},
-        {"rope_parameters": {"rope_type": "linear", "factor": "4", "rope_theta": 1e4}},
-        {"num_attention_heads": 0},
-        {"num_hidden_layers": "2"},
-        {"vocab_size": -1},
-        {"vocab_size": None},
-        {"dtype": "float99"},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-        {"model_type": "unknown"},
-        {"is_causal": False},
-        {"is_encoder_decoder": True},
+        ({"pad_token_id": 300}, "Padding_idx"),
+        ({"hidden_act": "nothing"}, "hidden_act = 'nothing'"),
+        ({"rope_parameters": ROPE | {"rope_type": "mine"}}, "rope_parameters.rope_type = 'mine'"),
+        ({"rope_parameters": ROPE | {"factor": "4"}}, "rope_parameters.factor = '4'"),
+        (
+            {"rope_scaling": {"type": "su", "factor": 4.0}, "rope_parameters": None},
+            "rope_scaling.type = 'su'",
+        ),
+        ({"num_attention_heads": 0}, "integer modulo by zero"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+        ({"vocab_size": -1}, "negative dimension -1"),
+        ({"vocab_size": None}, "vocab_size"),
+        ({"dtype": "float99"}, "dtype = 'float99'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+        ({"model_type": "unknown"}, "model_type = 'unknown'"),
+        ({"is_causal": False}, "is an encoder"),
+        ({"is_encoder_decoder": True}, "is an encoder"),
     ],
     ids=str,
 )
-def test_wrong_config_values_raise_config_error(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_wrong_config_values_raise_config_error(fields: dict[str, Any], part: str, tmp_path: Path) -> None:
     file = written("llama", tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with pytest.raises(
@@ -242,6 +249,7 @@ def test_wrong_config_values_raise_config_error(fields: dict[str, Any], tmp_path
     ) as raised:
         model_on_meta(ModelConfig(path=str(tmp_path)))
     assert len(str(raised.value).splitlines()) == 1
+    assert part in str(raised.value) and "transformers_version" not in str(raised.value)
 
 
 def test_quantized_weights_are_not_trained(tmp_path: Path) -> None:

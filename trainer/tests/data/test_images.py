@@ -12,6 +12,7 @@ from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 import datasets
 import numpy as np
@@ -169,6 +170,16 @@ def test_bad_images_are_named(
     rows: list[dict[str, Any]] = [{"prompt": "?"}, {"prompt": "<image>?", "images": ["bad.img"]}]
     with pytest.raises(BatchError, match=rf"(?s)line 2.*image 1 in 'images', '.*bad\.img'.*{message}"):
         load(model, rows, tmp_path, max_image_pixels=10_000)
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+def test_limit_of_pixels_is_ours_alone(
+    model: Path, image: Path, monkeypatch: pytest.MonkeyPatch, embedded: bool
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)  # Pillow warns of 24 x 24
+    value = base64.b64encode(image.read_bytes()).decode() if embedded else image.name
+    with catch_warnings(action="error"):
+        assert load(model, [{"prompt": "<image>?", "images": [value]}], image.parent).train
 
 
 USER = {"role": "user", "content": "?"}
@@ -590,10 +601,11 @@ def test_text_models_refuse_only_images(model: Path, image: Path, row: dict[str,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (None, r"has no image processor.*copy preprocessor_config\.json"),
+        (None, r"has no image processor that works.*copy preprocessor_config\.json"),
         ({"patch_size": 8}, "patch_size = 8, and the model has"),
         ({"merge_size": 1}, "merge_size = 1, and the model"),
         ({"image_processor_type": "CLIPImageProcessor"}, "gives no 'image_grid_thw'"),
+        ({"image_mean": [0.5], "image_std": [0.5]}, "no image processor that works: mean must"),
     ],
 )
 def test_processor_of_another_model_is_refused(

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizer_table import TOKENIZERS
 
@@ -82,6 +82,22 @@ def test_completions_continue_their_prompt(name: str, prompt: str, answer: str) 
     assert mask[-1]
     if lossless and "</s>" not in answer and "<" not in prompt + answer and prompt.lstrip() == prompt != "":
         assert trained_text(tokenizer, ids, mask) == answer + "</s>"
+
+
+@CASES
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(before=PLAIN, text=PLAIN)
+@example(before="hello", text="\u0301 yes")
+@example(before="A", text="\u0301")
+def test_pieces_keep_their_letters(name: str, before: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name].tokenizer
+    try:
+        start, _ = split_ids(tokenizer, before, text)
+    except BatchError:
+        return
+    alone = text_ids(tokenizer, before)
+    known = tokenizer.unk_token_id not in [*start, *alone]
+    assert not known or str(tokenizer.decode(start)).strip() == str(tokenizer.decode(alone)).strip()
 
 
 @CASES

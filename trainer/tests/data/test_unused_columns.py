@@ -353,6 +353,10 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (DEMONSTRATIONS, {"instruction": "I", "input": 3, "output": "O"}, "needs texts as 'instruction'"),
     (DEMONSTRATIONS, {"messages": [U1, A1], "kto_tag": False}, "a column 'kto_tag' .False.: .*unpaired"),
     (DEMONSTRATIONS, {"messages": [U1, A1], "label": True}, "a column 'label' of true or false"),
+    *(
+        (DEMONSTRATIONS, {"messages": [U1, A1], name: [0, 1]}, f"'{name}' .*it marks turns: .*'weight' as 0")
+        for name in ("loss_mask", "loss", "trainable", "loss_scale")
+    ),
     (
         DEMONSTRATIONS,
         {"prompt": "P", "answer": "A", "loss_weight": 0.5},

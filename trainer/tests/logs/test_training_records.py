@@ -199,6 +199,16 @@ def test_invalid_reward_name_shows_form(name: str, message: str) -> None:
         load_callable("reward", name)
 
 
+@pytest.mark.parametrize("neighbour", ["rewards_here.py", "rewards_here/__init__.py"])
+def test_module_beside_a_reward_is_named(tmp_path: Path, neighbour: str) -> None:
+    (tmp_path / neighbour).parent.mkdir(exist_ok=True)
+    (tmp_path / neighbour).write_text("")
+    (tmp_path / "uses.py").write_text("import rewards_here")
+    directory = re.escape(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"'rewards_here' beside it; add .* PYTHONPATH: {directory}$"):
+        load_callable("reward", f"{tmp_path}/uses.py:f")
+
+
 # -------------------------------------------------------------------- directory
 
 

@@ -11,7 +11,7 @@ from core_rl_trainer.data.chat_template import ChatFormat
 from core_rl_trainer.data.encoding import CHAT_FIELDS
 from core_rl_trainer.data.examples import Example, Examples, answer_text
 from core_rl_trainer.data.kinds import ExampleKind
-from core_rl_trainer.data.messages import EMPTY, MESSAGE_FIELDS, shortened
+from core_rl_trainer.data.messages import EMPTY, MARK_FIX, MARKS, MESSAGE_FIELDS, shortened
 from core_rl_trainer.data.plain import CHAT, parsed_chats
 from core_rl_trainer.data.turns import are_turns, as_turns, with_context, with_implicit_prompt
 
@@ -51,6 +51,7 @@ CONVERSIONS: Mapping[str, str] = {
 """Columns of other systems that need a conversion, and which one."""
 REFUSED: Mapping[str, tuple[object, str]] = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), (None, MEDIA_FIX)),
+    **dict.fromkeys(MARKS, (1, f"it marks turns: in the message of each, {MARK_FIX} here")),
     **dict.fromkeys(("weight", "loss_weight", "sample_weight"), (1, WEIGHT_FIX)),
     "functions": (None, "write data.columns.tools=functions where they are tools, or remove the column"),
     "margin": (0, "no loss reads a margin; remove the column"),
@@ -233,10 +234,8 @@ def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Exampl
         if isinstance(turns, list) and are_turns(turns):
             result[name] = as_turns(turns)
     format_name = _convert(result, kind)
-    labelled = str(result.get("label")).lower() in ("true", "false") and not _lacks(
-        result, "answer", "messages"
-    )
-    if labelled and kind.name == "demonstrations":
+    labelled = kind.name == "demonstrations" and not _lacks(result, "answer", "messages")
+    if labelled and str(result.get("label")).lower() in ("true", "false"):
         raise BatchError(f"has a column 'label' of true or false, as TRL's KTO: {UNPAIRED_FIX}")
     if chats:
         _put_context(result, kind)

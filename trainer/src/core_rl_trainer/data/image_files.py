@@ -14,6 +14,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Self, TypeGuard
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from warnings import catch_warnings
 
 import numpy as np
 
@@ -195,7 +196,7 @@ def _description(content: bytes) -> str:
     from PIL import Image
 
     try:
-        with Image.open(BytesIO(content)) as image:
+        with catch_warnings(action="ignore"), Image.open(BytesIO(content)) as image:
             return f" ({image.format}, {image.width} x {image.height})"
     except (*UNREADABLE, Image.DecompressionBombError):
         return ""
@@ -214,7 +215,8 @@ def read_image(source: str | bytes, most_pixels: int) -> Image:
     try:
         if isinstance(source, str) and not S_ISREG(Path(source).stat().st_mode):
             raise BatchError("is no file; name an image file")
-        with Image.open(BytesIO(source) if isinstance(source, bytes) else source) as image:
+        file = BytesIO(source) if isinstance(source, bytes) else source
+        with catch_warnings(action="ignore"), Image.open(file) as image:  # our limit of pixels counts
             _require_size(*image.size, most_pixels)
             frames = getattr(image, "n_frames", 1)
             if frames > 1 and image.format not in STILL:

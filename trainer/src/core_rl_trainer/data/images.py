@@ -10,6 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from core_rl.config.engine import ModelConfig
 from core_rl.data.media import GRID, NO_MEDIA, PIXELS, join_media
 from core_rl.errors import BatchError, ConfigError, raise_all
@@ -137,10 +139,11 @@ class ImageEncoder:
             )
         try:
             processor = AutoImageProcessor.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
+            processor(images=[np.zeros((64, 64, 3), np.uint8)], return_tensors="pt")
+        except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"model.path = {path!r} has no image processor: {cause_of(error)}; copy preprocessor_config.json of "
-                "the model that it was trained from into this directory, and install pillow"
+                f"model.path = {path!r} has no image processor that works: {cause_of(error)}; copy "
+                "preprocessor_config.json of the model that it was trained from into this directory, and install pillow"
             ) from error
         sizes = [(name, getattr(processor, name, None), other) for name, other in SIZES.items()]
         problems = [

@@ -7,6 +7,7 @@ ends, or merge it with its neighbour.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from core_rl.errors import BatchError
@@ -89,11 +90,15 @@ def shared_length(left: Sequence[object], right: Sequence[object]) -> int:
 def _token_over(tokenizer: PreTrainedTokenizerBase, text: str, boundary: int) -> tuple[int, int, int]:
     """Number, begin and end of the first token that does not end before ``boundary``.
 
-    Some tokenizers leave blanks out of the positions of their tokens, which begin with them all the same. Tokens of
-    single bytes share a character, and then the begin is that of all of them.
+    Some tokenizers leave blanks out of the positions of their tokens, which begin with them all the same, and others
+    the accents that they join to the letter before (NFC). Tokens of single bytes share a character, and then the begin
+    is that of all of them.
     """
     encoded, reached = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True), 0
-    spans = encoded["offset_mapping"]
+    spans = [
+        (begin, end if text[end:after].isspace() else max(end, after))
+        for (begin, end), (after, _) in pairwise([*encoded["offset_mapping"], (len(text), 0)])
+    ]
     for number, (begin, end) in enumerate(spans):
         if begin < boundary >= end:
             reached = max(reached, end)

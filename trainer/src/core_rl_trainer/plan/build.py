@@ -23,7 +23,7 @@ from core_rl.engine.loading import load_backend
 from core_rl.engine.schedule import schedule_length
 from core_rl.errors import CheckpointError, ConfigError, WeightsError, raise_all
 from core_rl.registry.spec import EngineSpec
-from core_rl.servers.config import ServerEngineConfig, ServerOptions
+from core_rl.servers.config import ServerEngineConfig
 from core_rl.servers.process import machine_problems
 from core_rl.toolkit.hf_state import HFShardedState
 from core_rl.toolkit.meta_build import build_on_meta, model_on_meta
@@ -256,7 +256,8 @@ def check_adapter(model: ModelConfig) -> None:
         files = TensorFiles(directory, TENSOR_FILE)
         modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in files.names()})
         required = (
-            f"its tensors are for {modules}, and model.lora.target_modules is {model.lora.target_modules!r}"
+            f"its tensors are for {modules}, and model.lora.target_modules is {model.lora.target_modules!r} in all "
+            "layers, without the exclude_modules of peft"
         )
         check_source(files, shapes, required)
         damaged = [name for name in files.names() if not files.read(name).isfinite().all()]
@@ -291,9 +292,14 @@ def _require_servers(plan: RunPlan) -> None:
     if rollout is None or plan.serves_on_machines:
         return
     if isinstance(rollout.config, ServerEngineConfig):
-        problems = [*machine_problems(rollout.config), *_untouchable(rollout.config.options)]
+        options, problems = rollout.config.options, [*machine_problems(rollout.config)]
+        if options.addresses and not options.take_over:
+            problems.append(
+                f"options.take_over = false: training pauses the servers at {', '.join(options.addresses)} and loads "
+                "weights into them; set it to true where nobody else uses them"
+            )
         raise_all(ConfigError, f"engines.{rollout.spec.name}", problems)
-        if rollout.config.options.addresses:
+        if options.addresses:
             _require_running(rollout.spec, rollout.config)
 
 
@@ -310,16 +316,6 @@ def _require_running(spec: EngineSpec, config: ServerEngineConfig) -> None:
         raise ConfigError(f"engines.{spec.name}: {error}") from error
     finally:
         backend.teardown()
-
-
-def _untouchable(options: ServerOptions) -> Iterator[str]:
-    """The servers that training would change, and may not."""
-    if options.addresses and not options.take_over:
-        others = ", ".join(options.addresses)
-        yield (
-            f"options.take_over = false: training pauses the servers at {others} and loads weights into them; set it "
-            "to true where nobody else uses them"
-        )
 
 
 def plan_remarks(plan: RunPlan) -> tuple[str, ...]:
