@@ -30,7 +30,7 @@ from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, SequenceLoss, grad_norm
-from core_rl_oracle.plain import ALONE, MANY_VARIANTS, VARIANTS, PlainModel, Variant
+from core_rl_oracle.plain import ALONE, MANY_VARIANTS, TRAINED_ALONE, VARIANTS, PlainModel, Variant
 from core_rl_oracle.tolerance import (
     Tolerance,
     mean_square,
@@ -181,7 +181,8 @@ class ExpectedValues:
 
         def run() -> _OutputRuns:
             plain = self.plain(of, dtype, device)
-            return _run_outputs(oracle(), plain, _variants_of(of), sequences, temperature)
+            variants = (*VARIANTS, ALONE) if _is_large(of) else VARIANTS
+            return _run_outputs(oracle(), plain, variants, sequences, temperature)
 
         def select() -> _Values:
             runs = self.keep(of, ("outputs", *key), run)
@@ -212,7 +213,7 @@ class ExpectedValues:
 
         def run() -> GradientRuns:
             plain, sequences = self.plain(of, dtype, device), data.for_oracle()
-            added = _variants_of(of)[len(VARIANTS) :]
+            added = [TRAINED_ALONE] if _is_large(of) else []
             rest = (
                 plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in added
             )
@@ -271,7 +272,7 @@ class ExpectedValues:
     def stored(self, of: Judged, key: tuple[Hashable, ...], compute: Callable[[], ValueT]) -> ValueT:
         """As `keep`, and on disk as well."""
         cache = self._cache
-        if cache is None or isinstance(of, Snapshot) or _of_directory(of):
+        if cache is None or isinstance(of, Snapshot) or _is_large(of):
             return self.keep(of, key, compute)
         return self.keep(of, key, lambda: cache.get(repr((of, *key)), compute))
 
@@ -280,7 +281,7 @@ class ExpectedValues:
         if isinstance(of, Snapshot):
             return compute()
         if (of, *key) not in self._kept:
-            if _of_directory(of):  # each may be as large as the model
+            if _is_large(of):  # each may be as large as the model
                 for oldest in list(self._kept)[: 1 - LARGE_KEPT]:
                     del self._kept[oldest]
             self._kept[of, *key] = compute()
@@ -288,13 +289,10 @@ class ExpectedValues:
         return value
 
 
-def _variants_of(of: Judged) -> tuple[Variant, ...]:
-    """The variants of the plain model of ``of``, with the widths of a user's model also `ALONE`."""
-    return VARIANTS if isinstance(of, Snapshot) or not _of_directory(of) else (*VARIANTS, ALONE)
-
-
-def _of_directory(of: TinyModel | TinyAdapter) -> bool:
+def _is_large(of: Judged) -> bool:
     """Whether ``of`` is a directory of the user's, whose files may change between sessions."""
+    if isinstance(of, Snapshot):
+        return False
     return bool(of.source if isinstance(of, TinyModel) else of.model.source)
 
 

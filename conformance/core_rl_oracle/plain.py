@@ -37,6 +37,8 @@ class Variant:
     """Seed of the row order; None keeps it."""
     nudge: int | None = None
     """Seed of moving each weight by one unit in the last place, up or down; None leaves them."""
+    trained_head: bool = False
+    """Whether the head is computed at trained tokens alone; log-probs of others are of no distribution then."""
 
 
 LONG = 64
@@ -52,7 +54,9 @@ VARIANTS = (
 
 
 ALONE = Variant(rows_at_once=1)
-"""Each row in a pass of its own: where layers are wide, the products of two or three tokens round ten times as much."""
+TRAINED_ALONE = Variant(rows_at_once=1, trained_head=True)
+"""Each row in a pass of its own: where layers are wide, and the vocabulary large, products of two or three tokens round
+ten times as much as those of more. On a user's model they are variants too."""
 
 
 MANY_VARIANTS = (
@@ -234,11 +238,11 @@ class PlainModel:
             hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False, **media)
         states = hidden.last_hidden_state
         result = []
-        for row, (row_ids, start) in enumerate(zip(lists, starts, strict=True)):
-            own = states[row, start : start + len(row_ids)]
-            outputs = _head_outputs(
-                model, self.head, variant, own, ids[row, start : start + len(own)], temperature
-            )
+        for row, (row_list, start) in enumerate(zip(lists, starts, strict=True)):
+            own = states[row, start : start + len(row_list)]
+            trained = sequences[row].fields["mask"][1:] if variant.trained_head else None
+            row_ids = ids[row, start : start + len(own)]
+            outputs = _head_outputs(model, self.head, variant, own, row_ids, temperature, trained)
             if choices:
                 first = row * width + start
                 outputs["aux_loss"] = balance([choice.rows(first, first + len(own)) for choice in choices])
@@ -266,7 +270,9 @@ def _head_outputs(
     states: Tensor,
     ids: Tensor,
     temperature: float,
+    trained: Tensor | None,
 ) -> dict[str, Tensor]:
+    """Outputs of a sequence with the hidden ``states [L, D]``; with ``trained [L - 1]``, other logits are 0."""
     zero = torch.zeros(1, device=states.device)
     if head != "lm":
         weight = model.get_parameter("score.weight").float()
@@ -274,7 +280,10 @@ def _head_outputs(
         return {"values": torch.cat([zero, scalars[:-1]]), "bootstrap": scalars[-1], "scores": scalars[-1]}
     embeddings = model.get_output_embeddings()
     assert isinstance(embeddings, torch.nn.Module)
-    logits = _capped(embeddings(states[:-1]).float(), model) / temperature
+    behind = states[:-1] if trained is None else states[:-1][trained]
+    logits = _capped(embeddings(behind).float(), model) / temperature
+    if trained is not None:
+        logits = logits.new_zeros(len(trained), logits.shape[1]).index_put((trained,), logits)
     logprobs, entropy = (
         _log_softmax(logits, ids[1:]) if variant.softmax == "log_softmax" else _lse(logits, ids[1:])
     )

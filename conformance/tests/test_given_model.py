@@ -16,12 +16,15 @@ from core_rl_conformance import given_model
 from core_rl_conformance.expected_values import ExpectedValues
 from core_rl_conformance.given_model import read_given
 from core_rl_conformance.inputs.data import ragged
+from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import ModelStore, TinyModel
 from core_rl_conformance.procedures import training
 from core_rl_conformance.procedures.training import rows_of
-from core_rl_oracle.plain import VARIANTS, Variant
+from core_rl_oracle.plain import ALONE, TRAINED_ALONE, VARIANTS
 
 pytest_plugins = ["pytester"]
+LOSS = TokenMeanLoss()
+LONE_ROWS = (ALONE, TRAINED_ALONE)
 CHECKS = ("I7.logprobs", "I1.gradients", "I4.clipping")
 
 
@@ -118,8 +121,11 @@ def test_rounding_of_lone_rows_counts(tmp_path: Path, directory: Path, given: bo
     with ExpectedValues(tmp_path) as values:
         expected = values.outputs(model, data, "logprobs", 1.0, torch.float32)
         plain = values.plain(model, torch.float32)
-        rows = plain.outputs(Variant(rows_at_once=1), data.for_oracle(), 1.0)
+        rows = plain.outputs(ALONE, data.for_oracle(), 1.0)
+        gradients = [plain.gradients(of, data.for_oracle(), LOSS.of_sequence, 1.0) for of in LONE_ROWS]
     assert len(expected.variants) == len(VARIANTS) + alone
+    assert gradients[0][0] == pytest.approx(gradients[1][0])
+    torch.testing.assert_close(gradients[0][1], gradients[1][1], rtol=1e-4, atol=1e-5)
     if alone:
         assert all(row["logprobs"].equal(got) for row, got in zip(rows, expected.variants[-1], strict=True))
 
