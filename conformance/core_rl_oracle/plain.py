@@ -56,7 +56,7 @@ VARIANTS = (
 ALONE = Variant(rows_at_once=1)
 TRAINED_ALONE = Variant(rows_at_once=1, trained_head=True)
 """Each row in a pass of its own: where layers are wide, and the vocabulary large, products of two or three tokens round
-ten times as much as those of more. On a user's model they are variants too."""
+ten times as much as larger ones. On a user's model they are variants too."""
 
 
 MANY_VARIANTS = (
