@@ -238,7 +238,11 @@ class EngineUnderTest:
     @property
     def peer(self) -> EngineUnderTest:
         """The second engine of a pair, for `start` or `serve`."""
-        return EngineUnderTest(self.case.of_partner(), self.expected, self._directory)
+        return self.of(self.case.of_partner())
+
+    def of(self, case: Case) -> EngineUnderTest:
+        """Another ``case``, in the same directory."""
+        return EngineUnderTest(case, self.expected, self._directory)
 
     def outputs(self, model: Judged, data: Ragged, name: str, temperature: float = 1.0) -> ExpectedOutputs:
         """The output ``name`` of each sequence, by a model, with or without an adapter."""

@@ -219,7 +219,8 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
     """A hybrid of Gated DeltaNet, latent attention and attention sinks: each is the oracle's, or refused.
 
     A refusal is an `UnsupportedCapability` or a `LayoutError` when the engine is initialized. Families that the
-    installed transformers lacks are left out. Buffers that files hold are loaded, and written to exports, bit for bit.
+    installed transformers lacks are left out. Buffers that files hold are loaded, and written to exports and
+    checkpoints, bit for bit.
 
     Why: on packed sequences the state of a recurrence or a convolution crosses from one sequence to the next, and
     sinks that are left out change every log-prob; nothing fails (transformers #46093, verl #6660, slime #1686).
@@ -238,20 +239,25 @@ def other_layers_are_right_or_refused(subject: EngineUnderTest) -> None:
 
 
 def _verify_buffers(subject: EngineUnderTest, group: EngineGroup, model: TinyModel) -> None:
-    """Require the buffers of the files that the engine has, and then of others, also in an export."""
+    """Require the buffers of the files that the engine has, then of others, and of a checkpoint, also in an export."""
     trained, files = group.tensor_shapes("master"), tensors_of(subject.expected.models.directory(model))
     if files.keys() <= trained.keys() or subject.case.dtype != "float32":
         return
     data = ragged(model.vocab_size, 1000 * subject.case.seed, PROBE)
-    for turn, source in enumerate((model, elsewhere(model))):
-        if turn:
+    turns = {"": model, " after a load": elsewhere(model)}
+    checkpoint = meta(subject.directory("sharded"), "sharded")
+    if subject.spec.supports(Capability.SHARDED_CHECKPOINT):
+        group.save(checkpoint)
+        turns[" after a load of a sharded checkpoint"] = model
+    for number, (turn, source) in enumerate(turns.items()):
+        if number == 1:
             load_weights(subject, group, source)
-        files, path = (
-            tensors_of(subject.expected.models.directory(source)),
-            subject.directory(f"export-{turn}"),
-        )
+        elif number:
+            group.load(checkpoint)
+        path = subject.directory(f"export-{number}")
+        files = tensors_of(subject.expected.models.directory(source))
         expected = {name: value for name, value in files.items() if name not in trained}
-        label = f"of {model.family}" + " after a load" * turn
+        label = f"of {model.family}{turn}"
         group.save(meta(path, "hf"))
         exported = {name: value for name, value in tensors_of(path).items() if name not in trained}
         subject.verify_same(f"buffers {label}", group.named_tensors("buffers"), expected)

@@ -244,18 +244,18 @@ def values_match_the_oracle(subject: EngineUnderTest) -> None:
 
 @check("I7.scores", requires={Capability.REWARD_HEAD}, each="layout")
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
-    """The score of each sequence is the head on its last token.
+    """The score of each sequence is the head on its last token, at any temperature.
 
     Why: a score that is read at the end of the padding, or at the first EOS, ranks noise.
-    Look at: which position of each packed sequence the head reads.
+    Look at: which position of each packed sequence the head reads; a temperature, which has no meaning for it.
     """
     model = subject.model(head="reward")
     group = subject.start(model)
-    for of, data, cut in (
-        ("", subject.data(), BUDGET),
-        (" of a long batch", subject.data(lengths=LONG, seed=3), ONE_PASS),
+    for of, data, cut, temperature in (
+        ("", subject.data(), BUDGET, 1.0),
+        (" of a long batch at temperature 0.6", subject.data(lengths=LONG, seed=3), ONE_PASS, 0.6),
     ):
-        scores = group.forward(data.batch(), cut, ("scores",))["scores"]
+        scores = group.forward(data.batch(), cut, ("scores",), temperature)["scores"]
         form = f"{str(scores.dtype).removeprefix('torch.')} {list(scores.shape)}"
         subject.require(
             scores.dtype == torch.float32 and scores.shape == (len(data.rows),),

@@ -173,7 +173,7 @@ def answers_have_the_length_that_was_asked_for(subject: EngineUnderTest) -> None
 
 @check("I7.score", kind="inference", requires={Capability.SCORE})
 def scores_match_the_oracle(subject: EngineUnderTest) -> None:
-    """``score`` gives the oracle's log-prob of every token at temperature 1 and others, also when asked again.
+    """``score`` gives the oracle's log-prob of every token at temperature 1, 0.6 and 0.05, also when asked again.
 
     Also of 1, 2, 64 and 65 sequences, some of which have one token. The caller's batch stays as it was.
 
@@ -184,7 +184,7 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     """
     model, data = subject.model(), subject.data(lengths=UP_TO_THE_CONTEXT)
     engine, batch = subject.serve(model), data.batch()
-    for temperature, when in ((1.0, ""), (0.6, ""), (1.0, ", asked again")):
+    for temperature, when in ((1.0, ""), (0.6, ""), (0.05, ""), (1.0, ", asked again")):
         expected = subject.outputs(model, data, "logprobs", temperature)
         got = list(engine.score(batch, temperature).split(data.lengths))
         label = f"scores at temperature {temperature:g}{when}"

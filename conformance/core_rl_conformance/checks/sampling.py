@@ -34,24 +34,26 @@ ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 STEPS = 8
 """Tokens of a path."""
 PROMPTS = 512
+OTHER_SEED = 1000
+"""Of a config. Several servers have the next ones."""
 
 
 @check("I8.sampling", kind="inference", each="layout")
 def tokens_follow_the_distribution(subject: EngineUnderTest) -> None:
     """Tokens are drawn from ``softmax(logits / T)`` and nothing else, with seeds and without.
 
+    Requests without a seed draw other tokens from a new engine with another ``config.seed``.
+
     Why: a lost temperature, defaults of the generation config (top-k, top-p, penalties), or one seed for a group
-    change the policy. The log-probs stay right.
-    Look at: which sampling parameters reach the server, also defaults; one random
-    stream for each request.
+    change the policy. The log-probs stay right. With one seed for all, each run draws the same tokens.
+    Look at: which sampling parameters reach the server, also defaults; one random stream for each request;
+    ``config.seed`` on its way to the server.
     """
     prompts = Prompts.of(subject)
     for temperature, seeded, which in ((1.0, False, 0), (2.5, True, 1), (0.6, False, 1), (0.3, False, 0)):
         prompt, row = prompts.undecided(temperature)[which]
-        sampling = replace(ONE, temperature=temperature)
-        seeds = (
-            range(1000 * subject.case.seed, 1000 * subject.case.seed + DRAWS) if seeded else [None] * DRAWS
-        )
+        sampling, first = replace(ONE, temperature=temperature), 1000 * subject.case.seed
+        seeds = range(first, first + DRAWS) if seeded else [None] * DRAWS
         responses = drawn_by(subject, [(prompt, replace(sampling, seed=seed)) for seed in seeds])
         how = (
             f"at temperature {temperature:g}, {'each with a seed of its own' if seeded else 'without seeds'}"
@@ -79,11 +81,20 @@ def verify_first_tokens(
 
 
 def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
-    """Later tokens are drawn as the first one is; penalties on repeated tokens change only later tokens."""
+    """Later tokens are drawn as the first one is, by two seeds; penalties on repeated tokens change only later ones."""
     sampling = replace(ONE, temperature=0.6, max_new_tokens=24)
-    responses = drawn_by(subject, [(ids, sampling) for ids, _ in prompts.undecided(0.6)] * 2)
+    requests = [(ids, sampling) for ids, _ in prompts.undecided(0.6)]
+    setting = subject.case.setting
+    setting = replace(setting, options={**setting.options, "seed": OTHER_SEED})
+    responses = drawn_by(subject.of(replace(subject.case, setting=setting)), requests)
+    responses += drawn_by(subject, requests)  # by a new engine
+    ids = [response.output_ids for response in responses]
+    problem = (
+        f"without seeds, requests draw the same tokens with config.seed = {OTHER_SEED} as with its default"
+    )
+    subject.require(ids[: len(requests)] != ids[len(requests) :], problem)
     rows = policy_rows(subject, responses, sampling.temperature)
-    surprise = most_surprising_bet([response.output_ids for response in responses], rows)
+    surprise = most_surprising_bet(ids, rows)
     subject.require(
         surprise.tail > FALSE_ALARMS, f"in answers of {sampling.max_new_tokens} tokens: {surprise}"
     )

@@ -31,7 +31,7 @@ COUNT = 64
 """Sequences on each data-parallel rank."""
 FIRSTS, SECONDS, MOST_PAIRS = 4, 8, 8
 """Ids that are tried as first and second token, and pairs of them that are used."""
-LONG = 24
+LONG = 40
 """Tokens of the same sequences with others behind, which the two at the beginning do not see."""
 CLEAR = 4.0
 """Results of two masks differ by this many times the tolerance, so that one value has one mask."""

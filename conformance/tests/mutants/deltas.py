@@ -117,6 +117,36 @@ class NeverHasABase(ReferenceRolloutBackend):
         self._received.forget()
 
 
+class BuffersStay(ReferenceRolloutBackend):
+    """Updates leave buffers as they are, whatever the files hold."""
+
+    def update_weights(self, meta: WeightUpdateMeta) -> None:
+        before = {name: value.clone() for name, value in self._model.named_buffers()}
+        super().update_weights(meta)
+        for name, value in self._model.named_buffers() if self.leaves(meta) else ():
+            value.copy_(before[name])
+
+    def leaves(self, meta: WeightUpdateMeta) -> bool:
+        """Whether the update is such a one."""
+        raise NotImplementedError
+
+
+@Mutant("I12.updates", "parameters alone, by disk (I12)", "files: with buffers.*method: disk")
+class BuffersStayByDisk(BuffersStay):
+    """So do all by disk."""
+
+    def leaves(self, meta: WeightUpdateMeta) -> bool:
+        return meta.method == "disk"
+
+
+@Mutant("I12.updates", "parameters alone, in changes (I12)", "form: changes.*files: with buffers")
+class BuffersStayInDeltas(BuffersStay):
+    """So do changes."""
+
+    def leaves(self, meta: WeightUpdateMeta) -> bool:
+        return meta.delta
+
+
 class SkippingEncoder(DeltaEncoder):
     """Sends no small tensor again."""
 

@@ -299,6 +299,20 @@ def _attention(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "attention_dropout")]
 
 
+@Mutant(
+    "I9.dropout-masks", "an attention kernel for long passes", "with long sequences.* it is off in training"
+)
+class OffInLongPasses(Packed):
+    """Micro-batches with a sequence above 32 tokens run in evaluation mode."""
+
+    def run(self, micro_batches: Sequence[SequenceBatch], step: MicroBatchStep, mode: PassMode) -> None:
+        training = self.model.training
+        for part in micro_batches:
+            self.model.train(training and part.max_length <= 32)
+            super().run([part], step, mode)
+        self.model.train(training)
+
+
 class _LongPasses(Packed):
     """Dropout of passes with a sequence of more than 16 tokens is 1.5 times the config's."""
 

@@ -14,7 +14,7 @@ from core_rl.backend.meta import SaveLoadMeta
 from core_rl.backend.tensors import NamedTensors, TensorSource
 from core_rl.engine.components import Persistence
 from core_rl.reference.train import ReferenceBackend
-from mutants.bases import MOMENTS, OwnExport, Replicated, TrainContext, inside
+from mutants.bases import MOMENTS, OwnCheckpoint, OwnExport, Replicated, TrainContext, inside
 from mutants.zoo import DP2, Mutant
 
 
@@ -255,6 +255,14 @@ class BuffersAreZero(OwnExport):
     def export_tensors(self, kind: str) -> NamedTensors:
         for name, value in super().export_tensors(kind):
             yield name, torch.zeros_like(value) if kind == "buffers" and value is not None else value
+
+
+@Mutant("I6.layer-kinds", "persistent buffers", "buffers of gemma4_text after a load of a sharded checkpoint")
+class BuffersNotInTheCheckpoint(OwnCheckpoint):
+    """Sharded checkpoints hold no buffers."""
+
+    def kinds(self, with_optimizer: bool) -> tuple[str, ...]:
+        return tuple(kind for kind in super().kinds(with_optimizer) if kind != "buffers")
 
 
 @Mutant("I6.layer-kinds", "persistent buffers", "buffers of gemma4_text after a load")

@@ -134,6 +134,15 @@ class ValuesOverTemperature(ReferenceBackend):
         return {n: v / step.temperature if n == "values" else v for n, v in outputs.items()}
 
 
+@Mutant("I7.scores", "one division for all heads (I8)", r"multiplied by 1\.66667")
+class ScoresOverTemperature(ReferenceBackend):
+    """Scores are divided by the temperature."""
+
+    def sequence(self, ids: Tensor, step: MicroBatchStep) -> dict[str, Tensor]:
+        outputs = super().sequence(ids, step)
+        return {n: v / step.temperature if n == "scores" else v for n, v in outputs.items()}
+
+
 @Mutant("I7.scores", "alignment", "scores differs")
 class ScoresTheFirstToken(ReferenceBackend):
     """The score comes from the wrong end of the sequence."""

@@ -170,6 +170,14 @@ class ScoresInPlace(ReferenceRolloutBackend):
         return scores
 
 
+@Mutant("I7.score", "a least temperature of samplers (I7)", r"scores at temperature 0\.05")
+class ScoresAtLeastAtATenth(ReferenceRolloutBackend):
+    """Temperatures below 0.1 count as 0.1."""
+
+    def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
+        return super().score(batch, max(temperature, 0.1))
+
+
 @Mutant("I7.score", "batches of 64 (I7)", "scores of 65 short sequences")
 class ForgetsTheLastBatch(ReferenceRolloutBackend):
     """Beyond 64 sequences, one that is left over is scored as the one before it."""

@@ -184,6 +184,20 @@ class IgnoresSeedsInABatch(Seeded):
         return [request.sampling.seed if len(entries) == 1 else None for request, _ in entries]
 
 
+@Mutant(
+    "I8.sampling",
+    "a seed that does not reach the server (I8)",
+    "draw the same tokens with config.seed = 1000",
+)
+class DrawsByTheNumberOfTheRequest(ReferenceRolloutBackend):
+    """Requests without a seed take the next one from 0 on."""
+
+    def _seed(self, sampling: SamplingParams) -> int:
+        if sampling.seed is None:
+            self._unseeded += 1
+        return self._unseeded if sampling.seed is None else sampling.seed
+
+
 @Mutant(CHECK, "a falsy value that counts as not set (I8)", "equal seeds got other tokens")
 class SeedZeroIsNone(Seeded):
     """The seed 0 counts as none."""
