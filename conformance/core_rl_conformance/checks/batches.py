@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.combinations import rows_of
 from core_rl_conformance.checks.process_state import public_calls
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.covering import Combination
 from core_rl_conformance.inputs.data import PIECES, Ragged, prefix_trees
 from core_rl_conformance.inputs.losses import (
@@ -88,17 +89,14 @@ def batches_of_every_kind_follow_the_oracle(subject: EngineUnderTest) -> None:
     nothing; the scalar head, which has float32, no bias and no temperature. With shared prefixes: the state that the
     first token of a branch is predicted from, and gradients of shared states, which are the **sum** over branches.
     """
-    rows = sorted(rows_of(subject, OPTIONS, FEWEST), key=_engine_of)
-    for (head, frozen), group in groupby(rows, key=_engine_of):
+    engine_of = itemgetter("head", "frozen")
+    rows = sorted(rows_of(subject, OPTIONS, FEWEST), key=engine_of)
+    for (head, frozen), group in groupby(rows, key=engine_of):
         model = subject.model(head=HEADS[head][0])
         patterns = _patterns(subject, model, frozen)
         engine = subject.start(model, frozen=patterns)
         for options in group:
             _verify(subject, engine, model, patterns, options)
-
-
-def _engine_of(options: Combination) -> tuple[str, str]:
-    return options["head"], options["frozen"]
 
 
 def _patterns(subject: EngineUnderTest, model: TinyModel, frozen: str) -> list[str]:
@@ -126,11 +124,7 @@ def _verify(
         label = (
             f"of a batch with {', '.join(f'{key}: {value}' for key, value in options.items())}, cut: {name}"
         )
-        if names == ("scores",):  # one for each sequence, which `verify_forward` does not know
-            got = per_sequence(group.forward(data.batch(), cut, names), "scores", data)
-            subject.verify_tokens(f"scores {label}", got, subject.outputs(model, data, "scores"))
-        else:
-            verify_forward(subject, group, names, model, data, label, cut=cut, temperature=temperature)
+        verify_forward(subject, group, names, model, data, label, cut=cut, temperature=temperature)
         if not trains:
             continue
         expected = subject.gradients(model, data, loss)

@@ -63,7 +63,8 @@ class DeltaSender:
         if meta.method != "disk":
             weight_update(meta, base=base).send(self._encoded() if meta.delta else self.tensors.items())
         elif base is None:
-            write_checkpoint(meta.path or "", self._write_model, Comm(), kind="hf")
+            write = partial(self._write, self.changes.recorded(self.tensors.items()))
+            write_checkpoint(meta.path or "", write, Comm(), kind="hf")
         else:
             write_changes(meta.path or "", self._encoded(), Comm(), is_writer=True)
         if meta.delta:
@@ -76,26 +77,20 @@ class DeltaSender:
 
     def _encoded(self) -> NamedTensors:
         for name, tensor in self.changes.encode(self.tensors.items()):
-            yield name, _spoiled(tensor) if name == DIGEST and self.spoils_digest else tensor
+            spoils = self.spoils_digest and name == DIGEST
+            yield name, tensor.flip(0) if spoils and tensor is not None else tensor
 
-    def _write_model(self, directory: Path) -> None:
+    def _write(self, tensors: NamedTensors, directory: Path) -> None:
         for file in self._directory.iterdir():
             if not file.name.startswith("model"):
                 shutil.copy(file, directory)
-        write_tensors(directory, "model", self.changes.recorded(self.tensors.items()), writes=True)
+        write_tensors(directory, "model", tensors, writes=True)
 
     def snapshot(self, path: Path) -> Snapshot:
         """The present tensors in the directory ``path``, to expect values of."""
         path.mkdir()
-        for file in self._directory.iterdir():
-            if not file.name.startswith("model"):
-                shutil.copy(file, path)
-        write_tensors(path, "model", self.tensors.items(), writes=True)
+        self._write(iter(self.tensors.items()), path)
         return Snapshot(path)
-
-
-def _spoiled(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.flip(0)
 
 
 def with_few_changes(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -180,7 +175,9 @@ def deltas_are_the_present_weights(subject: EngineUnderTest) -> None:
 
     def verify(label: str, version: int, full: bool) -> ArrivedChanges:
         changes = arrived(group, _meta(subject, "tensor", version), decoder)
-        subject.require(changes.is_full == full, f"the update after {label} is {_kind(changes)}")
+        subject.require(
+            changes.is_full == full, f"the update after {label} is {'full' if changes.is_full else 'a delta'}"
+        )
         expected = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
         params = {name: value for name, value in changes.tensors.items() if name in expected}
         subject.verify_same(f"weights after the update after {label}", params, expected)
@@ -215,10 +212,6 @@ def _change_few(group: EngineGroup) -> int:
     weights[name].view(-1)[places] += 1
     group.load_named_tensors("master", TensorDict(weights))
     return len(places)
-
-
-def _kind(changes: ArrivedChanges) -> str:
-    return "full" if changes.is_full else "a delta"
 
 
 def _verify_served(

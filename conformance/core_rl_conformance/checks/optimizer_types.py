@@ -147,7 +147,9 @@ def steps_with_8_bit_moments_are_those_of_adamw(subject: EngineUnderTest) -> Non
     for number in range(STEPS):
         _verify_step(subject, group, config, number)
     for kind in MOMENTS:
-        large = {n: v for n, v in group.named_tensors(kind).items() if _coded(subject, v.numel())}
+        # Tensors that have moments of 8 bits, whatever the layout cuts them into.
+        size = SMALLEST * subject.layout.world_size
+        large = {n: v for n, v in group.named_tensors(kind).items() if v.numel() >= size}
         plain = [name for name, value in large.items() if share_of_values(value) > MOST_VALUES]
         subject.require(not plain, f"{kind} of {', '.join(plain)} has more values than 8 bits do")
 
@@ -224,8 +226,3 @@ def _start(subject: EngineUnderTest, model: TinyModel) -> EngineGroup:
         return subject.start(model, optimizer={**optimizer_config(CONFIG), "type": "adamw_8bit"})
     except MissingPackage as error:
         raise NotRun(str(error)) from error
-
-
-def _coded(subject: EngineUnderTest, size: int) -> bool:
-    """Whether a tensor of this ``size`` has moments of 8 bits, whatever the layout cuts it into."""
-    return size >= SMALLEST * subject.layout.world_size

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from core_rl.config.capability import Capability
+from core_rl.config.engine import Head
 from core_rl.data.outputs import OutputName
 from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
@@ -15,7 +14,7 @@ from core_rl_conformance.findings import reproduced
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import LONG, Ragged, part_edges, ragged
 from core_rl_conformance.inputs.losses import OutputsLoss, TokenMeanLoss
-from core_rl_conformance.procedures.outputs import PROBE, verify_forward, verify_precision
+from core_rl_conformance.procedures.outputs import PROBE, verify_forward
 from core_rl_conformance.procedures.training import (
     CONFIG,
     forward_inside_train_mode,
@@ -216,10 +215,8 @@ def forward_runs_without_dropout(subject: EngineUnderTest) -> None:
     subject.verify_loss(label, evaluated, truth)
     if subject.spec.supports(Capability.VALUE_HEAD):
         critic = subject.model(dropout=0.5, head="value")
-        got = per_sequence(subject.start(critic).forward(batch, ONE_PASS, ("values",)), "values", data)
-        subject.verify_tokens(
-            "values by forward()", got, subject.outputs(replace(critic, dropout=0.0), data, "values")
-        )
+        without = replace(critic, dropout=0.0)
+        verify_forward(subject, subject.start(critic), ("values",), without, data, "by forward()")
 
 
 @check("I7.values", requires={Capability.VALUE_HEAD}, each="layout")
@@ -231,15 +228,7 @@ def values_match_the_oracle(subject: EngineUnderTest) -> None:
     Look at: the alignment (``values[t]`` comes from the hidden state of token ``t - 1``), the scalar
     head in float32 without bias.
     """
-    model = subject.model(head="value")
-    group = subject.start(model)
-    for of, data, cut, temperature in (
-        ("", subject.data(), BUDGET, 1.0),
-        ("", subject.data(), BUDGET, 0.6),
-        ("of a long batch ", subject.data(lengths=LONG, seed=3), ONE_PASS, 1.0),
-    ):
-        label = f"{of}at temperature {temperature:g}"
-        verify_forward(subject, group, ("values",), model, data, label, cut=cut, temperature=temperature)
+    _verify_scalars(subject, "value", "values")
 
 
 @check("I7.scores", requires={Capability.REWARD_HEAD}, each="layout")
@@ -249,18 +238,16 @@ def scores_match_the_oracle(subject: EngineUnderTest) -> None:
     Why: a score that is read at the end of the padding, or at the first EOS, ranks noise.
     Look at: which position of each packed sequence the head reads; a temperature, which has no meaning for it.
     """
-    model = subject.model(head="reward")
+    _verify_scalars(subject, "reward", "scores")
+
+
+def _verify_scalars(subject: EngineUnderTest, head: Head, name: OutputName) -> None:
+    model = subject.model(head=head)
     group = subject.start(model)
     for of, data, cut, temperature in (
         ("", subject.data(), BUDGET, 1.0),
-        (" of a long batch at temperature 0.6", subject.data(lengths=LONG, seed=3), ONE_PASS, 0.6),
+        ("", subject.data(), BUDGET, 0.6),
+        ("of a long batch ", subject.data(lengths=LONG, seed=3), ONE_PASS, 1.0),
     ):
-        scores = group.forward(data.batch(), cut, ("scores",), temperature)["scores"]
-        form = f"{str(scores.dtype).removeprefix('torch.')} {list(scores.shape)}"
-        subject.require(
-            scores.dtype == torch.float32 and scores.shape == (len(data.rows),),
-            f"the output 'scores'{of} is {form}; expected float32 [{len(data.rows)}]",
-        )
-        verify_precision(subject, "scores", scores)
-        expected = subject.outputs(model, data, "scores")
-        subject.verify_tokens(f"scores{of}", list(scores.unbind()), expected)
+        label = f"{of}at temperature {temperature:g}"
+        verify_forward(subject, group, (name,), model, data, label, cut=cut, temperature=temperature)

@@ -35,7 +35,7 @@ STEPS = 8
 """Tokens of a path."""
 PROMPTS = 512
 OTHER_SEED = 1000
-"""Of a config. Several servers have the next ones."""
+"""Several servers have the numbers that follow a config's seed."""
 
 
 @check("I8.sampling", kind="inference", each="layout")
@@ -89,9 +89,7 @@ def _verify_answers(subject: EngineUnderTest, prompts: Prompts) -> None:
     responses = drawn_by(subject.of(replace(subject.case, setting=setting)), requests)
     responses += drawn_by(subject, requests)  # by a new engine
     ids = [response.output_ids for response in responses]
-    problem = (
-        f"without seeds, requests draw the same tokens with config.seed = {OTHER_SEED} as with its default"
-    )
+    problem = f"requests without seeds draw the same tokens with config.seed = {OTHER_SEED} as without it"
     subject.require(ids[: len(requests)] != ids[len(requests) :], problem)
     rows = policy_rows(subject, responses, sampling.temperature)
     surprise = most_surprising_bet(ids, rows)

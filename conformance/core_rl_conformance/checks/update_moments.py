@@ -240,10 +240,6 @@ def adapters_arrive_in_any_state(subject: EngineUnderTest) -> None:
         updates.install(row, adapter, partial(send_adapter, engine, adapter=adapter))
 
 
-def _all(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    return {name: tensor * (0.8 if number % 2 else 1.25) for name, tensor in tensors.items()}
-
-
 def _embedding(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
     """The largest matrix, with its rows moved."""
     name = max(tensors, key=lambda name: tensors[name].numel())
@@ -251,7 +247,9 @@ def _embedding(tensors: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
 
 
 CHANGED: Mapping[str, Callable[[Mapping[str, Tensor], int], dict[str, Tensor]]] = {
-    "all": _all,
+    "all": lambda tensors, number: {
+        name: tensor * (0.8 if number % 2 else 1.25) for name, tensor in tensors.items()
+    },
     "a few values": with_few_changes,
     "the embedding": _embedding,
     "none": lambda _tensors, _number: {},
@@ -353,7 +351,4 @@ class Updates:
         self.continued = serving.requests_for(serving.sequences_of(responses[:1]), GREEDY)
         serving.verify_served(subject, label, responses, self.truth, old, version)
         if subject.spec.supports(Capability.SCORE):
-            data = serving.sequences_of(responses)
-            expected = subject.outputs(self.truth, data, "logprobs")
-            got = list(engine.score(data.batch()).split(data.lengths))
-            subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
+            serving.verify_scores(subject, label, engine, serving.sequences_of(responses), self.truth, old)

@@ -55,7 +55,11 @@ def likely_mistake(
     ``defaults`` are the settings without rules.
     """
     right = steps.state().params
-    off = {name for name, value in right.items() if not allowed[name].allows(_far(weights[name], value))}
+    off = {
+        name
+        for name, value in right.items()
+        if not allowed[name].allows(largest_difference(weights[name], value))
+    }
     for sentence, configs in _mistakes(steps.config, defaults, ranks):
         wrong = [replace(steps, config=config).state().params for config in configs]
         if off and all(
@@ -67,11 +71,7 @@ def likely_mistake(
 
 def _near(got: Tensor, wrong: Tensor, right: Tensor) -> bool:
     """Whether ``wrong`` explains ``got``; a mistake may amplify rounding, so limits for right values do not fit."""
-    return _far(got, wrong) <= 0.05 * _far(right, wrong)
-
-
-def _far(got: Tensor, expected: Tensor) -> float:
-    return largest_difference(got, expected)
+    return largest_difference(got, wrong) <= 0.05 * largest_difference(right, wrong)
 
 
 def _mistakes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -71,28 +71,27 @@ def verify_forward(
     answer = partial(group.forward, data.batch(), cut, tuple(names), temperature)
     output = answer()
     model = of if isinstance(of, TinyModel) else of.model
-    places = Places.of(data.batch(), model.vocab_size, subject.layout, cut)
+    places = None if "scores" in names else Places.of(data.batch(), model.vocab_size, subject.layout, cut)
     for name in names:
         verify_form(subject, output, name, data)
     for part in (*names, *["bootstrap"] * ("values" in names)):
         expected, got = subject.outputs(of, data, part, temperature), per_sequence(output, part, data)
-        again = partial(_again, answer, part, data)
+        again = partial(lambda name: per_sequence(answer(), name, data), part)
         subject.verify_tokens(f"{part} {label}", got, expected, places, plotted=plotted, again=again)
         if overall:
             verify_overall(subject, f"{part} {label}", got, expected)
 
 
-def _again(answer: Callable[[], ModelOutput], name: str, data: Ragged) -> list[Tensor]:
-    return per_sequence(answer(), name, data)
-
-
 def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data: Ragged) -> None:
-    """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens."""
+    """Require one float32 value (or row) for each token of ``data``, on the CPU, and 0 at first tokens.
+
+    A score is for each sequence.
+    """
     kind = type(output).__name__
     subject.require(isinstance(output, ModelOutput), f"forward() returned a {kind}, not a ModelOutput")
     value = getattr(output, name)
     subject.require(isinstance(value, Tensor), f"the output {name!r} is missing")
-    count = sum(data.lengths)
+    count = len(data.rows) if name == "scores" else sum(data.lengths)
     form = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     subject.require(
         value.dtype == torch.float32 and value.shape[:1] == (count,) and value.device.type == "cpu",
@@ -101,11 +100,11 @@ def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data
     broken = (~value.isfinite().reshape(count, -1).all(dim=1)).nonzero()[:, 0]
     subject.require(
         not len(broken),
-        f"the output {name!r} is NaN or infinite at {len(broken)} of {count} tokens of the packed batch, "
+        f"the output {name!r} is NaN or infinite at {len(broken)} of {count} places of the batch, "
         f"first at {broken[:6].tolist()}",
     )
     verify_precision(subject, name, value)
-    firsts = value[data.batch().cu_seqlens[:-1].long()]
+    firsts = value[:0] if name == "scores" else value[data.batch().cu_seqlens[:-1].long()]
     subject.require(not firsts.any(), f"the output {name!r} is not 0 at first tokens, which nothing predicts")
 
 

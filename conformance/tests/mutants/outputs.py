@@ -143,7 +143,7 @@ class ScoresOverTemperature(ReferenceBackend):
         return {n: v / step.temperature if n == "scores" else v for n, v in outputs.items()}
 
 
-@Mutant("I7.scores", "alignment", "scores differs")
+@Mutant("I7.scores", "alignment", "scores at temperature 1 differs")
 class ScoresTheFirstToken(ReferenceBackend):
     """The score comes from the wrong end of the sequence."""
 
