@@ -11,8 +11,6 @@ from core_rl.config.base import Config
 from core_rl.config.paths import ImportPath
 from core_rl.data.requests import SamplingParams
 
-__all__ = ["RolloutSection"]
-
 
 class RolloutSection(Config):
     """The generation of completions."""

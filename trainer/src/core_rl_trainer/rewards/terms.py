@@ -23,16 +23,6 @@ from core_rl_trainer.rewards.functions import (
     compute_rewards,
 )
 
-__all__ = [
-    "TERM",
-    "GroupScorer",
-    "Reward",
-    "RewardTerm",
-    "WeightedRewards",
-    "reward_fields",
-    "reward_metrics",
-]
-
 TERM = "reward/"
 """The beginning of the field of a batch, and of the metric, that hold one term of the rewards."""
 
