@@ -56,7 +56,9 @@ def load_user_code(
         sections=tuple(rewards.values()),
         rewards={section.call: _loaded(field, *section.call) for field, section in rewards.items()},
         environment=_environment(environment),
-        should_accept=should_accept and load_callable("rollout.should_accept", should_accept),
+        should_accept=None
+        if should_accept is None
+        else load_callable("rollout.should_accept", should_accept),
     )
 
 
