@@ -23,9 +23,9 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.outputs import ModelOutput
+from core_rl_trainer.algorithms import DPOConfig, RewardModelConfig
 from core_rl_trainer.algorithms.aggregation import FixedLength
 from core_rl_trainer.algorithms.objectives import CISPO, GSPO, Clipped, PolicyLoss, SequenceClipped
-from core_rl_trainer.algorithms.preferences import DPOLoss, RewardLoss
 
 PROMPT = 2
 LENGTHS = [5, 1, 9, 3, 4, 7]
@@ -204,10 +204,10 @@ class LogProbTable(torch.nn.Module):
         return SimpleNamespace(log_probs=log_probs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
 
 
-DPO_CASES: dict[str, tuple[DPOLoss, dict[str, Any]]] = {
-    "sigmoid": (DPOLoss(beta=0.3), {"loss_types": ["sigmoid"]}),
-    "ipo": (DPOLoss(variant="ipo", beta=0.3), {"loss_types": ["ipo"]}),
-    "hinge": (DPOLoss(variant="hinge", beta=0.3), {"loss_types": ["hinge"]}),
+DPO_CASES: dict[str, tuple[DPOConfig, dict[str, Any]]] = {
+    "sigmoid": (DPOConfig(beta=0.3), {"loss_types": ["sigmoid"]}),
+    "ipo": (DPOConfig(variant="ipo", beta=0.3), {"loss_types": ["ipo"]}),
+    "hinge": (DPOConfig(variant="hinge", beta=0.3), {"loss_types": ["hinge"]}),
 }
 
 
@@ -244,6 +244,6 @@ def test_reward_loss(center: float | None, margins: bool) -> None:
     theirs = trainer.compute_loss(lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
     if margins:
         batch = batch.with_sequences(margin=margin.repeat(2))
-    loss = RewardLoss(center_coef=center or 0.0)
+    loss = RewardModelConfig(center_coef=center or 0.0)
     total, _ = loss(ModelOutput(scores=scores), batch)
     assert float(total) / loss.spec().weight(batch) == pytest.approx(float(theirs), rel=1e-12)

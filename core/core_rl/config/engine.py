@@ -190,11 +190,6 @@ class OptimizerConfig(Config):
         """Whether an optimizer is asked for, for some parameters at least."""
         return type_ in (self.type, *(rule.type for rule in self.rules))
 
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of the moments of one weight, by `type`; an estimate, as rules and small parameters are not seen."""
-        return MOMENT_BYTES[self.type]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
@@ -234,8 +229,11 @@ class TrainEngineConfig(EngineConfig):
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes of the moments of one trained weight; 0 without an optimizer."""
-        return 0.0 if self.optimizer is None else self.optimizer.moment_bytes
+        """Bytes of the moments of one trained weight, 0 without an optimizer.
+
+        An estimate by the optimizer's type: rules and small parameters are not seen.
+        """
+        return 0.0 if self.optimizer is None else MOMENT_BYTES[self.optimizer.type]
 
     @property
     def holds_compute_dtype(self) -> bool:

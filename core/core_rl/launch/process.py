@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
+from operator import methodcaller
 from typing import Any
 
 from core_rl.distributed.sockets import short_socket_names
@@ -198,11 +199,7 @@ class _Duplicate:
         self._descriptor = descriptor
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _detach, (DupFd(self._descriptor),)
-
-
-def _detach(duplicate: Any) -> int:
-    return int(duplicate.detach())
+        return methodcaller("detach"), (DupFd(self._descriptor),)
 
 
 @contextmanager

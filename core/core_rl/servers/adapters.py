@@ -26,15 +26,6 @@ from core_rl.errors import ConfigError
 from core_rl.toolkit.meta_build import digest_of_directory
 from core_rl.toolkit.model_files import exported_shapes
 
-__all__ = [
-    "AdapterForm",
-    "ServedAdapter",
-    "ServedDirectory",
-    "ServedModel",
-    "adapted_modules",
-    "require_taken",
-]
-
 TAKEN = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Last parts of the names of the layers that servers take adapters on."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -79,9 +78,7 @@ class Api:
 
     async def get(self, path: str, timeout_s: float, *, parse: bool = True) -> Any:
         """The JSON response to ``GET path``; see `post`."""
-        async with self._call("GET", path, None, timeout_s) as response:
-            content = await response.read()
-            return self._parsed(content, path) if parse else None
+        return await self._call("GET", path, None, timeout_s, parse)
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float, *, parse: bool = True) -> Any:
         """The JSON response to ``POST path``, None for an empty one and without ``parse``.
@@ -89,26 +86,23 @@ class Api:
         Raises `Unreachable`, `Hung`, `ServerTimeout`, or `Refused` for any other status than 200 and for
         a response that is not JSON; each names the server.
         """
-        async with self._call("POST", path, body, timeout_s) as response:
-            content = await response.read()
-            return self._parsed(content, path) if parse else None
+        return await self._call("POST", path, body, timeout_s, parse)
 
-    @asynccontextmanager
     async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """A response with the status 200. Errors while the context reads it are translated too."""
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, parse: bool
+    ) -> Any:
         subject, limit = f"{self.name}: {method} {path}", aiohttp.ClientTimeout(total=timeout_s)
         url = f"http://{self.address}{path}"
         call = self._session.request(method, url, json=body, headers=self._headers, timeout=limit)
         try:
             async with call as response:
+                content = await response.read()
                 if response.status != 200:
-                    reason = _reason(await response.read())
+                    reason = _reason(content)
                     if response.status in DENIED:
                         reason += "; set options.api_key to the key that the server requires"
                     raise Refused(f"{subject} returned status {response.status}: {reason}", response.status)
-                yield response
+                return self._parsed(content, path) if parse else None
         except TimeoutError as error:
             late = f"{subject} got no response within {timeout_s:g} s"
             if await self._responds():

@@ -32,7 +32,7 @@ from core_rl.engine.delta_files import open_delta_update
 from core_rl.errors import LayoutError, WeightsError
 from core_rl.servers.adapters import ServedAdapter, ServedModel
 from core_rl.servers.api import Api, requests_at_one_time
-from core_rl.servers.calls import ImageFields, Requests, Scorer
+from core_rl.servers.calls import Requests
 from core_rl.servers.config import ServerEngineConfig, ServerOptions, server_address
 from core_rl.servers.fleet import Fleet, facts_of_running, require_servers
 from core_rl.servers.process import PlacedServer, RunningServer, ServerProcess, reserve_ports
@@ -217,9 +217,7 @@ class ServerBackend(InferenceBackend[C]):
         self.loop.wait(self.fleet.connect())
         self._changes = ReceivedChanges(self.model)
         limits = self.model.limits
-        images = ImageFields(self.wire, limits.image_model)
-        self._requests = Requests(self.fleet.pool, self.wire, images, requests_at_one_time())
-        self._scorer = Scorer(self._requests, self.wire, images, limits.vocab_size)
+        self._requests = Requests(self.fleet.pool, self.wire, limits, requests_at_one_time())
         return limits
 
     @cached_property
@@ -259,10 +257,10 @@ class ServerBackend(InferenceBackend[C]):
         return await asyncio.wrap_future(self.loop.run(self._requests.generate(request, self.model.eos)))
 
     def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
-        return self.loop.wait(self._scorer.score(batch, temperature))
+        return self.loop.wait(self._requests.score(batch, temperature))
 
     def top_logprobs(self, batch: SequenceBatch, k: int, temperature: float) -> TopLogprobs:
-        return self.loop.wait(self._scorer.top(batch, k, temperature))
+        return self.loop.wait(self._requests.top(batch, k, temperature))
 
     # ----------------------------------------------------- weights and memory
 

@@ -6,14 +6,14 @@ import asyncio
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core_rl.backend.inference_backend import TopLogprobs
+from core_rl.backend.inference_backend import ModelLimits, TopLogprobs
 from core_rl.data.batch import SequenceBatch
 from core_rl.data.media import NO_MEDIA, Media
 from core_rl.data.requests import LLMRequest, LLMResponse
@@ -46,7 +46,7 @@ class ImageFields:
 
     def __init__(self, wire: Wire, model: PretrainedConfig | None) -> None:
         self._wire = wire
-        self._recent: OrderedDict[int, _Encoded] = OrderedDict()
+        self._recent: OrderedDict[int, tuple[Media, Any]] = OrderedDict()
         self.token: int | None = None if model is None else model.image_token_id
         """The placeholder, which no response holds."""
 
@@ -57,28 +57,25 @@ class ImageFields:
         return self._wire.image_fields(self._encoded(media), self.token, scoring=scoring)
 
     def _encoded(self, media: Media) -> Any:
-        entry = self._recent.pop(id(media), None)
         # The entry holds the images, so that no others get their id.
-        entry = entry or _Encoded(media, self._wire.encoded_images(media))
+        _, form = entry = self._recent.pop(id(media), None) or (media, self._wire.encoded_images(media))
         self._recent[id(media)] = entry
         if len(self._recent) > RECENT:
             self._recent.popitem(last=False)
-        return entry.form
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    media: Media
-    form: Any
+        return form
 
 
 class Requests:
-    """Requests to the servers of ``pool``, some ``at_one_time``. All methods run on its event loop."""
+    """Requests to the servers of ``pool``, some ``at_one_time``, for a ``model``. All run on its event loop.
 
-    def __init__(self, pool: ServerPool, wire: Wire, images: ImageFields, at_one_time: int) -> None:
+    Sequences are scored as prompts without a completion.
+    """
+
+    def __init__(self, pool: ServerPool, wire: Wire, model: ModelLimits, at_one_time: int) -> None:
         self._pool = pool
         self._wire = wire
-        self._images = images
+        self._images = ImageFields(wire, model.image_model)
+        self._vocab_size = model.vocab_size
         # Not a limit of the session: the call that pauses the servers must not wait for requests that it interrupts.
         self._free = asyncio.Semaphore(at_one_time)
         self._timeout_s = pool.options.request_timeout_s
@@ -90,10 +87,9 @@ class Requests:
             return _with_versions(server, adapter, self._wire.response(request, response, eos, server.name))
 
         self._require_taken(request)
+        body = self._wire.generation(request, eos) | self._images.of(request.media)
         for _ in range(REDRAWS):
-            response = await self.call(
-                self._wire.path, request.input_ids, request.rid, self._body(request, eos), read
-            )
+            response = await self._call(self._wire.path, request.input_ids, request.rid, body, read)
             if self._images.token not in response.output_ids:
                 return response
         raise RolloutError(
@@ -101,19 +97,13 @@ class Requests:
             "for an image; train the model on texts without it first"
         )
 
-    def _body(self, request: LLMRequest, eos: Collection[int]) -> dict[str, Any]:
-        return {
-            **self._wire.generation(request, eos),
-            **self._images.of(request.media),
-        }
-
     def _require_taken(self, request: LLMRequest) -> None:
         """Raise `UnsupportedCapability` for a request that a server would answer wrongly."""
         for server in self._pool.servers:
             if problem := server.limits.sampling_problem(request.sampling):
                 raise UnsupportedCapability(f"{server.name} {problem}; {server.limits.remedy}")
 
-    async def call(
+    async def _call(
         self,
         path: str,
         ids: Sequence[int],
@@ -177,28 +167,6 @@ class Requests:
             if not ended:
                 self._pool.abort(server, rid)
 
-
-def _with_versions(server: Server, adapter: ServedAdapter, response: LLMResponse) -> LLMResponse:
-    """``response`` with the versions of ``adapter``, which drew it.
-
-    Raises `StaleServer` where ``server`` has lost its label, and so its weights: it has been restarted.
-    """
-    if UNLABELLED not in response.versions:
-        return replace(response, versions=tuple(map(adapter.version_of, response.versions)))
-    if server.steered:
-        raise StaleServer(f"{server.name} has weights of the version {FRESH!r}")
-    return replace(response, versions=(server.version,) * len(response.versions))
-
-
-class Scorer:
-    """Scores sequences as prompts without a completion."""
-
-    def __init__(self, requests: Requests, wire: Wire, images: ImageFields, vocab_size: int) -> None:
-        self._requests = requests
-        self._wire = wire
-        self._images = images
-        self._vocab_size = vocab_size
-
     async def score(self, batch: SequenceBatch, temperature: float) -> Tensor:
         """Log-probs, float32 ``[T]``.
 
@@ -251,10 +219,9 @@ class Scorer:
 
         async def one(row: _Row) -> Scores:
             ids, media = row
-            images = self._images.of(media, scoring=True)
-            body = {**self._wire.scoring(ids, k), **images}
+            body = self._wire.scoring(ids, k) | self._images.of(media, scoring=True)
             async with gate:
-                return await self._requests.call(
+                return await self._call(
                     self._wire.scoring_path,
                     ids,
                     uuid.uuid4().hex,
@@ -263,6 +230,18 @@ class Scorer:
                 )
 
         return list(await asyncio.gather(*map(one, rows)))
+
+
+def _with_versions(server: Server, adapter: ServedAdapter, response: LLMResponse) -> LLMResponse:
+    """``response`` with the versions of ``adapter``, which drew it.
+
+    Raises `StaleServer` where ``server`` has lost its label, and so its weights: it has been restarted.
+    """
+    if UNLABELLED not in response.versions:
+        return replace(response, versions=tuple(map(adapter.version_of, response.versions)))
+    if server.steered:
+        raise StaleServer(f"{server.name} has weights of the version {FRESH!r}")
+    return replace(response, versions=(server.version,) * len(response.versions))
 
 
 def _rows(batch: SequenceBatch) -> list[_Row]:

@@ -18,15 +18,6 @@ from core_rl.errors import RolloutError, UnsupportedCapability
 from core_rl.servers.api import Refused
 from core_rl.servers.facts import owner_of, version_in
 
-__all__ = [
-    "Scores",
-    "StaleServer",
-    "Wire",
-    "readable",
-    "version_of",
-    "versions_of",
-]
-
 
 class StaleServer(RolloutError):
     """The server responded with weights that this engine never gave it: it has been restarted."""

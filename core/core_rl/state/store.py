@@ -127,11 +127,11 @@ class TensorStore:
                 weight = product.added_to(weight, factors[product.a], factors[product.b], part.region)
             return weight.to(self._dtype(kind, part.name, weight.dtype))
 
-        base = self._restricted("master", self.shapes("params"))
+        base = self._restricted(self.shapes("params"))
         return base, (part for part in state.local("master") if part.name in base.shapes), merge
 
-    def _restricted(self, kind: str, names: Iterable[str]) -> Placements:
-        placed = self._placed(kind)
+    def _restricted(self, names: Iterable[str]) -> Placements:
+        placed = self._placed("master")
         selected = list(names)
         return Placements(
             {n: placed.shapes[n] for n in selected},
@@ -142,7 +142,7 @@ class TensorStore:
     def _factors(self) -> dict[str, Tensor]:
         """Full factors of every product, on all ranks; collective."""
         names = [name for product in self._products.values() for name in (product.a, product.b)]
-        placed = self._restricted("master", names)
+        placed = self._restricted(names)
         local_slices = (part for part in self._backend.state().local("master") if part.name in placed.shapes)
         gather = Gather(world=self.world, writer=self._writer, on_all_ranks=True)
         stream = gather.stream(placed, local_slices)
@@ -248,7 +248,7 @@ def global_grad_norm(slices: Iterable[LocalSlice], world: Comm) -> float:
 def _square_sum(grads: list[Tensor]) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float64)
-    if _on_cuda(grads):
+    if all(grad.is_cuda for grad in grads):
         # One kernel for all; squares below 1e-38 are 0 in float32.
         return torch.stack(torch._foreach_norm(grads, dtype=torch.float64)).square().sum()
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device)
@@ -257,10 +257,6 @@ def _square_sum(grads: list[Tensor]) -> Tensor:
             upcast = piece.double()
             total += torch.dot(upcast, upcast)
     return total
-
-
-def _on_cuda(tensors: Sequence[Tensor]) -> bool:
-    return all(tensor.is_cuda for tensor in tensors)
 
 
 def digest_of_parts(world: Comm, parts: Iterable[tuple[str, Tensor]]) -> str:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from core_rl_trainer.callbacks import Callback
     from core_rl_trainer.plan.report import PlanReport
 
-__all__ = ["dry_run", "report_loaded", "train", "train_loaded"]
-
 
 def train(
     recipe: RecipeSource,

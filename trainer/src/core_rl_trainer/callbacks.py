@@ -17,17 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 if TYPE_CHECKING:
     from core_rl_trainer.recipe.recipe import Recipe
 
-__all__ = [
-    "Callback",
-    "CheckpointSaved",
-    "EvaluationEnd",
-    "Event",
-    "RunEnd",
-    "RunFailed",
-    "StepEnd",
-    "StopRun",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:

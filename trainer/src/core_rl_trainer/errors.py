@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from core_rl.errors import BatchError, CoreRLError, ExitCode, RunStopped
 
-__all__ = ["CallbackError", "NothingLearned", "StepError", "StoppedBySignal"]
-
 
 class StepError(BatchError):
     """The data of a step is inconsistent, in a run that had passed all checks of its data."""

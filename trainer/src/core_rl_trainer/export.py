@@ -29,8 +29,6 @@ from core_rl_trainer.run.cluster import open_cluster, require_shared
 from core_rl_trainer.run.engines import open_trainers
 from core_rl_trainer.run.saving import readable_part
 
-__all__ = ["ExportFormat", "export_checkpoint"]
-
 ExportFormat = Literal["hf", "adapter", "portable"]
 
 

@@ -10,8 +10,6 @@ from pydantic.dataclasses import dataclass
 
 from core_rl.config.paths import ImportPath, NestedImportPaths
 
-__all__ = ["ModelInterfaceAbstraction"]
-
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ModelInterfaceAbstraction:

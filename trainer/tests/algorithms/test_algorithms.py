@@ -31,7 +31,7 @@ from core_rl_trainer.algorithms.objectives import (
     Reinforce,
     SequenceClipped,
 )
-from core_rl_trainer.algorithms.sft import SFTLoss
+from core_rl_trainer.algorithms.sft import SFTConfig
 
 AGGREGATIONS: tuple[Aggregation, ...] = ("token_mean", "sequence_mean", FixedLength(fixed_length=7))
 ESTIMATORS: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
@@ -305,7 +305,7 @@ def test_entropy_is_computed_only_on_request(loss: PolicyLoss, needed: bool) -> 
     assert ("entropy" in metrics) is needed
 
 
-@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTConfig(), SFTConfig(aggregation="sequence_mean")], ids=ids)
 def test_values_at_masked_positions_are_ignored(loss: Any) -> None:
     batch = ragged_batch(LENGTHS)
     hidden = ~batch.loss_mask
@@ -352,9 +352,9 @@ def test_ratio_falls_back_to_behaviour_policy() -> None:
 def test_sft_loss_is_the_mean_negative_log_likelihood(how: Aggregation) -> None:
     batch = ragged_batch(LENGTHS)
     output = policy_output(batch)
-    total, metrics = SFTLoss(aggregation=how)(output, batch)
+    total, metrics = SFTConfig(aggregation=how)(output, batch)
     losses = [-value for value in output["logprobs"].tolist()]
-    weight = SFTLoss(aggregation=how).spec().weight(batch)
+    weight = SFTConfig(aggregation=how).spec().weight(batch)
     assert float(total.detach()) / weight == pytest.approx(plain_mean(losses, batch, how), rel=1e-12)
     assert metrics["nll"].result() == pytest.approx(plain_mean(losses, batch, "token_mean"), rel=1e-12)
 
@@ -362,11 +362,11 @@ def test_sft_loss_is_the_mean_negative_log_likelihood(how: Aggregation) -> None:
 # ------------------------------------------------------------ cuts of the batch
 
 
-@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss(), SFTLoss(aggregation="sequence_mean")], ids=ids)
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTConfig(), SFTConfig(aggregation="sequence_mean")], ids=ids)
 @settings(max_examples=15, deadline=None)
 @given(lengths=st.lists(st.integers(2, 9), min_size=2, max_size=7), count=st.integers(2, 5))
 def test_micro_batches_leave_gradients_and_metrics_equal(loss: Any, lengths: list[int], count: int) -> None:
-    spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
+    spec = loss.spec() if isinstance(loss, SFTConfig) else loss.spec(0.7)
     engine = BigramEngine()
     with torch.no_grad():
         engine.weights += torch.randn(
@@ -387,7 +387,7 @@ def test_micro_batches_leave_gradients_and_metrics_equal(loss: Any, lengths: lis
     assert cut == pytest.approx(uncut, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTLoss()], ids=ids)
+@pytest.mark.parametrize("loss", [*ALL_LOSSES, SFTConfig()], ids=ids)
 def test_losses_can_be_pickled(loss: Any) -> None:
-    spec = loss.spec() if isinstance(loss, SFTLoss) else loss.spec(0.7)
+    spec = loss.spec() if isinstance(loss, SFTConfig) else loss.spec(0.7)
     assert pickle.loads(pickle.dumps(spec)) == spec

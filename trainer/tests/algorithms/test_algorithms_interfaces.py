@@ -46,7 +46,6 @@ from core_rl_trainer.algorithms.advantages import (
 )
 from core_rl_trainer.algorithms.aggregation import Aggregation, FixedLength
 from core_rl_trainer.algorithms.objectives import GSPO, Clipped
-from core_rl_trainer.algorithms.ppo_critic import ValueLoss
 
 ONE = MicroBatchSpec(count=1)
 LENGTHS = [6, 3, 5, 8]
@@ -475,7 +474,7 @@ def test_the_value_loss_is_the_clipped_squared_error(
     batch = ragged_batch(lengths, seed)
     batch = batch.with_tokens(values=batch["logprobs"], returns=batch["ref_logprobs"])
     values = batch["prox_logprobs"].clone().requires_grad_(True)
-    loss = ValueLoss(clip=clip, aggregation=how)
+    loss = PPOCriticConfig(value_clip=clip, aggregation=how)
     total, _ = loss(ModelOutput(values=values), batch)
     expected = []
     for new, old, goal in zip(

@@ -19,14 +19,14 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.outputs import ModelOutput
 from core_rl.errors import BatchError
 from core_rl_trainer.algorithms import DPOConfig, DPOInterface, RewardModelConfig, RewardModelInterface
-from core_rl_trainer.algorithms.preferences import DPOLoss, RewardLoss, check_pairs, count_pairs
+from core_rl_trainer.algorithms.preferences import check_pairs, count_pairs
 
 ONE = MicroBatchSpec(count=1)
 LOSSES = [
-    DPOLoss(),
-    DPOLoss(beta=0.7, label_smoothing=0.1),
-    DPOLoss(variant="ipo", beta=0.4),
-    DPOLoss(variant="hinge", beta=0.6),
+    DPOConfig(),
+    DPOConfig(beta=0.7, label_smoothing=0.1),
+    DPOConfig(variant="ipo", beta=0.4),
+    DPOConfig(variant="hinge", beta=0.6),
 ]
 
 pairs_strategy = st.lists(st.integers(2, 9), min_size=1, max_size=5).map(lambda half: [*half, *half[::-1]])
@@ -51,7 +51,7 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
 
-def plain_dpo(logprobs: list[float], batch: SequenceBatch, loss: DPOLoss) -> list[float]:
+def plain_dpo(logprobs: list[float], batch: SequenceBatch, loss: DPOConfig) -> list[float]:
     reference, rows = batch["ref_logprobs"].tolist(), trained_rows(batch)
     losses = []
     for chosen, rejected in pairs_of(batch):
@@ -75,7 +75,7 @@ def plain_dpo(logprobs: list[float], batch: SequenceBatch, loss: DPOLoss) -> lis
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.variant}-{loss.label_smoothing}")
 @settings(max_examples=40, deadline=None)
 @given(lengths=pairs_strategy, seed=st.integers(0, 99))
-def test_dpo_losses_are_the_papers(loss: DPOLoss, lengths: list[int], seed: int) -> None:
+def test_dpo_losses_are_the_papers(loss: DPOConfig, lengths: list[int], seed: int) -> None:
     batch = pair_batch(lengths, seed)
     logprobs = batch["prox_logprobs"]
     total, metrics = loss(ModelOutput(logprobs=logprobs), batch)
@@ -86,7 +86,7 @@ def test_dpo_losses_are_the_papers(loss: DPOLoss, lengths: list[int], seed: int)
 
 def test_ties_count_as_half_in_reward_accuracy() -> None:
     batch = pair_batch([2, 3], 0)
-    _, metrics = RewardLoss()(ModelOutput(scores=torch.ones(2, dtype=torch.float64)), batch)
+    _, metrics = RewardModelConfig()(ModelOutput(scores=torch.ones(2, dtype=torch.float64)), batch)
     assert metrics["accuracy"].result() == 0.5
 
 
@@ -100,7 +100,7 @@ def test_the_reward_loss_is_bradley_terry(center: float, margin: bool, lengths: 
     margins = torch.rand(len(lengths) // 2, dtype=torch.float64).repeat(2)
     if margin:
         batch = batch.with_sequences(margin=margins)
-    loss = RewardLoss(center_coef=center)
+    loss = RewardModelConfig(center_coef=center)
     total, metrics = loss(ModelOutput(scores=scores), batch)
     values, right = [], []
     for chosen, rejected in pairs_of(batch):
@@ -115,7 +115,7 @@ def test_the_reward_loss_is_bradley_terry(center: float, margin: bool, lengths: 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.variant}-{loss.label_smoothing}")
 @settings(max_examples=15, deadline=None)
 @given(lengths=pairs_strategy, budget=st.integers(18, 60))
-def test_micro_batches_keep_pairs_and_gradients(loss: DPOLoss, lengths: list[int], budget: int) -> None:
+def test_micro_batches_keep_pairs_and_gradients(loss: DPOConfig, lengths: list[int], budget: int) -> None:
     batch, engine = pair_batch(lengths), BigramEngine()
     uncut = engine.gradient(batch, loss.spec(), ONE)
     expected = engine.weights.grad
@@ -138,7 +138,7 @@ def test_masked_positions_do_not_matter() -> None:
 
 
 def test_losses_can_be_pickled() -> None:
-    for spec in (DPOLoss().spec(), RewardLoss().spec()):
+    for spec in (DPOConfig().spec(), RewardModelConfig().spec()):
         assert pickle.loads(pickle.dumps(spec)) == spec
 
 

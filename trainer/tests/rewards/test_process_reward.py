@@ -69,7 +69,10 @@ def pool() -> Iterator[ProcessReward]:
 
 def ask(reward: ProcessReward, do: str, tmp_path: Path) -> float | None:
     data = {"do": do, "pids": str(tmp_path / "pids")}
-    return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1"))
+    value: float | None = asyncio.run(
+        compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1")
+    )
+    return value
 
 
 def pids(tmp_path: Path) -> list[int]:

@@ -64,7 +64,9 @@ class VllmServer(Server):
             [weights, size, models, release, config],
             f"{self.address} is no vLLM server: it sent something",
         ):
-            device = _device(config) if config else "cpu" if self.cuda() is None else "cuda"
+            device = "cpu" if self.cuda() is None else "cuda"
+            if config:
+                device = str(config["vllm_config"]["device_config"]["device"]).partition(":")[0]
             return ServerFacts(
                 path=str(models["data"][0]["root"]),
                 label=str(weights["weight_version"]),
@@ -189,10 +191,6 @@ def _tensors(bucket: Bucket) -> list[tuple[str, str, list[int], int]]:
         (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start_of(tensor))
         for name, tensor in bucket
     ]
-
-
-def _device(config: dict[str, Any]) -> str:
-    return str(config["vllm_config"]["device_config"]["device"]).partition(":")[0]
 
 
 def on_gpu(memory: DeviceMemory) -> dict[str, Any]:

@@ -41,7 +41,21 @@ class VllmWire(Wire):
     def response(self, request: LLMRequest, response: Any, eos: Collection[int], server: str) -> LLMResponse:
         with readable(response, f"{server} sent a response to request {request.rid}"):
             (choice,) = response["choices"]
-            return _response(request, choice, choice["logprobs"]["content"], server)
+            ids, entries = tuple(choice["token_ids"]), choice["logprobs"]["content"]
+            if [entry["token_id"] for entry in entries] != list(ids):
+                raise ValueError("its log-probs are of other tokens than its token_ids")
+            logprobs = tuple(float(entry["logprob"]) for entry in entries)
+            if any(logprob <= NO_LOGPROB for logprob in logprobs):
+                raise ValueError("a log-prob is not a number")
+            reasons: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+            return LLMResponse(
+                rid=request.rid,
+                input_ids=request.input_ids,
+                output_ids=ids,
+                logprobs=logprobs,
+                versions=versions_of(choice["weight_versions"] or [], len(ids), server),
+                stop_reason=reasons[choice["finish_reason"]],
+            )
 
     def scoring(self, ids: Sequence[int], k: int) -> dict[str, Any]:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
@@ -88,23 +102,3 @@ def _sampling(sampling: SamplingParams, eos: Collection[int]) -> dict[str, Any]:
     if sampling.logit_bias:
         parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     return parameters
-
-
-def _response(
-    request: LLMRequest, choice: dict[str, Any], entries: Sequence[dict[str, Any]], server: str
-) -> LLMResponse:
-    ids = tuple(choice["token_ids"])
-    if [entry["token_id"] for entry in entries] != list(ids):
-        raise ValueError("its log-probs are of other tokens than its token_ids")
-    logprobs = tuple(float(entry["logprob"]) for entry in entries)
-    if any(logprob <= NO_LOGPROB for logprob in logprobs):
-        raise ValueError("a log-prob is not a number")
-    reasons: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-    return LLMResponse(
-        rid=request.rid,
-        input_ids=request.input_ids,
-        output_ids=ids,
-        logprobs=logprobs,
-        versions=versions_of(choice["weight_versions"] or [], len(ids), server),
-        stop_reason=reasons[choice["finish_reason"]],
-    )

@@ -19,8 +19,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["MAX_LOG_RATIO", "KLEstimator", "kl_estimate", "log_ratio"]
-
 KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0

@@ -26,20 +26,6 @@ from core_rl_trainer.algorithms.fields import ADVANTAGES, BEHAVIOUR, IMPORTANCE,
 from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO, KLEstimator, kl_estimate, log_ratio
 from core_rl_trainer.algorithms.named import Custom, named_kind, named_or_fields
 
-__all__ = [
-    "CISPO",
-    "GSPO",
-    "Clipped",
-    "CustomObjective",
-    "DualClipped",
-    "Objective",
-    "ObjectiveConfig",
-    "PolicyLoss",
-    "Reinforce",
-    "SequenceClipped",
-    "Surrogate",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogate:
@@ -173,14 +159,14 @@ class Reinforce(Objective):
         return Surrogate(values=advantages * logprobs, clipped=torch.zeros_like(advantages, dtype=torch.bool))
 
 
-BUILT_IN = ("clipped", "dual_clipped", "gspo", "sequence_clipped", "cispo", "reinforce")
+_BUILT_IN = ("clipped", "dual_clipped", "gspo", "sequence_clipped", "cispo", "reinforce")
 
 
 class CustomObjective(Custom, Objective):
     """An objective of your own: ``fn(logprobs, old, advantages, batch)`` gives a `Surrogate`, or its values ``[T]``."""
 
     kind: ClassVar[str] = "policy loss"
-    built_in: ClassVar[tuple[str, ...]] = BUILT_IN
+    built_in: ClassVar[tuple[str, ...]] = _BUILT_IN
 
     def __call__(self, logprobs: Tensor, old: Tensor, advantages: Tensor, batch: SequenceBatch) -> Surrogate:
         surrogate = self.function()(logprobs, old, advantages, batch)
@@ -199,7 +185,7 @@ ObjectiveConfig = Annotated[
     | Annotated[CISPO, Tag("cispo")]
     | Annotated[Reinforce, Tag("reinforce")]
     | Annotated[CustomObjective, Tag("custom")],
-    Discriminator(named_kind(BUILT_IN)),
+    Discriminator(named_kind(_BUILT_IN)),
     BeforeValidator(named_or_fields),
 ]
 """A name, or its settings with the name as ``type``."""

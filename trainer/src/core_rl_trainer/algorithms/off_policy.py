@@ -23,8 +23,6 @@ from core_rl_trainer.algorithms.fields import BEHAVIOUR, PROXIMAL
 from core_rl_trainer.algorithms.kl import MAX_LOG_RATIO, log_ratio
 from core_rl_trainer.algorithms.named import named_or_fields
 
-__all__ = ["Correction", "CorrectionConfig", "Decoupled", "Masked", "Truncated", "importance_metrics"]
-
 
 class Correction(Config):
     """The weights of tokens, by the ratio of each; with a type ``sequence_…``, by the ratio of its whole sequence."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -18,8 +16,6 @@ from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weigh
 from core_rl_trainer.algorithms.fields import BOOTSTRAP, RETURNS, VALUES, require_fields
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 from core_rl_trainer.algorithms.updates import UpdatesConfig, merge_updates, peers, run_updates
-
-__all__ = ["PPOCriticConfig", "PPOCriticInterface", "ValueLoss", "clipped_value_error"]
 
 
 def clipped_value_error(
@@ -37,12 +33,16 @@ def clipped_value_error(
     return torch.maximum(plain, clamped), clamped > plain
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-    """`clipped_value_error`; the batch holds ``values`` before the updates and ``returns``, both ``[T]``."""
+class PPOCriticConfig(UpdatesConfig):
+    """Settings of the critic, and its loss: `clipped_value_error`.
 
-    clip: float | None = 0.2
+    The batch holds ``values`` before the updates and ``returns``, both ``[T]``.
+    """
+
+    value_clip: float | None = Field(default=0.2, gt=0.0)
+    """A value that moves further than this from that before the updates gains nothing; null turns it off."""
     aggregation: Aggregation = "token_mean"
+    """``token_mean``, or ``sequence_mean``: each sequence counts the same, however long."""
 
     def spec(self) -> LossSpec:
         """The loss as a train engine with a value head takes it."""
@@ -52,7 +52,9 @@ class ValueLoss:
         """The scalar sum; metrics are means over trained tokens."""
         mask, count = batch.loss_mask, batch.loss_mask.sum()
         values, returns = masked_fill(output["values"], mask), masked_fill(batch[RETURNS], mask)
-        errors, clipped = clipped_value_error(values, masked_fill(batch[VALUES], mask), returns, self.clip)
+        errors, clipped = clipped_value_error(
+            values, masked_fill(batch[VALUES], mask), returns, self.value_clip
+        )
         means = {
             "value_loss": errors,
             "value": values,
@@ -61,15 +63,6 @@ class ValueLoss:
         }
         metrics = {name: Metric.mean(masked_sum(value, mask), count) for name, value in means.items()}
         return aggregate(errors, batch, self.aggregation), metrics
-
-
-class PPOCriticConfig(UpdatesConfig):
-    """Settings of the critic."""
-
-    value_clip: float | None = Field(default=0.2, gt=0.0)
-    """A value that moves further than this from that before the updates gains nothing; null turns it off."""
-    aggregation: Aggregation = "token_mean"
-    """``token_mean``, or ``sequence_mean``: each sequence counts the same, however long."""
 
 
 class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
@@ -89,8 +82,7 @@ class PPOCriticInterface(ModelInterface[PPOCriticConfig]):
         comm = peers(engine)
         if not comm.sum([float(batch.num_sequences)])[0]:
             return {"updates": 0.0, "update_successful": 0.0}
-        loss = ValueLoss(clip=self.config.value_clip, aggregation=self.config.aggregation).spec()
-        updates = run_updates(engine, batch, loss, mb_spec, self.config)
+        updates = run_updates(engine, batch, self.config.spec(), mb_spec, self.config)
         return merge_updates(updates) | {"explained_variance": explained_variance(batch, comm)}
 
     def inference(

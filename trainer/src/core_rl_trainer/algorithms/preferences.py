@@ -6,7 +6,6 @@ A pair is a ``unit`` of two sequences, of which ``chosen [B]`` marks one, so it 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
@@ -25,18 +24,6 @@ from core_rl_trainer.algorithms.aggregation import sequence_mean
 from core_rl_trainer.algorithms.fields import CHOSEN, MARGIN, REFERENCE, SCORES, require_fields
 from core_rl_trainer.algorithms.interface import TrainEngineLike
 from core_rl_trainer.algorithms.sft import SupervisedInterface
-
-__all__ = [
-    "DPOConfig",
-    "DPOInterface",
-    "DPOLoss",
-    "RewardLoss",
-    "RewardModelConfig",
-    "RewardModelInterface",
-    "check_pairs",
-    "count_pairs",
-    "find_pairs",
-]
 
 
 def find_pairs(batch: SequenceBatch) -> tuple[Tensor, Tensor]:
@@ -87,13 +74,15 @@ def _pair_metrics(
     return {metric: Metric.mean(value.sum(), len(losses)) for metric, value in means.items()}
 
 
-Variant = Literal["dpo", "ipo", "hinge"]
-
-
 class DPOConfig(Config):
-    """Settings of DPO."""
+    """Settings of DPO, and the loss of each pair from its gain.
 
-    variant: Variant = "dpo"
+    The gain is the log-ratio to the reference, ``ref_logprobs [T]``, of the chosen sequence minus that of the rejected
+    one. ``dpo`` is ``-log sigmoid(beta * gain)``, with labels wrong as often as ``label_smoothing``; ``ipo`` is
+    ``(gain - 1 / (2 * beta))^2``, with means over tokens; ``hinge`` is ``max(0, 1 - beta * gain)``.
+    """
+
+    variant: Literal["dpo", "ipo", "hinge"] = "dpo"
     """``dpo``, ``ipo`` (arXiv:2310.12036) or ``hinge`` (SLiC, arXiv:2305.10425)."""
     beta: float = Field(default=0.1, gt=0.0)
     """The strength of the penalty for leaving the reference."""
@@ -105,20 +94,6 @@ class DPOConfig(Config):
         if self.label_smoothing and self.variant != "dpo":
             raise ValueError(f"label_smoothing belongs to variant 'dpo', and this is {self.variant!r}")
         return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOLoss:
-    """The loss of each pair from its gain: the log-ratio to the reference, ``ref_logprobs [T]``, of the chosen sequence
-    minus that of the rejected one.
-
-    ``dpo`` is ``-log sigmoid(beta * gain)``, with labels wrong as often as ``label_smoothing``; ``ipo`` is
-    ``(gain - 1 / (2 * beta))^2``, with means over tokens; ``hinge`` is ``max(0, 1 - beta * gain)``.
-    """
-
-    variant: Variant = "dpo"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
 
     def spec(self) -> LossSpec:
         """The loss as a train engine takes it."""
@@ -154,10 +129,7 @@ class DPOInterface(SupervisedInterface[DPOConfig]):
         return frozenset({REFERENCE})
 
     def loss(self) -> LossSpec:
-        config = self.config
-        return DPOLoss(
-            variant=config.variant, beta=config.beta, label_smoothing=config.label_smoothing
-        ).spec()
+        return self.config.spec()
 
     def check(self, batch: SequenceBatch) -> None:
         """Raise `BatchError` that names invalid pairs and missing fields."""
@@ -166,21 +138,14 @@ class DPOInterface(SupervisedInterface[DPOConfig]):
 
 
 class RewardModelConfig(Config):
-    """Settings of a reward model."""
+    """Settings of a reward model, and its loss of the scores of a pair: ``-log sigmoid(chosen - rejected - margin)``.
+
+    Bradley and Terry, Biometrika 39, 1952; InstructGPT, arXiv:2203.02155, equation 1. The sequence field ``margin`` is
+    optional, as in Llama 2, arXiv:2307.09288, equation 2.
+    """
 
     center_coef: float = Field(default=0.0, ge=0.0)
     """Weight of ``(chosen + rejected)^2``, which keeps scores around 0 (arXiv:2312.09244, equation 6)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardLoss:
-    """``-log sigmoid(chosen - rejected - margin)`` of the scores of each pair; optional sequence field ``margin``.
-
-    Bradley and Terry, Biometrika 39, 1952; InstructGPT, arXiv:2203.02155, equation 1; the margin as in Llama 2,
-    arXiv:2307.09288, equation 2.
-    """
-
-    center_coef: float = 0.0
 
     def spec(self) -> LossSpec:
         """The loss as a train engine with a reward head takes it."""
@@ -203,7 +168,7 @@ class RewardModelInterface(SupervisedInterface[RewardModelConfig]):
     trains_on = "preferences"
 
     def loss(self) -> LossSpec:
-        return RewardLoss(center_coef=self.config.center_coef).spec()
+        return self.config.spec()
 
     def check(self, batch: SequenceBatch) -> None:
         """Raise `BatchError` that names invalid pairs."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -17,8 +16,7 @@ from core_rl.data.outputs import ModelOutput, masked_sum
 from core_rl_trainer.algorithms.aggregation import Aggregation, aggregate, weight_fn
 from core_rl_trainer.algorithms.interface import ModelInterface, TrainEngineLike
 
-__all__ = ["EvalEngineLike", "SFTConfig", "SFTInterface", "SFTLoss", "SupervisedInterface"]
-
+__all__ = ["EvalEngineLike", "SFTConfig", "SFTInterface", "SupervisedInterface"]
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -63,17 +61,10 @@ class SupervisedInterface(ModelInterface[ConfigT]):
 
 
 class SFTConfig(Config):
-    """Settings of supervised fine-tuning."""
+    """Settings of supervised fine-tuning, and its loss: minus the log-probs of the trained tokens."""
 
     aggregation: Aggregation = "token_mean"
     """``token_mean``, or ``sequence_mean``: each sequence counts the same, however long."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTLoss:
-    """Minus the log-probs of the tokens where ``loss_mask`` is true."""
-
-    aggregation: Aggregation = "token_mean"
 
     def spec(self) -> LossSpec:
         """The loss as a train engine takes it."""
@@ -93,4 +84,4 @@ class SFTInterface(SupervisedInterface[SFTConfig]):
     trains_on = "demonstrations"
 
     def loss(self) -> LossSpec:
-        return SFTLoss(aggregation=self.config.aggregation).spec()
+        return self.config.spec()

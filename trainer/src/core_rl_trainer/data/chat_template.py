@@ -97,7 +97,7 @@ class ChatFormat:
         fields = {"tools": tools, "documents": example.get("documents") or None}
         fields = {name: value for name, value in fields.items() if value is not None}
         for field_name in fields:
-            if not _reads(text, field_name):
+            if field_name not in _names(text):
                 raise BatchError(
                     f"has {field_name!r}, which the chat template{name} does not show to the model; take a template "
                     "that reads them, or remove the column"
@@ -224,14 +224,10 @@ def _check_arguments(
 ) -> None:
     """Raise ``error`` for an argument that the template never reads."""
     for argument in arguments:
-        if not _reads(text, argument):
+        if argument not in _names(text):
             near = get_close_matches(argument, _names(text), 1)
             hint = f"did you mean {near[0]!r}?" if near else "remove it"
             raise error(f"{subject}: the chat template{name} does not read {argument!r}; {hint}")
-
-
-def _reads(text: str, name: str) -> bool:
-    return name in _names(text)
 
 
 def _variables(text: str) -> set[str]:

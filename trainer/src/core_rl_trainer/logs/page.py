@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from core_rl.machine import Machine, describe_machine
+from core_rl.machine import describe_machine
 from core_rl.pages import Chart, line_chart, page_environment
 from core_rl.registry.engines import list_engines
 from core_rl_trainer.data.image_files import small_copy
@@ -89,7 +89,9 @@ class RunPage:
     ) -> None:
         """``recipe`` as plain values, the machines in words, and engine and ranks of each role in words."""
         self._settled = {"recipe": recipe, "directory": directory, "cluster": cluster, "roles": roles}
-        self._machine = run_machine({recipe["engine"], recipe["rollout"]["engine"]})
+        engines = (recipe["engine"], recipe["rollout"]["engine"])
+        packages = {entry.distribution for entry in list_engines() if entry.name in engines}
+        self._machine = describe_machine(packages)
         self._recipe_text = yaml.safe_dump(dict(recipe), sort_keys=False)
         self._environment = page_environment(TEMPLATES)
         self._environment.filters |= {
@@ -197,11 +199,6 @@ def _is_particular(points: Points) -> bool:
     """Whether another metric has the same values by no coincidence: they change, or have many digits."""
     values = {value for _, value in points}
     return len(values) > 1 or not all(value is None or float(1000 * value).is_integer() for value in values)
-
-
-def run_machine(engines: Collection[str]) -> Machine:
-    """This machine, with the versions of the packages behind ``engines``."""
-    return describe_machine({entry.distribution for entry in list_engines() if entry.name in engines})
 
 
 def _held_out(rows: Sequence[Row], labels: Mapping[str, str]) -> HeldOut | None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from core_rl.data.batch import SequenceBatch
 from core_rl_trainer.data.image_files import ImageName, small_copy
 from core_rl_trainer.data.kinds import images_of
@@ -26,17 +28,23 @@ LARGEST_SIDE = 160
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSample:
-    """One episode as text, with its special tokens."""
+class TextSample:
+    """A sequence as text, with its special tokens."""
 
     prompt: str
     segments: Segments
-    """Texts after the prompt, each with its author: ``model`` or ``environment``."""
+    """Texts after the prompt: ``model`` wrote or is trained on them, and ``environment`` stands for the others."""
     images: tuple[str, ...] = ()
-    """Files of the images of the prompt."""
-    reward: float
+    """Files of the images."""
     tokens: int
-    """Tokens that the model wrote."""
+    """Tokens that the model wrote, or is trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSample(TextSample):
+    """One episode."""
+
+    reward: float
     versions: tuple[int, int]
     """The lowest and the highest version of the weights that they come from."""
     stop_reason: str
@@ -45,18 +53,11 @@ class RolloutSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleSample:
-    """A sequence of an example as text, with its special tokens."""
+class ExampleSample(TextSample):
+    """A sequence of an example."""
 
     title: str
     """``example``, or its place in a pair: ``chosen`` or ``rejected``."""
-    prompt: str
-    segments: Segments
-    """Trained tokens as ``model``, the tokens between them as ``environment``."""
-    images: tuple[str, ...] = ()
-    """Files of the images of the example."""
-    tokens: int
-    """Trained tokens."""
     metrics: dict[str, float | None]
     """Metrics of the example alone; None for a number that is not finite."""
 
@@ -66,7 +67,7 @@ class Evaluation:
     """Metrics whose names begin with ``eval_``, and some of the completions or examples behind them."""
 
     metrics: dict[str, float]
-    samples: tuple[RolloutSample, ...] | tuple[ExampleSample, ...] = ()
+    samples: tuple[TextSample, ...] = ()
 
 
 def rollout_samples(
@@ -82,17 +83,13 @@ def rollout_samples(
     sequences = zip(*(values.split(batch.lengths) for values in fields), strict=True)
     shown = []
     for number, (ids, drawn, versions) in enumerate(sequences):
-        prompt, segments = _texts(ids.tolist(), drawn.tolist(), tokenizer)
         drawn_versions = versions[drawn].tolist() or [-1]
         sample = RolloutSample(
-            prompt=prompt,
-            segments=segments,
+            **_text_fields(ids, drawn, tokenizer, images_of(examples[number])),
             reward=float(batch["rewards"][number]),
-            tokens=int(drawn.sum()),
             versions=(min(drawn_versions), max(drawn_versions)),
             stop_reason=str(batch.meta["stop_reason"][number]),
             answer=_answer(examples[number].get("answer")),
-            images=_shown_images(images_of(examples[number])),
         )
         shown.append(sample)
     return tuple(shown)
@@ -110,37 +107,29 @@ def example_samples(
     sequences = zip(
         titles, batch.input_ids.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
     )
-    samples = []
-    for title, ids, trained in sequences:
-        prompt, segments = _texts(ids.tolist(), trained.tolist(), tokenizer)
-        tokens = int(trained.sum())
-        sample = ExampleSample(
-            title=title,
-            prompt=prompt,
-            segments=segments,
-            tokens=tokens,
-            metrics=finite,
-            images=_shown_images(images),
-        )
-        samples.append(sample)
-    return tuple(samples)
-
-
-def _shown_images(images: Sequence[ImageName]) -> tuple[str, ...]:
-    """The paths of files, and small copies of embedded images as data URIs."""
     return tuple(
-        str(image) if image.content is None else small_copy(image.content, LARGEST_SIDE) or str(image)
-        for image in images
+        ExampleSample(**_text_fields(ids, trained, tokenizer, images), title=title, metrics=finite)
+        for title, ids, trained in sequences
     )
 
 
-def _texts(
-    ids: Sequence[int], marked: Sequence[bool], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, Segments]:
-    """The text before the first of the ``marked`` tokens, and the texts from there on."""
-    runs = decoded_runs(tokenizer, ids, marked)
-    prompt = "" if runs[0][0] else runs.pop(0)[1]
-    return prompt, tuple(("model" if by_model else "environment", text) for by_model, text in runs)
+def _text_fields(
+    ids: Tensor, marked: Tensor, tokenizer: PreTrainedTokenizerBase, images: Sequence[ImageName]
+) -> dict[str, Any]:
+    """The fields of a `TextSample`, whose prompt ends before the first of the ``marked`` tokens.
+
+    ``images`` are shown by the paths of files, and embedded ones by small copies as data URIs.
+    """
+    runs = decoded_runs(tokenizer, ids.tolist(), marked.tolist())
+    return {
+        "prompt": "" if runs[0][0] else runs.pop(0)[1],
+        "segments": tuple(("model" if by_model else "environment", text) for by_model, text in runs),
+        "tokens": int(marked.sum()),
+        "images": tuple(
+            str(image) if image.content is None else small_copy(image.content, LARGEST_SIDE) or str(image)
+            for image in images
+        ),
+    }
 
 
 def _answer(value: Any) -> str | None:

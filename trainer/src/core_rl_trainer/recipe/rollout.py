@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from dataclasses import fields
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,8 +11,6 @@ from core_rl.backend.meta import SyncMethod
 from core_rl.config.base import Config
 from core_rl.config.paths import ImportPath
 from core_rl.data.requests import SamplingParams
-
-__all__ = ["RolloutSection"]
 
 
 class RolloutSection(Config):
@@ -84,18 +83,9 @@ class RolloutSection(Config):
 
     def sampling(self) -> SamplingParams:
         """The sampling of training. Raises `ConfigError` for values that it cannot have."""
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=tuple(self.logit_bias.items()),
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-        )
+        names = {field.name for field in fields(SamplingParams)} & type(self).model_fields.keys()
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return SamplingParams(**values | {"logit_bias": tuple(self.logit_bias.items())})
 
     @property
     def reward_limit_s(self) -> float:

@@ -12,15 +12,6 @@ from core_rl.config.layout import ParallelLayout
 from core_rl.config.paths import HubPath
 from core_rl_trainer.interface_abstraction import ModelInterfaceAbstraction
 
-__all__ = [
-    "CriticSection",
-    "KeepBest",
-    "ModelSection",
-    "RewardModelSection",
-    "StopSection",
-    "TimeoutsSection",
-]
-
 
 class ModelSection(Config):
     """The model that is trained."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,44 +47,24 @@ class BatchedRewardFn(Protocol):
 
 
 async def compute_reward(
-    reward: RewardFn,
+    reward: RewardFn | BatchedRewardFn,
     prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
+    output_ids: Sequence[Any],
     data: Mapping[str, Any],
     *,
     subject: str,
     timeout_s: float | None = None,
-) -> float | None:
-    """Call ``reward`` and return a finite float, or None where it does not apply.
+    batched: bool = False,
+) -> Any:
+    """Call ``reward``, and return `as_result` of its value; a ``batched`` one is called for several completions.
 
     Raises `RolloutError` that names ``subject`` when it raises (the original is chained), takes
     longer than ``timeout_s``, or returns something else.
     """
-    full_subject = f"{subject}: the reward function {name_of(reward)}"
-    value = await _returned(reward, prompt_ids, output_ids, data, subject=full_subject, timeout_s=timeout_s)
-    return None if value is None else as_reward(value, full_subject, reward)
-
-
-async def compute_rewards(
-    reward: BatchedRewardFn,
-    prompt_ids: Sequence[int],
-    completions: Sequence[Sequence[int]],
-    data: Mapping[str, Any],
-    *,
-    subject: str,
-    timeout_s: float | None = None,
-) -> list[float | None]:
-    """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
-    full_subject = f"{subject}: the reward function {name_of(reward)}"
-    value = await _returned(reward, prompt_ids, completions, data, subject=full_subject, timeout_s=timeout_s)
-    return as_rewards(value, len(completions), full_subject, reward)
-
-
-async def _returned(
-    reward: Callable[..., object], *args: object, subject: str, timeout_s: float | None
-) -> object:
-    called = call_user(reward, *args)
-    return await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
+    subject = f"{subject}: the reward function {name_of(reward)}"
+    called = call_user(reward, prompt_ids, output_ids, data)
+    value = await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
+    return as_result(value, subject, reward, len(output_ids) if batched else None)
 
 
 def as_reward(value: object, subject: str, function: object = None) -> float:
@@ -123,8 +103,13 @@ def _number(value: object) -> float | None:
         return None
 
 
-def as_rewards(value: object, count: int, subject: str, function: object = None) -> list[float | None]:
-    """``value``, a list, array or tensor, as ``count`` floats or None; else a `RolloutError`, as of `as_reward`."""
+def as_result(value: object, subject: str, function: object, count: int | None) -> Any:
+    """``value`` as a float, or None where the reward does not apply; with ``count`` as a list of so many of these.
+
+    Raises `RolloutError` as `as_reward` does, also for anything but a list, an array or a tensor of this length.
+    """
+    if count is None:
+        return None if value is None else as_reward(value, subject, function)
     values = value.tolist() if hasattr(value, "tolist") else value
     fix = "fix: return a list with a float for each completion, in their order"
     if not isinstance(values, list | tuple):
@@ -136,7 +121,7 @@ def as_rewards(value: object, count: int, subject: str, function: object = None)
             f"{subject} returned a list of length {len(values)} for {count} completions{place_of(function)}\n{fix}"
         )
     return [
-        None if number is None else as_reward(number, f"{subject}, for completion {n},", function)
+        as_result(number, f"{subject}, for completion {n},", function, None)
         for n, number in enumerate(values)
     ]
 

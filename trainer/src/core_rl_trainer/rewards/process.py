@@ -19,7 +19,7 @@ from core_rl.launch.hosts import LocalHosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 from core_rl_trainer.rewards.calls import ENDINGS, awaited, code_of, describe_error, name_of, place_of
-from core_rl_trainer.rewards.functions import LIMIT, as_reward, as_rewards
+from core_rl_trainer.rewards.functions import LIMIT, as_result
 
 START_TIMEOUT_S = 120.0
 """Time limit for a process to import the function."""
@@ -177,7 +177,14 @@ def _load(pickled: bytes) -> tuple[bool, Any]:
 def _rewards(pickled: bytes, args: tuple[Any, ...], batched: bool) -> tuple[bool, Any]:
     """Whether the function gave a reward, or a list of them, and this; or else the problem."""
     function = _function(pickled)
-    return _outcome(function, lambda: _checked(function, args, batched))
+
+    def checked() -> Any:
+        value = function(*args)
+        if inspect.isawaitable(value):
+            value = _event_loop().run(awaited(value))
+        return as_result(value, "it", function, len(args[-2]) if batched else None)
+
+    return _outcome(function, checked)
 
 
 def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
@@ -187,14 +194,3 @@ def _outcome(function: object, work: Callable[[], Any]) -> tuple[bool, Any]:
         return False, str(error)
     except (Exception, *ENDINGS) as error:  # noqa: BLE001  (the process boundary: the driver raises it)
         return False, describe_error(error, function)
-
-
-def _checked(
-    function: Callable[..., Any], args: tuple[Any, ...], batched: bool
-) -> float | list[float | None] | None:
-    value = function(*args)
-    if inspect.isawaitable(value):
-        value = _event_loop().run(awaited(value))
-    if batched:
-        return as_rewards(value, len(args[-2]), "it", function)
-    return None if value is None else as_reward(value, "it", function)

@@ -22,23 +22,8 @@ from core_rl_trainer.rewards.numbers import last_numbers, only_number
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "AnswerCheck",
-    "BatchedTextRewardFn",
-    "NamedReward",
-    "TextReward",
-    "TextRewardFn",
-    "alternatives",
-    "answer_problem",
-    "checks_answers",
-    "completion_text",
-    "expected_answer",
-    "integer_match",
-    "text_match",
-]
-
 _Reward = TypeVar("_Reward", bound=Callable[..., Any])
-INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
+_INVISIBLE = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff"))
 """Characters of no width, such as byte-order marks."""
 
 
@@ -108,7 +93,7 @@ def _text(answer: Any) -> str | None:
 
 def _comparable(text: str) -> str:
     """``text`` in NFC, without white space around it and characters of no width."""
-    return unicodedata.normalize("NFC", text.translate(INVISIBLE)).strip()
+    return unicodedata.normalize("NFC", text.translate(_INVISIBLE)).strip()
 
 
 def _number(answer: Any) -> Fraction | None:

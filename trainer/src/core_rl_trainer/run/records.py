@@ -11,7 +11,7 @@ from core_rl.errors import CheckpointError, RunStopped
 from core_rl.pages import svg_document
 from core_rl_trainer.logs.metrics_log import MetricsLog, StepLog, WandbBoard
 from core_rl_trainer.logs.page import RunPage, Status, main_chart
-from core_rl_trainer.logs.samples import ExampleSample, RolloutSample
+from core_rl_trainer.logs.samples import TextSample
 from core_rl_trainer.run.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RunRecords:
         """Add the metrics of ``step``."""
         self._metrics.write(step, metrics)
 
-    def add_samples(self, step: int, samples: Sequence[RolloutSample | ExampleSample]) -> None:
+    def add_samples(self, step: int, samples: Sequence[TextSample]) -> None:
         """Add completions or examples of the evaluation after ``step``."""
         for sample in samples:
             self._samples.append({"step": step, **asdict(sample)})

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from core_rl.data.batch import SequenceBatch
-from core_rl.data.media import Media
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.errors import ConfigError, RolloutError, raise_all
 from core_rl.rollout.workflow import (
@@ -19,7 +19,6 @@ from core_rl.rollout.workflow import (
     TokenGenerator,
     Transcript,
     generate_whole,
-    pack_responses,
 )
 from core_rl.seeds import derive_seed
 from core_rl_trainer.data.kinds import media_of
@@ -31,67 +30,83 @@ from core_rl_trainer.rewards.terms import GroupScorer, Reward, WeightedRewards, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleTurnWorkflow:
-    """One prompt, ``group_size`` independent completions, one reward for each.
+class GroupWorkflow(ABC):
+    """``group_size`` independent sequences from one sample, with a reward for each."""
 
-    ``data`` holds ``prompt_ids``, `MEDIA` of one sequence where the prompt has images, and whatever the reward
-    function reads. The result has the fields of `pack_responses`, ``rewards`` (float32 ``[B]``) and ``group`` (int64
-    ``[B]``, the episode's number).
-    A completion that the engine aborts is continued; see `generate_whole`.
-    """
-
-    reward: RewardFn | WeightedRewards
+    reward: RewardFn | WeightedRewards | None
     """Several have fields of their own: see `reward_fields`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """With a ``seed``, each completion gets a seed of its own, derived from it, the episode and its number."""
+    """With a ``seed``, each completion gets a seed of its own, derived from it, the episode, its number and turn."""
     group_size: int = 1
-    """The number of completions; their rewards are compared with each other (GRPO)."""
+    """The number of sequences; their rewards are compared with each other (GRPO)."""
     reward_timeout_s: float | None = None
-    """The time limit of the reward of one completion, in seconds."""
+    """Time limit of the reward of one sequence, in seconds."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"SingleTurnWorkflow.group_size = {self.group_size}; it must be at least 1")
+        counts = {name: value for name, value in vars(self).items() if name in ("group_size", "max_turns")}
+        wrong = [f"{name} = {count}; it must be at least 1" for name, count in counts.items() if count < 1]
+        raise_all(ConfigError, type(self).__name__, wrong)
 
     async def arun_episode(
         self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
     ) -> SequenceBatch | None:
-        """Generate and score the group. Raises `RolloutError` that names the episode and the completion."""
-        if "prompt_ids" not in data:
-            raise RolloutError(f"sample {episode} has no 'prompt_ids'; it has {sorted(data)}")
-        prompt, media = tuple(int(token) for token in data["prompt_ids"]), media_of(data, 1)[0]
+        """Generate and score the group. Raises `RolloutError` that names the episode, the completion and the turn."""
         scorer = GroupScorer(
-            self.reward,
+            self.reward or WeightedRewards(()),
             data,
             size=self.group_size,
             subject=f"sample {episode}",
             timeout_s=self.reward_timeout_s,
         )
         scored = await gather_group(
-            self._generate(engine, (prompt, media), scorer, episode, member)
-            for member in range(self.group_size)
+            self._scored(engine, data, scorer, (episode, member)) for member in range(self.group_size)
         )
-        return pack_responses([response for response, _ in scored], media).with_sequences(
+        return self._packed([transcript for transcript, _ in scored]).with_sequences(
             group=torch.full((self.group_size,), episode, dtype=torch.long),
             **reward_fields([reward for _, reward in scored]),
         )
 
-    async def _generate(
-        self,
-        engine: TokenGenerator,
-        prompt: tuple[tuple[int, ...], Media],
-        scorer: GroupScorer,
-        episode: int,
-        member: int,
-    ) -> tuple[LLMResponse, Reward]:
-        ids, media = prompt
-        seed = self.sampling.seed
-        sampling = (
-            self.sampling if seed is None else replace(self.sampling, seed=derive_seed(seed, episode, member))
+    @abstractmethod
+    async def _scored(
+        self, engine: TokenGenerator, data: Mapping[str, Any], scorer: GroupScorer, position: tuple[int, int]
+    ) -> tuple[Transcript, Reward]:
+        """One sequence and its reward; ``position`` is the number of the episode, and of the sequence in it."""
+
+    def _packed(self, transcripts: Sequence[Transcript]) -> SequenceBatch:
+        return Transcript.pack(transcripts)
+
+    def _seeded(self, *position: int) -> SamplingParams:
+        """The sampling of one completion."""
+        sampling = self.sampling
+        return (
+            sampling
+            if sampling.seed is None
+            else replace(sampling, seed=derive_seed(sampling.seed, *position))
         )
-        request = LLMRequest(input_ids=ids, sampling=sampling, media=media)
-        response = await generate_whole(engine, request)
-        return response, await scorer.score(member, ids, response.output_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTurnWorkflow(GroupWorkflow):
+    """One prompt, ``group_size`` independent completions, one reward for each.
+
+    ``data`` holds ``prompt_ids``, `MEDIA` of one sequence where the prompt has images, and whatever the reward
+    function reads. The result has the fields of `Transcript.pack`, ``rewards`` (float32 ``[B]``) and ``group`` (int64
+    ``[B]``, the episode's number).
+    A completion that the engine aborts is continued; see `generate_whole`.
+    """
+
+    reward: RewardFn | WeightedRewards
+
+    async def _scored(
+        self, engine: TokenGenerator, data: Mapping[str, Any], scorer: GroupScorer, position: tuple[int, int]
+    ) -> tuple[Transcript, Reward]:
+        if "prompt_ids" not in data:
+            raise RolloutError(f"sample {position[0]} has no 'prompt_ids'; it has {sorted(data)}")
+        transcript = Transcript([int(token) for token in data["prompt_ids"]], media_of(data, 1)[0])
+        ids, media = transcript.ids, transcript.media
+        request = LLMRequest(input_ids=ids, sampling=self._seeded(*position), media=media)
+        transcript.add_response(await generate_whole(engine, request))
+        return transcript, await scorer.score(position[1], ids, transcript.last_response)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +136,7 @@ class GreedyBaselineWorkflow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiTurnWorkflow:
+class MultiTurnWorkflow(GroupWorkflow):
     """``group_size`` independent episodes from one sample, each with an environment of its own.
 
     The model completes the prompt; the environment's tokens follow, and the model continues after them. It ends when
@@ -135,10 +150,6 @@ class MultiTurnWorkflow:
     """Makes the environment of one episode."""
     reward: RewardFn | WeightedRewards | None = None
     """Scores the last completion, in addition to the environment's own rewards."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling of each completion. A ``seed`` gives each its own, derived from it, the episode, its number and turn."""
-    group_size: int = 1
-    """The number of episodes; their rewards are compared with each other (GRPO)."""
     max_turns: int = 8
     """The most completions of one episode."""
     max_tokens: int | None = None
@@ -147,41 +158,13 @@ class MultiTurnWorkflow:
     """Token ids of the model are below this."""
     step_timeout_s: float | None = None
     """Time limit of one call of the environment, in seconds."""
-    reward_timeout_s: float | None = None
-    """Time limit of the reward of one episode, in seconds."""
 
-    def __post_init__(self) -> None:
-        counts = {"group_size": self.group_size, "max_turns": self.max_turns}
-        wrong = [f"{name} = {count}; it must be at least 1" for name, count in counts.items() if count < 1]
-        raise_all(ConfigError, "MultiTurnWorkflow", wrong)
+    def _packed(self, transcripts: Sequence[Transcript]) -> SequenceBatch:
+        turns = torch.tensor([transcript.turns for transcript in transcripts])
+        return super()._packed(transcripts).with_sequences(turns=turns)
 
-    async def arun_episode(
-        self, engine: TokenGenerator, data: Mapping[str, Any], episode: int
-    ) -> SequenceBatch | None:
-        """Play the group. Raises `RolloutError` that names the episode, the completion and the turn."""
-        scorer = GroupScorer(
-            self.reward or WeightedRewards(()),
-            data,
-            size=self.group_size,
-            subject=f"sample {episode}",
-            timeout_s=self.reward_timeout_s,
-        )
-        episodes = await gather_group(
-            self._run_episode(engine, data, scorer, (episode, member)) for member in range(self.group_size)
-        )
-        transcripts = [transcript for transcript, _ in episodes]
-        return Transcript.pack(transcripts).with_sequences(
-            group=torch.full((self.group_size,), episode, dtype=torch.long),
-            turns=torch.tensor([transcript.turns for transcript in transcripts]),
-            **reward_fields([reward for _, reward in episodes]),
-        )
-
-    async def _run_episode(
-        self,
-        engine: TokenGenerator,
-        data: Mapping[str, Any],
-        scorer: GroupScorer,
-        position: tuple[int, int],
+    async def _scored(
+        self, engine: TokenGenerator, data: Mapping[str, Any], scorer: GroupScorer, position: tuple[int, int]
     ) -> tuple[Transcript, Reward]:
         subject = f"sample {position[0]}, completion {position[1]}"
         environment = self.environment()
@@ -225,9 +208,7 @@ class MultiTurnWorkflow:
     async def _generate(
         self, engine: TokenGenerator, transcript: Transcript, position: tuple[int, int, int]
     ) -> LLMResponse:
-        sampling = self.sampling
-        if sampling.seed is not None:
-            sampling = replace(sampling, seed=derive_seed(sampling.seed, *position))
+        sampling = self._seeded(*position)
         if self.max_tokens is not None:
             room = self.max_tokens - len(transcript)
             if room < 1:

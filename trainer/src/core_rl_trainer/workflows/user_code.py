@@ -56,7 +56,9 @@ def load_user_code(
         sections=tuple(rewards.values()),
         rewards={section.call: _loaded(field, *section.call) for field, section in rewards.items()},
         environment=_environment(environment),
-        should_accept=_optional("rollout.should_accept", should_accept),
+        should_accept=None
+        if should_accept is None
+        else load_callable("rollout.should_accept", should_accept),
     )
 
 
@@ -112,10 +114,6 @@ def _method_problem(environment: object) -> str | None:
         if not inspect.iscoroutinefunction(getattr(method, "__wrapped__", method))
     ]
     return f"without `async def` of {', '.join(wrong)}; write it so" if wrong else None
-
-
-def _optional(field: str, name: str | None) -> Any:
-    return None if name is None else load_callable(field, name)
 
 
 @contextmanager
