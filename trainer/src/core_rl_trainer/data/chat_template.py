@@ -22,6 +22,7 @@ from core_rl_trainer.data.messages import (
     Message,
     in_any_place,
     message_forms,
+    misplaced_reply,
     missing_text,
     shortened,
 )
@@ -94,10 +95,10 @@ class ChatFormat:
             raise BatchError(f"has 'chat_template_kwargs' that are no object: {shortened(arguments)}")
         arguments = {name: value for name, value in arguments.items() if value is not None}
         _check_arguments(BatchError, "chat_template_kwargs", arguments, name, text)
-        fields = {"tools": tools, "documents": example.get("documents") or None}
-        fields = {name: value for name, value in fields.items() if value is not None}
+        fields = {"tools": tools, "documents": example.get("documents")}
+        fields = {name: value for name, value in fields.items() if value}
         for field_name in fields:
-            if not _reads(text, field_name):
+            if field_name not in _names(text):
                 raise BatchError(
                     f"has {field_name!r}, which the chat template{name} does not show to the model; take a template "
                     "that reads them, or remove the column"
@@ -145,6 +146,11 @@ class ChatTemplate:
 
         Raises `BatchError` where it takes none.
         """
+        if "tool_call_id" not in self.text and (reply := misplaced_reply(messages)) is not None:
+            raise BatchError(
+                f"has the reply to the tool call {reply!r} before that to an earlier call, and the chat template shows "
+                "no 'tool_call_id'; put the replies in the order of the calls"
+            )
         refused: BatchError | None = None
         incomplete: Rendered | None = None
         reasoning = next((name for name in REASONING if re.search(rf"\b{name}\b", self.text)), None)
@@ -224,14 +230,10 @@ def _check_arguments(
 ) -> None:
     """Raise ``error`` for an argument that the template never reads."""
     for argument in arguments:
-        if not _reads(text, argument):
+        if argument not in _names(text):
             near = get_close_matches(argument, _names(text), 1)
             hint = f"did you mean {near[0]!r}?" if near else "remove it"
             raise error(f"{subject}: the chat template{name} does not read {argument!r}; {hint}")
-
-
-def _reads(text: str, name: str) -> bool:
-    return name in _names(text)
 
 
 def _variables(text: str) -> set[str]:
