@@ -178,13 +178,10 @@ class ChatTemplate:
             return False
         without = [{field: turn[field] for field in turn if field != name} for turn in messages]
         try:
-            texts = [
-                self.render(self.formed(chat, to_be_continued=False), to_be_continued=False)
-                for chat in (messages, without)
-            ]
+            forms = [self.formed(chat, to_be_continued=False) for chat in (messages, without)]
+            return len({self.render(form, to_be_continued=False) for form in forms}) == 2
         except BatchError:
             return True
-        return texts[0] != texts[1]
 
     def render(self, messages: Rendered, *, to_be_continued: bool) -> str:
         """The text of ``messages``, as a prompt or as a conversation. Raises `BatchError` where it is refused."""

@@ -249,12 +249,9 @@ def recorded_identity(path: Path) -> RunIdentity | None:
 
 
 def refuse_other_run(path: Path, before: RunIdentity, now: RunIdentity) -> None:
-    """Raise `ConfigError` where the run ``before`` in ``path`` took steps and cannot become ``now``.
-
-    Raises `CheckpointDamaged` where its newest checkpoint has changed.
-    """
-    checkpoints, steps = RunCheckpoints(path / "checkpoints", keep=1), now.recipe["steps"]
-    saved = checkpoints.steps()
+    """Raise `ConfigError` where the run ``before`` in ``path`` cannot become ``now``, else as `latest` does."""
+    checkpoints = RunCheckpoints(path / "checkpoints", keep=1)
+    saved, steps = checkpoints.steps(), now.recipe["steps"]
     if saved or _has_steps(path):
         raise_all(ConfigError, f"{path} holds another run. {REMEDY}", before.refused_changes(now))
     if saved and steps < saved[-1]:
