@@ -351,6 +351,20 @@ VERL = {
             "preference with whole conversations",
             {"prompt": [USER, GOOD, USER], "chosen": [GOOD], "rejected": [BAD]},
         ),
+        *(
+            (
+                PREFERENCES,
+                {"messages": [USER, GOOD], "rejected": rejected},
+                name,
+                {"prompt": [USER], "chosen": [GOOD]},
+            )
+            for rejected, name in (
+                ("2", None),
+                (BAD, None),
+                ([BAD], None),
+                ([USER, BAD], "TRL preference with an implicit prompt"),
+            )
+        ),
         (DEMONSTRATIONS, {"messages": json.dumps([USER, GOOD])}, None, {"messages": [USER, GOOD]}),
         (PROMPTS, {"prompt": json.dumps([USER]), "tools": ""}, None, {"prompt": [USER], "tools": None}),
         (PROMPTS, {"prompt": "[1, 2]="}, None, {"prompt": "[1, 2]="}),

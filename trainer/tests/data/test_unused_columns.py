@@ -162,7 +162,7 @@ def test_no_column_is_lost(tmp_path: Path, kind: ExampleKind, names: list[str]) 
     used = result.prompts + "".join(result.trained) + result.fields
     for name, value in row.items():
         named = f"'{name}'" in result.warning
-        assert named or all(text in used or f"'{name}." in result.warning for text in texts_of(value)), name
+        assert named or all(text in used or ".note'" in result.warning for text in texts_of(value)), name
     for name, field in columns.items():  # the advice leads to the right side
         for text in {*texts_of(COLUMNS[field])} - {"thought-1"} if name in ("prompt", "answer") else ():
             assert text in (result.prompts if name == "prompt" else "".join(result.trained) + result.fields)
@@ -193,6 +193,8 @@ U1, S1 = turn("user", "U1"), turn("system", "S1")
 CALL = {"name": "f", "arguments": {"x": 1}}
 ALPACA = {"instruction": "I", "input": "X", "output": "O"}
 PAIR = {"chosen": A1, "rejected": A2}
+TWO_CALLS = {"role": "assistant", "tool_calls": [{"id": name, "function": CALL} for name in ("one", "two")]}
+REPLIES = [turn("tool", f"reply {name}", tool_call_id=name) for name in ("one", "two")]
 
 
 def c(*turns: str) -> str:
@@ -381,6 +383,31 @@ REFUSALS: list[tuple[ExampleKind, dict[str, Any], str]] = [
     (PREFERENCES, {"conversation": [U1], **PAIR}, "data.columns.prompt=conversation"),
     (PREFERENCES, {"prompt": "P", "chosen": "A", "rejected": "B", "margin": 1.5}, "'margin' .1.5.: no loss"),
     (PREFERENCES, {"prompt": "P", **PAIR, "rejected_images": ["r.png"]}, "'rejected_images' .*both sides"),
+    (
+        PREFERENCES,
+        {"messages": [U1, A1], "rejected_response": "B"},
+        "data.columns.rejected=rejected_response",
+    ),
+    (PREFERENCES, {"messages": [U1, A1], "chosen_response": "B"}, "data.columns.chosen=chosen_response"),
+    (PREFERENCES, {"messages": [U1, A1]}, "'rejected'; it has None.* columns are 'messages'"),
+    *(
+        (
+            kind,
+            {"prompt": "<ref-object>?", "answer": "A", "objects": {"ref": ["R"]}},
+            "'<ref-object>' in a text",
+        )
+        for kind in (DEMONSTRATIONS, PROMPTS)
+    ),
+    (
+        DEMONSTRATIONS,
+        {"messages": [U1, turn("assistant", "<bbox>")], "objects": "[[3]]"},
+        "'<bbox>' in a text",
+    ),
+    *(
+        (DEMONSTRATIONS, {"messages": [U1, TWO_CALLS, *replies, A1]}, "reply to the tool call 'two' before")
+        for replies in ([REPLIES[1], REPLIES[0]], [REPLIES[1]], [*REPLIES, U1, TWO_CALLS, *REPLIES[::-1]])
+    ),
+    (PROMPTS, {"prompt": [U1, TWO_CALLS, *REPLIES[::-1]]}, "reply to the tool call 'two' before"),
     (PROMPTS, {"prompt": "P", "_row": 3}, "'_row', which is a field of the trainer"),
     (PROMPTS, {"prompt": "P", "prompt_ids": [3]}, "'prompt_ids', which is a field of the trainer"),
     (DEMONSTRATIONS, ALPACA | {"label": False}, "'label' of true or false"),
@@ -431,6 +458,28 @@ def test_rows_with_unclear_columns_are_refused(
     with pytest.raises(BatchError, match=f"a.jsonl: line 1[: ].*{message}") as caught:
         outcome(tmp_path / "a.jsonl", [row], kind)
     assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("replies", "template"),
+    [
+        (REPLIES, TEMPLATE),
+        (REPLIES[:1], TEMPLATE),
+        ([turn("tool", "reply"), turn("tool", "other")], TEMPLATE),
+        (
+            REPLIES[::-1],
+            TEMPLATE.replace("{{ message.role }}", "{{ message.role }}{{ message.tool_call_id }}"),
+        ),
+    ],
+)
+def test_replies_in_order_or_by_id_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replies: list[dict[str, Any]], template: str
+) -> None:
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    row = {"messages": [U1, TWO_CALLS, *replies, A1]}
+    assert all(
+        turn["content"] in outcome(tmp_path / "a.jsonl", [row], DEMONSTRATIONS).prompts for turn in replies
+    )
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -112,6 +112,8 @@ def test_gym_tasks_score_their_own_answers() -> None:
         (r"\boxed{3}", "Therefore x = 3", 1),
         ("1000", "1e3", 1),
         (r"\boxed{4}", "3 red and 4 blue", 0),
+        (" B\n", ["A", "B"], 1),
+        ("C", "B", 0),
     ],
 )
 def test_math_verify_compares_expressions(completion: str, answer: Any, reward: float) -> None:

@@ -23,7 +23,7 @@ from core_rl.checkpoint.run import RunCheckpoint
 from core_rl.config.layout import ParallelLayout
 from core_rl.data.batch import SequenceBatch
 from core_rl.distributed.comm import Comm
-from core_rl.errors import CheckpointMismatch, ConfigError, WeightsError
+from core_rl.errors import CheckpointDamaged, CheckpointMismatch, ConfigError, WeightsError
 from core_rl.reference import SPEC
 from core_rl_trainer import dry_run, train
 from core_rl_trainer.errors import NothingLearned, StoppedBySignal
@@ -112,6 +112,12 @@ def test_forbidden_changes_are_named_with_reason(
             start(finished / "recipe.yaml", [text.format(run=finished) for text in overrides])
     assert (finished / "recipe.yaml").read_text() == recipe
     assert not (tmp_path / "new").exists()
+
+
+def test_damaged_checkpoint_shows_in_dry_run(copied: Path) -> None:
+    (copied / "checkpoints" / "step-00000002" / "state.json").write_text("")
+    with pytest.raises(CheckpointDamaged, match="state.json: 0 bytes"):
+        dry_run(copied / "recipe.yaml", ["steps=3"])
 
 
 def test_data_files_count_by_their_content(start: Path, copied: Path, tmp_path: Path) -> None:

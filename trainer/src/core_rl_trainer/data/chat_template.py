@@ -22,6 +22,7 @@ from core_rl_trainer.data.messages import (
     Message,
     in_any_place,
     message_forms,
+    misplaced_reply,
     missing_text,
     shortened,
 )
@@ -94,8 +95,8 @@ class ChatFormat:
             raise BatchError(f"has 'chat_template_kwargs' that are no object: {shortened(arguments)}")
         arguments = {name: value for name, value in arguments.items() if value is not None}
         _check_arguments(BatchError, "chat_template_kwargs", arguments, name, text)
-        fields = {"tools": tools, "documents": example.get("documents") or None}
-        fields = {name: value for name, value in fields.items() if value is not None}
+        fields = {"tools": tools, "documents": example.get("documents")}
+        fields = {name: value for name, value in fields.items() if value}
         for field_name in fields:
             if field_name not in _names(text):
                 raise BatchError(
@@ -145,6 +146,11 @@ class ChatTemplate:
 
         Raises `BatchError` where it takes none.
         """
+        if "tool_call_id" not in self.text and (reply := misplaced_reply(messages)) is not None:
+            raise BatchError(
+                f"has the reply to the tool call {reply!r} before that to an earlier call, and the chat template shows "
+                "no 'tool_call_id'; put the replies in the order of the calls"
+            )
         refused: BatchError | None = None
         incomplete: Rendered | None = None
         reasoning = next((name for name in REASONING if re.search(rf"\b{name}\b", self.text)), None)
@@ -172,13 +178,10 @@ class ChatTemplate:
             return False
         without = [{field: turn[field] for field in turn if field != name} for turn in messages]
         try:
-            texts = [
-                self.render(self.formed(chat, to_be_continued=False), to_be_continued=False)
-                for chat in (messages, without)
-            ]
+            forms = [self.formed(chat, to_be_continued=False) for chat in (messages, without)]
+            return len({self.render(form, to_be_continued=False) for form in forms}) == 2
         except BatchError:
             return True
-        return texts[0] != texts[1]
 
     def render(self, messages: Rendered, *, to_be_continued: bool) -> str:
         """The text of ``messages``, as a prompt or as a conversation. Raises `BatchError` where it is refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "answer": ("solution", "response", "output", "completion", "ground_truth", "target", "label"),
     "messages": ("conversation", "conversations", "dialog", "chat", "turns"),
     "chosen": ("preferred", "accepted", "chosen_response", "response_chosen", "response_j"),
-    "rejected": ("dispreferred", "rejected_response", "response_rejected", "response_k"),
+    "rejected": ("dispreferred", "rejected_response", "rejected_messages", "response_rejected", "response_k"),
     "system": ("system_prompt", "system_message"),
 }
 """Columns that other data sets have for a field."""
@@ -35,6 +36,8 @@ CONTEXT = ("system", "history")
 """Columns of LLaMA-Factory that come before a chat."""
 REPLACED = "\0replaced"
 """The field with the names of columns whose place another one took; no column has this name."""
+PLACEHOLDER = re.compile(r"<(bbox|ref-object)>")
+"""The place of a box or a name of the column ``objects`` in a text of ms-swift."""
 MOST = 600
 """Characters of the names of columns that an error lists."""
 MEDIA_FIX = "no model is trained on it; remove the column"
@@ -181,13 +184,11 @@ def check_fields(
 ) -> None:
     """Raise `BatchError` with the settings that name columns, where no row has the needed ones."""
     rows = converted.readable()
-    if not rows or any(
-        kind.check(row.example) is None or not _lacks(row.example, "messages") for row in rows
-    ):
+    if not rows or any(kind.check(row.example) is None for row in rows):
         return
     row, *_ = rows
     missing = [name for name in kind.fields if _lacks(row.example, name)]
-    if not missing:
+    if not missing or (kind.name == "demonstrations" and not _lacks(row.example, "messages")):
         return
     columns = examples.rows[row.number].example
     settings = [f"data.columns.{name}={_similar(name, columns) or 'COLUMN'}" for name in missing]
@@ -227,6 +228,12 @@ def _converted(example: Example, kind: ExampleKind, chats: bool) -> tuple[Exampl
         refused = kind.name != "prompts" or fix == MEDIA_FIX
         if refused and example.get(name) not in (*EMPTY, neutral, str(neutral)):
             raise BatchError(f"has a column {name!r} ({shortened(example[name])}): {fix}")
+    place = PLACEHOLDER.search(str([example.get(name) for name in CHATS]))
+    if place and not _lacks(example, "objects"):
+        raise BatchError(
+            f"has {place[0]!r} in a text, and a column 'objects', from which nothing is put there; write its names and "
+            "boxes into the texts, and remove the column"
+        )
     result = {**example, **parsed_chats(example, (*CHATS, *TEXTS_OF_JSON))}
     for name in CHATS:
         value = result.get(name)
@@ -277,6 +284,10 @@ def _convert_chat(result: Example, kind: ExampleKind, column: str) -> str | None
             f"has {column!r} that end with a turn of the assistant; remove the turn, or write "
             f"data.columns.prompt={column} to have it continued"
         )
+    elif _lacks(result, "chosen", *SYNONYMS["chosen"]):  # ms-swift: a column has the rejected answer or chat
+        turns, rejected = result.pop(column), result.get("rejected")
+        whole = are_turns(rejected) and not _begins_with_answer(rejected)
+        result |= {"chosen": turns} if whole else {"prompt": turns[:-1], "chosen": turns[-1:]}
     if kind.name == "preferences":
         return _convert_preference(result)
     return "open-instruct" if _take_gold(result, result) else None

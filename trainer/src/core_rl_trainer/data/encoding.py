@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -176,9 +175,7 @@ def encode_chat(
             before, completion = before + completion[:length], completion[length:]
         start, turn = split_ids(chat_format.tokenizer, before, completion)
         start = chat_format.opened(start)
-        turn, trained = _ended(
-            chat_format.tokenizer, turn, message_text(messages[number]), chat_format.closing
-        )
+        turn, trained = _ended(chat_format, turn, message_text(messages[number]))
         ids, mask = sequences[-1] if sequences else ([], [])
         ids, mask = sequences.pop() if ids and start[: len(ids)] == ids else ([], [])
         mask = [*mask, *[False] * (len(start) - len(ids)), *[n < trained for n in range(len(turn))]]
@@ -191,7 +188,7 @@ def ended_ids(chat_format: ChatFormat, messages: Sequence[Message], example: Map
     tokenizer = chat_format.tokenizer
     before, completion = _Chat.of(chat_format.template(example), messages).turn(len(messages) - 1)
     turn = continuation_ids(tokenizer, before, completion)
-    end = _end_in(tokenizer, turn, message_text(messages[-1]), chat_format.closing)
+    end = _end_in(chat_format, turn, message_text(messages[-1]))
     ids = chat_format.opened(text_ids(tokenizer, before + completion))
     return ids[: len(ids) + end - len(turn)] if end else [*ids, end_of(tokenizer)]
 
@@ -323,22 +320,20 @@ def _end_of_text(text: str, completion: str) -> int:
 # ---------------------------------------------------------------------- tokens
 
 
-def _ended(
-    tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]
-) -> tuple[list[int], int]:
+def _ended(chat_format: ChatFormat, turn: list[int], text: str) -> tuple[list[int], int]:
     """A turn with a token that ends it, the end-of-sequence token where it has none; the number of trained tokens."""
-    end = _end_in(tokenizer, turn, text, closing)
+    end = _end_in(chat_format, turn, text)
     if not end:
-        return [*turn, end_of(tokenizer)], len(turn) + 1
+        return [*turn, end_of(chat_format.tokenizer)], len(turn) + 1
     while turn[end - 2 : end - 1] == turn[end - 1 : end]:  # the text spells the end out as well
         end -= 1
     return turn, end
 
 
-def _end_in(tokenizer: PreTrainedTokenizerBase, turn: list[int], text: str, closing: AbstractSet[int]) -> int:
-    """The number of tokens up to the last ``closing`` one that the template writes behind ``text``; 0 without one."""
-    last = max((number + 1 for number, token in enumerate(turn) if token in closing), default=0)
-    rest = squeezed(str(tokenizer.decode(turn[last:])))
+def _end_in(chat_format: ChatFormat, turn: list[int], text: str) -> int:
+    """The number of tokens up to the last closing one that the template writes behind ``text``; 0 without one."""
+    last = max((number + 1 for number, token in enumerate(turn) if token in chat_format.closing), default=0)
+    rest = squeezed(str(chat_format.tokenizer.decode(turn[last:])))
     return 0 if rest and squeezed(text).endswith(rest) else last
 
 

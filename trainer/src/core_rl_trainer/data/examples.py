@@ -155,16 +155,12 @@ def _completion_problem(example: Example, name: str, further: str = "") -> str |
 
 def _is_empty(completion: Any) -> bool:
     """Whether a completion has no text, reasoning or call of the assistant."""
-    turns = [turn for turn in completion if turn["role"] == "assistant"] if _is_chat(completion) else []
+    turns = [] if _chat_problem(completion) else [turn for turn in completion if turn["role"] == "assistant"]
     return all(map(is_blank, turns)) if turns else completion in EMPTY
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and not any(map(message_problem, value))
 
 
 def _chat_problem(value: Any) -> str | None:

@@ -87,6 +87,16 @@ def is_trained(message: Message) -> bool:
     return False
 
 
+def misplaced_reply(messages: Sequence[Message]) -> str | None:
+    """The id of a tool's reply that comes before that of an earlier call of the same turn, or None."""
+    waiting: list[str] = []
+    for message in messages:
+        waiting = [call["id"] for call in message.get("tool_calls") or () if call.get("id")] or waiting
+        if (name := message.get("tool_call_id")) in waiting and name != waiting.pop(0):
+            return str(name)
+    return None
+
+
 # ---------------------------------------------------------------------- checks
 
 
@@ -105,10 +115,9 @@ def message_problem(message: object) -> str | None:
     problems = [_fields_problem(message), *map(_part_problem, parts)]
     if problem := next(filter(None, problems), None):
         return problem
-    if content is None:
-        if not calls:
-            return "no text as 'content'"
-    elif not isinstance(content, str | list):
+    if content is None and not calls:
+        return "no text as 'content'"
+    if not isinstance(content, str | list | None):
         return f"no text as 'content', but {shortened(content)}"
     return None if calls is None else _calls_problem(calls)
 
@@ -212,17 +221,11 @@ def missing_text(message: Message, rendered: str) -> str | None:
     """A text of ``message`` that ``rendered`` does not show, with its field; blanks do not count."""
     shown = squeezed(rendered)
     texts = [("content", message_text(message)), ("reasoning", reasoning_of(message))]
-    texts += [("tool_calls", text) for text in _call_texts(message)]
+    functions = map(_function_of, message.get("tool_calls") or ())
+    calls = [{function["name"]: _arguments(function)} for function in functions]
+    texts += [("tool_calls", text) for text in _leaves(calls)]
     texts += [(name, text) for name in SHOWN_FIELDS for text in _leaves(message.get(name))]
     return next((f"{name!r} ({text!r})" for name, text in texts if not _is_shown(text, shown)), None)
-
-
-def _call_texts(message: Message) -> Iterator[str]:
-    """The names of called functions, and the names and values of their arguments."""
-    for call in message.get("tool_calls") or ():
-        function = _function_of(call)
-        yield str(function["name"])
-        yield from _leaves(_arguments(function))
 
 
 def _leaves(value: object) -> Iterator[str]:

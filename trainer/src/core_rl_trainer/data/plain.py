@@ -172,11 +172,8 @@ def _text(value: object) -> str:
         members = {_name(name): _text(member) for name, member in value.items()}
         if len(members) < len(value):
             raise BatchError(f"has names that are equal in JSON: {shown(list(value))}")
-        return (
-            "{"
-            + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {text}" for name, text in members.items())
-            + "}"
-        )
+        pairs = (f"{json.dumps(name, ensure_ascii=False)}: {text}" for name, text in members.items())
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, AbstractSet):

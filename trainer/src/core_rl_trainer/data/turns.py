@@ -29,11 +29,9 @@ FIRST_IDEOGRAPH = "\u2e80"
 
 def are_turns(value: object) -> bool:
     """Whether ``value`` is a list of turns with roles."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value)
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value)
 
 
 def as_turns(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -86,11 +84,9 @@ def with_context(system: object, history: object, turns: list[Any]) -> list[Any]
     rest = turns[len(head) :]
     if system and not head:
         head = [{"role": "system", "content": system}]
-    roles = ("user", "assistant")
-    earlier = [
-        {"role": role, "content": text} for pair in history for role, text in zip(roles, pair, strict=True)
-    ]
-    return [*head, *earlier, *rest]
+    for question, answer in history:
+        head += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*head, *rest]
 
 
 def with_implicit_prompt(example: Example) -> Example:

@@ -249,8 +249,9 @@ def recorded_identity(path: Path) -> RunIdentity | None:
 
 
 def refuse_other_run(path: Path, before: RunIdentity, now: RunIdentity) -> None:
-    """Raise `ConfigError` where the run ``before`` in ``path`` took steps and cannot become ``now``."""
-    saved, steps = RunCheckpoints(path / "checkpoints", keep=1).steps(), now.recipe["steps"]
+    """Raise `ConfigError` where the run ``before`` in ``path`` cannot become ``now``, else as `latest` does."""
+    checkpoints = RunCheckpoints(path / "checkpoints", keep=1)
+    saved, steps = checkpoints.steps(), now.recipe["steps"]
     if saved or _has_steps(path):
         raise_all(ConfigError, f"{path} holds another run. {REMEDY}", before.refused_changes(now))
     if saved and steps < saved[-1]:
@@ -263,6 +264,7 @@ def refuse_other_run(path: Path, before: RunIdentity, now: RunIdentity) -> None:
             f"steps = {steps}, and the complete run in {path} has no checkpoint any more from which it could go on; "
             "set output_dir to another directory, or fresh=true"
         )
+    checkpoints.latest()
 
 
 def _has_steps(path: Path) -> bool:
@@ -310,9 +312,7 @@ def _open(path: Path, subject: str) -> RunCheckpoint:
         raise ConfigError(
             f"{subject}: there is no such directory; name that of a run, or of one of its checkpoints"
         )
-    checkpoint = open_run_checkpoint(path)
-    if checkpoint is None:
-        checkpoint = RunCheckpoints(path / "checkpoints", keep=1).latest()
+    checkpoint = open_run_checkpoint(path) or RunCheckpoints(path / "checkpoints", keep=1).latest()
     if checkpoint is None:
         raise ConfigError(
             f"{subject} holds no complete checkpoint; name the directory of a run that has one, or of one checkpoint"
