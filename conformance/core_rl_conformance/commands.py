@@ -17,14 +17,10 @@ from core_rl.cli import PASSED_ON
 def checks(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Checks, or how their names begin, such as I7; all without.",
-            metavar="NAME",
-            show_default=False,
-        ),
+        typer.Argument(help="Checks, or how their names begin, such as I7; all without.", metavar="NAME"),
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Write all of them as a page here.", show_default=False)
+        Path | None, typer.Option("--markdown", help="Write all of them as a page here.")
     ] = None,
 ) -> None:
     """Explain the checks of the conformance suite: requirements, reasons, and where to look when it fails.
@@ -58,30 +54,24 @@ def _print_schema(enabled: bool) -> None:
 
 def report(
     reports: Annotated[
-        list[Path],
-        typer.Argument(help="Files that pytest --report=FILE wrote.", metavar="REPORT", show_default=False),
+        list[Path], typer.Argument(help="Files that pytest --report=FILE wrote.", metavar="REPORT")
     ],
     markdown: Annotated[
-        Path | None,
-        typer.Option("--markdown", help="Write the table here, for a README.", show_default=False),
+        Path | None, typer.Option("--markdown", help="Write the table here, for a README.")
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a web page here.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a web page here.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check each report as a submission, and print nothing else.")
     ] = False,
     badge: Annotated[
-        Path | None,
-        typer.Option("--badge", help="Write an SVG badge of one engine here.", show_default=False),
+        Path | None, typer.Option("--badge", help="Write an SVG badge of one engine here.")
     ] = None,
     profile: Annotated[
         str,
         typer.Option("--profile", help="The profile of the badge: sft, rl-sync, rl-async, moe, lora or vlm."),
     ] = "sft",
     versions: Annotated[
-        Path | None,
-        typer.Option("--versions", help="Write a page of the environments of REPORTS.", show_default=False),
+        Path | None, typer.Option("--versions", help="Write a page of the environments of REPORTS.")
     ] = None,
     _schema: Annotated[
         bool,
@@ -132,16 +122,11 @@ def new_engine(
         str, typer.Argument(help="The engine's name: lower-case letters, digits and hyphens.", metavar="NAME")
     ],
     directory: Annotated[
-        Path | None,
-        typer.Option("--directory", help="Write the folder core-rl-NAME in here.", show_default=False),
+        Path | None, typer.Option("--directory", help="Write the folder core-rl-NAME in here.")
     ] = None,
     class_prefix: Annotated[
         str | None,
-        typer.Option(
-            "--class-prefix",
-            help="What its classes begin with, instead of NAME in CapWords.",
-            show_default=False,
-        ),
+        typer.Option("--class-prefix", help="What its classes begin with, instead of NAME in CapWords."),
     ] = None,
     kind: Annotated[
         Literal["train", "inference"], typer.Option("--kind", help="Train or inference engine.")
@@ -173,7 +158,6 @@ def certify(
         typer.Argument(
             help="The engine, as 'core-rl engines' lists it, or the trainer of an entry point rl_trainers.",
             metavar="NAME",
-            show_default=False,
         ),
     ],
     options: Annotated[
@@ -181,7 +165,6 @@ def certify(
         typer.Argument(
             help="Options of the suite and of pytest, such as --quick or --report=FILE.json.",
             metavar=PASSED_ON,
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -203,21 +186,12 @@ def certify(
 
 def diff(
     left: Annotated[
-        str,
-        typer.Argument(
-            help="A trainer, and the file of its settings.", metavar="NAME:FILE", show_default=False
-        ),
+        str, typer.Argument(help="A trainer, and the file of its settings.", metavar="NAME:FILE")
     ],
-    right: Annotated[
-        str, typer.Argument(help="The other trainer and its file.", metavar="NAME:FILE", show_default=False)
-    ],
+    right: Annotated[str, typer.Argument(help="The other trainer and its file.", metavar="NAME:FILE")],
     rollouts: Annotated[
         Path | None,
-        typer.Option(
-            "--rollouts",
-            help="A JSONL file with a completion in each line; drawn by default.",
-            show_default=False,
-        ),
+        typer.Option("--rollouts", help="A JSONL file with a completion in each line; drawn by default."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the tokens.")] = 0,
 ) -> None:

@@ -30,7 +30,7 @@ from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, SequenceLoss, grad_norm
-from core_rl_oracle.plain import ALONE, MANY_VARIANTS, TRAINED_ALONE, VARIANTS, PlainModel, Variant
+from core_rl_oracle.plain import ALONE, MANY_VARIANTS, TRAINED_ALONE, VARIANTS, PlainModel
 from core_rl_oracle.tolerance import (
     Tolerance,
     mean_square,
@@ -182,7 +182,8 @@ class ExpectedValues:
         def run() -> _OutputRuns:
             plain = self.plain(of, dtype, device)
             variants = (*VARIANTS, ALONE) if _is_large(of) else VARIANTS
-            return _run_outputs(oracle(), plain, variants, sequences, temperature)
+            runs = (plain.outputs(variant, sequences, temperature) for variant in variants)
+            return [oracle().evaluate(sequences, temperature), *runs]
 
         def select() -> _Values:
             runs = self.keep(of, ("outputs", *key), run)
@@ -302,17 +303,6 @@ _OutputRuns = list[list[dict[str, Tensor]]]
 """The same of all outputs."""
 GradientRuns = tuple[Gradients, dict[str, Tolerance], Tolerance, Tolerance]
 """The oracle's, and the tolerances of gradients, loss and norm."""
-
-
-def _run_outputs(
-    oracle: Oracle,
-    plain: PlainModel,
-    variants: Sequence[Variant],
-    sequences: Sequence[OracleSequence],
-    temperature: float,
-) -> _OutputRuns:
-    truth = oracle.evaluate(sequences, temperature)
-    return [truth, *(plain.outputs(variant, sequences, temperature) for variant in variants)]
 
 
 def _output_mistakes(

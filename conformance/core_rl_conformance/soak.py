@@ -45,7 +45,8 @@ from core_rl_conformance.inputs.drawn import (
 from core_rl_conformance.inputs.losses import CheckLoss, TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import MeasurementRecord
-from core_rl_conformance.procedures.moving import FORMATS, state, verify_state
+from core_rl_conformance.procedures.adapters import verify_trained
+from core_rl_conformance.procedures.moving import FORMATS, offload_and_onload, state, verify_state
 from core_rl_conformance.procedures.state_machine import run_state_machine
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW
@@ -118,9 +119,6 @@ class EngineCalls(RuleBasedStateMachine):
     optimizer: AdamW
     frozen: Sequence[str]
 
-    def __init_subclass__(cls, soak: Soak) -> None:
-        cls.soak = soak
-
     @initialize(start=st.runner().flatmap(lambda machine: starts(machine.soak.families)))
     def begin(self, start: Start) -> None:
         """Start the engine."""
@@ -186,10 +184,10 @@ class EngineCalls(RuleBasedStateMachine):
                 )
                 label = "the loss of a drawn call"
                 self.subject.verify_loss(label, metrics["loss"], expected)
-            trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in self.frozen}
             grads = self.group.named_tensors("grads")
-            label = "gradients of drawn calls"
-            self.subject.verify_named(label, grads, trained, expected.tolerances)
+            verify_trained(
+                self.subject, "of drawn calls", grads, expected, lambda name: name not in self.frozen
+            )
             self.group.optimizer_zero_grad()
 
     @rule(drawn=few, cut=cuts, loss=losses)
@@ -254,10 +252,7 @@ class EngineCalls(RuleBasedStateMachine):
         if self.soak.over or not self.subject.spec.supports(Capability.OFFLOAD):
             return
         with self.soak.call("offload"):
-            before = state(self.group)
-            self.group.offload()
-            self.group.onload()
-            verify_state(self.subject, "after offload() and onload()", self.group, before)
+            offload_and_onload(self.subject, self.group, state(self.group))
 
     def teardown(self) -> None:
         """Keep the comparisons of a sequence that has started."""
@@ -287,17 +282,11 @@ def soak_check(seconds: float) -> Check:
         for round_ in count():
             if soak.over:
                 break
-            _run_round(soak, subject.case.seed * 1000 + round_)
+            number = subject.case.seed * 1000 + round_
+            run_state_machine(EngineCalls, {"soak": soak}, number, EXAMPLES, CALLS)
         subject.measurements += soak.worst.values()
         subject.require(bool(soak.calls), f"no call was made in {seconds:.0f} s")
 
     declared = check_of(soak)
     assert declared is not None
     return declared
-
-
-def _run_round(soak: Soak, number: int) -> None:
-    class Calls(EngineCalls, soak=soak):
-        """The calls of a round."""
-
-    run_state_machine(Calls, number, EXAMPLES, CALLS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ def model_class(head: str, vision: bool) -> Any:
     if vision:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+
+
+def load_model(directory: Path, head: str, vision: bool, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in ``directory``, in evaluation mode and with eager attention."""
+    model: PreTrainedModel = model_class(head, vision).from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        local_files_only=True,
+    )
+    model.eval()
+    return model
 
 
 def joined_media(media: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

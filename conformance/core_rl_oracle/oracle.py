@@ -17,12 +17,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.float64 import float64_only
 from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.media import media_arguments, model_class
+from core_rl_oracle.media import load_model, media_arguments
 
 KINDS = ("params", "momentum", "exp_avg", "exp_avg_sq")
 """The tensors of an `OptimizerState`."""
@@ -105,17 +104,7 @@ class Oracle:
         vision: bool = False,
     ) -> None:
         with float64_only():
-            self.model: PreTrainedModel = (
-                model_class(head, vision)
-                .from_pretrained(
-                    directory,
-                    dtype=torch.float64,
-                    attn_implementation="eager",
-                    experts_implementation="eager",
-                    local_files_only=True,
-                )
-                .eval()
-            )
+            self.model = load_model(directory, head, vision, torch.float64)
             if adapter is not None:
                 adapter.attach(self.model)
         self.head = head

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from core_rl_oracle.experts import all_written, balance, gradients_of, overwrite, parameters_of, watched
 from core_rl_oracle.low_rank import LowRank
-from core_rl_oracle.media import joined_media, media_arguments, model_class
+from core_rl_oracle.media import joined_media, load_model, media_arguments
 from core_rl_oracle.oracle import OracleHead, OracleSequence, SequenceLoss, joined_outputs
 
 
@@ -99,17 +99,7 @@ class PlainModel:
         self.head = head
         self.dtype = dtype
         self.device = device
-        self._model: PreTrainedModel = (
-            model_class(head, vision)
-            .from_pretrained(
-                directory,
-                dtype=dtype,
-                attn_implementation="eager",
-                experts_implementation="eager",
-                local_files_only=True,
-            )
-            .eval()
-        )
+        self._model = load_model(directory, head, vision, dtype)
         if adapter is not None:
             adapter.attach(self._model)
         torch.nn.Module.to(self._model, device)
@@ -121,11 +111,11 @@ class PlainModel:
         self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
     ) -> list[dict[str, Tensor]]:
         """The outputs of each sequence under ``variant``, in the caller's order; without logits."""
-        model = self.model(variant)
+        self.model(variant)
         outputs: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
             for rows in _cuts(variant, sequences):
-                outputs |= self._batch(model, variant, rows, sequences, temperature)
+                outputs |= self._batch(variant, rows, sequences, temperature)
         return [outputs[index] for index in range(len(sequences))]
 
     def gradients(
@@ -169,8 +159,7 @@ class PlainModel:
         weight: float,
     ) -> float:
         """Run one batch forward and backward; its part of the loss."""
-        model = self._model
-        outputs = self._batch(model, variant, rows, sequences, temperature)
+        outputs = self._batch(variant, rows, sequences, temperature)
         parts = [loss(outputs[index], sequences[index].in_dtype(torch.float32))[0] for index in rows]
         part = torch.stack(parts).sum() / weight
         if part.requires_grad:
@@ -202,25 +191,17 @@ class PlainModel:
         return model
 
     def _batch(
-        self,
-        model: PreTrainedModel,
-        variant: Variant,
-        rows: Sequence[int],
-        sequences: Sequence[OracleSequence],
-        temperature: float,
+        self, variant: Variant, rows: Sequence[int], sequences: Sequence[OracleSequence], temperature: float
     ) -> dict[int, dict[str, Tensor]]:
         """The outputs of the sequences ``rows``, and of their partners in the same batch."""
         parts = [part for index in rows for part in sequences[index].parts]
-        results = iter(self._padded_batch(model, variant, parts, temperature))
+        results = iter(self._padded_batch(variant, parts, temperature))
         return {index: joined_outputs([next(results) for _ in sequences[index].parts]) for index in rows}
 
     def _padded_batch(
-        self,
-        model: PreTrainedModel,
-        variant: Variant,
-        sequences: Sequence[OracleSequence],
-        temperature: float,
+        self, variant: Variant, sequences: Sequence[OracleSequence], temperature: float
     ) -> list[dict[str, Tensor]]:
+        model = self._model
         lists = [sequence.input_ids for sequence in sequences]
         width = max(map(len, lists))
         starts = [width - len(ids) if variant.padding == "left" else 0 for ids in lists]

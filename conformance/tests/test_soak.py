@@ -65,11 +65,8 @@ def _calls(engine: type[Packed], directory: Path, act: Callable[[EngineCalls], N
 
 def _begun(subject: EngineUnderTest) -> EngineCalls:
     """Calls without hypothesis."""
-
-    class Calls(EngineCalls, soak=Soak(subject, time.monotonic() + FOREVER_S)):
-        """Of this engine."""
-
-    calls = Calls()
+    soak = Soak(subject, time.monotonic() + FOREVER_S)
+    calls: EngineCalls = type("Calls", (EngineCalls,), {"soak": soak})()
     calls.begin(START)
     return calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -30,8 +31,7 @@ from core_rl_conformance.profile import NAMED_APART
 EXAMPLES = 8
 """Sequences of calls."""
 CALLS = 8
-GREEDY = replace(serving.PLAIN, temperature=0.0)
-LONG = replace(GREEDY, max_new_tokens=40)
+LONG = replace(serving.GREEDY, max_new_tokens=40)
 SHARED_TOKENS = 40
 """More than a block of a prefix cache."""
 TAILS = (1, 3)
@@ -137,7 +137,7 @@ class RouteOrders(RuleBasedStateMachine):
     @rule()
     def generate(self) -> None:
         """Draw greedy tokens, whose log-probs and versions are the last update's."""
-        responses = serving.ask(self.engine, serving.few_requests(self.subject, GREEDY))
+        responses = serving.ask(self.engine, serving.few_requests(self.subject, serving.GREEDY))
         label = "of greedy tokens after these calls"
         serving.verify_served(self.subject, label, responses, self.model, self.old, self.version)
 
@@ -152,19 +152,17 @@ class RouteOrders(RuleBasedStateMachine):
 
     async def _abort(self, while_paused: bool) -> None:
         short, *long = serving.few_requests(self.subject, LONG, 20)
-        answer = asyncio.ensure_future(serving.answers(self.engine, [replace(short, sampling=GREEDY)]))
+        first = [replace(short, sampling=serving.GREEDY)]
+        answer = asyncio.ensure_future(serving.answers(self.engine, first))
         # The answer comes before the long ones, whether a server batches or queues.
         await serving.let_begin()
         running = [asyncio.ensure_future(self.engine.agenerate(request)) for request in long]
         await serving.let_begin()
         await answer
-        if while_paused:
-            await asyncio.to_thread(self.engine.pause)
-        for task in running:
-            task.cancel()
-        ended, late = await asyncio.wait(running, timeout=CALL_TIMEOUT_S)
-        if while_paused:
-            await asyncio.to_thread(self.engine.resume)
+        async with serving.paused(self.engine) if while_paused else nullcontext():
+            for task in running:
+                task.cancel()
+            ended, late = await asyncio.wait(running, timeout=CALL_TIMEOUT_S)
         errors = [task.exception() for task in ended if not task.cancelled()]
         problem = f"of {len(running)} aborted requests, {len(late)} did not end; errors: {errors}"
         self.subject.require(not late and not any(errors), problem)
@@ -183,7 +181,7 @@ class RouteOrders(RuleBasedStateMachine):
     def _generate_shared(self) -> None:
         prefix = self.subject.data(lengths=(SHARED_TOKENS,)).rows[0].ids
         tails = self.subject.data(lengths=TAILS, seed=1).rows
-        requests = [LLMRequest(input_ids=prefix + tail.ids, sampling=GREEDY) for tail in tails]
+        requests = [LLMRequest(input_ids=prefix + tail.ids, sampling=serving.GREEDY) for tail in tails]
         # One after the other, so that the second meets the state after the first.
         responses = [serving.ask(self.engine, [request])[0] for request in requests]
         label = "of greedy tokens after a shared prefix"
@@ -203,12 +201,6 @@ class RouteOrders(RuleBasedStateMachine):
         self.generate()
 
 
-def run_orders(machine: type[RouteOrders], subject: EngineUnderTest) -> None:
-    """Run drawn sequences of the calls of ``machine`` on ``subject``."""
-    calls = type("Calls", (machine,), {"subject": subject})
-    run_state_machine(calls, subject.case.seed, EXAMPLES, CALLS)
-
-
 @check("I13.route-orders", kind="inference", requires={Capability.SYNC_DISK}, each="engine", quick=False)
 def states_follow_any_order_of_calls(subject: EngineUnderTest) -> None:
     """After updates, failed updates, aborts, labels, pauses and sleep in any order, tokens follow the last update.
@@ -220,7 +212,7 @@ def states_follow_any_order_of_calls(subject: EngineUnderTest) -> None:
     Look at: the calls of the message, and copies of weights, versions and prefixes that a pause, a sleep, a failure or
     an abort keeps.
     """
-    run_orders(RouteOrders, subject)
+    run_state_machine(RouteOrders, {"subject": subject}, subject.case.seed, EXAMPLES, CALLS)
 
 
 class AdapterOrders(RouteOrders):
@@ -276,4 +268,4 @@ def adapters_follow_any_order_of_calls(subject: EngineUnderTest) -> None:
     adapters.
     Look at: the calls of the message, and the adapter that a pause, a sleep, a failure or an abort restores.
     """
-    run_orders(AdapterOrders, subject)
+    run_state_machine(AdapterOrders, {"subject": subject}, subject.case.seed, EXAMPLES, CALLS)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from core_rl.backend.meta import CheckpointFormat, WeightUpdateMeta
 from core_rl.config.capability import Capability
@@ -20,13 +21,13 @@ from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
+from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import moving
 from core_rl_conformance.procedures.adapters import adapter_of, base_of, load, low_rank_of, outputs_of, start
 from core_rl_conformance.procedures.outputs import verify_outputs
 from core_rl_conformance.procedures.streaming import caught, tensors_of
 from core_rl_conformance.procedures.training import optimizer_config
 from core_rl_conformance.profile import Setting
-from core_rl_oracle.media import model_class
 from core_rl_oracle.tolerance import tolerances
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -54,11 +55,7 @@ def exports_are_merged(subject: EngineUnderTest) -> None:
     group.save(moving.meta(path, "hf"))
     params = _verify_merged(subject, group, adapter)
     subject.verify_same("parameters of the export", tensors_of(path), params)
-    loading: tuple[PreTrainedModel, dict[str, object]] = model_class(
-        model.head, model.vision
-    ).from_pretrained(path, local_files_only=True, output_loading_info=True)
-    problems = {name: str(mismatch) for name, mismatch in loading[1].items() if mismatch}
-    subject.require(not problems, f"transformers reports while loading the export: {problems}")
+    moving.verify_loads(subject, model, path)
     if subject.spec.supports(Capability.SYNC_DISK):
         group.train_batch(subject.data(seed=1).batch(), LOSS.spec(), ONE_PASS)
         path = subject.directory("sync")
@@ -155,28 +152,22 @@ def training_of_an_adapter_resumes(subject: EngineUnderTest) -> None:
     Look at: the names of ``exp_avg`` and ``exp_avg_sq``, and whether base and adapter are both in the checkpoint,
     and in ``ShardedState.local``.
     """
-    adapter = TinyAdapter(model=subject.model())
-    group = _start(subject, adapter)
-    load(subject, group, adapter)
-    moving.offload_and_onload(subject, group)
-    moving.train(group, subject, [0, 1])
-    for form in moving.formats(subject):
-        group.save(moving.meta(subject.directory(form), form))
-    saved = moving.state(group)
-    _verify_kept(subject, group, saved)
-    moving.offload_and_onload(subject, group, saved)
-    reports = moving.train(group, subject, [2])
-    expected = moving.state(group)
-    second_adapter = replace(adapter, model=moving.elsewhere(adapter.model))
-    for form in moving.formats(subject):
-        group = _start(subject, second_adapter)
-        moving.train(group, subject, [5])
-        group.load(moving.meta(subject.directory(form), form))
-        moving.verify_state(subject, f"after the load of {form!r}", group, saved)
-        got = moving.train(group, subject, [2])
-        if form == "sharded":
-            moving.verify_steps(subject, 2, got, reports, dropout=subject.spec.supports(Capability.DROPOUT))
-            moving.verify_state(subject, "after resuming", group, expected)
+    adapter, numbers = TinyAdapter(model=subject.model()), count()
+
+    def start_with(model: TinyModel) -> EngineGroup:
+        of_model = replace(adapter, model=model)
+        group = _start(subject, of_model)
+        load(subject, group, of_model, f"adapter-{next(numbers)}")
+        return group
+
+    forms, dropout = moving.formats(subject), subject.spec.supports(Capability.DROPOUT)
+    saved = moving.verify_resume(subject, start_with, adapter.model, forms, [2], dropout=dropout)
+    names = adapter_of(saved["master"]).keys()
+    for kind in ("exp_avg", "exp_avg_sq"):
+        odd = sorted(saved[kind].keys() ^ names)
+        subject.require(not odd, f"{kind}: only one of it and the adapter has {', '.join(odd[:6])}")
+        still = [name for name, value in saved[kind].items() if not value.any()]
+        subject.require(not still, f"{kind} is zero after two steps: {', '.join(still[:6])}")
 
 
 @check(
@@ -221,16 +212,6 @@ def _start(subject: EngineUnderTest, adapter: TinyAdapter, layout: Setting | Non
     return start(subject, adapter, optimizer=optimizer, layout=layout, fields=fields)
 
 
-def _verify_kept(subject: EngineUnderTest, group: EngineGroup, saved: moving.State) -> None:
-    """Require that the moments belong to the adapter, and are not zero."""
-    names = set(group.named_tensors("adapter"))
-    for kind in ("exp_avg", "exp_avg_sq"):
-        odd = sorted(set(saved[kind]) ^ names)
-        subject.require(not odd, f"{kind}: only one of it and the adapter has {', '.join(odd[:6])}")
-        still = [name for name, value in saved[kind].items() if not value.any()]
-        subject.require(not still, f"{kind} is zero after two steps: {', '.join(still[:6])}")
-
-
 @check("contract.adapter", requires={Capability.LORA}, each="layout")
 def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
     """Another adapter, base or state raises the matching error, and the engine stays unchanged.
@@ -253,21 +234,18 @@ def foreign_adapters_are_refused(subject: EngineUnderTest) -> None:
     base = subject.expected.models.directory(adapter.model)
     group = start(subject, adapter)
     before = group.named_tensors("master")
+    load_of = {name: partial(group.load, moving.meta(path, "adapter")) for name, path in paths.items()}
     refusals: Mapping[str, tuple[type[CoreRLError], Callable[[], object]]] = {
-        "an adapter of another rank": (CheckpointMismatch, lambda: _load(group, paths["low"])),
-        "an adapter of another alpha": (CheckpointMismatch, lambda: _load(group, paths["scaled"])),
-        "an adapter of other layers": (WeightsError, lambda: _load(group, paths["some"])),
-        "an adapter of another base model": (CheckpointMismatch, lambda: _load(group, paths["elsewhere"])),
+        "an adapter of another rank": (CheckpointMismatch, load_of["low"]),
+        "an adapter of another alpha": (CheckpointMismatch, load_of["scaled"]),
+        "an adapter of other layers": (WeightsError, load_of["some"]),
+        "an adapter of another base model": (CheckpointMismatch, load_of["elsewhere"]),
         "merged weights": (WeightsError, lambda: group.load(moving.meta(base, "hf"))),
         "training inside disable_adapter()": (EngineStateError, lambda: _train_without(group, subject)),
     }
     for label, (kind, act) in refusals.items():
         subject.require_error(kind, act, f"{label} raised no {kind.__name__}")
     subject.verify_same("weights after refusals", group.named_tensors("master"), before)
-
-
-def _load(group: EngineGroup, path: Path) -> None:
-    group.load(moving.meta(path, "adapter"))
 
 
 def _train_without(group: EngineGroup, subject: EngineUnderTest) -> None:

@@ -15,9 +15,8 @@ from core_rl.engine.sync import sync_weights
 from core_rl.errors import WeightsError
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Judged
-from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import serving
@@ -29,6 +28,7 @@ from core_rl_conformance.procedures.adapters import (
     snapshot_of,
     start,
 )
+from core_rl_conformance.procedures.moving import train
 from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sent, sync_meta
 from core_rl_conformance.profile import NAMED_APART
 
@@ -56,7 +56,7 @@ def adapter_sync_sends_the_present_adapter(subject: EngineUnderTest) -> None:
     group.set_version(3)
     bases = set()
     for version, bucket_bytes in ((4, LARGE_BUCKET), (5, TINY_BUCKET)):
-        group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        train(group, subject, [version])
         sent_update = caught(group, _meta(subject, version, bucket_bytes))
         names = [name for bucket in sent_update.buckets for name in bucket]
         subject.require(len(names) == len(set(names)), f"a factor comes twice: {sorted(names)}")
@@ -154,7 +154,7 @@ def trained_adapters_arrive(subject: EngineUnderTest) -> None:
     group = start(subject, adapter, optimizer={"lr": 1e-1})
     engine = subject.peer.serve(adapter.model, keep=False, adapter=adapter)
     for version, bucket_bytes in ((1, LARGE_BUCKET), (2, TINY_BUCKET)):
-        group.train_batch(subject.data(seed=version).batch(), TokenMeanLoss().spec(), ONE_PASS)
+        train(group, subject, [version])
         sync_weights(group, engine, _meta(subject, version, bucket_bytes), 120)
         responses = serving.ask(engine, serving.few_requests(subject))
         trained = {version: snapshot_of(subject, adapter, group)}

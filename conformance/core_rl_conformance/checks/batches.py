@@ -34,6 +34,7 @@ from core_rl_conformance.inputs.losses import (
     ValueLoss,
 )
 from core_rl_conformance.inputs.tiny_models import TinyModel
+from core_rl_conformance.procedures.adapters import verify_trained
 from core_rl_conformance.procedures.outputs import PROBE, verify_forward
 
 HEADS: Mapping[str, tuple[Head, CheckLoss, tuple[OutputName, ...]]] = {
@@ -131,12 +132,10 @@ def _verify(
         metrics = group.forward_backward(data.batch(), loss.spec(), cut)
         if not some:
             subject.verify_loss(f"the loss {label}", metrics["loss"], expected)
-        trained = {
-            parameter: grad
-            for parameter, grad in expected.oracle.grads.items()
-            if not any(fnmatchcase(parameter, pattern) for pattern in patterns)
-        }
-        subject.verify_named(f"gradients {label}", group.named_tensors("grads"), trained, expected.tolerances)
+        grads = group.named_tensors("grads")
+        verify_trained(
+            subject, label, grads, expected, lambda name: not any(fnmatchcase(name, p) for p in patterns)
+        )
         group.optimizer_zero_grad()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from core_rl_conformance.inputs.losses import CheckLoss
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures import moving
-from core_rl_conformance.procedures.adapters import load, written
+from core_rl_conformance.procedures.adapters import load, verify_trained
 from core_rl_conformance.procedures.mixed import default_settings, verify_state
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
 from core_rl_conformance.procedures.training import optimizer_config
@@ -102,8 +102,7 @@ class _Training:
     @staticmethod
     def begin(subject: EngineUnderTest, options: Mapping[str, str], name: str) -> _Training:
         """Start the engine."""
-        heads: Mapping[str, Head] = {"lm": "lm", "value": "value", "reward": "reward"}
-        model = subject.model(head=heads[options["head"]])
+        model = subject.model(head=cast("Head", options["head"]))
         stable = options["adapter"] == "rank-stabilised"
         adapter = (
             None if options["adapter"] == "none" else TinyAdapter(model=model, rslora=stable, some=stable)
@@ -166,9 +165,7 @@ class _Training:
 
     def _gradients(self, data: Ragged) -> None:
         expected = self.subject.gradients(self.judged, data, self.loss)
-        truth = {name: grad for name, grad in written(expected.oracle.grads).items() if self.trains(name)}
-        allowed = written(expected.tolerances)
-        self.subject.verify_named(f"gradients {self.label}", self._backward(data), truth, allowed)
+        verify_trained(self.subject, self.label, self._backward(data), expected, self.trains)
 
     def _steps(self, numbers: Sequence[int], when: str) -> None:
         state, settings = self._state(), self._settings()

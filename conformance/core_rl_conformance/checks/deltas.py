@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,21 +20,19 @@ from core_rl.config.capability import Capability
 from core_rl.distributed.comm import Comm
 from core_rl.engine.delta_files import write_changes
 from core_rl.engine.inference import InferenceEngine
-from core_rl.engine.sync import abandon_until_done, sync_weights
+from core_rl.engine.sync import sync_weights
 from core_rl.errors import DeltaRefused, WeightsError
 from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.delta import BASE, DIGEST, DeltaDecoder, DeltaEncoder
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.catalogue import check
-from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
+from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.expected_values import Snapshot
-from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.procedures import serving
-from core_rl_conformance.procedures.moving import elsewhere, load_weights
-from core_rl_conformance.procedures.streaming import methods_of, tensors_of
+from core_rl_conformance.procedures.moving import elsewhere, load_weights, train
+from core_rl_conformance.procedures.streaming import caught, delivered, methods_of, tensors_of
 
-GREEDY = replace(serving.PLAIN, temperature=0.0)
 TINY_BUCKET = 4096
 BYTES_PER_CHANGE = 16
 """The most bytes of an index and its value."""
@@ -77,8 +73,8 @@ class DeltaSender:
 
     def _encoded(self) -> NamedTensors:
         for name, tensor in self.changes.encode(self.tensors.items()):
-            spoils = self.spoils_digest and name == DIGEST
-            yield name, tensor.flip(0) if spoils and tensor is not None else tensor
+            spoils = name == DIGEST and self.spoils_digest
+            yield name, tensor.flip(0) if tensor is not None and spoils else tensor
 
     def _write(self, tensors: NamedTensors, directory: Path) -> None:
         for file in self._directory.iterdir():
@@ -108,49 +104,6 @@ def with_few_changes(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tens
     return changed
 
 
-@dataclass(frozen=True, kw_only=True)
-class ArrivedChanges:
-    """An update of a train engine with ``delta``, as a receiver gets it."""
-
-    is_full: bool
-    """Whether it needs no earlier update."""
-    changed: frozenset[str]
-    """Names of the tensors that came."""
-    nbytes: int
-    """Bytes that came."""
-    tensors: Mapping[str, Tensor]
-    """All weights afterwards."""
-
-
-def arrived(
-    group: EngineGroup, meta: WeightUpdateMeta, decoder: DeltaDecoder, error: Exception | None = None
-) -> ArrivedChanges:
-    """The update that ``group`` uploads to a receiver with ``decoder``, which fails with ``error`` at its end."""
-    with ThreadPoolExecutor(1) as pool:
-        future: Future[ArrivedChanges] = pool.submit(_receive, meta, decoder, error)
-        try:
-            group.upload_weights(meta)
-        finally:
-            # A sender that failed before it connected leaves the receiver waiting.
-            abandon_until_done(meta, future, math.inf)
-        return future.result()
-
-
-def _receive(meta: WeightUpdateMeta, decoder: DeltaDecoder, error: Exception | None) -> ArrivedChanges:
-    with weight_update(meta, base=decoder.base).receive_copies(CALL_TIMEOUT_S) as buckets:
-        items = dict(item for bucket in buckets for item in bucket)
-        weights = decoder.decode(items.items())
-        if error is not None:
-            raise error
-        decoder.commit(weights, meta.version)
-    return ArrivedChanges(
-        is_full=BASE not in items,
-        changed=weights.changed,
-        nbytes=sum(tensor.nbytes for name, tensor in items.items() if name not in (BASE, DIGEST)),
-        tensors=weights.tensors,
-    )
-
-
 def _meta(subject: EngineUnderTest, method: SyncMethod, version: int) -> WeightUpdateMeta:
     path = subject.directory(f"delta-{method}")
     return WeightUpdateMeta(
@@ -173,35 +126,34 @@ def deltas_are_the_present_weights(subject: EngineUnderTest) -> None:
     group = subject.start(model, optimizer={"lr": 1e-2})
     decoder = DeltaDecoder()
 
-    def verify(label: str, version: int, full: bool) -> ArrivedChanges:
-        changes = arrived(group, _meta(subject, "tensor", version), decoder)
-        subject.require(
-            changes.is_full == full, f"the update after {label} is {'full' if changes.is_full else 'a delta'}"
-        )
+    def verify(label: str, version: int, full: bool) -> tuple[frozenset[str], int]:
+        """Names of the tensors that came, and their bytes."""
+        sent = caught(group, _meta(subject, "tensor", version), decoder.base).tensors
+        kind = "a delta" if BASE in sent else "full"
+        subject.require((kind == "full") == full, f"the update after {label} is {kind}")
+        weights = decoder.decode(sent.items())
+        decoder.commit(weights, version)
         expected = {name: value.to(subject.dtype) for name, value in group.named_tensors("master").items()}
-        params = {name: value for name, value in changes.tensors.items() if name in expected}
+        params = {name: value for name, value in weights.tensors.items() if name in expected}
         subject.verify_same(f"weights after the update after {label}", params, expected)
-        return changes
+        return weights.changed, sum(sent[name].nbytes for name in sent.keys() - {BASE, DIGEST})
 
     verify("the start", 1, full=True)
-    _train(subject, group, 1)
+    train(group, subject, [1])
     verify("step 1", 2, full=False)
-    unchanged = verify("no step", 3, full=False)
-    subject.require(not unchanged.changed, f"nothing changed, and {sorted(unchanged.changed)} came")
+    changed, _ = verify("no step", 3, full=False)
+    subject.require(not changed, f"nothing changed, and {sorted(changed)} came")
     count = _change_few(group)
-    few = verify("a change of few values", 4, full=False)
+    _, nbytes = verify("a change of few values", 4, full=False)
     most = BYTES_PER_CHANGE * count
-    subject.require(few.nbytes <= most, f"{count} values changed, and {few.nbytes} bytes came, not {most}")
+    subject.require(nbytes <= most, f"{count} values changed, and {nbytes} bytes came, not {most}")
     load_weights(subject, group, elsewhere(model))
     verify("a load", 5, full=False)
-    _train(subject, group, 2)
-    lost = partial(arrived, group, _meta(subject, "tensor", 6), decoder, WeightsError("the update is lost"))
+    train(group, subject, [2])
+    error = WeightsError("the update is lost")
+    lost = partial(caught, group, _meta(subject, "tensor", 6), decoder.base, error)
     subject.require_error(WeightsError, lost, "an update that its receiver loses did not raise")
     verify("an update that was lost", 7, full=True)
-
-
-def _train(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
-    group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
 
 
 def _change_few(group: EngineGroup) -> int:
@@ -212,16 +164,6 @@ def _change_few(group: EngineGroup) -> int:
     weights[name].view(-1)[places] += 1
     group.load_named_tensors("master", TensorDict(weights))
     return len(places)
-
-
-def _verify_served(
-    subject: EngineUnderTest, sender: DeltaSender, engine: InferenceEngine, label: str, version: int
-) -> None:
-    responses = serving.ask(engine, serving.few_requests(subject))
-    carried = serving.versions_of(responses)
-    subject.require(carried == {version}, f"{label}, tokens carry the versions {sorted(carried)}")
-    truth = sender.snapshot(subject.directory(f"{label} {version}".replace(" ", "-")))
-    serving.verify_logprobs(subject, f"log-probs {label}", truth, responses)
 
 
 @check("I12.delta-base", kind="inference", requires={Capability.SYNC_DELTA}, each="engine")
@@ -241,7 +183,7 @@ def changes_of_other_weights_are_refused(subject: EngineUnderTest) -> None:
         sender = DeltaSender(subject.expected.models.directory(elsewhere(old)))
         for number, label in enumerate(("that it never had", "that it has missed", "with another digest")):
             version = engine.get_version()
-            before = serving.ask(engine, requests := serving.few_requests(subject, GREEDY))
+            before = serving.ask(engine, requests := serving.few_requests(subject, serving.GREEDY))
             sender.spoils_digest = label == "with another digest"
             if not sender.spoils_digest:
                 sender.tensors = with_few_changes(sender.tensors, seed=number)
@@ -257,21 +199,18 @@ def changes_of_other_weights_are_refused(subject: EngineUnderTest) -> None:
             subject.require(same == expected, f"greedy answers differ {when}")
             sender.spoils_digest = False
             sync_weights(sender, engine, _meta(subject, method, version + 3), CALL_TIMEOUT_S)
-            _verify_served(subject, sender, engine, f"of a full update {when}", version + 3)
+            truth = sender.snapshot(subject.directory(f"truth-{version + 3}"))
+            responses = serving.ask(engine, serving.few_requests(subject))
+            serving.verify_served(subject, f"of a full update {when}", responses, truth, None, version + 3)
 
 
 def _once(sender: DeltaSender, engine: InferenceEngine, meta: WeightUpdateMeta) -> None:
     """One update, without a full update after it; raises the receiver's error."""
     if meta.method == "disk":
         sender.upload_weights(meta)
-    arrival = engine.update_weights(meta)
-    try:
-        if meta.method != "disk":
-            sender.upload_weights(meta)
-    except WeightsError:
-        arrival.result(CALL_TIMEOUT_S)  # the receiver knows better why
-        raise
-    arrival.result(CALL_TIMEOUT_S)
+        serving.installed(engine, meta)
+    else:
+        delivered(engine, meta, partial(sender.upload_weights, meta))
 
 
 @check(
@@ -295,7 +234,7 @@ def trained_weights_arrive_by_delta(subject: EngineUnderTest) -> None:
     methods = [method for method in methods_of(subject) if method in methods_of(subject.peer)]
     series: list[SyncMethod | None] = [methods[0], *methods, None, methods[-1]]
     for version, method in enumerate(series, start=1):
-        _train(subject, group, version)
+        train(group, subject, [version])
         if method is None:
             elsewhere_only = replace(
                 _meta(subject, "disk", version), path=str(subject.directory("elsewhere"))
@@ -304,8 +243,6 @@ def trained_weights_arrive_by_delta(subject: EngineUnderTest) -> None:
             continue
         sync_weights(group, engine, _meta(subject, method, version), CALL_TIMEOUT_S)
         responses = serving.ask(engine, serving.few_requests(subject))
-        carried = serving.versions_of(responses)
-        subject.require(carried == {version}, f"after sync {version}, tokens carry {sorted(carried)}")
         truth = subject.snapshot(group, model, f"truth-{version}")
-        label = f"log-probs of tokens generated after sync {version} by {method}"
-        serving.verify_logprobs(subject, label, truth, responses)
+        label = f"of tokens generated after sync {version} by {method}"
+        serving.verify_served(subject, label, responses, truth, None, version)

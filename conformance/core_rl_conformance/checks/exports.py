@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from core_rl.backend.meta import SaveLoadMeta, WeightUpdateMeta
 from core_rl.config.capability import Capability
@@ -27,6 +27,7 @@ from core_rl_conformance.procedures.moving import (
     load_weights,
     meta,
     portable_tensors,
+    verify_loads,
     weights_of,
 )
 from core_rl_conformance.procedures.outputs import PROBE
@@ -35,7 +36,6 @@ from core_rl_conformance.procedures.streaming import LARGE_BUCKET, caught, sync_
 from core_rl_conformance.procedures.training import Shadow, optimizer_config
 from core_rl_conformance.reproduction import Weights, computation_of
 from core_rl_oracle.experts import all_written, parameters_of
-from core_rl_oracle.media import model_class
 from core_rl_oracle.oracle import AdamW
 
 LOSS = TokenMeanLoss(temperature=0.8)
@@ -115,21 +115,15 @@ def disk_sync_writes_the_present_weights(subject: EngineUnderTest) -> None:
 def _verify_export(
     subject: EngineUnderTest, group: EngineGroup, source: TinyModel, path: Path, when: str = ""
 ) -> None:
-    head = source.head
     _verify_config(subject, source, path)
-    loading: tuple[PreTrainedModel, dict[str, object]] = model_class(head, source.vision).from_pretrained(
-        path, output_loading_info=True, local_files_only=True, dtype=torch.float32
-    )
-    model, report = loading
-    problems = {name: str(mismatch) for name, mismatch in report.items() if mismatch}
-    subject.require(not problems, f"transformers reports while loading the export: {problems}")
+    model = verify_loads(subject, source, path)
     loaded = {name: part.detach() for name, part in all_written(parameters_of(model)).items()}
     params = {
         name: value.to(_dtype(subject, name)).float() for name, value in group.named_tensors("master").items()
     }
     names = computation_of(source, Weights(shapes_only=True))
     subject.verify_same(f"parameters of the export{when}", loaded, params, of=names)
-    tied = model.config.tie_word_embeddings and head == "lm"
+    tied = model.config.tie_word_embeddings and source.head == "lm"
     same = model.get_output_embeddings() is not None and (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
@@ -211,12 +205,12 @@ def _verify_carried(subject: EngineUnderTest, label: str, carried: Mapping[str, 
         CARRIED.keys() <= carried.keys(),
         f"{label} lacks {sorted(CARRIED.keys() - carried.keys())} of the checkpoint",
     )
-    mismatches = [name for name, value in CARRIED.items() if not _identical(value, carried[name])]
+    mismatches = [
+        name
+        for name, value in CARRIED.items()
+        if value.dtype != carried[name].dtype or not torch.equal(value, carried[name])
+    ]
     subject.require(not mismatches, f"{label} has other values of {mismatches} than the checkpoint")
-
-
-def _identical(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and torch.equal(left, right)
 
 
 @check("I10.import", each="layout", images=True, any_model=True)

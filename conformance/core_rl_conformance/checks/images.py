@@ -22,6 +22,7 @@ from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.procedures import serving
+from core_rl_conformance.procedures.adapters import verify_trained
 from core_rl_conformance.profile import VISION
 
 TOKEN_MEAN = TokenMeanLoss(temperature=0.8)
@@ -105,18 +106,17 @@ def frozen_towers_stay(subject: EngineUnderTest) -> None:
     expected = subject.gradients(model, data, TOKEN_MEAN)
     group.forward_backward(data.batch(), TOKEN_MEAN.spec(), ONE_PASS)
     grads = group.named_tensors("grads")
-    trained = {name: grad for name, grad in expected.oracle.grads.items() if name not in frozen}
     subject.require(
         not set(frozen) & grads.keys(),
         f"frozen parameters have gradients: {sorted(set(frozen) & grads.keys())[:5]}",
     )
-    subject.verify_named("gradients behind a frozen tower", grads, trained, expected.tolerances)
+    verify_trained(subject, "behind a frozen tower", grads, expected, lambda name: name not in frozen)
     group.optimizer_step()
     after = group.named_tensors("master")
     subject.verify_same(
         "the frozen tower", {name: after[name] for name in frozen}, {name: before[name] for name in frozen}
     )
-    moved = [name for name in trained if _in_merger(name)]
+    moved = [name for name in parameters if _in_merger(name)]
     still = [name for name in moved if torch.equal(after[name], before[name])]
     subject.require(bool(moved) and not still, f"the merger is trained, and {still[:5]} did not move")
 
@@ -174,10 +174,7 @@ def verify_images(
     responses = serving.ask(engine, serving.requests_for(data))
     sampled = f"log-probs of tokens generated {label}"
     serving.verify_logprobs(subject, sampled, model, responses, prompts=data)
-    if subject.spec.supports(Capability.SCORE):
-        expected = subject.outputs(model, data, "logprobs")
-        got = list(engine.score(data.batch()).split(data.lengths))
-        subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
+    serving.verify_scores(subject, label, engine, data, model)
 
 
 @check("I7.rollout-images", kind="inference", families=VISION, each="layout")

@@ -20,8 +20,9 @@ from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import CheckLoss, RewardLoss, TokenMeanLoss, ValueLoss
 from core_rl_conformance.inputs.tiny_models import DEEP, TinyModel, layer_of
 from core_rl_conformance.procedures import moving
+from core_rl_conformance.procedures.adapters import verify_trained
 from core_rl_conformance.procedures.outputs import PROBE, verify_outputs
-from core_rl_conformance.procedures.training import Shadow, optimizer_config
+from core_rl_conformance.procedures.training import CLIPPED, Shadow, optimizer_config
 from core_rl_oracle.oracle import AdamW, Schedule
 from core_rl_oracle.tolerance import Tolerance
 
@@ -46,8 +47,6 @@ SCHEDULES = (
     Schedule(type="cosine", total_steps=8),
     Schedule(type="cosine", warmup_steps=3, total_steps=8, min_lr_ratio=0.1),
 )
-CONFIG = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.02)
-"""Clipped in every step, with an epsilon that makes the update depend on the scale."""
 
 
 @check("I20.adamw", images=True, any_model=True)
@@ -75,7 +74,7 @@ def rates_follow_the_schedule(subject: EngineUnderTest) -> None:
     """
     nothing = subject.data(PROBE).without_mask().batch()
     for schedule in SCHEDULES:
-        group = subject.start(optimizer=optimizer_config(CONFIG, schedule))
+        group = subject.start(optimizer=optimizer_config(CLIPPED, schedule))
         for steps in (range(10), range(5, 7)):
             group.restore_progress(EngineProgress(lr_steps=steps[0]))
             rates = []
@@ -89,10 +88,13 @@ def rates_follow_the_schedule(subject: EngineUnderTest) -> None:
 def _verify_rates(
     subject: EngineUnderTest, schedule: Schedule, steps: Sequence[int], rates: Sequence[float]
 ) -> None:
-    exact = Tolerance(baseline=0.0, floor=1e-12 * CONFIG.lr)
-    explain = partial(explain_rates, rates, steps, schedule, CONFIG.lr, exact.limit)
+    exact = Tolerance(baseline=0.0, floor=1e-12 * CLIPPED.lr)
+    explain = partial(explain_rates, rates, steps, schedule, CLIPPED.lr, exact.limit)
     for step, rate in zip(steps, rates, strict=True):
-        label, expected = f"the learning rate of step {step} of {schedule}", CONFIG.lr * schedule.factor(step)
+        label, expected = (
+            f"the learning rate of step {step} of {schedule}",
+            CLIPPED.lr * schedule.factor(step),
+        )
         subject.verify_scalar(label, rate, expected, exact, explain=explain)
 
 
@@ -248,12 +250,10 @@ def _verify_frozen(
     label = (
         f"with {len(frozen)} of {len(grads)} parameters frozen ({patterns[0]}{', ...' * (len(patterns) > 1)})"
     )
-    group = subject.start(model, frozen=patterns, optimizer=optimizer_config(CONFIG))
-    shadow = Shadow.of(group, CONFIG, frozen=frozen)
+    group = subject.start(model, frozen=patterns, optimizer=optimizer_config(CLIPPED))
+    shadow = Shadow.of(group, CLIPPED, frozen=frozen)
     group.forward_backward(data.batch(), loss.spec(), TWO)
-    trained = {name: grad for name, grad in grads.items() if name not in frozen}
-    found = group.named_tensors("grads")
-    subject.verify_named(f"gradients {label}", found, trained, expected.tolerances)
+    verify_trained(subject, label, group.named_tensors("grads"), expected, lambda name: name not in frozen)
     shadow.step(subject, group, f"of the first step {label}")
     shadow.train(subject, group, [subject.data(seed=1).batch()], loss.spec(), TWO)
     shadow.verify(subject, group, label)

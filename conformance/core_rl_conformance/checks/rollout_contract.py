@@ -182,13 +182,10 @@ def requests_have_rids_of_their_own(subject: EngineUnderTest) -> None:
 
 async def _sharing_a_rid(engine: InferenceEngine, request: LLMRequest) -> tuple[bool, list[LLMResponse]]:
     """Whether the second of two equal requests was refused, and the answer to the first."""
-    await asyncio.to_thread(engine.pause)  # so that the first is still in flight
-    first, second = (asyncio.ensure_future(serving.answers(engine, [request])) for _ in range(2))
-    try:
+    async with serving.paused(engine):  # so that the first is still in flight
+        first, second = (asyncio.ensure_future(serving.answers(engine, [request])) for _ in range(2))
         await asyncio.wait([second], timeout=REFUSED_S)
         refused = second.done() and isinstance(second.exception(), RolloutError)
-    finally:
-        await asyncio.to_thread(engine.resume)
     await asyncio.gather(second, return_exceptions=True)
     return refused, await first
 
@@ -217,12 +214,9 @@ async def _paused(
     engine: InferenceEngine, requests: Sequence[LLMRequest], patience_s: float
 ) -> tuple[int, list[LLMResponse]]:
     """The number of answers during the pause, and all answers. The pause ends after the first, or ``patience_s``."""
-    await asyncio.to_thread(engine.pause)
-    tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
-    try:
+    async with serving.paused(engine):
+        tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
         # Long enough for an engine that does not wait; an engine that waits is never late.
         await asyncio.wait(tasks, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         early = sum(task.done() for task in tasks)
-    finally:
-        await asyncio.to_thread(engine.resume)
     return early, await serving.gathered(tasks, requests[0].sampling.max_new_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,25 +12,21 @@ from torch import Tensor
 from core_rl.backend.meta import WeightUpdateMeta
 from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMResponse, SamplingParams
-from core_rl.launch.group import EngineGroup
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.checks.pairs import PairFinding, pair_tokens, partners_part, verify_pair
-from core_rl_conformance.engine_under_test import BUDGET, ONE_PASS, EngineUnderTest, per_sequence
+from core_rl_conformance.engine_under_test import BUDGET, EngineUnderTest, per_sequence
 from core_rl_conformance.expected_values import Snapshot
 from core_rl_conformance.hints.diagnose import compare_tokens
 from core_rl_conformance.inputs.data import Ragged
-from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.procedures import serving
+from core_rl_conformance.procedures.moving import train
 from core_rl_oracle.tolerance import Tolerance
 
 SYNC = {Capability.SYNC_DISK}
 GIVEN = {Capability.SCORE, Capability.TOP_LOGPROBS}
 TEMPERATURES = (1.0, 0.7)
 TOP = 5
-
-
-def _step(subject: EngineUnderTest, group: EngineGroup, seed: int) -> None:
-    group.train_batch(subject.data(seed=seed).batch(), TokenMeanLoss().spec(), ONE_PASS)
+SCORES, BEST, ALL = "scores", f"top {TOP} log-probs", "log-probs of all tokens"
 
 
 def _verify_sides(
@@ -73,7 +69,7 @@ def rollout_and_train_logprobs_agree(subject: EngineUnderTest) -> None:
     model = subject.model()
     group = subject.start(model, optimizer={"lr": 1e-2})
     engine = subject.peer.serve(model, keep=False)
-    _step(subject, group, seed=1)
+    train(group, subject, [1])
     meta = WeightUpdateMeta(version=1, path=str(subject.directory("sync")))
     group.upload_weights(meta)
     serving.installed(engine, meta)
@@ -134,7 +130,7 @@ def trained_weights_arrive(subject: EngineUnderTest) -> None:
     engine = subject.peer.serve(model, keep=False)
     before = subject.snapshot(group, model, "truth-0")
     for version in (1, 2):
-        _step(subject, group, seed=version)
+        train(group, subject, [version])
         path = subject.directory(f"sync-{version}")
         meta = WeightUpdateMeta(version=version, path=str(path), verify=True)
         group.upload_weights(meta)
@@ -172,18 +168,6 @@ def _verify_arrived(
     serving.verify_logprobs(subject, label, truth, responses, 1.0, guesses)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """Log-probs of given tokens, one tensor for each sequence."""
-
-    scores: list[Tensor]
-    """``[L]``."""
-    top: list[Tensor]
-    """``[L - 1, k]``, best first, of the tokens after the first."""
-    full: list[Tensor]
-    """``[L - 1, V]``, in the order of ids."""
-
-
 @check("I7.pair-scores", kind="inference", partner="inference", requires=GIVEN, partner_requires=GIVEN)
 def two_engines_score_alike(subject: EngineUnderTest) -> None:
     """``score`` and ``top_logprobs`` equal the other engine's: of given tokens, the best ones and the whole vocabulary.
@@ -200,30 +184,32 @@ def two_engines_score_alike(subject: EngineUnderTest) -> None:
         expected = subject.outputs(model, data, "logprobs", temperature)
         rows = subject.expected.oracle(model).evaluate(data.for_oracle(), temperature)
         full = [torch.log_softmax(row["logits"][1:], -1) for row in rows]
-        best = [row.topk(TOP).values for row in full]
-        at = f"at temperature {temperature:g}"
+        # The best by rank: engines may order equal log-probs, and ids with them, in any way.
+        truth = {SCORES: expected.values, BEST: [row.topk(TOP).values for row in full], ALL: full}
         quantities = [
-            pair_tokens(f"scores {at}", ours.scores, partner.scores, expected),
-            # By rank: engines may order equal log-probs, and ids with them, in any way.
-            pair_tokens(f"top {TOP} log-probs {at}", ours.top, partner.top, replace(expected, values=best)),
             pair_tokens(
-                f"log-probs of all tokens {at}", ours.full, partner.full, replace(expected, values=full)
-            ),
+                f"{label} at temperature {temperature:g}",
+                ours[label],
+                partner[label],
+                replace(expected, values=values),
+            )
+            for label, values in truth.items()
         ]
         verify_pair(subject, quantities)
 
 
-def _given(side: EngineUnderTest, data: Ragged, temperature: float) -> Given:
+def _given(side: EngineUnderTest, data: Ragged, temperature: float) -> dict[str, list[Tensor]]:
+    """Of each sequence its scores ``[L]``, and after the first token the best ``[L - 1, k]`` and all ``[L - 1, V]``."""
     model, batch = side.model(), data.batch()
     engine = side.serve(model)
     top = engine.top_logprobs(batch, TOP, temperature)
     every = engine.top_logprobs(batch, model.vocab_size, temperature)
     ordered = torch.zeros_like(every.logprobs).scatter(1, every.ids, every.logprobs)
-    return Given(
-        scores=list(engine.score(batch, temperature).split(data.lengths)),
-        top=[row[1:] for row in top.logprobs.split(data.lengths)],
-        full=[row[1:] for row in ordered.split(data.lengths)],
-    )
+    return {
+        SCORES: list(engine.score(batch, temperature).split(data.lengths)),
+        BEST: [row[1:] for row in top.logprobs.split(data.lengths)],
+        ALL: [row[1:] for row in ordered.split(data.lengths)],
+    }
 
 
 @check("I8.pair-greedy", kind="inference", partner="inference", each="layout")
@@ -235,7 +221,7 @@ def two_engines_decode_alike(subject: EngineUnderTest) -> None:
     Look at: the engine that is off the oracle, which the message names; then its own I8.rollout-temperature.
     """
     model, data = subject.model(), subject.data()
-    requests = serving.requests_for(data, replace(serving.PLAIN, temperature=0.0))
+    requests = serving.requests_for(data, serving.GREEDY)
     with partners_part(subject):
         partner = serving.ask(subject.peer.serve(model), requests)
     verify_pair(subject, _pair_answers(subject, serving.ask(subject.serve(model), requests), partner))

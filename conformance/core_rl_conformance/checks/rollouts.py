@@ -98,7 +98,7 @@ def rollout_logprobs_are_tempered(subject: EngineUnderTest) -> None:
         requests = serving.requests_for(data, replace(serving.PLAIN, temperature=temperature))
         label = f"log-probs of tokens generated at temperature {temperature:g}"
         serving.verify_logprobs(subject, label, model, serving.ask(engine, requests), temperature)
-    greedy = serving.ask(engine, serving.requests_for(data, replace(serving.PLAIN, temperature=0.0)))
+    greedy = serving.ask(engine, serving.requests_for(data, serving.GREEDY))
     serving.verify_logprobs(subject, "log-probs of greedy tokens", model, greedy)
     limit = serving.expected_of(subject, model, greedy).tolerance.limit
     for response, rows in zip(greedy, serving.distributions(subject, model, greedy), strict=True):

@@ -14,7 +14,7 @@ from core_rl.data.micro_batch import MicroBatchSpec
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl_conformance.catalogue import check
 from core_rl_conformance.engine_under_test import EngineUnderTest
-from core_rl_conformance.inputs.data import Ragged, Row
+from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.losses import TokenMeanLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.procedures.draws import FALSE_ALARMS, most_surprising, most_surprising_bet
@@ -237,16 +237,12 @@ def eos_is_trained_where_padding_has_its_id(subject: EngineUnderTest) -> None:
 
 def _with_ends(data: Ragged, model: TinyModel) -> Ragged:
     """EOS, trained, at the end of each sequence and in the middle of the longer ones."""
-    eos = model.config().eos_token_id
+    eos, rows = model.config().eos_token_id, []
     assert isinstance(eos, int)
-    return Ragged(tuple(_with_end(row, eos) for row in data.rows))
-
-
-def _with_end(row: Row, eos: int) -> Row:
-    last = len(row.ids) - 1
-    places = {last, last // 2} if last > 2 else {last}
-    return replace(
-        row,
-        ids=tuple(eos if t in places else token for t, token in enumerate(row.ids)),
-        mask=tuple(t in places or trained for t, trained in enumerate(row.mask)),
-    )
+    for row in data.rows:
+        last = len(row.ids) - 1
+        places = {last, last // 2} if last > 2 else {last}
+        ids = tuple(eos if t in places else token for t, token in enumerate(row.ids))
+        mask = tuple(t in places or trained for t, trained in enumerate(row.mask))
+        rows.append(replace(row, ids=ids, mask=mask))
+    return Ragged(tuple(rows))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 import torch
@@ -154,21 +154,6 @@ def _verify_array(subject: EngineUnderTest, strength: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
-    """Requests with one combination of options."""
-
-    options: Combination
-    sampling: SamplingParams
-    requests: Sequence[LLMRequest]
-
-    @property
-    def label(self) -> str:
-        usual = {name: next(iter(values)) for name, values in VALUES.items()}
-        unusual = [f"{name} = {value}" for name, value in self.options.items() if value != usual[name]]
-        return f"with {', '.join(unusual) or 'no option'}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Array:
     """The engine, and prompts for combinations of options."""
 
@@ -182,30 +167,25 @@ class _Array:
         last = _ask(self.engine, [request for row in rows for request in row.requests[-AGAIN:]])
         again = [last[start : start + AGAIN] for start in range(0, len(last), AGAIN)]
         served = [
-            (row, [one for one in some if one is not None])
+            replace(row, again=[one for one in some if one is not None])
             for row, some in zip(rows, again, strict=True)
             if None not in some
         ]
-        crowd = ask(self.engine, [request for row, _ in served for request in row.requests])
-        answered = [
-            _Answered(row=row, crowd=crowd[number * REQUESTS : (number + 1) * REQUESTS], again=some)
-            for number, (row, some) in enumerate(served)
-        ]
+        crowd = iter(ask(self.engine, [request for row in served for request in row.requests]))
+        answered = [replace(row, crowd=list(islice(crowd, REQUESTS))) for row in served]
         has_seeds = any(row.reproduced for row in answered)
         tolerances: dict[float, Tolerance] = {}
         for row in answered:
-            temperature = row.row.sampling.logprob_temperature
+            temperature = row.sampling.logprob_temperature
             if temperature not in tolerances:
-                alike = [
-                    a for r in answered for a in r.all if r.row.sampling.logprob_temperature == temperature
-                ]
+                alike = [a for r in answered for a in r.all if r.sampling.logprob_temperature == temperature]
                 tolerances[temperature] = expected_of(
                     self.subject, self.subject.model(), alike[: 4 * REQUESTS], temperature
                 ).tolerance
             try:
                 row.verify(self.subject, tolerances[temperature], has_seeds)
             except AssertionError as error:
-                return row.row.options, error
+                return row.options, error
         return None
 
     def _row(self, options: Combination) -> _Row:
@@ -253,14 +233,22 @@ def _ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[Answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answered:
-    """A combination with its answers."""
+class _Row:
+    """Requests with one combination of options, and their answers."""
 
-    row: _Row
-    crowd: Sequence[LLMResponse]
+    options: Combination
+    sampling: SamplingParams
+    requests: Sequence[LLMRequest]
+    crowd: Sequence[LLMResponse] = ()
     """One for each request."""
-    again: Sequence[LLMResponse]
+    again: Sequence[LLMResponse] = ()
     """To the last requests, without the others next to them."""
+
+    @property
+    def label(self) -> str:
+        usual = {name: next(iter(values)) for name, values in VALUES.items()}
+        unusual = [f"{name} = {value}" for name, value in self.options.items() if value != usual[name]]
+        return f"with {', '.join(unusual) or 'no option'}"
 
     @property
     def all(self) -> list[LLMResponse]:
@@ -269,13 +257,13 @@ class _Answered:
     @property
     def reproduced(self) -> int:
         """Requests with a seed that had the same answer both times."""
-        seeded = self.row.requests[0].sampling.seed is not None
+        seeded = self.requests[0].sampling.seed is not None
         pairs = zip(self.crowd[-AGAIN:], self.again, strict=True)
         return sum(left.output_ids == right.output_ids for left, right in pairs) * seeded
 
     def verify(self, subject: EngineUnderTest, tolerance: Tolerance, has_seeds: bool) -> None:
         """Require the ends, draws and log-probs that the contract defines."""
-        sampling, label = self.row.sampling, self.row.label
+        sampling, label = self.sampling, self.label
         for response in self.all:
             self._verify_end(subject, response)
         logits = raw_logits(subject, subject.model(), self.all)
@@ -291,7 +279,7 @@ class _Answered:
                 request.input_ids,
                 number if request.sampling.seed is None else -request.sampling.seed - 1,
             ): number
-            for number, request in enumerate([*self.row.requests, *self.row.requests[-AGAIN:]])
+            for number, request in enumerate([*self.requests, *self.requests[-AGAIN:]])
         }
         surprise = most_surprising_bet(
             [self.all[number].output_ids for number in streams.values()],
@@ -317,25 +305,25 @@ class _Answered:
 
     def _verify_end(self, subject: EngineUnderTest, response: LLMResponse) -> None:
         """Require that the answer ends with its first end token, or with ``max_new_tokens``."""
-        ends = set(self.row.sampling.stop_token_ids)
-        if not self.row.sampling.ignore_eos:
+        ends = set(self.sampling.stop_token_ids)
+        if not self.sampling.ignore_eos:
             base = subject.model()
             ends |= set(end_tokens(base.config(), str(subject.expected.models.directory(base))))
-        ids, most = response.output_ids, self.row.sampling.max_new_tokens
-        stop = self.row.sampling.stop
+        ids, most = response.output_ids, self.sampling.max_new_tokens
+        stop = self.sampling.stop
         texts = ["".join(f"<{token}>" for token in ids[:end]) for end in range(1, len(ids) + 1)]
         end = next(
             (n for n, text in enumerate(texts, 1) if ids[n - 1] in ends or any(s in text for s in stop)), None
         )
         subject.require(
             len(ids) == (end or most) and response.stop_reason == ("stop" if end else "length"),
-            f"{self.row.label}, an answer of at most {most} tokens is {list(ids)}, and stop_reason = "
+            f"{self.label}, an answer of at most {most} tokens is {list(ids)}, and stop_reason = "
             f"{response.stop_reason!r}; tokens that end it are {sorted(ends)}, and texts {list(stop)} of such as '<7>'",
         )
 
     def _verify_draws(self, subject: EngineUnderTest, full: Sequence[Tensor], margin: float) -> None:
         """Require that tokens are drawn from log-probs ``full``, each ``[n, V]``, as far as the cut leaves them."""
-        sampling, label = self.row.sampling, self.row.label
+        sampling, label = self.sampling, self.label
         for response, rows in zip(self.all, full, strict=True):
             left = left_by_cut(rows, sampling, margin).isfinite()
             for place, token in enumerate(response.output_ids):
@@ -347,8 +335,8 @@ class _Answered:
 
     def _verify_streams(self, subject: EngineUnderTest, chances: Sequence[float], *, has_seeds: bool) -> None:
         """Require equal answers of equal seeds, and others of other streams; ``chances`` are logs of probabilities."""
-        label = self.row.label
-        requests = [*self.row.requests, *self.row.requests[-AGAIN:]]
+        label = self.label
+        requests = [*self.requests, *self.requests[-AGAIN:]]
         same = different = 0
         for first, second in combinations(range(len(requests)), 2):
             if requests[first].input_ids != requests[second].input_ids:

@@ -31,9 +31,8 @@ from core_rl_conformance.procedures.streaming import LARGE_BUCKET, methods_of, s
 from core_rl_conformance.profile import NAMED_APART
 
 # Greedy, so that many answers are few sequences for the oracle.
-SHORT = replace(serving.PLAIN, temperature=0.0, max_new_tokens=2)
-GREEDY = replace(serving.PLAIN, temperature=0.0)
-LONG = replace(GREEDY, max_new_tokens=24)
+SHORT = replace(serving.GREEDY, max_new_tokens=2)
+LONG = replace(serving.GREEDY, max_new_tokens=24)
 UPDATES, COPIES = 4, 4
 BUFFERED = "gemma4_text"
 """A family with a buffer in its files."""
@@ -276,9 +275,8 @@ class Updates:
     def begin(subject: EngineUnderTest, engine: InferenceEngine, truth: Judged) -> Updates:
         """The engine with its first weights, which has answered once."""
         data = subject.data().select(serving.FEW[:3])
-        updates = Updates(
-            subject=subject, engine=engine, truth=truth, requests=serving.requests_for(data, GREEDY, 20)
-        )
+        requests = serving.requests_for(data, serving.GREEDY, 20)
+        updates = Updates(subject=subject, engine=engine, truth=truth, requests=requests)
         updates._verify(truth, 0)
         return updates
 
@@ -309,7 +307,8 @@ class Updates:
             update()
         else:
             again = [replace(_again(request), sampling=LONG) for request in self.requests * COPIES]
-            responses = asyncio.run(self._meanwhile(again, update, paused=row["state"] == "paused"))
+            in_pause = row["state"] == "paused"
+            responses = asyncio.run(serving.meanwhile(self.engine, again, update, in_pause=in_pause))
             self._verify_meanwhile(responses, {before: old, version: new})
         self.truth, carried = (new, version) if arrived else (old, before)
         self.has_base = arrived and meta.delta
@@ -328,27 +327,11 @@ class Updates:
             label = f"log-probs by the weights whose version tokens carry, {self.label}"
             serving.verify_by_version(self.subject, label, responses, expected)
 
-    async def _meanwhile(
-        self, requests: Sequence[LLMRequest], update: Callable[[], None], *, paused: bool
-    ) -> list[LLMResponse]:
-        """The answers to ``requests`` that are in flight during an update, or wait for the end of a pause."""
-        if not paused:
-            return await serving.meanwhile(self.engine, requests, update)
-        await asyncio.to_thread(self.engine.pause)
-        try:
-            running = asyncio.ensure_future(serving.answers(self.engine, requests))
-            await serving.let_begin()
-            await asyncio.to_thread(update)
-        finally:
-            await asyncio.to_thread(self.engine.resume)
-        return await running
-
     def _verify(self, old: Judged, version: int) -> None:
         subject, engine, label = self.subject, self.engine, self.label
         serving.verify_version(subject, engine, version, label)
         # The very requests of the updates before, and an answer of the last weights that goes on.
         responses = serving.ask(engine, [*self.requests, *self.continued])
-        self.continued = serving.requests_for(serving.sequences_of(responses[:1]), GREEDY)
+        self.continued = serving.requests_for(serving.sequences_of(responses[:1]), serving.GREEDY)
         serving.verify_served(subject, label, responses, self.truth, old, version)
-        if subject.spec.supports(Capability.SCORE):
-            serving.verify_scores(subject, label, engine, serving.sequences_of(responses), self.truth, old)
+        serving.verify_scores(subject, label, engine, serving.sequences_of(responses), self.truth, old)

@@ -28,7 +28,6 @@ from core_rl_conformance.procedures import serving
 
 MOST_LATE = 48
 """Number of last answers to compare: requests follow each other during an update."""
-GREEDY = replace(serving.PLAIN, temperature=0.0)
 LONG = replace(serving.PLAIN, max_new_tokens=40)
 REPEATED = 3
 Answer = asyncio.Task[LLMResponse]
@@ -82,8 +81,7 @@ def updates_from_disk_arrive(subject: EngineUnderTest) -> None:
         serving.verify_version(subject, engine, version, "after the update")
         label = f"after the update to version {version}"
         serving.verify_served(subject, label, serving.ask(engine, requests), new, old, version)
-        if subject.spec.supports(Capability.SCORE):
-            serving.verify_scores(subject, label, engine, data, new, old)
+        serving.verify_scores(subject, label, engine, data, new, old)
         old = new
 
 
@@ -220,14 +218,11 @@ async def _interrupted(
     """
     tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
     await serving.let_begin()
-    await asyncio.to_thread(engine.pause)
-    waiting = {task for task in tasks if not task.done()}
-    try:
+    async with serving.paused(engine):
+        waiting = {task for task in tasks if not task.done()}
         while waiting and (arrived := await _next(waiting, ON_THE_WAY_S)):
             waiting -= arrived
         during = len(await _next(waiting, STILL_S)) if waiting else None
-    finally:
-        await asyncio.to_thread(engine.resume)
     return during, await serving.gathered(tasks, LONG.max_new_tokens)
 
 
@@ -268,7 +263,7 @@ def _verify_sleep(
     version: int,
 ) -> None:
     """Put ``engine``, which serves ``model`` as ``version``, to sleep and wake it."""
-    requests = serving.few_requests(subject, GREEDY)
+    requests = serving.few_requests(subject, serving.GREEDY)
     before = [response.output_ids for response in serving.ask(engine, requests)]
     engine.release_memory()
     try:

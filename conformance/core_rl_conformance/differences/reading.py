@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise, product, repeat
 from pathlib import Path
 from typing import get_args
 
@@ -67,7 +67,9 @@ def variant_of(rollouts: Rollouts, terms: Terms) -> Rollouts:
 def off_policy(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
     """The same, drawn by a policy some way from ``logprobs``, with a reference at some distance."""
     rng = random.Random(0)
-    uneven = [[rng.uniform(-OFF_POLICY, OFF_POLICY) for _ in values] for values in logprobs]
+    uneven = [
+        values.new_tensor([rng.uniform(-OFF_POLICY, OFF_POLICY) for _ in values]) for values in logprobs
+    ]
     return with_log_ratios(with_references(rollouts, logprobs), logprobs, uneven)
 
 
@@ -78,7 +80,7 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
     """
     basis = basis_of_gradient(directory, [row.ids for row in rollouts.rows], gradient(rollouts))
     referred = with_references(rollouts, basis.logprobs)
-    on_policy = with_log_ratios(referred, basis.logprobs, [[0.0] * len(values) for values in basis.logprobs])
+    on_policy = with_log_ratios(referred, basis.logprobs, repeat(0.0))
     measured, unexplained = basis.solve(gradient(on_policy))
     (terms, residual), divergences = _on_policy_terms(on_policy, basis, measured)
     if terms.objective != "cross_entropy":
@@ -88,14 +90,14 @@ def read_terms(directory: Path, rollouts: Rollouts, gradient: Gradient) -> Readi
 
 
 def with_log_ratios(
-    rollouts: Rollouts, logprobs: Sequence[Tensor], log_ratios: Sequence[Sequence[float]]
+    rollouts: Rollouts, logprobs: Sequence[Tensor], log_ratios: Iterable[Tensor | float]
 ) -> Rollouts:
-    """The same, drawn by a policy of which the trained one differs by ``log_ratios``, ``[L - 1]`` for each row."""
-    rows = []
-    for row, values, ratios in zip(rollouts.rows, logprobs, log_ratios, strict=True):
-        old = values - torch.tensor(ratios, dtype=torch.float64)
-        rows.append(replace(row, old=(0.0, *old.tolist())))
-    return Rollouts(tuple(rows))
+    """The same, drawn by a policy of which the trained one differs by ``log_ratios``.
+
+    For each row ``[L - 1]``, or one for all of its tokens.
+    """
+    rows = zip(rollouts.rows, logprobs, log_ratios, strict=False)
+    return Rollouts(tuple(replace(row, old=(0.0, *(values - ratio).tolist())) for row, values, ratio in rows))
 
 
 def with_references(rollouts: Rollouts, logprobs: Sequence[Tensor]) -> Rollouts:
@@ -246,11 +248,7 @@ def _gains(
     rollouts: Rollouts, basis: TokenBasis, terms: Terms, gradient: Gradient, log_ratios: Sequence[float]
 ) -> list[float]:
     """For each sequence, its gain relative to that of ``reinforce``, where all its tokens have one ratio."""
-    probe = with_log_ratios(
-        rollouts,
-        basis.logprobs,
-        [[ratio] * len(values) for ratio, values in zip(log_ratios, basis.logprobs, strict=True)],
-    )
+    probe = with_log_ratios(rollouts, basis.logprobs, log_ratios)
     variant = variant_of(probe, terms)
     idle = variant.with_advantages([0.0] * len(variant.rows))
     measured = basis.solve(gradient(probe))[0].logprobs

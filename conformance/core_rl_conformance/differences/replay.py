@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -93,8 +94,7 @@ def measure_trainer(
         effect = "changes gradients" if distance > CUT * grad_norm(whole) else "changes nothing"
     steps = []
     for log_ratio in LOG_RATIOS:
-        sizes = [[log_ratio] * len(values) for values in reading.basis.logprobs]
-        batch = with_log_ratios(referred, reading.basis.logprobs, sizes)
+        batch = with_log_ratios(referred, reading.basis.logprobs, repeat(log_ratio))
         grads, rate, before = gradients(batch), trainer.learning_rate(), trainer.weights()
         trainer.train_batch(batch.for_trainer(), WHOLE, True)
         steps.append(Step(rate=rate, grads=grads, before=before, after=trainer.weights()))
@@ -113,8 +113,7 @@ def measure_trainer(
 
 def _precision(reading: Reading, rollouts: Rollouts, gradients: Gradient) -> str:
     """The precision of products, by the gradient of one sequence: in a sum over several its digits are lost."""
-    logprobs = reading.basis.logprobs
-    first, *rest = with_log_ratios(rollouts, logprobs, [[0.0] * len(values) for values in logprobs]).rows
+    first, *rest = with_log_ratios(rollouts, reading.basis.logprobs, repeat(0.0)).rows
     idle = [replace(row, mask=(False,) * len(row.mask)) for row in rest]
     grads = gradients(Rollouts((first, *idle)))
     return precision_of({name: grads[name] for name in reading.basis.names})

@@ -162,8 +162,10 @@ class _Side:
     def measure(self, directory: Path, rollouts: Rollouts) -> Measured:
         return measure_trainer(self.trainer, directory, rollouts, self.spec.features)
 
-    def measure_after(self, other: Measured, directory: Path, rollouts: Rollouts) -> Measured:
+    def measure_after(self, other: Measured | None, directory: Path, rollouts: Rollouts) -> Measured:
         """The same with the advantages that the ``other`` trainer takes from rewards, which this one cannot."""
+        if other is None:
+            return self.measure(directory, rollouts)
         terms = other.reading.terms
         measured = self.measure(directory, variant_of(rollouts, replace(terms, mask="as given")))
         if measured.reading.terms.advantages != "as given":
@@ -183,16 +185,13 @@ def compare(left: str, right: str, rollouts: Path | None, seed: int) -> Comparis
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="core-rl-diff-")))
         directory = ModelStore(place).directory(MODEL)
-        one, two = (_built(stack, argument, directory) for argument in (left, right))
-        if bool(one.spec.advantages) == bool(two.spec.advantages):
-            measured = one.measure(directory, frozen), two.measure(directory, frozen)
-        elif one.spec.advantages:
-            first = one.measure(directory, frozen)
-            measured = first, two.measure_after(first, directory, frozen)
-        else:
-            second = two.measure(directory, frozen)
-            measured = one.measure_after(second, directory, frozen), second
-        return compare_measured(*measured, frozen)
+        sides = [_built(stack, argument, directory) for argument in (left, right)]
+        judges = [side.measure(directory, frozen) if side.spec.advantages else None for side in sides]
+        one, two = (
+            judge or side.measure_after(other, directory, frozen)
+            for side, judge, other in zip(sides, judges, reversed(judges), strict=True)
+        )
+        return compare_measured(one, two, frozen)
 
 
 def _built(stack: ExitStack, argument: str, directory: Path) -> _Side:

@@ -76,11 +76,11 @@ def compare_tokens(
     errors = [largest_difference(left, right) for left, right in zip(got, expected, strict=True)]
     error = max(errors, default=0.0)
     points = _some_points(got, expected) if keep_points else ()
+    finding = Finding(what=label, error=error, limit=tolerance.limit, points=points)
     if tolerance.allows(error):
-        return Finding(what=label, error=error, limit=tolerance.limit, points=points)
+        return finding
     tokens = Tokens.of(got, expected, tolerance, places)
     head = [f"{label} differs by {error:.3e}; allowed {tolerance}", _first_wrong(tokens)]
-    finding = Finding(what=label, error=error, limit=tolerance.limit, points=points)
     return _with_hints(finding, head, token_hints(tokens, _explained(explain)))
 
 
@@ -146,15 +146,15 @@ def compare_named(
     errors = {name: largest_difference(got[name], value) for name, value in expected.items()}
     worst = max(errors, key=lambda name: errors[name] / max(tolerances[name].limit, 1e-300))
     wrong = [name for name, error in errors.items() if not tolerances[name].allows(error)]
+    finding = Finding(what=label, error=errors[worst], limit=tolerances[worst].limit)
     if not wrong:
-        return Finding(what=label, error=errors[worst], limit=tolerances[worst].limit)
+        return finding
     comparison = Named(got=got, expected=expected, tolerances=tolerances, wrong=wrong)
     head = [
         f"{label}: {len(wrong)} of {len(expected)} tensors differ",
         _tensor_line("first", wrong[0], got, expected, tolerances),
         *(() if worst == wrong[0] else (_tensor_line("worst", worst, got, expected, tolerances),)),
     ]
-    finding = Finding(what=label, error=errors[worst], limit=tolerances[worst].limit)
     return _with_hints(finding, head, _explained(explain) or named_hints(comparison, since))
 
 
@@ -211,12 +211,12 @@ def compare_scalar(
     error = largest_difference(
         torch.tensor(got, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     )
+    finding = Finding(what=label, error=error, limit=tolerance.limit)
     if tolerance.allows(error):
-        return Finding(what=label, error=error, limit=tolerance.limit)
+        return finding
     head = f"{label} is {got:.9g}; expected {expected:.9g}; they differ by {error:.3e}, allowed {tolerance}"
     factor = named_factor(got / expected) if expected else None
     hints = [] if factor is None else [f"{LOOKS_LIKE}{factor} times what is expected"]
-    finding = Finding(what=label, error=error, limit=tolerance.limit)
     return _with_hints(finding, [head], _explained(explain) or hints)
 
 

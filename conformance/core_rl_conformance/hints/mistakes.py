@@ -78,23 +78,19 @@ def compare_steps(
     if not wrong:
         return list(findings.values())
     verdict = ", ".join(f"{KINDS[kind]} {'wrong' if kind in wrong else 'right'}" for kind in got)
-    guess = _guess(steps, lambda mistaken: _explains(mistaken, got, right, allowed), ranks)
+
+    def fits(mistaken: OptimizerState) -> bool:
+        return all(
+            _near(actual, getattr(mistaken, kind), getattr(right, kind), allowed[kind])
+            for kind, actual in got.items()
+        )
+
+    mistakes = (sentence for sentence, mistaken in _mistakes(steps, ranks) if fits(mistaken.state()))
+    guess = next((f"it looks like: {sentence}" for sentence in mistakes), None)
     problems = [str(finding.problem) for finding in wrong.values()]
     problem = "\n".join(filter(None, (f"{label}: {verdict}", *problems, guess)))
     known = guess is not None or any(finding.names_cause for finding in wrong.values())
     return [replace(next(iter(wrong.values())), problem=problem, names_cause=known)]
-
-
-def _explains(
-    mistaken: OptimizerState,
-    got: Named,
-    right: OptimizerState,
-    allowed: Mapping[str, Mapping[str, Tolerance]],
-) -> bool:
-    return all(
-        _near(actual, getattr(mistaken, kind), getattr(right, kind), allowed[kind])
-        for kind, actual in got.items()
-    )
 
 
 def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Tolerance]) -> bool:
@@ -118,12 +114,6 @@ def _near(got: Grads, wrong: Grads, right: Grads, tolerances: Mapping[str, Toler
 def _growth(wrong: Iterable[Tensor], right: Iterable[Tensor]) -> float:
     largest, before = (max(float(value.abs().max()) for value in values) for values in (wrong, right))
     return largest / max(before, 1e-300)
-
-
-def _guess(steps: Steps[AdamW], fits: Callable[[OptimizerState], bool], ranks: int) -> str | None:
-    matching = (sentence for sentence, wrong in _mistakes(steps, ranks) if fits(wrong.state()))
-    sentence = next(matching, None)
-    return None if sentence is None else f"it looks like: {sentence}"
 
 
 def _mistakes(steps: Steps[AdamW], ranks: int) -> Iterator[tuple[str, Steps[AdamW]]]:

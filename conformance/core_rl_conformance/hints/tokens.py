@@ -146,12 +146,11 @@ def _fraction(value: float) -> Fraction | None:
     if not math.isfinite(value) or not value:
         return None
     near = Fraction(value).limit_denominator(LARGEST_PART)
-    plausible = near != 0 and all(_plausible(part) for part in (abs(near.numerator), near.denominator))
+    plausible = near != 0 and all(
+        part <= PLAUSIBLE_PART or (part <= LARGEST_PART and part.bit_count() == 1)
+        for part in (abs(near.numerator), near.denominator)
+    )
     return near if plausible and abs(float(near) / value - 1) <= 1e-4 else None
-
-
-def _plausible(part: int) -> bool:
-    return part <= PLAUSIBLE_PART or (part <= LARGEST_PART and part.bit_count() == 1)
 
 
 def constant_factor(got: Tensor, expected: Tensor, tolerance: Tolerance) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -15,7 +15,7 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.launch.group import EngineGroup
 from core_rl.weight_sync.messages import AdapterMetadata
 from core_rl_conformance.engine_under_test import ONE_PASS, EngineUnderTest
-from core_rl_conformance.expected_values import Snapshot
+from core_rl_conformance.expected_values import ExpectedGradients, Snapshot
 from core_rl_conformance.inputs.data import Ragged
 from core_rl_conformance.inputs.tiny_adapters import PREFIX, TinyAdapter
 from core_rl_conformance.inputs.tiny_models import save_with
@@ -32,6 +32,7 @@ def start(
     *,
     optimizer: Mapping[str, Any] | None = None,
     layout: Setting | None = None,
+    frozen: Sequence[str] = (),
     seed: int = 0,
     fields: Mapping[str, object] | None = None,
 ) -> EngineGroup:
@@ -40,7 +41,7 @@ def start(
     ``fields`` replace some of ``model.lora``.
     """
     changes = {"model": {"lora": {**adapter.section(), **(fields or {})}}, "seed": seed}
-    return subject.start(adapter.model, optimizer=optimizer, layout=layout, changes=changes)
+    return subject.start(adapter.model, optimizer=optimizer, layout=layout, frozen=frozen, changes=changes)
 
 
 def load(
@@ -57,16 +58,24 @@ def adapter_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def base_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The part of ``tensors`` that is below the adapter, without a scalar head."""
-    return {
-        name: value
-        for name, value in tensors.items()
-        if not name.startswith(PREFIX) and not name.startswith("score.")
-    }
+    return {name: value for name, value in tensors.items() if not name.startswith((PREFIX, "score."))}
 
 
 def written(factors: Mapping[str, ValueT]) -> dict[str, ValueT]:
     """``found``, where the factors are named after their layers, with the names that they have in a file."""
     return {PREFIX + name if ".lora_" in name else name: value for name, value in factors.items()}
+
+
+def verify_trained(
+    subject: EngineUnderTest,
+    label: str,
+    grads: Mapping[str, Tensor],
+    expected: ExpectedGradients,
+    trains: Callable[[str], bool],
+) -> None:
+    """Compare ``grads`` with the oracle's of the parameters that ``trains`` names; no others have a gradient."""
+    truth = {name: grad for name, grad in written(expected.oracle.grads).items() if trains(name)}
+    subject.verify_named(f"gradients {label}", grads, truth, written(expected.tolerances))
 
 
 def low_rank_of(adapter: TinyAdapter, group: EngineGroup) -> LowRank:

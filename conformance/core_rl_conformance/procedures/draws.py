@@ -20,6 +20,8 @@ from torch import Tensor
 
 FALSE_ALARMS = 1e-9
 """The probability that a run of draws from the very distribution fails."""
+Event = tuple[str, int, int, float]
+"""In words; the number of times it came, the number of draws, and its probability in each of them."""
 STAKES = (-2.0, -1.0, -0.5, 0.5, 1.0, 2.0)
 """Bets on fewer, and on more; of several sizes, because the best size depends on the mistake."""
 WITHIN: dict[str, Callable[[Sequence[int], Tensor], Tensor]] = {
@@ -78,17 +80,15 @@ def _terms(counts: range, draws: int, probability: float) -> Iterator[float]:
 
 def most_surprising(tokens: Sequence[int], logprobs: Tensor) -> Surprise:
     """The least probable thing about ``tokens``, drawn from ``logprobs [V]`` (float64)."""
-    events = list(_events(tokens, logprobs))
-    tails = [binomial_tail(count, len(tokens), p) for _, count, p in events]
-    least = min(range(len(events)), key=lambda index: tails[index])
-    label, count, probability = events[least]
-    return Surprise(
-        what=label,
-        count=count,
-        draws=len(tokens),
-        probability=probability,
-        tail=min(1.0, len(events) * tails[least]),
-    )
+    return least_probable([(label, n, len(tokens), p) for label, n, p in _events(tokens, logprobs)])
+
+
+def least_probable(events: Sequence[Event]) -> Surprise:
+    """The least probable of all ``events``."""
+    tails = [binomial_tail(count, draws, probability) for _, count, draws, probability in events]
+    tail, (label, count, draws, probability) = min(zip(tails, events, strict=True), key=lambda pair: pair[0])
+    tail = min(1.0, len(events) * tail)
+    return Surprise(what=label, count=count, draws=draws, probability=probability, tail=tail)
 
 
 def _events(tokens: Sequence[int], logprobs: Tensor) -> Iterator[tuple[str, int, float]]:

@@ -17,7 +17,7 @@ from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.losses import WatchedLoss
 from core_rl_conformance.inputs.tiny_models import TinyModel
 from core_rl_conformance.outcomes import NotRun
-from core_rl_conformance.procedures.draws import FALSE_ALARMS, binomial_tail
+from core_rl_conformance.procedures.draws import FALSE_ALARMS, Event, least_probable
 from core_rl_oracle.dropout import MaskedPairs, all_masks, plain_gradients, plain_outputs
 from core_rl_oracle.oracle import Gradients, Oracle, grad_norm
 from core_rl_oracle.plain import PlainModel
@@ -200,25 +200,6 @@ class Spread:
         return [row for rank in self.parts for rows in rank[which] for row in rows]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Count:
-    """A number of events, and its distribution where masks are independent draws."""
-
-    what: str
-    count: int
-    draws: int
-    probability: float
-
-    @property
-    def tail(self) -> float:
-        return binomial_tail(self.count, self.draws, self.probability)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what} in {self.count} of {self.draws} cases; expected {self.probability * self.draws:.1f}"
-        )
-
-
 def verify_draws(subject: EngineUnderTest, passes: Sequence[tuple[str, Tensor]], spread: Spread) -> None:
     """Require that masks ``[sequences, layers, heads]`` of several passes are independent draws at `RATE`.
 
@@ -241,7 +222,7 @@ def verify_rate_and_ranks(
         _dropped(f"{label} is dropped on data-parallel rank {rank}", torch.cat(list(part.values())))
         for rank, part in enumerate(keep_mask)
     ]
-    subject.require(any(count.count for count in counts), f"{label} is never dropped: dropout is off there")
+    subject.require(any(event[1] for event in counts), f"{label} is never dropped: dropout is off there")
     for rank, part in enumerate(keep_mask[1:], 1):
         both = [layer for layer in part if layer in keep_mask[0]]
         subject.require(bool(both), f"the token of rank {rank} shows no layer that the one of rank 0 shows")
@@ -251,18 +232,18 @@ def verify_rate_and_ranks(
     _require_chance(subject, counts)
 
 
-def _require_chance(subject: EngineUnderTest, counts: Sequence[_Count]) -> None:
-    """Require that the least probable of ``counts`` is no surprise among so many."""
-    worst = min(counts, key=lambda count: count.tail)
-    chance = min(1.0, len(counts) * worst.tail)
+def _require_chance(subject: EngineUnderTest, events: Sequence[Event]) -> None:
+    """Require that the least probable of ``events`` is no surprise among so many."""
+    worst = least_probable(events)
     subject.require(
-        chance >= FALSE_ALARMS,
-        f"{worst}. Masks that are drawn independently, at a rate of {RATE:g}, give this with a probability below "
-        f"{max(chance, 1e-300):.0e}",
+        worst.tail >= FALSE_ALARMS,
+        f"{worst.what} in {worst.count} of {worst.draws} cases; expected {worst.probability * worst.draws:.1f}. Masks "
+        f"that are drawn independently, at a rate of {RATE:g}, give this with a probability below "
+        f"{max(worst.tail, 1e-300):.0e}",
     )
 
 
-def _counts(when: str, keep_mask: Tensor, spread: Spread) -> Iterator[_Count]:
+def _counts(when: str, keep_mask: Tensor, spread: Spread) -> Iterator[Event]:
     """Rates of each part of a pass, and agreement of parts that should not agree."""
     _, layers, heads = keep_mask.shape
     yield _dropped(f"{when}: a head is dropped", keep_mask)
@@ -293,10 +274,10 @@ def _counts(when: str, keep_mask: Tensor, spread: Spread) -> Iterator[_Count]:
         yield _agreement(label, keep_mask[:, :, head], keep_mask[:, :, 0])
 
 
-def _dropped(label: str, keep_mask: Tensor) -> _Count:
-    return _Count(what=label, count=int((~keep_mask).sum()), draws=keep_mask.numel(), probability=RATE)
+def _dropped(label: str, keep_mask: Tensor) -> Event:
+    return label, int((~keep_mask).sum()), keep_mask.numel(), RATE
 
 
-def _agreement(label: str, left: Tensor, right: Tensor) -> _Count:
+def _agreement(label: str, left: Tensor, right: Tensor) -> Event:
     same = int((left == right).sum())
-    return _Count(what=label, count=same, draws=left.numel(), probability=RATE**2 + (1 - RATE) ** 2)
+    return label, same, left.numel(), RATE**2 + (1 - RATE) ** 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from core_rl_conformance.procedures.adapters import snapshot_of
 
 PROBE = (13, 2, 21, 1, 8, 17, 5, 11)
 """Lengths of a few sequences: enough to show the weights that the ranks compute with, and for one step."""
+OUTPUT: Mapping[Head, OutputName] = {"lm": "logprobs", "value": "values", "reward": "scores"}
 ENOUGH = 16
 """Count of numbers that are not all round by chance."""
 
@@ -40,8 +41,7 @@ def verify_outputs(
         now = subject.snapshot(group, of, f"weights {label}")
     else:
         now = snapshot_of(subject, of, group)
-    names: dict[Head, OutputName] = {"lm": "logprobs", "value": "values", "reward": "scores"}
-    name = names[now.head]
+    name = OUTPUT[now.head]
     places = None if name == "scores" else subject.places(data)
     expected = subject.outputs(now, data, name)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core_rl.backend.meta import WeightUpdateMeta
+from core_rl.config.capability import Capability
 from core_rl.data.requests import LLMRequest, LLMResponse, SamplingParams
 from core_rl.engine.inference import InferenceEngine
 from core_rl.errors import EngineStateError, WeightsError
@@ -25,7 +27,6 @@ from core_rl_conformance.hints.diagnose import compare_tokens, explain_tokens
 from core_rl_conformance.inputs.data import Ragged, Row
 from core_rl_conformance.inputs.tiny_adapters import TinyAdapter
 from core_rl_conformance.inputs.tiny_models import TinyModel
-from core_rl_conformance.inputs.tiny_vision import TinyImages
 from core_rl_conformance.outcomes import LostRequests
 from core_rl_conformance.pools import CALL_TIMEOUT_S
 from core_rl_conformance.reproduction import Computation
@@ -36,6 +37,7 @@ Guesses = Mapping[str, Callable[[], list[Tensor]]]
 FEW = (0, 1, 3, 4, 7, 10)
 """Sequences of unequal lengths, the shortest and the longest among them."""
 PLAIN = SamplingParams(max_new_tokens=8, ignore_eos=True)
+GREEDY = replace(PLAIN, temperature=0.0)
 MOST_AT_ONCE = 256
 """Requests in flight."""
 MOST_SHOWN = 8
@@ -111,13 +113,28 @@ def ask(engine: InferenceEngine, requests: Sequence[LLMRequest]) -> list[LLMResp
 
 
 async def meanwhile(
-    engine: InferenceEngine, requests: Sequence[LLMRequest], update: Callable[[], None]
+    engine: InferenceEngine,
+    requests: Sequence[LLMRequest],
+    update: Callable[[], None],
+    *,
+    in_pause: bool = False,
 ) -> list[LLMResponse]:
-    """The answers to requests that are in flight while ``update`` runs."""
-    running = asyncio.ensure_future(answers(engine, requests))
-    await let_begin()
-    await asyncio.to_thread(update)
+    """The answers to requests that are in flight while ``update`` runs, or wait for the end of a pause."""
+    async with paused(engine) if in_pause else nullcontext():
+        running = asyncio.ensure_future(answers(engine, requests))
+        await let_begin()
+        await asyncio.to_thread(update)
     return await running
+
+
+@asynccontextmanager
+async def paused(engine: InferenceEngine) -> AsyncIterator[None]:
+    """A pause of ``engine``, which ends with the context."""
+    await asyncio.to_thread(engine.pause)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(engine.resume)
 
 
 async def let_begin() -> None:
@@ -156,16 +173,12 @@ def sequences_of(
     With the images of ``prompts``, one for each response.
     """
     images = [row.images for row in prompts.rows] if prompts else [None] * len(responses)
-    return Ragged(
-        tuple(
-            _row(before + response.input_ids + response.output_ids, pictures)
-            for response, pictures in zip(responses, images, strict=True)
-        )
-    )
-
-
-def _row(ids: tuple[int, ...], images: TinyImages | None) -> Row:
-    return Row(ids=ids, mask=(True,) * len(ids), advantages=(0.0,) * len(ids), target=0.0, images=images)
+    rows = []
+    for response, pictures in zip(responses, images, strict=True):
+        ids = before + response.input_ids + response.output_ids
+        mask, advantages = (True,) * len(ids), (0.0,) * len(ids)
+        rows.append(Row(ids=ids, mask=mask, advantages=advantages, target=0.0, images=pictures))
+    return Ragged(tuple(rows))
 
 
 def generated(values: Sequence[Tensor], responses: Sequence[LLMResponse]) -> list[Tensor]:
@@ -307,7 +320,7 @@ def verify_served(
     label: str,
     responses: Sequence[LLMResponse],
     model: Judged,
-    old: Judged,
+    old: Judged | None,
     version: int,
 ) -> None:
     """Verify that tokens carry ``version`` and have the log-probs of ``model``; ``old`` is a known mistake."""
@@ -337,15 +350,21 @@ def _update_mistakes(
 
 
 def verify_scores(
-    subject: EngineUnderTest, label: str, engine: InferenceEngine, data: Ragged, model: Judged, old: Judged
+    subject: EngineUnderTest,
+    label: str,
+    engine: InferenceEngine,
+    data: Ragged,
+    model: Judged,
+    old: Judged | None = None,
 ) -> None:
-    """Verify that scores of ``data`` are the log-probs of ``model``; ``old`` is a known mistake."""
+    """Verify that scores of ``data``, where there are some, are log-probs of ``model``; ``old`` is a known mistake."""
+    if not subject.spec.supports(Capability.SCORE):
+        return
     got = list(engine.score(data.batch()).split(data.lengths))
-
-    def mistakes() -> Iterator[tuple[str, Sequence[Tensor]]]:
-        yield updates.BEFORE, subject.outputs(old, data, "logprobs").values
-
-    expected = replace(subject.outputs(model, data, "logprobs"), mistakes=mistakes)
+    expected = subject.outputs(model, data, "logprobs")
+    if old is not None:
+        before = subject.outputs(old, data, "logprobs")
+        expected = replace(expected, mistakes=lambda: iter([(updates.BEFORE, before.values)]))
     subject.verify_tokens(f"scores {label}", got, expected, subject.places(data))
 
 

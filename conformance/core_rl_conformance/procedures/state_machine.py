@@ -8,14 +8,16 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 
-def run_state_machine(machine: type[RuleBasedStateMachine], number: int, examples: int, calls: int) -> None:
-    """Run ``examples`` sequences of up to ``calls`` calls, drawn by the seed ``number``.
+def run_state_machine(
+    machine: type[RuleBasedStateMachine], fields: dict[str, object], number: int, examples: int, calls: int
+) -> None:
+    """Run ``examples`` sequences of up to ``calls`` calls of ``machine`` with ``fields``, drawn by the seed ``number``.
 
     Raises the `AssertionError` of the smallest failing sequence, with its calls.
     """
     try:
         run_state_machine_as_test(
-            seed(number)(machine),
+            seed(number)(type("Calls", (machine,), fields)),
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=calls,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -17,8 +18,8 @@ from core_rl.engine.inference import InferenceEngine
 from core_rl.engine.sync import abandon_until_done
 from core_rl.errors import WeightsError
 from core_rl.launch.group import EngineGroup
+from core_rl.weight_sync.delta import DeltaBase
 from core_rl.weight_sync.messages import AdapterMetadata, Bucket
-from core_rl.weight_sync.tensor import ReceivedWeights
 from core_rl.weight_sync.update import weight_update
 from core_rl_conformance.engine_under_test import EngineUnderTest
 from core_rl_conformance.pools import CALL_TIMEOUT_S
@@ -64,10 +65,15 @@ class Caught:
     """Metadata of the sent adapter."""
 
 
-def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
-    """The tensors that ``group`` uploads with ``meta``."""
+def caught(
+    group: EngineGroup,
+    meta: WeightUpdateMeta,
+    base: DeltaBase | None = None,
+    error: Exception | None = None,
+) -> Caught:
+    """The tensors that ``group`` uploads with ``meta`` to a receiver of weights ``base``, which ends with ``error``."""
     with ThreadPoolExecutor(1) as pool:
-        future: Future[Caught] = pool.submit(_catch, meta)
+        future: Future[Caught] = pool.submit(_catch, meta, base, error)
         try:
             group.upload_weights(meta)
         finally:
@@ -76,17 +82,17 @@ def caught(group: EngineGroup, meta: WeightUpdateMeta) -> Caught:
         return future.result()
 
 
-def _catch(meta: WeightUpdateMeta) -> Caught:
+def _catch(meta: WeightUpdateMeta, base: DeltaBase | None, error: Exception | None) -> Caught:
+    update = weight_update(meta, base=base)
     if meta.method == "distributed":
-        with weight_update(meta).receive_copies(CALL_TIMEOUT_S) as buckets:
+        with update.receive_copies(CALL_TIMEOUT_S) as buckets:
             return _as_caught(list(buckets), None)
-    with weight_update(meta).receive(CALL_TIMEOUT_S) as received:
-        return _as_caught(_read_late(received), received.adapter)
-
-
-def _read_late(received: ReceivedWeights) -> list[Bucket]:
-    """Copies that are made when the last bucket has come: a sender that uses memory again has done so by then."""
-    return [[(name, tensor.clone()) for name, tensor in bucket] for bucket in list(received)]
+    with update.receive(CALL_TIMEOUT_S) as received:
+        # Copied when the last bucket has come: a sender that uses memory again has done so by then.
+        copies = [[(name, tensor.clone()) for name, tensor in bucket] for bucket in list(received)]
+        if error is not None:
+            raise error
+        return _as_caught(copies, received.adapter)
 
 
 def _as_caught(buckets: list[Bucket], adapter: AdapterMetadata | None) -> Caught:
@@ -120,17 +126,24 @@ def sent(
     With ``overwrite`` the memory that was sent is overwritten when the update has ended: weights may be no views of it.
     Engines of servers keep it, to load it again.
     """
-    arrival = engine.update_weights(meta)
     buckets: list[Bucket] = []
+    stream = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    send = partial(weight_update(meta, adapter).send, stream, on_bucket=buckets.append if overwrite else None)
     try:
-        stream = iter(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        weight_update(meta, adapter).send(stream, on_bucket=buckets.append if overwrite else None)
+        delivered(engine, meta, send)
+    finally:
+        for _, tensor in (item for bucket in buckets for item in bucket):
+            tensor.fill_(NOISE)
+
+
+def delivered(engine: InferenceEngine, meta: WeightUpdateMeta, send: Callable[[], None]) -> None:
+    """Have ``engine`` take the update that ``send`` sends; raises the error of the receiver, or else of the sender."""
+    arrival = engine.update_weights(meta)
+    try:
+        send()
     except WeightsError:
-        # The receiver knows better why.
-        arrival.result(CALL_TIMEOUT_S)
+        arrival.result(CALL_TIMEOUT_S)  # the receiver knows better why
         raise
     finally:
         wait([arrival], CALL_TIMEOUT_S)
-        for _, tensor in (item for bucket in buckets for item in bucket):
-            tensor.fill_(NOISE)
     arrival.result(CALL_TIMEOUT_S)

@@ -45,16 +45,13 @@ CONFIG = AdamW(lr=0.2, betas=(0.8, 0.95), eps=0.1, weight_decay=0.01, max_grad_n
 """With a large epsilon an update is a smooth function of its gradient; clipping acts in every step."""
 
 
+CLIPPED = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.02)
+"""Clipped in every step, with an epsilon that makes the update depend on the scale."""
+
+
 def optimizer_config(config: AdamW, schedule: Schedule = CONSTANT) -> dict[str, Any]:
     """``config`` and ``schedule`` as the ``optimizer`` section of an engine."""
-    return {
-        "lr": config.lr,
-        "betas": list(config.betas),
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
-        "schedule": asdict(schedule),
-    }
+    return {**asdict(config), "schedule": asdict(schedule)}
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import permutations
 
-from core_rl.config.base import Config, parse_config
+from core_rl.config.base import parse_config
 from core_rl.config.capability import Capability
 from core_rl.config.engine import DType
 from core_rl.engine.loading import load_backend
@@ -93,15 +93,11 @@ def load_target(name: str, known_checks: Collection[str]) -> Target:
     )
     # An engine that cannot be imported fails once here, and not in every check.
     load_backend(spec)
-    _try_options(name, profile, load_config(spec))
-    return Target(spec=spec, profile=profile)
-
-
-def _try_options(name: str, profile: Profile, config: type[Config]) -> None:
-    """Let the engine's config read the options of each layout and setting, before hundreds of checks do."""
+    # Its config reads the options of each layout and setting, before hundreds of checks do.
     for place in profile.places:
         values = {**place.over(profile.options), "model": {"path": "."}, "layout": place.layout}
-        parse_config(config, values, f"the conformance profile of engine {name!r}, layout {place}")
+        parse_config(load_config(spec), values, f"the conformance profile of engine {name!r}, layout {place}")
+    return Target(spec=spec, profile=profile)
 
 
 def select(targets: Sequence[Target], selection: Selection, known_checks: Collection[str]) -> None:

@@ -84,15 +84,15 @@ class Summary:
         if not any(result.outcome.executed for result in engine_results + partners):
             yield "no check was executed; look at the paths and filters, and run with --pyargs core_rl_conformance"
         elif not self.narrowed:
-            yield from self._unproven(target, engine_results)
-
-    def _unproven(self, target: Target, results: list[CaseRecord]) -> Iterator[str]:
-        for capability in sorted(target.spec.capabilities & self._certifiable(target)):
-            if not any(capability in result.capabilities and result.outcome.executed for result in results):
-                yield (
-                    f"it declares {capability.value!r}, and no check of that was executed; "
-                    "add a layout, dtype or model to its profile, or do not declare it"
-                )
+            shown = {
+                name for result in engine_results if result.outcome.executed for name in result.capabilities
+            }
+            for capability in sorted(target.spec.capabilities & self._certifiable(target)):
+                if capability not in shown:
+                    yield (
+                        f"it declares {capability.value!r}, and no check of that was executed; "
+                        "add a layout, dtype or model to its profile, or do not declare it"
+                    )
 
     def _certifiable(self, target: Target) -> set[Capability]:
         """Capabilities that some check can show of such an engine, in this environment."""

@@ -43,7 +43,8 @@ def local_part(tensor: Tensor) -> LocalPart:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # a rank has parameters on meshes of its own
     # A strided shard, such as FSDP's, cuts the remainder of the mesh dimensions on its right.
-    strided = [axis for axis in range(mesh.ndim) if _is_strided(tensor.placements[axis])]
+    cut = [axis for axis in range(mesh.ndim) if _cut_dim(tensor.placements[axis]) is not None]
+    strided = [axis for axis in cut if type(tensor.placements[axis]) is not Shard]
     plain = [axis for axis in range(mesh.ndim) if axis not in strided]
     for axis in (*plain, *reversed(strided)):
         placement = tensor.placements[axis]
@@ -69,10 +70,6 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int) ->
     if isinstance(parameter, nn.Parameter):
         spread = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-
-
-def _is_strided(placement: Placement) -> bool:
-    return _cut_dim(placement) is not None and type(placement) is not Shard
 
 
 def _cut_dim(placement: Placement) -> int | None:

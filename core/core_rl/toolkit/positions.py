@@ -28,7 +28,11 @@ RotaryOutput = Tensor | tuple[Tensor, ...]
 
 def rotary_modules(trunk: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of ``trunk`` whose frequencies depend on the length of a sequence, in some layers."""
-    return [module for module in trunk.modules() if any(map(_depends_on_length, _kinds(module).values()))]
+    return [
+        module
+        for module in trunk.modules()
+        if any(kind == "longrope" or "dynamic" in kind for kind in _kinds(module).values())
+    ]
 
 
 def _kinds(module: nn.Module) -> Mapping[str | None, str]:
@@ -37,10 +41,6 @@ def _kinds(module: nn.Module) -> Mapping[str | None, str]:
     if isinstance(kind, dict):
         return kind
     return {None: kind} if isinstance(kind, str) else {}
-
-
-def _depends_on_length(kind: str) -> bool:
-    return kind == "longrope" or "dynamic" in kind
 
 
 def _regime(module: Any, layer_type: str | None, length: int) -> int:

@@ -90,7 +90,8 @@ class _Call:
         """
         if isinstance(results[0], tuple):
             first, *extras = zip(*results, strict=True)
-            return (self.joined([*first]), *(self._or_none(extra) for extra in extras))
+            states = (self.joined([*extra]) if self._for_each_token(extra) else None for extra in extras)
+            return (self.joined([*first]), *states)
         if not self._for_each_token(results):
             raise UnsupportedCapability(
                 f"the layer {self.name} does not return one entry for each token, so it cannot run on each sequence "
@@ -98,9 +99,6 @@ class _Call:
             )
         flat = torch.cat([result.flatten(0, 1) for result in results])
         return flat.index_select(0, self.plan.order)[None]
-
-    def _or_none(self, results: tuple[Any, ...]) -> Any:
-        return self.joined([*results]) if self._for_each_token(results) else None
 
     def _for_each_token(self, results: Sequence[Any]) -> bool:
         return all(
