@@ -157,11 +157,12 @@ def _verify_arrived(
     before: Snapshot,
 ) -> None:
     guesses = {
-        "log-probs of the weights before the sync: the receiver did not take the new ones": (
-            lambda: serving.expected_of(subject, before, responses).values
-        ),
+        # First: files of the weights before the sync fit both.
         "log-probs of the files in the sync directory: the sender wrote other weights than it has": (
             lambda: serving.expected_of(subject, Snapshot(path), responses).values
+        ),
+        "log-probs of the weights before the sync: the receiver did not take the new ones": (
+            lambda: serving.expected_of(subject, before, responses).values
         ),
     }
     label = f"log-probs of tokens generated after sync {version}"
