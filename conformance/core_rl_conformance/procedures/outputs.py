@@ -91,7 +91,7 @@ def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data
     subject.require(isinstance(output, ModelOutput), f"forward() returned a {kind}, not a ModelOutput")
     value = getattr(output, name)
     subject.require(isinstance(value, Tensor), f"the output {name!r} is missing")
-    count = len(data.rows) if name == "scores" else sum(data.lengths)
+    count, places = (len(data.rows), "sequences") if name == "scores" else (sum(data.lengths), "tokens")
     form = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     subject.require(
         value.dtype == torch.float32 and value.shape[:1] == (count,) and value.device.type == "cpu",
@@ -100,7 +100,7 @@ def verify_form(subject: EngineUnderTest, output: object, name: OutputName, data
     broken = (~value.isfinite().reshape(count, -1).all(dim=1)).nonzero()[:, 0]
     subject.require(
         not len(broken),
-        f"the output {name!r} is NaN or infinite at {len(broken)} of {count} places of the batch, "
+        f"the output {name!r} is NaN or infinite at {len(broken)} of {count} {places} of the batch, "
         f"first at {broken[:6].tolist()}",
     )
     verify_precision(subject, name, value)

@@ -178,7 +178,8 @@ class BiasedDeviation(PlainTrainer):
 
     def of_group(self, rewards: Tensor, rule: AdvantageRule) -> Tensor:
         right = super().of_group(rewards, rule)
-        return right * rewards.std() / rewards.std(correction=0) if rule == "grpo" else right
+        differ = rule == "grpo" and bool(rewards.std() > 0)
+        return right * rewards.std() / rewards.std(correction=0) if differ else right
 
 
 class ClipsEachMicroBatch(PlainTrainer):
