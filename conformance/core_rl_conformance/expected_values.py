@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from core_rl_conformance.trainers.pool import TrainerPool
 from core_rl_conformance.trajectory import AnyTraining, ExpectedTraining, expected_training
 from core_rl_oracle.low_rank import LowRank
 from core_rl_oracle.oracle import Gradients, Oracle, OracleSequence, SequenceLoss, grad_norm
-from core_rl_oracle.plain import ALONE, MANY_VARIANTS, TRAINED_ALONE, VARIANTS, PlainModel
+from core_rl_oracle.plain import ALONE, MANY_VARIANTS, TRAINED_ALONE, VARIANTS, PlainModel, Variant
 from core_rl_oracle.tolerance import (
     Tolerance,
     mean_square,
@@ -214,11 +214,9 @@ class ExpectedValues:
 
         def run() -> GradientRuns:
             plain, sequences = self.plain(of, dtype, device), data.for_oracle()
-            added = [TRAINED_ALONE] if _is_large(of) else []
-            rest = (
-                plain.gradients(variant, sequences, loss.of_sequence, loss.temperature) for variant in added
-            )
-            return run_gradients(self.oracle(of), plain, sequences, loss.of_sequence, loss.temperature, rest)
+            variants = (*VARIANTS, TRAINED_ALONE) if _is_large(of) else VARIANTS
+            of_loss = (loss.of_sequence, loss.temperature)
+            return run_gradients(self.oracle(of), plain, sequences, *of_loss, variants=variants)
 
         # The digest of the suite's code says nothing about losses of other distributions.
         keep = self.stored if type(loss).__module__ == RepeatedLoss.__module__ else self.keep
@@ -325,14 +323,15 @@ def run_gradients(
     sequences: Sequence[OracleSequence],
     loss: SequenceLoss,
     temperature: float,
-    rest: Iterable[tuple[float, dict[str, Tensor]]] = (),
+    rest: Sequence[tuple[float, dict[str, Tensor]]] = (),
+    variants: Sequence[Variant] = VARIANTS,
 ) -> GradientRuns:
     """The oracle's gradients of ``loss``, with the tolerances of each, of the loss and of the norm.
 
     ``rest`` are runs of the plain model that compute the same from more sequences.
     """
     truth = oracle.gradients(sequences, loss, temperature)
-    runs = (plain.gradients(variant, sequences, loss, temperature) for variant in VARIANTS)
+    runs = (plain.gradients(variant, sequences, loss, temperature) for variant in variants)
     losses, norms = [], []
 
     def gradients() -> Iterator[dict[str, Tensor]]:
