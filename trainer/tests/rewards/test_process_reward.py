@@ -69,10 +69,7 @@ def pool() -> Iterator[ProcessReward]:
 
 def ask(reward: ProcessReward, do: str, tmp_path: Path) -> float | None:
     data = {"do": do, "pids": str(tmp_path / "pids")}
-    value: float | None = asyncio.run(
-        compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1")
-    )
-    return value
+    return asyncio.run(compute_reward(reward, [1, 2], [3], data, subject="sample 7, completion 1"))
 
 
 def pids(tmp_path: Path) -> list[int]:

@@ -125,10 +125,7 @@ async def ask(loop: LoopThread, where: str, do: str, timeout_s: float = 20) -> f
 
     on_loop.__name__, on_loop.__wrapped__ = "score_later", score_later  # type: ignore[attr-defined]
     function = {"thread": score, "coroutine": score_later, "loop": on_loop}[where]
-    value: float | None = await compute_reward(
-        function, [1], [2], {"do": do}, subject="sample 7", timeout_s=timeout_s
-    )
-    return value
+    return await compute_reward(function, [1], [2], {"do": do}, subject="sample 7", timeout_s=timeout_s)
 
 
 def results_of(function: Any, *args: Any, count: int) -> list[Any]:

@@ -47,16 +47,15 @@ class BatchedRewardFn(Protocol):
 
 
 async def compute_reward(
-    reward: RewardFn | BatchedRewardFn,
+    reward: RewardFn,
     prompt_ids: Sequence[int],
-    output_ids: Sequence[Any],
+    output_ids: Sequence[int],
     data: Mapping[str, Any],
     *,
     subject: str,
     timeout_s: float | None = None,
-    batched: bool = False,
-) -> Any:
-    """Call ``reward``, and return `as_result` of its value; a ``batched`` one is called for several completions.
+) -> float | None:
+    """Call ``reward`` and return a finite float, or None where it does not apply.
 
     Raises `RolloutError` that names ``subject`` when it raises (the original is chained), takes
     longer than ``timeout_s``, or returns something else.
@@ -64,7 +63,23 @@ async def compute_reward(
     subject = f"{subject}: the reward function {name_of(reward)}"
     called = call_user(reward, prompt_ids, output_ids, data)
     value = await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
-    return as_result(value, subject, reward, len(output_ids) if batched else None)
+    return as_result(value, subject, reward)
+
+
+async def compute_rewards(
+    reward: BatchedRewardFn,
+    prompt_ids: Sequence[int],
+    completions: Sequence[Sequence[int]],
+    data: Mapping[str, Any],
+    *,
+    subject: str,
+    timeout_s: float | None = None,
+) -> list[float | None]:
+    """Call ``reward`` once for all ``completions``. Raises as `compute_reward` does."""
+    subject = f"{subject}: the reward function {name_of(reward)}"
+    called = call_user(reward, prompt_ids, completions, data)
+    value = await guarded(called, subject=subject, timeout_s=timeout_s, function=reward, setting=LIMIT)
+    return as_results(value, subject, reward, len(completions))
 
 
 def as_reward(value: object, subject: str, function: object = None) -> float:
@@ -103,13 +118,13 @@ def _number(value: object) -> float | None:
         return None
 
 
-def as_result(value: object, subject: str, function: object, count: int | None) -> Any:
-    """``value`` as a float, or None where the reward does not apply; with ``count`` as a list of so many of these.
+def as_result(value: object, subject: str, function: object) -> float | None:
+    """``value`` as a float, or None where the reward does not apply. Raises `RolloutError` as `as_reward` does."""
+    return None if value is None else as_reward(value, subject, function)
 
-    Raises `RolloutError` as `as_reward` does, also for anything but a list, an array or a tensor of this length.
-    """
-    if count is None:
-        return None if value is None else as_reward(value, subject, function)
+
+def as_results(value: object, subject: str, function: object, count: int) -> list[float | None]:
+    """``value``, a list, array or tensor, as ``count`` floats or None; else a `RolloutError`, as of `as_reward`."""
     values = value.tolist() if hasattr(value, "tolist") else value
     fix = "fix: return a list with a float for each completion, in their order"
     if not isinstance(values, list | tuple):
@@ -120,10 +135,7 @@ def as_result(value: object, subject: str, function: object, count: int | None) 
         raise RolloutError(
             f"{subject} returned a list of length {len(values)} for {count} completions{place_of(function)}\n{fix}"
         )
-    return [
-        as_result(number, f"{subject}, for completion {n},", function, None)
-        for n, number in enumerate(values)
-    ]
+    return [as_result(number, f"{subject}, for completion {n},", function) for n, number in enumerate(values)]
 
 
 def rewards_differ(batch: SequenceBatch) -> bool:

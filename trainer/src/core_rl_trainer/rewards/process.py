@@ -19,7 +19,7 @@ from core_rl.launch.hosts import LocalHosts, Slot
 from core_rl.launch.messages import Call
 from core_rl.launch.pool import RankPool
 from core_rl_trainer.rewards.calls import ENDINGS, awaited, code_of, describe_error, name_of, place_of
-from core_rl_trainer.rewards.functions import LIMIT, as_result
+from core_rl_trainer.rewards.functions import LIMIT, as_result, as_results
 
 START_TIMEOUT_S = 120.0
 """Time limit for a process to import the function."""
@@ -178,11 +178,13 @@ def _rewards(pickled: bytes, args: tuple[Any, ...], batched: bool) -> tuple[bool
     """Whether the function gave a reward, or a list of them, and this; or else the problem."""
     function = _function(pickled)
 
-    def checked() -> Any:
+    def checked() -> float | list[float | None] | None:
         value = function(*args)
         if inspect.isawaitable(value):
             value = _event_loop().run(awaited(value))
-        return as_result(value, "it", function, len(args[-2]) if batched else None)
+        if batched:
+            return as_results(value, "it", function, len(args[-2]))
+        return as_result(value, "it", function)
 
     return _outcome(function, checked)
 
