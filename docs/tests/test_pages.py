@@ -6,13 +6,17 @@ import ast
 import importlib
 import inspect
 import re
+import shlex
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import yaml
-from page_blocks import DOCS, FENCE, PAGES, ROOT, blocks_of, name_of
+from packaging.requirements import Requirement
+from page_blocks import DOCS, FENCE, PAGES, ROOT, blocks_of, commands_of, name_of
 
 from core_rl.config.base import parse_config
 from core_rl_trainer.recipe.recipe import Recipe
@@ -147,6 +151,32 @@ def test_every_public_name_has_an_entry() -> None:
         if not name.startswith("__")
     ]
     assert [".".join(one) for one in public if not is_documented(*one, entries)] == []
+
+
+def unpublished(command: str) -> set[str]:
+    """Distributions of this repository that a command of pip in a checkout needs and does not name."""
+    named, needed = set(), set()
+    for word in shlex.split(command):
+        place, _, extras = word.rstrip("]").partition("[")
+        file = ROOT / place / "pyproject.toml"
+        if file.exists():
+            project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+            optional = [project["optional-dependencies"][extra] for extra in filter(None, extras.split(","))]
+            named.add(project["name"])
+            needed |= {Requirement(text).name for text in chain(project["dependencies"], *optional)}
+    return {name for name in needed if name.startswith("core-rl")} - named
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=ids)
+def test_installs_in_checkout_name_all_parts(page: Path) -> None:
+    """core-rl is in no package index."""
+    commands = [line for block in blocks_of(page) if block.language == "sh" for line in commands_of(block)]
+    installs = [line for line in commands if "pip install" in line and "--no-deps" not in line]
+    assert {line: unpublished(line) for line in installs if unpublished(line)} == {}
+
+
+def test_missing_part_of_install_is_listed() -> None:
+    assert unpublished('pip install ".[train]" ./plugins/fsdp') == {"core-rl-trainer"}
 
 
 def test_skipped_blocks_are_listed() -> None:
