@@ -73,7 +73,9 @@ def adapter_problems(lora: LoraConfig, head: Head, directory: Path) -> Iterator[
     for name, (field, default) in CHECKED.items():
         saved_value, value = saved.get(name), getattr(lora, field)
         saved_value = default if saved_value is None else saved_value
-        if saved_value != value:
+        if name == "r" and not saved_value:
+            yield f"its r is 0 in {ADAPTER_CONFIG}: it has no factors; leave model.lora.path out"
+        elif saved_value != value:
             yield f"its {name} is {saved_value!r}, and model.lora.{field} is {value!r} here; set it to {saved_value!r}"
 
 

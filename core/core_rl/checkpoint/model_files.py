@@ -54,15 +54,10 @@ def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
     truncated, unreadable, a pointer of Git LFS, without a tensor that the index assigns to it, with names
     of a wrapper, or with integers as weights.
     """
-    index, single = directory / f"{prefix}.safetensors.index.json", directory / f"{prefix}.safetensors"
-    assigned: dict[str, list[str]] = {}
-    if index.is_file():
-        for name, file in read_index(index).items():
-            assigned.setdefault(file, []).append(name)
-    elif single.is_file() or single.is_symlink():
-        assigned[single.name] = []
-    else:
-        raise CheckpointNotFound(f"{directory} holds neither {single.name} nor {index.name}")
+    weight_map = indexed_tensors(directory, prefix)
+    assigned: dict[str, list[str]] = {} if weight_map is not None else {f"{prefix}.safetensors": []}
+    for name, file in (weight_map or {}).items():
+        assigned.setdefault(file, []).append(name)
     problems: list[str] = []
     parameters = size = 0
     for file, names in sorted(assigned.items()):
@@ -74,7 +69,7 @@ def check_weight_files(directory: Path, prefix: str = "model") -> WeightFiles:
         problems += _content_problems(file, header, prefix)
         missing = [name for name in names if name not in header]
         if missing:
-            problems.append(f"{file}: lacks {some(missing)}, which {index.name} assigns to it")
+            problems.append(f"{file}: lacks {some(missing)}, which the index assigns to it")
         parameters += _numbers(header)
         size += _data_bytes(header)
     raise_all(CheckpointDamaged, directory, problems)
@@ -99,9 +94,15 @@ def _content_problems(file: str, header: Mapping[str, Any], prefix: str) -> Iter
         )
 
 
-def pickled_weights(directory: Path) -> list[str]:
-    """Names of files in ``directory`` whose weights are pickled."""
-    return sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+def no_weights(directory: Path) -> str:
+    """The reason why ``directory`` has no safetensors files: pickled weights, or none."""
+    pickled = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+    if not pickled:
+        return "there are no weights in it; download the model with its *.safetensors files"
+    return (
+        f"its weights are pickled ({', '.join(pickled[:3])}), and unpickling can run any code; load it once in "
+        "transformers, an adapter in peft, and call save_pretrained(), which writes safetensors"
+    )
 
 
 def git_lfs_pointers(directory: Path) -> list[str]:
@@ -109,8 +110,28 @@ def git_lfs_pointers(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_file() and is_lfs_pointer(path))
 
 
-def read_index(index: Path) -> dict[str, str]:
-    """The file of each tensor by an index; raises `CheckpointDamaged` for an invalid one."""
+def indexed_tensors(directory: Path, prefix: str) -> dict[str, str] | None:
+    """The file of each tensor by the index of ``directory``; None where ``PREFIX.safetensors`` has all of them.
+
+    Raises `CheckpointNotFound` for neither, and `CheckpointDamaged` for an invalid index, and for both: transformers
+    reads the single file then, and servers those of the index.
+    """
+    index, single = directory / f"{prefix}.safetensors.index.json", directory / f"{prefix}.safetensors"
+    is_single = single.is_file() or single.is_symlink()
+    if index.is_file():
+        weight_map = _read_index(index)
+        if is_single and single.name not in weight_map.values():
+            raise CheckpointDamaged(
+                f"{directory} holds {single.name} and the files of {index.name}; remove the older weights, with their "
+                "index"
+            )
+        return weight_map
+    if not is_single:
+        raise CheckpointNotFound(f"{directory} holds neither {single.name} nor {index.name}")
+    return None
+
+
+def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         places = {file: PurePosixPath(file) for file in weight_map.values()}

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from core_rl.checkpoint.model_files import read_index
+from core_rl.checkpoint.model_files import indexed_tensors
 from core_rl.distributed.agreement import describe, error_of
-from core_rl.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, WeightsError
+from core_rl.errors import CheckpointDamaged, CheckpointError, WeightsError
 
 MAX_FILE_BYTES = 2 * 2**30
 """Size of a file of an export, in bytes; the writer keeps one file in host memory."""
@@ -192,18 +192,14 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path, prefix: str) -> None:
-        index = directory / _index_name(prefix)
-        single = directory / f"{prefix}.safetensors"
         self._place = f"{directory}/{prefix}"
-        if index.is_file():
-            weight_map = read_index(index)
+        weight_map = indexed_tensors(directory, prefix)
+        if weight_map is not None:
             files = {name: SafetensorsFile(directory / name) for name in sorted(set(weight_map.values()))}
             self._files = {name: files[file] for name, file in weight_map.items()}
-        elif single.is_file():
-            file = SafetensorsFile(single)
-            self._files = dict.fromkeys(file.keys(), file)
         else:
-            raise CheckpointNotFound(f"{directory} holds neither {single.name} nor {index.name}")
+            file = SafetensorsFile(directory / f"{prefix}.safetensors")
+            self._files = dict.fromkeys(file.keys(), file)
         self._shapes: dict[str, tuple[int, ...]] = {}
         for name, file in self._files.items():
             try:

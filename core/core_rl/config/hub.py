@@ -69,7 +69,9 @@ def require_config(directory: Path, subject: str) -> None:
         raise ConfigError(
             f"{subject} holds an adapter alone; set model.lora.path to it, and model.path to its base"
         )
-    raise ConfigError(f"{subject} holds no config.json; name a Hugging Face model directory")
+    inner = [str(file.parent) for depth in ("*", "*/*") for file in directory.glob(f"{depth}/config.json")]
+    fix = f"name {' or '.join(sorted(inner)[:3])}" if inner else "name a Hugging Face model directory"
+    raise ConfigError(f"{subject} holds no config.json; {fix}")
 
 
 def _download(name: str, revision: str | None, local_files_only: bool, subject: str) -> str:

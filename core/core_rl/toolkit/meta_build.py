@@ -19,6 +19,7 @@ from core_rl.backend.tensors import MappedSource, TensorDict, TensorSource
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.distributed.comm import Comm
+from core_rl.errors import ConfigError
 from core_rl.state.store import digest_of_parts
 from core_rl.toolkit.build import (
     ExpertsKernel,
@@ -139,7 +140,11 @@ def _source(
     require_fitting(model, missing, misshapen)
     for source, names in tied.items():
         if any(name in present and not _equal(files, located[source], name) for name in names):
-            return None  # they are not tied in these files
+            # transformers does not tie them then, and servers do.
+            raise ConfigError(
+                f"the weights in {model.path!r} do not fit their config: {' and '.join((source, *names))} differ, and "
+                "tie_word_embeddings is true; set it to false in config.json, or remove the tensor that is not used"
+            )
     drawn = {name: drawn_head(built, seed) for name in required if name not in located}
     bfloat16 = {name for name, place in located.items() if files.is_bfloat16(place)}
     half = frozenset(name for name in base if bfloat16.issuperset(layout.names(name)))

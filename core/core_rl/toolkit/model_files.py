@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 
 from core_rl.backend.tensors import MappedSource, TensorSource
 from core_rl.checkpoint.model_config import read_config
-from core_rl.checkpoint.model_files import pickled_weights, some
+from core_rl.checkpoint.model_files import no_weights, some
 from core_rl.checkpoint.tensor_files import TensorFiles
 from core_rl.config.engine import ModelConfig
 from core_rl.errors import CheckpointError, CheckpointNotFound, ConfigError, UnsupportedCapability
@@ -44,13 +44,9 @@ def model_files(model: ModelConfig) -> TensorFiles:
     try:
         return TensorFiles(directory, "model")
     except CheckpointNotFound as error:
-        reason = "there are no weights in it"
-        if pickled := pickled_weights(directory):
-            reason = (
-                f"its weights are pickled ({', '.join(pickled[:3])}), and unpickling can run any code; load it once "
-                "in transformers and call save_pretrained(), which writes safetensors"
-            )
-        raise ConfigError(f"the model {model.path!r} cannot be built: {reason} ({error})") from error
+        raise ConfigError(
+            f"the model {model.path!r} cannot be built: {no_weights(directory)} ({error})"
+        ) from error
     except CheckpointError as error:
         raise ConfigError(f"the model {model.path!r} cannot be built: {error}") from error
 

@@ -63,6 +63,7 @@ def test_other_fields_are_refused_by_name(tmp_path: Path, name: str, value: obje
         ({"init_lora_weights": "olora"}, "its init_lora_weights is 'olora'"),
         ({"modules_to_save": ["embed_tokens"]}, "its modules_to_save is ['embed_tokens']"),
         ({"r": 8}, "its r is 8, and model.lora.rank is 4 here; set it to 8"),
+        ({"r": 0}, "its r is 0 in adapter_config.json: it has no factors"),
         ({"lora_alpha": 16}, "its lora_alpha is 16"),
         ({"use_rslora": True}, "its use_rslora is True, and model.lora.rslora is False here"),
         ({"rank_pattern": {"q_proj": 2}, "use_dora": True}, "its rank_pattern is {'q_proj': 2}"),

@@ -220,6 +220,16 @@ def test_index_names_only_inner_files(place: str, tmp_path: Path) -> None:
         TensorFiles(inside, "model")
 
 
+def test_single_file_next_to_shards_raises(tmp_path: Path) -> None:
+    tensors = [("a", torch.ones(2)), ("b", torch.zeros(2))]
+    write_tensors(tmp_path, "model", tensors, writes=True, max_file_bytes=8)
+    write_tensors(tmp_path, "model", tensors, writes=True)
+    with pytest.raises(
+        CheckpointDamaged, match=r"holds model\.safetensors and the files of model\.safetensors\.index"
+    ):
+        TensorFiles(tmp_path, "model")
+
+
 def test_links_of_the_hub_cache_are_read(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
     blobs.mkdir()

@@ -150,20 +150,22 @@ def lines_of(script: str, paths: list[str], home: Path, **variables: str) -> lis
 
 
 def test_directories_need_no_hub(tmp_path: Path) -> None:
-    for name in ("empty", "adapter"):
-        (tmp_path / name).mkdir()
+    for name in ("empty", "adapter", "trainer/checkpoint-9"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "trainer/checkpoint-9/config.json").touch()
     (tmp_path / "adapter/adapter_config.json").touch()
     snapshot = prepared_cache(tmp_path)
     found, *others = lines_of(
         PATHS_OF,
-        [str(snapshot), *(str(tmp_path / name) for name in ("empty", "adapter", "nowhere"))],
+        [str(snapshot), *(str(tmp_path / name) for name in ("empty", "adapter", "nowhere", "trainer"))],
         tmp_path,
         HF_ENDPOINT=NOWHERE,
     )
-    empty, adapter, missing = others
+    empty, adapter, missing, trainer = others
     assert found == str(snapshot)
     assert "adapter' holds an adapter alone; set model.lora.path to it" in adapter
     assert empty.endswith("empty' holds no config.json; name a Hugging Face model directory")
+    assert trainer.endswith(f"holds no config.json; name {tmp_path / 'trainer/checkpoint-9'}")
     assert "nowhere': no such directory, and no Hub id of the form 'organization/name[@revision]'" in missing
 
 

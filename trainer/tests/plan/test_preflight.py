@@ -37,6 +37,11 @@ def _indexed(model: Path) -> None:
     (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
 
 
+def _left_shards(model: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
 def _rewritten(model: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
     tensors = load_file(model / WEIGHTS)
     save_file(dict(change(name, tensor) for name, tensor in tensors.items()), model / WEIGHTS)
@@ -61,6 +66,7 @@ def _of_integers(model: Path) -> None:
         (lambda model: (model / WEIGHTS).write_text("<html>"), [f"{WEIGHTS}: no safetensors file"]),
         (lambda model: (model / WEIGHTS).write_text(POINTER), ["a pointer of Git LFS", "git lfs pull"]),
         (lambda model: (model / "tokenizer.json").write_text(POINTER), ["tokenizer.json: a pointer of Git"]),
+        (_left_shards, [f"holds {WEIGHTS} and the files of {WEIGHTS}.index.json; remove the older weights"]),
         (_indexed, ["model-00001-of-00002.safetensors: missing", f"{WEIGHTS}: lacks 'b'"]),
     ],
 )

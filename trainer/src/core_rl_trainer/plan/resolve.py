@@ -15,7 +15,7 @@ from core_rl.checkpoint.model_files import (
     WeightFiles,
     check_weight_files,
     git_lfs_pointers,
-    pickled_weights,
+    no_weights,
 )
 from core_rl.config.engine import MOMENT_BYTES, OptimizerConfig
 from core_rl.config.secret import unset_references
@@ -113,13 +113,7 @@ def _weights(path: str, prefix: str) -> WeightFiles:
     try:
         weights = check_weight_files(directory, prefix)
     except CheckpointNotFound as error:
-        reason = "there are no weights in it; download the model with its *.safetensors files"
-        if pickled := pickled_weights(directory):
-            reason = (
-                f"its weights are pickled ({', '.join(pickled[:3])}), and unpickling can run any code; load it once in "
-                "transformers and call save_pretrained(), which writes safetensors"
-            )
-        raise ConfigError(reason) from error
+        raise ConfigError(no_weights(directory)) from error
     except CheckpointDamaged as error:
         raise ConfigError(str(error).removeprefix(f"{directory}: ")) from error
     if pointers := git_lfs_pointers(directory):
