@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -53,6 +53,8 @@ class Config(BaseModel):
         hide_input_in_errors=True,
         allow_inf_nan=False,
     )
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Dotted fields by the names that other systems have for them; errors show these."""
 
 
 def parse_config(kind: type[ConfigT], values: Mapping[str, Any], where: str = "config") -> ConfigT:
@@ -110,12 +112,17 @@ def _shown(value: object) -> str:
 
 
 def _suggestion(kind: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The known field that is closest to an unknown one, and the list of all."""
-    owner = _owner(kind, location[:-1])
+    """The field that has the unknown name in another section or system, or the closest one and the list of all."""
+    owner, name = _owner(kind, location[:-1]), str(location[-1])
     if owner is None:
         return "; remove it"
+    sections = {f"{part}.{name}": _configs_in(field.annotation) for part, field in kind.model_fields.items()}
+    places = [place for place, configs in sections.items() if any(name in c.model_fields for c in configs)]
+    elsewhere = getattr(kind, "other_names", {}).get(name) or " or ".join(places)
+    if elsewhere:
+        return f"; its place here is {elsewhere}"
     known = sorted(owner.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "; remove it."
     return f"{hint} Known fields: {', '.join(known)}"
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 HUB_ID = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\S+))?", re.ASCII)
 VARIABLE = re.compile(r"\$(\w+|\{.*?\})")
@@ -42,6 +42,15 @@ def _import_path(text: str) -> str:
     return text if match is None else absolute_path(match["file"]) + match["attribute"]
 
 
+def _refuse_object(value: Any) -> Any:
+    """``value`` unless it is a function or a class, of which configs have the name."""
+    if not callable(value):
+        return value
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    module = getattr(value, "__module__", "__main__")
+    raise ValueError(f"is an object; write its name, {'FILE.py' if module == '__main__' else module}:{name}")
+
+
 def _program_path(text: str) -> str:
     return absolute_path(text) if "/" in text else text
 
@@ -59,7 +68,7 @@ LocalPath: TypeAlias = Annotated[str, AfterValidator(absolute_path)]
 """A file or a directory."""
 HubPath: TypeAlias = Annotated[str, AfterValidator(_hub_path)]
 """A file, a directory, or an id of the Hugging Face Hub."""
-ImportPath: TypeAlias = Annotated[str, AfterValidator(_import_path)]
+ImportPath: TypeAlias = Annotated[str, BeforeValidator(_refuse_object), AfterValidator(_import_path)]
 """``module:attribute``, ``file.py:attribute``, or another name."""
 ProgramPath: TypeAlias = Annotated[str, AfterValidator(_program_path)]
 """A file to run, or a name that is looked up in ``PATH``."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field
 
 from core_rl.config.base import Config, parse_config
+from core_rl.config.paths import ImportPath
 from core_rl.errors import ConfigError
 
 
@@ -23,6 +25,9 @@ class Whole(Config):
     values: dict[str, int] = Field(default_factory=dict)
     fresh: bool = False
     mode: Literal["min", "max"] = "min"
+    code: ImportPath = "a:b"
+
+    other_names: ClassVar[Mapping[str, str]] = {"learning_rate": "part.size"}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +48,13 @@ class Whole(Config):
         ({"part": {"share": 2}}, "field 'part.share' = 2: must be at most 1.0"),
         ({"part": {"share": "half"}}, "field 'part.share' = 'half': must be a number"),
         ({"part": {"share": float("inf")}}, "field 'part.share' = inf: must be finite"),
+        ({"share": 1}, "unknown field 'share' = 1; its place here is part.share or other.share"),
+        ({"part": {"mode": 1}}, "unknown field 'part.mode' = 1; remove it. Known fields: share, size"),
+        ({"learning_rate": 1}, "unknown field 'learning_rate' = 1; its place here is part.size"),
+        (
+            {"code": print},
+            "field 'code' = <built-in function print>: is an object; write its name, builtins:print",
+        ),
     ],
 )
 def test_wrong_kinds_of_values_are_described(values: dict[str, object], message: str) -> None:

@@ -22,7 +22,7 @@ from core_rl.errors import ConfigError, CoreRLError
 from core_rl_trainer.api import dry_run
 from core_rl_trainer.data.tokenizers import check_same_tokens, load_tokenizer
 from core_rl_trainer.plan.resolve import resolve
-from core_rl_trainer.recipe.recipe import load_recipe
+from core_rl_trainer.recipe.recipe import OTHER_NAMES, load_recipe
 
 
 def encoder(config: dict[str, Any]) -> None:
@@ -152,6 +152,14 @@ def test_reward_of_other_arguments_is_refused(
         return
     with pytest.raises(ConfigError, match="a reward is called with the text of a completion and its sample"):
         dry_run(recipe)
+
+
+@pytest.mark.parametrize("place", sorted(set(OTHER_NAMES.values())))
+def test_names_of_other_systems_lead_to_fields(start: Path, tmp_path: Path, place: str) -> None:
+    value: Any = load_recipe(support.recipe_values(start, tmp_path))
+    for name in place.partition(",")[0].split("."):
+        assert hasattr(value, name)
+        value = getattr(value, name)
 
 
 def test_token_ids_beyond_the_vocabulary(start: Path, tmp_path: Path) -> None:

@@ -50,10 +50,40 @@ HERE = "{here}"
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
+OTHER_NAMES: Mapping[str, str] = {
+    "learning_rate": "optimizer.lr",
+    **dict.fromkeys(("lr_scheduler_type", "warmup_steps", "warmup_ratio"), "optimizer.schedule"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs"), "epochs"),
+    "max_steps": "steps",
+    **dict.fromkeys(
+        (
+            "per_device_train_batch_size",
+            "train_batch_size",
+            "micro_batch_size",
+            "gradient_accumulation_steps",
+        ),
+        "data.batch_size, or rollout.prompts_per_step: examples of a step on all ranks together",
+    ),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype"), "dtype"),
+    **dict.fromkeys(("model_name_or_path", "base_model"), "model.path"),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_files"), "data.train"),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt"), "rollout.group_size"),
+    **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.max_new_tokens"),
+    **dict.fromkeys(("reward_funcs", "custom_reward_function"), "rewards"),
+    **dict.fromkeys(("lora_r", "lora_rank", "lora_alpha", "lora_target_modules"), "model.lora"),
+    "beta": "algorithm.args",
+    "save_steps": "save_every",
+    "eval_steps": "eval_every",
+    "save_total_limit": "keep",
+    "report_to": "wandb",
+}
+"""Fields by their names in transformers, TRL, LLaMA-Factory, axolotl and verl."""
 
 
 class Recipe(Config):
     """The config of a run. Relative paths start at the working directory."""
+
+    other_names = OTHER_NAMES
 
     engine: str
     """The train engine."""
@@ -289,7 +319,7 @@ def with_local_models(recipe: Recipe, origin: str) -> Recipe:
             path = local_model_path(section.path, field=f"{name}.path")
             sections[name] = section.model_copy(update={"path": path})
         except ConfigError as error:
-            problems.append(f"{error}; {RELATIVE}")
+            problems.append(str(error) if Path(section.path).is_dir() else f"{error}; {RELATIVE}")
     raise_all(ConfigError, origin, problems)
     return recipe.model_copy(update=sections)
 
