@@ -249,7 +249,7 @@ def test_lost_text_is_refused(name: str, example: dict[str, Any], message: str) 
             {"arguments": {"enable_thinkin": False}},
             "does not read 'enable_thinkin'; did you mean 'enable_thinking'",
         ),
-        ({"template_name": "rag"}, "data.chat_template = 'rag': the tokenizer has a single chat template"),
+        ({"template_name": "rag"}, "data.chat_template = 'rag' names one of several templates"),
     ],
 )
 def test_arguments_unknown_to_template_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,11 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
         encode_completion(support.chat_format(tokenizer), "1=", "1")
 
 
+def called(arguments: str) -> dict[str, Any]:
+    """A turn that calls a function."""
+    return {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -136,6 +142,14 @@ def test_a_tokenizer_without_an_end_is_named() -> None:
         ({"messages": [{"role": "user"}]}, "has 'messages' whose message 1 has no text as 'content'"),
         ({"messages": [CHAT[0], {"content": "1"}]}, "message 2 has no 'role' and 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "that is no text: 'image'"),
+        (
+            {"messages": [CHAT[0], called("{'x': 1}")]},
+            "with arguments that are no JSON object (\"{'x': 1}\"); write",
+        ),
+        (
+            {"messages": [CHAT[0], called(json.dumps(json.dumps({"x": 1})))]},
+            "arguments that are no JSON object",
+        ),
         ({"prompt": [{"role": "user", "content": 1}], "answer": "1"}, "no text as 'content', but 1"),
         ({"answer": "1"}, "needs a text 'prompt'; it has None"),
     ],

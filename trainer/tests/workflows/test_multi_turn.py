@@ -7,6 +7,7 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,12 @@ from core_rl_trainer.environments import Observation
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.terms import RewardTerm, WeightedRewards
 from core_rl_trainer.workflows.episodes import MultiTurnWorkflow
-from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code, open_user_code
+from core_rl_trainer.workflows.user_code import (
+    LoadedCode,
+    check_environment,
+    load_user_code,
+    open_user_code,
+)
 
 STOP = 9
 
@@ -225,6 +231,28 @@ def test_environments_of_another_form_are_refused(tmp_path: Path, code: str, mes
     (tmp_path / "made.py").write_text(code)
     with pytest.raises(ConfigError, match=rf"^rollout\.environment = .*made' .*{message}"):
         load_user_code({}, f"{tmp_path / 'made.py'}:made", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{}['host']", r"made raised KeyError: 'host' \(made\.py:3\)"),
+        ("exit(3)", r"made raised SystemExit: 3 \(made\.py:3\)"),
+        ("__import__('time').sleep(2)", r"made is not made in 0\.2 s; raise rollout\.step_timeout_s"),
+        ("self.reset = len", r"made: is a made without `async def` of reset; write it so"),
+        ("__import__('asyncio').get_running_loop()", None),
+    ],
+)
+def test_environments_are_made_before_the_run(tmp_path: Path, body: str, message: str | None) -> None:
+    code = f"class made:\n    def __init__(self, tokenizer):\n        {body}\n"
+    (tmp_path / "made.py").write_text(f"{code}{METHODS}    async def close(self): ...\n")
+    make = load_user_code({}, f"{tmp_path / 'made.py'}:made", None).environment
+    assert make is not None
+    refusal = (
+        pytest.raises(ConfigError, match=f"^rollout\\.environment: {message}$") if message else nullcontext()
+    )
+    with refusal:
+        check_environment(make, make_tokenizer(), 0.2)
 
 
 @pytest.mark.parametrize("code", ["class score: ...", "def score(text, sample):\n    yield 1.0"])

@@ -121,7 +121,8 @@ class ChatFormat:
         if isinstance(templates, str):
             if name is not None:
                 raise ConfigError(
-                    f"data.chat_template = {name!r}: the tokenizer has a single chat template without a name; remove it"
+                    f"data.chat_template = {name!r} names one of several templates, and the tokenizer has one; "
+                    "write a template of yours as chat_template.jinja in the model's directory, or remove the field"
                 )
             return "", templates
         name = name or ("tool_use" if has_tools and "tool_use" in templates else "default")

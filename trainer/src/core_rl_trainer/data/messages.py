@@ -151,6 +151,8 @@ def _calls_problem(calls: object) -> str | None:
         function = _function_of(call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return f"a tool call without the name of a function: {shortened(call)}"
+        if isinstance(text := _arguments(function), str):
+            return f"a tool call with arguments that are no JSON object ({shortened(text)}); write them with json.dumps"
     return None
 
 
@@ -204,14 +206,14 @@ def _formed_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
-    """The arguments of a call; JSON text is read, and other text stays as it is."""
+    """The arguments of a call; JSON text is read, and other text, which is refused, stays as it is."""
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    if isinstance(arguments, str) and arguments.strip():
         try:
             return json.loads(arguments)
         except ValueError:
             return arguments
-    return {} if arguments is None else arguments
+    return arguments or {}
 
 
 # ----------------------------------------------------------------- shown text

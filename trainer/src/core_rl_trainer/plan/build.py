@@ -63,7 +63,7 @@ from core_rl_trainer.plan.run_plan import EnginePlan, RunFiles, RunPlan, Schedul
 from core_rl_trainer.recipe.recipe import Recipe
 from core_rl_trainer.recipe.rollout import RolloutSection
 from core_rl_trainer.recipe.sections import ModelSection
-from core_rl_trainer.workflows.user_code import LoadedCode, load_user_code
+from core_rl_trainer.workflows.user_code import LoadedCode, check_environment, load_user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +114,8 @@ class PlanBuilder:
         tokenizer = load_tokenizer(recipe.model.path)
         if online:
             self._check_tokens(tokenizer)
+        if code is not None and code.environment is not None:
+            check_environment(code.environment, tokenizer, recipe.rollout.step_limit_s)
         stops = (recipe.rollout.stop_token_ids, recipe.rollout.stop) if online else ()
         end_tokens = require_end_tokens(tokenizer, *stops)
         earlier = earlier_runs(recipe.directory, recipe.fresh, recipe.resume_from)

@@ -13,7 +13,7 @@ from core_rl.distributed.loop_thread import LoopThread
 from core_rl.errors import ConfigError, RolloutError
 from core_rl.rollout.workflow import AcceptFn
 from core_rl_trainer.environments import Environment
-from core_rl_trainer.rewards.calls import UserThreads, call_on_loop, call_user, name_of
+from core_rl_trainer.rewards.calls import UserThreads, call_on_loop, call_user, guarded, name_of
 from core_rl_trainer.rewards.config import RewardSection
 from core_rl_trainer.rewards.functions import load_callable
 from core_rl_trainer.rewards.http import HttpReward, is_url
@@ -74,7 +74,8 @@ def _loaded(field: str, name: str, batched: bool) -> Callable[..., Any]:
         raise ConfigError(
             f"{field} = {name!r} returns an object or a generator, no number; name a function that returns one"
         )
-    fix = "a reward is called with the text of a completion and its sample, so wrap it in a function of these two"
+    texts = "the list of the texts of a prompt's completions" if batched else "the text of a completion"
+    fix = f"a reward is called with {texts} and its sample, so wrap it in a function of these two"
     _check_arguments(f"{field} = {name!r}", function, ("", {}), fix)
     return function
 
@@ -103,6 +104,25 @@ def _environment(name: str | None) -> Callable[..., Environment] | None:
     if inspect.isclass(make) and (problem := _method_problem(make)):
         raise ConfigError(f"{subject} is a class {problem}")
     return make
+
+
+def check_environment(
+    make: Callable[..., Environment], tokenizer: PreTrainedTokenizerBase, timeout_s: float
+) -> None:
+    """Make an environment, on an event loop as episodes do; raises `ConfigError` where this fails."""
+    loop = LoopThread("core-rl-rewards")
+    environment = _EnvironmentOnLoop(make, tokenizer, loop)
+    subject = f"rollout.environment: {environment.__name__}"
+    try:
+        loop.run(guarded(environment.made(), subject=subject, function=environment)).result(timeout_s)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"{subject} is not made in {timeout_s:g} s; raise rollout.step_timeout_s"
+        ) from error
+    except RolloutError as error:
+        raise ConfigError(str(error).partition("\n")[0]) from error
+    finally:
+        _close_loop(loop)
 
 
 def _method_problem(environment: object) -> str | None:
@@ -191,11 +211,15 @@ class _EnvironmentOnLoop:
         self._make, self._run = partial(make, tokenizer), partial(call_on_loop, loop)
         self._environment: Environment | None = None
 
-    async def _reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+    async def made(self) -> Environment:
+        """A new environment; on the loop."""
         environment = self._make()
         if problem := _method_problem(environment):
             raise RolloutError(f"is a {type(environment).__name__} {problem}")
-        self._environment = environment
+        return environment
+
+    async def _reset(self, data: Mapping[str, Any]) -> Sequence[int]:
+        self._environment = await self.made()
         return await self._environment.reset(data)
 
     async def reset(self, data: Mapping[str, Any]) -> Any:
