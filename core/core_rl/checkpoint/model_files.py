@@ -113,8 +113,8 @@ def git_lfs_pointers(directory: Path) -> list[str]:
 def indexed_tensors(directory: Path, prefix: str) -> dict[str, str] | None:
     """The file of each tensor by the index of ``directory``; None where ``PREFIX.safetensors`` has all of them.
 
-    Raises `CheckpointNotFound` for neither, and `CheckpointDamaged` for an invalid index, and for both: transformers
-    reads the single file then, and servers those of the index.
+    Raises `CheckpointNotFound` for neither, and `CheckpointDamaged` for an invalid index, and for both, of which
+    transformers reads the single file, and servers the shards.
     """
     index, single = directory / f"{prefix}.safetensors.index.json", directory / f"{prefix}.safetensors"
     is_single = single.is_file() or single.is_symlink()
@@ -122,8 +122,8 @@ def indexed_tensors(directory: Path, prefix: str) -> dict[str, str] | None:
         weight_map = _read_index(index)
         if is_single and single.name not in weight_map.values():
             raise CheckpointDamaged(
-                f"{directory} holds {single.name} and the files of {index.name}; remove the older weights, with their "
-                "index"
+                f"{directory}: {single.name} lies next to the files of {index.name}; remove the older weights, with "
+                "their index"
             )
         return weight_map
     if not is_single:

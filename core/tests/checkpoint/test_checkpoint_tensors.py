@@ -225,7 +225,7 @@ def test_single_file_next_to_shards_raises(tmp_path: Path) -> None:
     write_tensors(tmp_path, "model", tensors, writes=True, max_file_bytes=8)
     write_tensors(tmp_path, "model", tensors, writes=True)
     with pytest.raises(
-        CheckpointDamaged, match=r"holds model\.safetensors and the files of model\.safetensors\.index"
+        CheckpointDamaged, match=r"model\.safetensors lies next to the files of model\.safetensors\.index"
     ):
         TensorFiles(tmp_path, "model")
 

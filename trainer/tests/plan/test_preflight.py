@@ -66,7 +66,10 @@ def _of_integers(model: Path) -> None:
         (lambda model: (model / WEIGHTS).write_text("<html>"), [f"{WEIGHTS}: no safetensors file"]),
         (lambda model: (model / WEIGHTS).write_text(POINTER), ["a pointer of Git LFS", "git lfs pull"]),
         (lambda model: (model / "tokenizer.json").write_text(POINTER), ["tokenizer.json: a pointer of Git"]),
-        (_left_shards, [f"holds {WEIGHTS} and the files of {WEIGHTS}.index.json; remove the older weights"]),
+        (
+            _left_shards,
+            [f"{WEIGHTS} lies next to the files of {WEIGHTS}.index.json; remove the older weights"],
+        ),
         (_indexed, ["model-00001-of-00002.safetensors: missing", f"{WEIGHTS}: lacks 'b'"]),
     ],
 )
