@@ -14,7 +14,6 @@ from core_rl.errors import ClusterError
 
 KEY_BYTES = 32
 NONCE_BYTES = 32
-PROOF_BYTES = 32
 REFUSED = b""
 """The answer to a wrong proof."""
 

@@ -50,33 +50,27 @@ HERE = "{here}"
 
 RELATIVE = "it is relative to the working directory; see the head of the recipe for what prepares it"
 """The hint for a path that does not exist."""
-OTHER_NAMES: Mapping[str, str] = {
-    "learning_rate": "optimizer.lr",
-    **dict.fromkeys(("lr_scheduler_type", "warmup_steps", "warmup_ratio"), "optimizer.schedule"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "total_epochs"), "epochs"),
-    "max_steps": "steps",
-    **dict.fromkeys(
-        (
-            "per_device_train_batch_size",
-            "train_batch_size",
-            "micro_batch_size",
-            "gradient_accumulation_steps",
-        ),
-        "data.batch_size, or rollout.prompts_per_step: examples of a step on all ranks together",
-    ),
-    **dict.fromkeys(("bf16", "fp16", "torch_dtype"), "dtype"),
-    **dict.fromkeys(("model_name_or_path", "base_model"), "model.path"),
-    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_files"), "data.train"),
-    **dict.fromkeys(("num_generations", "n_samples_per_prompt"), "rollout.group_size"),
-    **dict.fromkeys(("max_completion_length", "max_response_length"), "rollout.max_new_tokens"),
-    **dict.fromkeys(("reward_funcs", "custom_reward_function"), "rewards"),
-    **dict.fromkeys(("lora_r", "lora_rank", "lora_alpha", "lora_target_modules"), "model.lora"),
-    "beta": "algorithm.args",
-    "save_steps": "save_every",
-    "eval_steps": "eval_every",
-    "save_total_limit": "keep",
-    "report_to": "wandb",
+STEP_EXAMPLES = "data.batch_size, or rollout.prompts_per_step: examples of a step on all ranks together"
+NAMES_ELSEWHERE = {
+    "optimizer.lr": "learning_rate",
+    "optimizer.schedule": "lr_scheduler_type warmup_steps warmup_ratio",
+    "epochs": "num_train_epochs num_epochs total_epochs",
+    "steps": "max_steps",
+    STEP_EXAMPLES: "per_device_train_batch_size train_batch_size micro_batch_size gradient_accumulation_steps",
+    "dtype": "bf16 fp16 torch_dtype",
+    "model.path": "model_name_or_path base_model",
+    "model.lora": "lora_r lora_rank lora_alpha lora_target_modules",
+    "data.train": "dataset datasets dataset_name train_files",
+    "rollout.group_size": "num_generations n_samples_per_prompt",
+    "rollout.max_new_tokens": "max_completion_length max_response_length",
+    "rewards": "reward_funcs custom_reward_function",
+    "algorithm.args": "beta",
+    "save_every": "save_steps",
+    "eval_every": "eval_steps",
+    "keep": "save_total_limit",
+    "wandb": "report_to",
 }
+OTHER_NAMES = {name: place for place, names in NAMES_ELSEWHERE.items() for name in names.split()}
 """Fields by their names in transformers, TRL, LLaMA-Factory, axolotl and verl."""
 
 
