@@ -207,7 +207,7 @@ class Recipe(Config):
         if not self.data.has_evaluation and (self.eval_every or self.keep_best is not None):
             raise ValueError(
                 f"eval_every = {self.eval_every}, and there is no evaluation data; set data.eval, or "
-                "data.eval_fraction to hold out a share of data.train, or leave eval_every and keep_best out"
+                "data.eval_fraction to hold out a share of data.train, or set eval_every=0 and leave keep_best out"
             )
         if self.keep_best is not None and not self.eval_every:
             raise ValueError("keep_best compares evaluations; set eval_every above 0")
