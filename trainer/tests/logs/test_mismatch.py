@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core_rl.data.batch import SequenceBatch
-from core_rl_trainer.run.online import NAMES, mismatch_by_lag, mismatch_of, staleness_of
+from core_rl_trainer.run.online import NAMES, compared_part, mismatch_by_lag, mismatch_of, staleness_of
 
 TOKEN = st.tuples(st.floats(-30, 0, width=32), st.floats(-30, 0, width=32), st.booleans(), st.integers(0, 3))
 """Log-prob of the rollout, of the trainer, trained or not, version."""
@@ -108,3 +108,9 @@ def test_a_tiny_difference_is_not_lost_in_rounding() -> None:
     """float32 would make ``exp(d) - 1 - d`` zero: d**2 / 2 is below its resolution at 1."""
     trainer, batch = make([[(-1.0, -1.0 + 2**-12, True, 0)] * 3])
     assert mismatch_of(trainer, batch)["mismatch_k3"] == pytest.approx(2**-25, rel=1e-3)
+
+
+@pytest.mark.parametrize(("sequences", "compared"), [(1, 1), (127, 127), (128, 64), (400, 67), (4096, 512)])
+def test_mismatch_compares_part_of_large_batch(sequences: int, compared: int) -> None:
+    _, batch = make([[(-1.0, -1.0, True, 0)] * 2] * sequences)
+    assert compared_part(batch).num_sequences == compared

@@ -65,6 +65,8 @@ NAMES = (
     "mismatch_ppl_ratio",
 )
 NOTABLE_NATS = 0.01
+COMPARED, EVERY = 64, 8
+"""Where the algorithm needs no log-probs of the train engine, one of 8 sequences is compared, at least 64."""
 
 
 def mismatch_of(trainer: Tensor, batch: SequenceBatch, counted: Tensor | None = None) -> dict[str, float]:
@@ -175,10 +177,10 @@ class OnlineLearner(Learner):
         return self.roles.training()
 
     def score(self, batch: SequenceBatch, step: int) -> tuple[SequenceBatch, dict[str, float]]:
-        complete, recomputed = self._complete(batch)
+        complete, compared, recomputed = self._complete(batch)
         metrics = _describe(complete) | self.rollouts.counters() | staleness_of(batch, step - 1)
-        return complete, metrics | mismatch_of(recomputed, batch) | mismatch_by_lag(
-            recomputed, batch, step - 1
+        return complete, metrics | mismatch_of(recomputed, compared) | mismatch_by_lag(
+            recomputed, compared, step - 1
         )
 
     def update(self, batch: SequenceBatch, step: int) -> dict[str, float]:
@@ -195,12 +197,15 @@ class OnlineLearner(Learner):
             engine.lr_scheduler_step()
         return metrics
 
-    def _complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, Tensor]:
-        """``batch`` with all that the algorithm wants, and the actor's log-probs ``[T]``: the mismatch needs them."""
+    def _complete(self, batch: SequenceBatch) -> tuple[SequenceBatch, SequenceBatch, Tensor]:
+        """``batch`` with all that the algorithm wants; and for the mismatch the sequences that are compared, all of
+        ``batch`` or some, with the actor's log-probs ``[T]`` of them.
+        """
         fields = self.interface.wanted_fields
         (scored,) = self._add_scores(batch)
+        compared = batch if PROXIMAL in fields else compared_part(batch)
         with self.roles.working(self.roles.actor) as engine:
-            recomputed = self.interface.inference(engine, batch, self.mb_spec)[BEHAVIOUR]
+            recomputed = self.interface.inference(engine, compared, self.mb_spec)[BEHAVIOUR]
         if PROXIMAL in fields:
             scored = scored.with_tokens(**{PROXIMAL: recomputed})
         if REFERENCE in fields:
@@ -212,7 +217,7 @@ class OnlineLearner(Learner):
                 valued = self.critic.inference(engine, batch, self.mb_spec)
             scored = scored.with_tokens(**{VALUES: valued[VALUES]})
             scored = scored.with_sequences(**{BOOTSTRAP: valued[BOOTSTRAP]})
-        return scored, recomputed
+        return scored, compared, recomputed
 
     def _add_scores(self, *batches: SequenceBatch) -> tuple[SequenceBatch, ...]:
         """``batches`` with the scores of the reward model added to the rewards, and as the term ``reward_model``.
@@ -364,6 +369,12 @@ def interrupted(engine: InferenceEngine) -> Iterator[None]:
         yield
     finally:
         engine.resume()
+
+
+def compared_part(batch: SequenceBatch) -> SequenceBatch:
+    """Sequences of ``batch`` in equal steps: see `COMPARED`."""
+    step = min(EVERY, max(1, batch.num_sequences // COMPARED))
+    return batch if step == 1 else batch.select(range(0, batch.num_sequences, step))
 
 
 def _describe(batch: SequenceBatch) -> dict[str, float]:
