@@ -6,6 +6,7 @@ import re
 import unicodedata
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 
 NUMBER = re.compile(
     r"""
@@ -66,6 +67,7 @@ def last_numbers(text: str) -> set[Fraction]:
     return values
 
 
+@lru_cache(maxsize=1024)  # of the answer, which all completions of a prompt are compared with
 def only_number(text: str) -> Fraction | None:
     r"""The number that ``text`` is, also after ``####`` (GSM8K), in ``\boxed{}``, as ``x = 5``, or with its unit.
 
@@ -89,6 +91,8 @@ def _is_list(match: re.Match[str]) -> bool:
 
 
 def _plain(text: str) -> str:
+    if text.isascii() and "\\" not in text and "{,}" not in text:
+        return text
     for pattern, form in FORMS:
         text = pattern.sub(form, text)
     digits = (str(unicodedata.decimal(letter, letter)) if letter > "\x7f" else letter for letter in text)
