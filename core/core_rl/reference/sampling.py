@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -31,6 +31,9 @@ from core_rl.toolkit.positions import frequencies_change
 from core_rl.toolkit.sequence_layers import stateful_layers
 from core_rl.toolkit.vision import is_vision_model, sequence_arguments
 
+DRAWN = 256
+"""Numbers that a row draws at one time, unless its vocabulary is larger."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -58,15 +61,23 @@ class GumbelSampler(LogitsProcessor):
         if sampling.min_p > 0:
             self._warpers.append(MinPLogitsWarper(sampling.min_p))
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._noise: Iterator[Tensor] = iter(())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        noise = torch.empty(scores.shape, dtype=torch.float64)
+        if (noise := next(self._noise, None)) is None:
+            self._noise = iter(self._drawn(scores.shape[1]))
+            noise = next(self._noise)
+        warped: Tensor = self._warpers(input_ids, scores)
+        return warped + noise.to(scores)
+
+    def _drawn(self, vocabulary: int) -> Tensor:
+        """The noise of the next steps, float64 ``[steps, B, V]``: a call costs more than a few numbers."""
+        steps = max(1, DRAWN // vocabulary)
+        noise = torch.empty(len(self._generators), steps, vocabulary, dtype=torch.float64)
         for row, generator in zip(noise, self._generators, strict=True):
             row.exponential_(generator=generator)
         # float64 and a floor, because the logarithm of an exact 0 would always win.
-        noise.clamp_(min=torch.finfo(torch.float64).tiny).log_().neg_()
-        warped: Tensor = self._warpers(input_ids, scores)
-        return warped + noise.to(scores)
+        return noise.clamp_(min=torch.finfo(torch.float64).tiny).log_().neg_().transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

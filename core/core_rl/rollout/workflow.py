@@ -57,7 +57,7 @@ async def generate_whole(engine: TokenGenerator, request: LLMRequest) -> LLMResp
             part = replace(part, output_ids=(), logprobs=(), versions=())
         parts.append(part)
         if part.stop_reason != "abort":
-            return _joined(request, parts, part.stop_reason)
+            return part if len(parts) == 1 else _joined(request, parts, part.stop_reason)
         if sum(len(p.output_ids) for p in parts) == request.sampling.max_new_tokens:
             return _joined(request, parts, "length")
         idle = 0 if part.output_ids else idle + 1
